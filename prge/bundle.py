@@ -1,0 +1,151 @@
+"""Reading a bundle: the folder that an export writes and a device needs.
+
+    manifest.json   contract, model, quantization, versions, verification, sha256 of every other file
+    program.pte     the program
+    adapter/        the adapter to start from, a PEFT folder (lora_A and lora_B)
+    tokenizer/      tokenizer.json and, where the model has one, chat_template.jinja
+
+A bundle from elsewhere is untrusted: nothing of it is loaded before its hash is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from prge.contract import FORMAT, Contract
+from prge.errors import BundleError
+
+MANIFEST = "manifest.json"
+PROGRAM = "program.pte"
+ADAPTER = "adapter"
+TOKENIZER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle whose files have the hashes that its manifest names."""
+
+    folder: Path
+    contract: Contract
+    manifest: Mapping[str, Any]
+
+    @property
+    def program(self) -> Path:
+        """The `.pte` file."""
+        return self.folder / PROGRAM
+
+    @property
+    def adapter(self) -> Path:
+        """PEFT folder of the adapter that training starts from."""
+        return self.folder / ADAPTER
+
+    @property
+    def tokenizer(self) -> Path:
+        """Folder with `tokenizer.json`."""
+        return self.folder / TOKENIZER
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the manifest, and through it of every file: what a run was made with."""
+        return str(self.manifest["manifest_sha256"])
+
+
+def file_sha256(path: Path) -> str:
+    """Lowercase hexadecimal SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def manifest_sha256(manifest: Mapping[str, Any]) -> str:
+    """Hash of a manifest's content, its own hash left out, independent of key order and white space."""
+    content = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read and check `manifest.json`: format number and own hash, not yet the files.
+
+    Raises:
+        BundleError: missing, not JSON, of another format, or changed since it was written.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise BundleError(
+            f"{folder} is not a bundle: it has no {MANIFEST}",
+            remedy="give the folder that `prge export` wrote",
+        )
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is damaged: {error}", remedy="copy or export the bundle again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise BundleError(
+            f"{path} has format {found!r}, this version reads {FORMAT}",
+            remedy="export the bundle again with this version",
+        )
+    if manifest.get("manifest_sha256") != manifest_sha256(manifest):
+        raise BundleError(
+            f"{path} was changed after it was written: its own hash differs",
+            remedy="copy or export the bundle again",
+        )
+    return manifest
+
+
+def open_bundle(folder: Path | str) -> Bundle:
+    """Open a bundle after comparing every file with the manifest.
+
+    Raises:
+        BundleError: the manifest is unusable, or a file is missing, changed, or outside the folder.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    files = manifest.get("files")
+    if not isinstance(files, dict) or PROGRAM not in files:
+        raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
+    for name in files:
+        check_file(folder, manifest, name)
+    return Bundle(folder, Contract.from_json(manifest.get("contract", {})), manifest)
+
+
+def check_file(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
+    """Compare one file with what the manifest says of it.
+
+    Raises:
+        BundleError: missing, a link, outside the folder, or of another size or hash.
+    """
+    entry = manifest["files"][name]
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or "\\" in name:
+        raise BundleError(
+            f"{folder / MANIFEST} names a file outside the bundle: {name!r}", remedy="don't use this bundle"
+        )
+    if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and "sha256" in entry):
+        raise BundleError(
+            f"{folder / MANIFEST} says neither size nor hash of {name}", remedy="export the bundle again"
+        )
+    path = folder / relative
+    if any((folder / part).is_symlink() for part in (relative, *relative.parents[:-1])):
+        raise BundleError(
+            f"{path} is a link or in a linked folder", remedy="copy the bundle with its links followed"
+        )
+    if not path.is_file():
+        raise BundleError(f"the bundle lacks its file {name}", remedy="copy or export the bundle again")
+    if path.stat().st_size != entry["bytes"]:
+        raise BundleError(
+            f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}",
+            remedy="copy or export the bundle again",
+        )
+    if file_sha256(path) != entry["sha256"]:
+        raise BundleError(
+            f"{path} is not the file that the manifest names: its SHA-256 differs",
+            remedy="copy or export the bundle again",
+        )

@@ -1,0 +1,162 @@
+"""The contract of a program: its kind, its named inputs and outputs, the adapted modules.
+
+A stack program runs `copies x batch_size` rows in one call, slot-major:
+
+    row = copy * batch_size + example          rows = copies * batch_size
+
+    tokens          i64 [rows, sequence_length]           right-padded
+    attention_mask  i64 [rows, sequence_length]           encoders only
+    positions       i64 [rows, positions]                 decoders only: where to read
+    targets         i64 [rows, positions]                 decoders only: what to read
+    lora_b.<module> f32 [copies, rank, out_features]      one per adapted module
+
+    logprobs        f32 [rows, positions]                 decoders: log p(target | tokens up to position)
+    pooled          f32 [rows, width]                     encoders
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prge.errors import BundleError
+
+FORMAT = 1
+LORA_B_PREFIX = "lora_b."
+READOUTS = ("logprobs", "verbalizer", "pooled")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, numpy dtype name and static shape of one program input or output."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """One linear layer with LoRA-FA on it; `name` is its path in the transformers model."""
+
+    name: str
+    rank: int
+    in_features: int
+    out_features: int
+
+    @property
+    def input_name(self) -> str:
+        """Name of the program input that carries this module's `lora_b`."""
+        return LORA_B_PREFIX + self.name
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Everything that a driver must know to call a program.
+
+    `readout` is `logprobs` (over the vocabulary), `verbalizer` (over `label_tokens` only: targets are
+    indices into that list) or `pooled` (an encoder's states; the head lives in the driver).
+    `alpha` is already folded into the program's frozen `lora_a`.
+    """
+
+    kind: str
+    readout: str
+    copies: int
+    batch_size: int
+    sequence_length: int
+    positions: int
+    width: int
+    vocabulary_size: int
+    label_tokens: tuple[int, ...]
+    modules: tuple[AdaptedModule, ...]
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {getattr(self, name)}, must be at least 1"
+            for name in ("copies", "batch_size", "sequence_length", "vocabulary_size")
+            if getattr(self, name) < 1
+        ]
+        if self.kind != "stack":
+            problems.append(f"kind is {self.kind!r}, this version knows 'stack'")
+        if self.readout not in READOUTS:
+            problems.append(f"readout is {self.readout!r}, must be one of {', '.join(READOUTS)}")
+        if self.readout == "pooled" and self.width < 1:
+            problems.append(f"width is {self.width}, a pooled readout needs at least 1")
+        if self.readout != "pooled" and self.positions < 1:
+            problems.append(f"positions is {self.positions}, must be at least 1")
+        if self.readout == "verbalizer" and not self.label_tokens:
+            problems.append("label_tokens is empty, a verbalizer readout needs them")
+        if not self.modules:
+            problems.append("modules is empty: there is nothing to train")
+        if problems:
+            raise BundleError(
+                "the manifest describes no program that can be run: " + "; ".join(problems),
+                remedy="export the bundle again with this version of prge",
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of one call: copies x batch_size."""
+        return self.copies * self.batch_size
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the program answers pooled states instead of log-probabilities."""
+        return self.readout == "pooled"
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The program's inputs in calling order."""
+        tokens = TensorSpec("tokens", "int64", (self.rows, self.sequence_length))
+        if self.is_encoder:
+            rest = [TensorSpec("attention_mask", "int64", tokens.shape)]
+        else:
+            rest = [
+                TensorSpec(name, "int64", (self.rows, self.positions)) for name in ("positions", "targets")
+            ]
+        lora_b = [
+            TensorSpec(module.input_name, "float32", (self.copies, module.rank, module.out_features))
+            for module in self.modules
+        ]
+        return (tokens, *rest, *lora_b)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The program's outputs in order."""
+        if self.is_encoder:
+            return (TensorSpec("pooled", "float32", (self.rows, self.width)),)
+        return (TensorSpec("logprobs", "float32", (self.rows, self.positions)),)
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's `contract` block; inputs and outputs are written out for other readers."""
+        block = asdict(self)
+        block["inputs"] = [asdict(spec) for spec in self.inputs]
+        block["outputs"] = [asdict(spec) for spec in self.outputs]
+        return block
+
+    @classmethod
+    def from_json(cls, block: Mapping[str, Any]) -> Contract:
+        """Read a manifest's `contract` block; raises BundleError on anything missing or of another type."""
+        try:
+            modules = tuple(
+                AdaptedModule(str(m["name"]), int(m["rank"]), int(m["in_features"]), int(m["out_features"]))
+                for m in block["modules"]
+            )
+            return cls(
+                kind=str(block["kind"]),
+                readout=str(block["readout"]),
+                copies=int(block["copies"]),
+                batch_size=int(block["batch_size"]),
+                sequence_length=int(block["sequence_length"]),
+                positions=int(block["positions"]),
+                width=int(block["width"]),
+                vocabulary_size=int(block["vocabulary_size"]),
+                label_tokens=tuple(int(token) for token in block["label_tokens"]),
+                modules=modules,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BundleError(
+                f"the manifest's contract can't be read: {error!r}",
+                remedy="export the bundle again with this version of prge",
+            ) from None

@@ -1,0 +1,89 @@
+"""Scoring examples with the program that trains: all copies equal, every row another sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prge.adapter import Adapter, stack
+from prge.engine import Engine
+from prge.examples import Example, make_batch
+from prge.head import Head
+from prge.objectives import losses, scores
+
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a program thinks of some examples.
+
+    `scores`: f64 [candidates] per example; `losses` f64 [examples]; `predictions` i64 [examples].
+    """
+
+    scores: list[Float64Array]
+    losses: Float64Array
+    predictions: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the examples."""
+        return float(self.losses.mean())
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity per target token, of completions."""
+        return math.exp(min(float((self.losses * self.tokens).sum() / self.tokens.sum()), 700.0))
+
+
+def score(
+    engine: Engine,
+    adapter: Adapter,
+    examples: Sequence[Example],
+    head: Head | None = None,
+    pad: int = 0,
+) -> Scores:
+    """Score every candidate of every example with one adapter: ceil(sequences / rows) calls."""
+    contract = engine.contract
+    lora_b = stack(adapter, contract.copies)
+    totals = [np.zeros(example.candidates) for example in examples]
+    # A sequence at a time, so that an example may have more candidates than a call has rows.
+    single = [
+        (index, replace(example, sequences=(sequence,)))
+        for index, example in enumerate(examples)
+        for sequence in example.sequences
+    ]
+    for start in range(0, len(single), contract.rows):
+        chunk = single[start : start + contract.rows]
+        batch = make_batch([example for _, example in chunk], contract, rows=contract.rows, pad=pad)
+        outputs = engine.forward({**batch.inputs(1, contract.is_encoder), **lora_b})
+        found = scores(batch, outputs, 1, head)[0]
+        for (index, example), row in zip(chunk, found, strict=True):
+            totals[index] += row[: example.candidates]
+    lengths = np.array([sum(len(s.slots) for s in example.sequences) for example in examples])
+    most = max(len(total) for total in totals)
+    table = np.full((1, len(totals), most), -np.inf)
+    for index, total in enumerate(totals):
+        table[0, index, : len(total)] = total
+    labels = np.array([-1 if example.label is None else example.label for example in examples])
+    return Scores(totals, losses(table, labels)[0], table[0].argmax(-1), lengths)
+
+
+def pooled_states(
+    engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int = 0
+) -> NDArray[np.float32]:
+    """An encoder's states of the examples, f32 [examples, width]: what a head is fitted on."""
+    contract = engine.contract
+    lora_b = stack(adapter, contract.copies)
+    states = []
+    for start in range(0, len(examples), contract.rows):
+        chunk = examples[start : start + contract.rows]
+        batch = make_batch(chunk, contract, rows=contract.rows, pad=pad)
+        outputs = engine.forward({**batch.inputs(1, True), **lora_b})
+        states.append(outputs["pooled"][: len(chunk)])
+    return np.concatenate(states)

@@ -1,0 +1,142 @@
+"""Examples as sequences with slots to read, and batches of them as the rows of one call.
+
+A slot is one (position, target) of a sequence: the program answers its log-probability. Slots are summed
+with their weights into the score of a candidate:
+
+    score[example, candidate] = sum over the slots of that candidate of weight * logprob
+
+    completion             one sequence, one candidate, weights 1 / completion tokens
+    one-token candidates   one sequence, a slot per candidate, all at the last position of the prompt
+    longer candidates      a sequence per candidate, weights 1 / candidate tokens
+    encoder                one sequence without slots: the classification head answers the scores
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prge.contract import Contract
+from prge.engine import Array, IntArray
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where to read (`position`), what (`target`), its weight, and the candidate that it belongs to."""
+
+    position: int
+    target: int
+    weight: float
+    candidate: int
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One tokenized sequence with its slots."""
+
+    tokens: tuple[int, ...]
+    slots: tuple[Slot, ...] = ()
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of a data file, tokenized.
+
+    `row` is its number in the file, counted from 1. `candidates` is the number of scores; `label` is the
+    index of the right one, or None for a completion (one candidate, whose score is to rise).
+    `answers` are the gold texts and `choices` the candidate texts of a task whose metric compares texts.
+    """
+
+    row: int
+    sequences: tuple[TokenSequence, ...]
+    candidates: int
+    label: int | None
+    answers: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of some examples as the rows of one copy; rows beyond them are padding.
+
+    tokens i64 [batch_size, sequence_length]; attention_mask the same shape;
+    positions, targets i64 [batch_size, positions]; weights f64 and candidate i64 of the same shape;
+    owner i64 [batch_size]: index of the example that a row belongs to, -1 for padding;
+    candidates i64 [examples]; labels i64 [examples], -1 where there is none.
+    """
+
+    tokens: IntArray
+    attention_mask: IntArray
+    positions: IntArray
+    targets: IntArray
+    weights: NDArray[np.float64]
+    candidate: IntArray
+    owner: IntArray
+    candidates: IntArray
+    labels: IntArray
+    rows: tuple[int, ...]
+
+    @property
+    def examples(self) -> int:
+        """How many examples the batch holds."""
+        return len(self.labels)
+
+    def inputs(self, copies: int, is_encoder: bool) -> dict[str, Array]:
+        """Program inputs other than the adapter: the same rows for every copy."""
+        arrays = {"tokens": self.tokens}
+        if is_encoder:
+            arrays["attention_mask"] = self.attention_mask
+        else:
+            arrays["positions"] = self.positions
+            arrays["targets"] = self.targets
+        return {name: np.tile(array, (copies, 1)) for name, array in arrays.items()}
+
+
+def make_batch(
+    examples: Sequence[Example], contract: Contract, rows: int | None = None, pad: int = 0
+) -> Batch:
+    """Lay the sequences of `examples` out as `rows` rows (default: the contract's batch size).
+
+    Raises:
+        ValueError: the examples need more rows, positions or tokens than there are; the data module
+            checks these against the contract beforehand, with row numbers.
+    """
+    size = contract.batch_size if rows is None else rows
+    slots = max(contract.positions, 1)
+    tokens = np.full((size, contract.sequence_length), pad, np.int64)
+    mask = np.zeros_like(tokens)
+    positions, targets, candidate = (np.zeros((size, slots), np.int64) for _ in range(3))
+    weights = np.zeros((size, slots), np.float64)
+    owner = np.full(size, -1, np.int64)
+    n = 0
+    for index, example in enumerate(examples):
+        for sequence in example.sequences:
+            length = len(sequence.tokens)
+            if n >= size or length > contract.sequence_length or len(sequence.slots) > slots:
+                raise ValueError(f"row {example.row} doesn't fit the program")
+            tokens[n, :length] = sequence.tokens
+            mask[n, :length] = 1
+            for k, slot in enumerate(sequence.slots):
+                positions[n, k] = slot.position
+                targets[n, k] = slot.target
+                weights[n, k] = slot.weight
+                candidate[n, k] = slot.candidate
+            owner[n] = index
+            n += 1
+    # An all-masked row would make an encoder's attention and pooling divide by zero.
+    mask[n:, 0] = 1
+    return Batch(
+        tokens,
+        mask,
+        positions,
+        targets,
+        weights,
+        candidate,
+        owner,
+        np.array([example.candidates for example in examples], np.int64),
+        np.array([-1 if example.label is None else example.label for example in examples], np.int64),
+        tuple(example.row for example in examples),
+    )

@@ -1,0 +1,130 @@
+"""Append-only record of a run: what every step learnt, enough to make the adapter again.
+
+One JSON object a line, each with the CRC-32 of its content. A line is complete or it never was: a torn last
+line (a kill, a full disk) is dropped, a damaged line in the middle is an error.
+
+    {"kind": "start", ...}       what the run is: settings, bundle, seed
+    {"kind": "head", ...}        an encoder's fitted head
+    {"kind": "step", ...}        rows, scalars, learning rate, loss
+    {"kind": "evaluation", ...}  loss and metric on development rows before a step
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prge.atomic import storage_error
+from prge.engine import FloatArray
+from prge.errors import RunError
+
+Record = dict[str, Any]
+
+
+class Journal:
+    """The journal of one run, opened for reading and appending.
+
+    Raises:
+        RunError: a line other than the last is damaged, or the file can't be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records, length = _read(path)
+        self._at = {(record["kind"], record.get("step")): record for record in self.records}
+        try:
+            self._stream = path.open("ab")
+            self._stream.truncate(length)
+        except OSError as error:
+            raise storage_error(path, error) from None
+
+    def first(self, kind: str) -> Record | None:
+        """The first record of a kind."""
+        return next((record for record in self.records if record["kind"] == kind), None)
+
+    def step(self, step: int) -> Record | None:
+        """The record of a step that was already taken."""
+        return self._at.get(("step", step))
+
+    def evaluation(self, step: int) -> Record | None:
+        """The evaluation already made before a step."""
+        return self._at.get(("evaluation", step))
+
+    def append(self, record: Record) -> Record:
+        """Write one record; it survives a kill of the process from here on.
+
+        Raises:
+            RunError: no space left, or another failure of the file system; the journal stays whole.
+        """
+        start = self._stream.tell()
+        try:
+            self._stream.write(_line(record))
+            self._stream.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, start)
+            raise storage_error(self.path, error) from None
+        self.records.append(record)
+        self._at[record["kind"], record.get("step")] = record
+        return record
+
+    def sync(self) -> None:
+        """Force what was written to the disk, so that it survives a power cut too."""
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """Close the file; the object can still be read."""
+        self._stream.close()
+
+
+def encode_array(values: FloatArray) -> str:
+    """Exact text form of f32 values: base64 of their little-endian bytes."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+def decode_array(text: str) -> FloatArray:
+    """Inverse of `encode_array`, f32 [n]."""
+    return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
+
+
+def _line(record: Record) -> bytes:
+    # Python prints the shortest decimal that reads back as the same double: scalars survive exactly.
+    content = json.dumps(record, separators=(",", ":"), allow_nan=False)
+    return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
+
+
+def _read(path: Path) -> tuple[list[Record], int]:
+    """Whole records of a journal file and the length of the part that holds them."""
+    records: list[Record] = []
+    length = 0
+    if not path.exists():
+        return records, length
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        record = _parse(line)
+        if record is None:
+            if number == len(lines):
+                break
+            raise RunError(
+                f"{path}: line {number} of {len(lines)} is damaged",
+                remedy="restore the run folder from a copy, or start the run again in a new folder",
+            )
+        records.append(record)
+        length += len(line)
+    return records, length
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        entry = json.loads(line)
+        record: Record = entry["record"]
+        return record if line == _line(record) else None
+    except (ValueError, KeyError, TypeError):
+        return None

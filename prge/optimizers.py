@@ -1,0 +1,102 @@
+"""Optimizers over one flat vector, and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import numpy as np
+
+from prge.engine import Array, FloatArray
+
+ScheduleName = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["sgd", "momentum", "adam"]
+
+
+class Optimizer(Protocol):
+    """Moves values against a gradient; `state` names every array that a checkpoint must keep."""
+
+    state: dict[str, Array]
+
+    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
+        """Change `values` in place by one step."""
+        ...
+
+
+class SGD:
+    """values -= learning_rate * gradient."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Array] = {}
+
+    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
+        """Change `values` in place by one step."""
+        values -= np.float32(learning_rate) * gradient
+
+
+class Momentum:
+    """Heavy ball: velocity = momentum * velocity + gradient; values -= learning_rate * velocity."""
+
+    def __init__(self, size: int, momentum: float = 0.9) -> None:
+        self.momentum = np.float32(momentum)
+        self.state: dict[str, Array] = {"velocity": np.zeros(size, np.float32)}
+
+    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
+        """Change `values` in place by one step."""
+        velocity = self.state["velocity"]
+        velocity *= self.momentum
+        velocity += gradient
+        values -= np.float32(learning_rate) * velocity
+
+
+class Adam:
+    """Adam (Kingma and Ba 2015, arXiv 1412.6980) with bias correction, no weight decay."""
+
+    def __init__(self, size: int, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> None:
+        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
+        self.state: dict[str, Array] = {
+            "first_moment": np.zeros(size, np.float32),
+            "second_moment": np.zeros(size, np.float32),
+            "updates": np.zeros(1, np.int64),
+        }
+
+    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
+        """Change `values` in place by one step."""
+        first, second = self.state["first_moment"], self.state["second_moment"]
+        updates = self.state["updates"]
+        updates += 1
+        first *= np.float32(self.beta1)
+        first += np.float32(1 - self.beta1) * gradient
+        second *= np.float32(self.beta2)
+        second += np.float32(1 - self.beta2) * gradient * gradient
+        count = int(updates[0])
+        rate = np.float32(learning_rate / (1 - self.beta1**count))
+        deviation = np.sqrt(second / np.float32(1 - self.beta2**count))
+        deviation += np.float32(self.epsilon)
+        values -= rate * first / deviation
+
+
+def make_optimizer(
+    name: OptimizerName, size: int, momentum: float = 0.9, beta1: float = 0.9, beta2: float = 0.999
+) -> Optimizer:
+    """The optimizer of that name over `size` values."""
+    if name == "sgd":
+        return SGD()
+    return Momentum(size, momentum) if name == "momentum" else Adam(size, beta1, beta2)
+
+
+def schedule(name: ScheduleName, peak: float, steps: int, warmup: int = 0) -> Callable[[int], float]:
+    """Learning rate of a step counted from 0: linear warm-up to `peak`, then constant or down to 0."""
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        progress = (step - warmup) / max(steps - warmup, 1)
+        if name == "linear":
+            return peak * (1 - progress)
+        if name == "cosine":
+            return peak * 0.5 * (1 + math.cos(math.pi * progress))
+        return peak
+
+    return rate

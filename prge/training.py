@@ -1,0 +1,121 @@
+"""The loop: measure perturbed copies of the adapter, estimate a gradient from their losses, take a step.
+
+    rows -> directions(seed, step) -> stack of lora_b -> engine -> losses -> scalars -> gradient -> optimizer
+
+A step that the journal already holds is taken from there instead of from the engine. So a resumed run walks
+the same loop as one that was never stopped and ends in the same bits, and a replay needs no engine at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from prge.adapter import LoraBStack
+from prge.checkpoint import TrainingState
+from prge.directions import Directions, Distribution
+from prge.engine import Engine
+from prge.errors import DivergenceError
+from prge.estimators import Estimator, Measurement, gradient, measure
+from prge.journal import Journal, Record, encode_array
+from prge.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How long to train and what to do on the way; periods are in steps, 0 switches one off."""
+
+    steps: int
+    seed: int
+    distribution: Distribution = "rademacher"
+    evaluate_every: int = 0
+    checkpoint_every: int = 100
+    patience: int = 0
+    divergence_ratio: float = 3.0
+
+
+class Observer(Protocol):
+    """What the loop tells whoever watches; `measurement` is None for what the journal already held."""
+
+    def on_step(self, record: Record, measurement: Measurement | None) -> None:
+        """One step was taken."""
+        ...
+
+    def on_evaluation(self, record: Record, fresh: bool) -> None:
+        """Development rows were scored."""
+        ...
+
+
+def train(
+    engine: Engine,
+    sampler: Sampler,
+    estimator: Estimator,
+    learning_rates: Callable[[int], dict[str, float]],
+    state: TrainingState,
+    settings: TrainingSettings,
+    journal: Journal,
+    save: Callable[[TrainingState], object],
+    observer: Observer,
+    evaluate: Callable[[TrainingState], Record] | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> TrainingState:
+    """Train until `settings.steps`, an early stop, or an interruption; `state` is changed in place.
+
+    Raises:
+        DivergenceError: the loss is not finite, or far above the first one; the state before it is saved.
+    """
+    stack = LoraBStack(engine.contract.modules, engine.contract.copies)
+    while True:
+        if evaluate is not None and _due(state.step, settings.evaluate_every, settings.steps):
+            known = journal.evaluation(state.step)
+            record = known or journal.append({"kind": "evaluation", "step": state.step, **evaluate(state)})
+            if state.judge(record):
+                save(state)
+            observer.on_evaluation(record, fresh=known is None)
+            if settings.patience and state.progress.evaluations_since_best >= settings.patience:
+                break
+        if state.step >= settings.steps or interrupted():
+            break
+        directions = Directions(settings.distribution, settings.seed, state.step, state.adapter.size)
+        known, measurement = journal.step(state.step), None
+        if known is None:
+            batches = sampler.batches(state.step)
+            variants = estimator.variants()
+            measurement = measure(engine, state.adapter, stack, variants, directions, batches, state.head)
+            known = {
+                "kind": "step",
+                "step": state.step,
+                "seed": settings.seed,
+                "rows": [row for batch in batches for row in batch.rows],
+                "loss": float(measurement.losses.mean()),
+                "scalars": estimator.scalars(measurement.losses).tolist(),
+                **learning_rates(state.step),
+            }
+            if state.head_optimizer is not None and measurement.head_gradient is not None:
+                known["head_gradient"] = encode_array(measurement.head_gradient)
+            if problem := _divergence(known, state, settings):
+                save(state)
+                raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
+            journal.append(known)
+        state.apply(known, gradient(known["scalars"], directions))
+        observer.on_step(known, measurement)
+        if settings.checkpoint_every and state.step % settings.checkpoint_every == 0:
+            save(state)
+    save(state)
+    return state
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or bool(every and step % every == 0)
+
+
+def _divergence(record: Record, state: TrainingState, settings: TrainingSettings) -> str:
+    """What is wrong with a step that must not be taken; empty if nothing is."""
+    loss, first, smoothed = record["loss"], state.progress.first_loss, state.progress.smoothed_loss
+    if not all(map(math.isfinite, [loss, *record["scalars"]])):
+        return f"step {record['step']}: the loss is {loss}, scalars {record['scalars']}"
+    if first is not None and smoothed is not None and smoothed > settings.divergence_ratio * max(first, 1.0):
+        return f"step {record['step']}: the smoothed loss is {smoothed:.3g}, it began at {first:.3g}"
+    return ""

@@ -1,0 +1,76 @@
+"""A journal survives a kill at any byte and never hides damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prge.errors import RunError
+from prge.journal import Journal, decode_array, encode_array
+
+RECORDS = [
+    {"kind": "start", "seed": 1},
+    {"kind": "evaluation", "step": 0, "value": 0.1 + 0.2},
+    {"kind": "step", "step": 0, "scalars": [1 / 3, -1e-30], "loss": 0.7},
+    {"kind": "step", "step": 1, "scalars": [5e300, 2.5], "loss": 0.6},
+]
+
+
+def _write(path: Path) -> bytes:
+    journal = Journal(path)
+    for record in RECORDS:
+        journal.append(record)
+    journal.close()
+    return path.read_bytes()
+
+
+def test_reads_back_exactly(tmp_path: Path) -> None:
+    _write(tmp_path / "journal.jsonl")
+    journal = Journal(tmp_path / "journal.jsonl")
+    assert journal.records == RECORDS
+    assert journal.step(1) == RECORDS[3]
+    assert journal.evaluation(0) == RECORDS[1]
+    assert journal.step(2) is None
+    assert journal.first("start") == RECORDS[0]
+
+
+def test_torn_at_any_byte_it_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = _write(path)
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        journal = Journal(path)
+        kept = len(journal.records)
+        assert journal.records == RECORDS[:kept]
+        assert kept >= whole[:length].count(b"\n")
+        for record in RECORDS[kept:]:
+            journal.append(record)
+        journal.close()
+        assert path.read_bytes() == whole
+
+
+def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = _write(path)
+    end_of_third = [i for i, byte in enumerate(whole) if byte == ord("\n")][2]
+    for position in range(0, end_of_third, 7):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(RunError, match=r"line . of . is damaged"):
+            Journal(path)
+
+
+def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        Journal(tmp_path / "journal.jsonl").append({"kind": "step", "step": 0, "loss": float("nan")})
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False)))
+def test_arrays_survive_exactly(values: list[float]) -> None:
+    array = np.array(values, np.float32)
+    assert decode_array(encode_array(array)).tobytes() == array.tobytes()

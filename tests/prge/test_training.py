@@ -1,0 +1,276 @@
+"""The loop: it learns, it can be stopped anywhere, and its journal is enough to make its result again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prge.adapter import Adapter
+from prge.checkpoint import TrainingState, load_checkpoint, load_latest, prune_checkpoints, save_checkpoint
+from prge.engine import Array
+from prge.errors import AdapterError, DivergenceError
+from prge.estimators import Antithetic, Measurement, OneSided
+from prge.evaluation import score
+from prge.head import Head
+from prge.journal import Journal, Record
+from prge.optimizers import make_optimizer, schedule
+from prge.sampling import Sampler
+from prge.training import TrainingSettings, train
+from tests.numpy_engine import NumpyEngine
+from tests.rows import bigram_completions, classified
+from tests.templates import write_template
+
+SETTINGS = TrainingSettings(steps=12, seed=7, evaluate_every=4, checkpoint_every=5)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class Silent:
+    """Watches nothing, counts everything."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.measured: list[int] = []
+
+    def on_step(self, record: Record, measurement: Measurement | None) -> None:
+        self.steps.append(record["step"])
+        if measurement is not None:
+            self.measured.append(record["step"])
+
+    def on_evaluation(self, record: Record, fresh: bool) -> None:
+        pass
+
+
+class Run:
+    """One run on the numpy engine in one folder."""
+
+    def __init__(self, folder: Path, encoder: bool = False, estimator: Any = None, **settings: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.engine = NumpyEngine(copies=4, encoder=encoder)
+        self.settings = replace(SETTINGS, **settings)
+        self.encoder = encoder
+        self.estimator = estimator or Antithetic(4, 1e-2)
+        self.examples = (
+            [classified(row, [row % 3, row % 5], 3, row % 3) for row in range(1, 25)]
+            if encoder
+            else bigram_completions(24)
+        )
+        self.template = write_template(folder / "template", self.engine.contract.modules)
+        self.observer = Silent()
+
+    def fresh_state(self) -> TrainingState:
+        adapter = Adapter.zeros(self.engine.contract.modules)
+        head = Head(3, 6) if self.encoder else None
+        head_optimizer = make_optimizer("adam", head.size) if head is not None else None
+        return TrainingState(adapter, make_optimizer("adam", adapter.size), head, head_optimizer)
+
+    def evaluate(self, state: TrainingState) -> Record:
+        found = score(self.engine, state.adapter, self.examples[:8], state.head)
+        return {"loss": found.loss, "value": -found.loss}
+
+    def go(self, engine: Any = None, save: Callable[[TrainingState], object] | None = None) -> TrainingState:
+        journal = Journal(self.folder / "journal.jsonl")
+        checkpoints = self.folder / "checkpoints"
+        state = self.fresh_state()
+        load_latest(checkpoints, state, newest=sum(r["kind"] == "step" for r in journal.records))
+        rate = schedule("cosine", 0.05, self.settings.steps)
+        try:
+            return train(
+                engine or self.engine,
+                Sampler(self.examples, self.engine.contract, self.settings.seed),
+                self.estimator,
+                lambda step: {"learning_rate": rate(step), "head_learning_rate": 0.01},
+                state,
+                self.settings,
+                journal,
+                save or (lambda state: save_checkpoint(checkpoints, state, self.template)),
+                self.observer,
+                self.evaluate,
+            )
+        finally:
+            journal.close()
+
+
+def _bits(state: TrainingState) -> bytes:
+    arrays = [state.adapter.values, *state.optimizer.state.values()]
+    if state.head is not None and state.head_optimizer is not None:
+        arrays += [state.head.values, *state.head_optimizer.state.values()]
+    return b"".join(array.tobytes() for array in arrays) + repr(state.progress).encode()
+
+
+@pytest.mark.parametrize(
+    "estimator", [Antithetic(4, 1e-2), OneSided(4, 1e-2), OneSided(4, 1e-2, "leave-one-out")]
+)
+def test_it_learns(tmp_path: Path, estimator: Any) -> None:
+    run = Run(tmp_path / "run", estimator=estimator, steps=150)
+    before = score(run.engine, run.fresh_state().adapter, run.examples).loss
+    after = score(run.engine, run.go().adapter, run.examples).loss
+    assert after < 0.5 * before
+
+
+class DyingEngine:
+    """Passes calls on until its process is killed."""
+
+    def __init__(self, engine: NumpyEngine, calls: int) -> None:
+        self.engine, self.left = engine, calls
+        self.contract = engine.contract
+
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+        return self.engine.forward(inputs)
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(tmp_path: Path, encoder: bool) -> None:
+    expected = _bits(Run(tmp_path / "whole", encoder).go())
+    run = Run(tmp_path / "killed", encoder)
+    for calls in range(1, 50):
+        try:
+            found = run.go(DyingEngine(run.engine, calls % 4))
+            break
+        except Killed:
+            continue
+    assert calls > 5
+    assert _bits(found) == expected
+    assert (tmp_path / "killed/journal.jsonl").read_bytes() == (tmp_path / "whole/journal.jsonl").read_bytes()
+
+
+def test_killed_before_a_checkpoint_is_written(tmp_path: Path) -> None:
+    expected = _bits(Run(tmp_path / "whole").go())
+    run = Run(tmp_path / "killed")
+
+    def die(state: TrainingState) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        run.go(save=die)
+    assert _bits(run.go()) == expected
+
+
+def test_resumed_from_any_checkpoint_or_from_none(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    expected = _bits(run.go())
+    checkpoints = sorted((tmp_path / "run/checkpoints").glob("step-*"), reverse=True)
+    assert [folder.name for folder in checkpoints][:2] == ["step-000012", "step-000010"]
+    for number in range(len(checkpoints) + 1):
+        prune_checkpoints(tmp_path / "run/checkpoints", {int(f.name[5:]) for f in checkpoints[number:]})
+        assert _bits(run.go(DyingEngine(run.engine, 0))) == expected
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    expected = _bits(run.go())
+    newest = tmp_path / "run/checkpoints/step-000012/adapter_model.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-3] ^= 1
+    newest.write_bytes(content)
+    assert _bits(run.go(DyingEngine(run.engine, 0))) == expected
+
+
+def test_a_replay_needs_no_engine(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    expected = _bits(run.go())
+    prune_checkpoints(tmp_path / "run/checkpoints", set())
+    run.observer = Silent()
+    assert _bits(run.go(DyingEngine(run.engine, 0))) == expected
+    assert run.observer.steps == list(range(12))
+    assert run.observer.measured == []
+
+
+def test_the_best_evaluation_has_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    state = run.go()
+    restored = run.fresh_state()
+    load_checkpoint(tmp_path / f"run/checkpoints/step-{state.progress.best_step:06d}", restored)
+    assert run.evaluate(restored)["value"] == state.progress.best_value
+
+
+def test_early_stop(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", steps=1000, evaluate_every=2, patience=3, divergence_ratio=1e9)
+    values = iter([0.1, 0.5, 0.2, 0.3, 0.5])
+    run.evaluate = lambda state: {"loss": 0.0, "value": next(values)}  # type: ignore[method-assign]
+    assert run.go().step == 8
+
+
+def test_an_interruption_keeps_what_was_learnt(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    state = run.fresh_state()
+    journal = Journal(run.folder / "journal.jsonl")
+    train(
+        run.engine,
+        Sampler(run.examples, run.engine.contract, 7),
+        run.estimator,
+        lambda step: {"learning_rate": 0.05},
+        state,
+        run.settings,
+        journal,
+        lambda state: save_checkpoint(run.folder / "checkpoints", state, run.template),
+        run.observer,
+        interrupted=lambda: state.step == 3,
+    )
+    assert (run.folder / "checkpoints/step-000003").is_dir()
+
+
+class BrokenEngine(DyingEngine):
+    """Answers something that is not a number from some call on."""
+
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        try:
+            return super().forward(inputs)
+        except Killed:
+            return {"logprobs": np.full((self.contract.rows, self.contract.positions), np.nan)}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", evaluate_every=0)
+    with pytest.raises(DivergenceError, match=r"step 3: the loss is nan"):
+        run.go(BrokenEngine(run.engine, 6))
+    restored = run.fresh_state()
+    load_checkpoint(tmp_path / "run/checkpoints/step-000003", restored)
+    assert np.isfinite(restored.adapter.values).all()
+
+
+def test_a_growing_loss_stops_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", steps=400)
+    run.estimator = Antithetic(4, 1e-2)
+    run.engine.weight *= 0.1
+    rate = {"learning_rate": -1.0}
+    with pytest.raises(DivergenceError, match="the smoothed loss is"):
+        train(
+            run.engine,
+            Sampler(run.examples, run.engine.contract, 7),
+            run.estimator,
+            lambda step: rate,
+            run.fresh_state(),
+            run.settings,
+            Journal(run.folder / "journal.jsonl"),
+            lambda state: None,
+            run.observer,
+        )
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.go()
+    other = run.fresh_state()
+    other.optimizer = make_optimizer("sgd", other.adapter.size)
+    with pytest.raises(AdapterError, match="belongs to another optimizer"):
+        load_checkpoint(tmp_path / "run/checkpoints/step-000012", other)
+
+
+def test_the_core_needs_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import prge.training, sys; assert not {'torch', 'executorch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,53 @@
+"""Hand-made examples for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prge.examples import Example, Slot, TokenSequence
+
+
+def completion(row: int, tokens: list[int], prompt: int) -> Example:
+    """A completion: everything from index `prompt` on is a target."""
+    targets = range(prompt, len(tokens))
+    slots = tuple(Slot(i - 1, tokens[i], 1 / len(targets), 0) for i in targets)
+    return Example(row, (TokenSequence(tuple(tokens), slots),), 1, None)
+
+
+def choice(row: int, tokens: list[int], words: list[int], label: int) -> Example:
+    """One-token candidates at the last position."""
+    slots = tuple(Slot(len(tokens) - 1, word, 1.0, c) for c, word in enumerate(words))
+    return Example(row, (TokenSequence(tuple(tokens), slots),), len(words), label)
+
+
+def long_choice(row: int, tokens: list[int], candidates: list[list[int]], label: int) -> Example:
+    """Candidates of several tokens: a sequence each."""
+    sequences = []
+    for c, candidate in enumerate(candidates):
+        whole = [*tokens, *candidate]
+        slots = tuple(
+            Slot(len(tokens) - 1 + k, token, 1 / len(candidate), c) for k, token in enumerate(candidate)
+        )
+        sequences.append(TokenSequence(tuple(whole), slots))
+    return Example(row, tuple(sequences), len(candidates), label)
+
+
+def classified(row: int, tokens: list[int], classes: int, label: int) -> Example:
+    """A row for an encoder with a classification head."""
+    return Example(row, (TokenSequence(tuple(tokens)),), classes, label)
+
+
+def random_completions(count: int, vocabulary: int = 11, seed: int = 0) -> list[Example]:
+    """Completions of random tokens: 6 tokens, the last 3 are targets."""
+    random = np.random.default_rng(seed)
+    return [completion(row + 1, random.integers(0, vocabulary, 6).tolist(), prompt=3) for row in range(count)]
+
+
+def bigram_completions(count: int, vocabulary: int = 11, seed: int = 0) -> list[Example]:
+    """Completions that can be learnt: each token is the one before plus one."""
+    random = np.random.default_rng(seed)
+    starts = random.integers(0, vocabulary, count)
+    return [
+        completion(row + 1, [(start + i) % vocabulary for i in range(5)], prompt=1)
+        for row, start in enumerate(starts.tolist())
+    ]

@@ -1,0 +1,33 @@
+"""PEFT folders of hand-made adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+
+from prge.contract import AdaptedModule
+
+
+def write_template(folder: Path, modules: Sequence[AdaptedModule], alpha: float = 16) -> Path:
+    """A PEFT folder as a bundle's `adapter/`: random lora_A, lora_B zero."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    tensors = {}
+    for module in modules:
+        prefix = f"base_model.model.{module.name}"
+        lora_a = random.normal(size=(module.rank, module.in_features))
+        tensors[f"{prefix}.lora_A.weight"] = lora_a.astype(np.float32)
+        tensors[f"{prefix}.lora_B.weight"] = np.zeros((module.out_features, module.rank), np.float32)
+    safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "r": modules[0].rank,
+        "lora_alpha": alpha,
+        "target_modules": [module.name for module in modules],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
