@@ -113,6 +113,7 @@ class Measurement:
     losses: Float64Array
     head_gradient: FloatArray | None
     engine_seconds: float
+    rows: int
 
 
 def measure(
@@ -130,7 +131,7 @@ def measure(
     examples = sum(batch.examples for batch in batches)
     total = np.zeros(len(variants))
     head_gradient = np.zeros(head.size) if head is not None else None
-    engine_seconds = 0.0
+    engine_seconds, rows = 0.0, 0
     for start in range(0, len(variants), contract.copies):
         chunk = variants[start : start + contract.copies]
         for copy in range(contract.copies):
@@ -142,6 +143,7 @@ def measure(
             begin = time.perf_counter()
             outputs = engine.forward({**inputs, **stack.inputs})
             engine_seconds += time.perf_counter() - begin
+            rows += contract.rows
             batch_scores = scores(batch, outputs, contract.copies, head)[: len(chunk)]
             total[start : start + len(chunk)] += losses(batch_scores, batch.labels).sum(-1)
             if head is not None and head_gradient is not None:
@@ -154,6 +156,7 @@ def measure(
         total / examples,
         None if head_gradient is None else head_gradient.astype(np.float32),
         engine_seconds,
+        rows,
     )
 
 

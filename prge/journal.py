@@ -57,6 +57,11 @@ class Journal:
         """The evaluation already made before a step."""
         return self._at.get(("evaluation", step))
 
+    @property
+    def steps(self) -> int:
+        """Steps that the run has taken."""
+        return sum(kind == "step" for kind, _ in self._at)
+
     def append(self, record: Record) -> Record:
         """Write one record; it survives a kill of the process from here on.
 
@@ -82,6 +87,12 @@ class Journal:
     def close(self) -> None:
         """Close the file; the object can still be read."""
         self._stream.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def encode_array(values: FloatArray) -> str:

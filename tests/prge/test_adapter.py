@@ -294,7 +294,8 @@ from test_adapter import some_adapter, write_peft
 seed = 0
 print("ready", flush=True)
 while True:
-    write_peft({out!r}, some_adapter(seed % 2), {template!r}, {{"seed.txt": b"%d" % (seed % 2)}}, overwrite=True)
+    extra = {{"seed.txt": b"%d" % (seed % 2)}}
+    write_peft({out!r}, some_adapter(seed % 2), {template!r}, extra, overwrite=True)
     seed += 1
 """
 

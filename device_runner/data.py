@@ -1,0 +1,220 @@
+"""Rows of a data file: jsonl, csv or tsv, UTF-8, with their numbers.
+
+A row's number is its line in a jsonl file and, in csv and tsv, its place after the header, both from 1.
+A tsv whose header has no quotes is read without quoting, as SST-2's files need: their texts hold quotes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from prge.errors import ConfigError, DataError
+
+SHOWN_PROBLEMS = 20
+FORMATS = (".jsonl", ".ndjson", ".csv", ".tsv")
+UTF8_MARK = b"\xef\xbb\xbf"
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+LONGEST_FIELD = 2**31 - 1
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data file: its number there, from 1, and its columns."""
+
+    number: int
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of a file to use."""
+
+    start: int = 0
+    """Rows to leave out at the beginning."""
+    limit: int | None = None
+    """Most rows to use; all where absent."""
+    shuffle_seed: int | None = None
+    """Shuffle the whole file first, the same way on every machine; file order where absent."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.start < 0:
+            problems.append(f"start is {self.start}, must be at least 0")
+        if self.limit is not None and self.limit < 1:
+            problems.append(f"limit is {self.limit}, must be at least 1")
+        if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
+            problems.append(f"shuffle_seed is {self.shuffle_seed}, must be from 0 to 2**64 - 1")
+        if problems:
+            raise ConfigError("the selection of rows can't be used", problems)
+
+
+def data_error(what: str, problems: Sequence[str], remedy: str = "") -> DataError:
+    """A DataError that shows the first problems and counts the rest."""
+    shown = list(problems[:SHOWN_PROBLEMS])
+    if len(problems) > len(shown):
+        shown.append(f"... and {len(problems) - len(shown)} more ({len(problems)} in all)")
+    return DataError(what, shown, remedy=remedy)
+
+
+def read_rows(path: Path | str) -> list[Row]:
+    """Read every row of a jsonl, csv or tsv file.
+
+    Raises:
+        DataError: no such file, another format or encoding, no rows, or broken rows (all are named).
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        raise DataError(
+            f"{path} can't be read as data",
+            [f"its name ends in {suffix!r}, known are {', '.join(FORMATS)}"],
+            remedy="convert or rename the file",
+        )
+    if not path.is_file():
+        raise DataError(f"{path} can't be read as data", ["there is no such file"], remedy="check the path")
+    text = _decode(path)
+    problems: list[str] = []
+    if suffix in (".jsonl", ".ndjson"):
+        rows = list(_json_rows(text, problems))
+    elif suffix == ".tsv" and '"' not in text.split("\n", 1)[0]:
+        rows = list(_table_rows(_plain_records(text), problems))
+    else:
+        rows = list(_table_rows(_quoted_records(text, "\t" if suffix == ".tsv" else ","), problems))
+    if problems:
+        raise data_error(f"{path} has rows that can't be read", problems, "correct or remove these rows")
+    if not rows:
+        raise DataError(
+            f"{path} can't be used", ["it has no rows"], remedy="give a file with at least one row"
+        )
+    return rows
+
+
+def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
+    """Shuffle, then leave out `start` rows, then take `limit`.
+
+    Selections of one file with one seed and ranges apart share no row: rows for training and development.
+
+    Raises:
+        DataError: nothing is left.
+    """
+    order: Sequence[int] = range(len(rows))
+    if selection.shuffle_seed is not None:
+        # Raw bits of a counter-based generator are fixed by its definition; numpy's own shuffle is not.
+        bits = np.random.Philox(key=np.array([selection.shuffle_seed, 0], np.uint64)).random_raw(len(rows))
+        order = [int(index) for index in np.argsort(bits, kind="stable")]
+    end = None if selection.limit is None else selection.start + selection.limit
+    chosen = [rows[index] for index in order[selection.start : end]]
+    if not chosen:
+        raise DataError(
+            "the selection leaves no rows",
+            [f"the file has {len(rows)} rows, start is {selection.start}"],
+            remedy="give a smaller start",
+        )
+    return chosen
+
+
+def _decode(path: Path) -> str:
+    content = path.read_bytes()
+    what, remedy = f"{path} is not UTF-8", "save the file as UTF-8"
+    if content.startswith(UTF16_MARKS):
+        raise DataError(what, ["byte 0: it begins as a UTF-16 file"], remedy=remedy)
+    skipped = len(UTF8_MARK) if content.startswith(UTF8_MARK) else 0
+    try:
+        return content[skipped:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        offset = error.start + skipped
+        line = content.count(b"\n", 0, offset) + 1
+        raise DataError(
+            what, [f"line {line}, byte {offset} of the file: 0x{content[offset]:02x}"], remedy=remedy
+        ) from None
+
+
+def _json_rows(text: str, problems: list[str]) -> Iterator[Row]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            # A lone surrogate, legal in JSON, is no text that a tokenizer could take.
+            if "\\ud" in line.lower():
+                json.dumps(fields, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            problems.append(f"row {number}: has half of a \\u escape pair")
+        except json.JSONDecodeError as error:
+            problems.append(f"row {number}: not JSON: {error.msg} at character {error.pos + 1}")
+        except (ValueError, RecursionError) as error:
+            problems.append(f"row {number}: not JSON that can be read: {error}")
+        else:
+            if isinstance(fields, dict):
+                yield Row(number, fields)
+            else:
+                problems.append(
+                    f"row {number}: is a JSON {_json_type(fields)}, must be an object with columns"
+                )
+
+
+def _json_type(value: object) -> str:
+    names = {list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _plain_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
+    """Line number and fields of each line, split at tabs and nothing else."""
+    for line, content in enumerate(text.split("\n"), 1):
+        content = content.removesuffix("\r")
+        if content:
+            yield line, content.split("\t")
+
+
+def _quoted_records(text: str, delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
+    """Line number and fields of each record; a message in place of the fields where reading has to stop."""
+    csv.field_size_limit(LONGEST_FIELD)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    line = 1
+    while True:
+        try:
+            record = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield line, f"not {'tsv' if delimiter != ',' else 'csv'}: {error}; nothing after it was read"
+            return
+        if record:
+            yield line, record
+        line = reader.line_num + 1
+
+
+def _table_rows(records: Iterator[tuple[int, list[str] | str]], problems: list[str]) -> Iterator[Row]:
+    header: list[str] | None = None
+    number = 0
+    for line, record in records:
+        if isinstance(record, str):
+            problems.append(
+                f"row {number + 1} (line {line}): {record}" if header else f"line {line}: {record}"
+            )
+        elif header is None:
+            header = [name.strip() for name in record]
+            twice = sorted({name for name in header if header.count(name) > 1 or not name})
+            if twice:
+                problems.append(
+                    f"line {line}: the header has empty or repeated columns: {', '.join(map(repr, twice))}"
+                )
+        else:
+            number += 1
+            if len(record) != len(header):
+                problems.append(
+                    f"row {number} (line {line}): has {len(record)} fields, the header names {len(header)}: "
+                    + ", ".join(header)
+                )
+            else:
+                yield Row(number, dict(zip(header, record, strict=True)))

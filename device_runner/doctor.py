@@ -1,0 +1,272 @@
+"""`prge doctor`: what this machine has, what is missing, and the command that mends it.
+
+Works with nothing but Python, so it reads its one flag itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from device_runner.telemetry import memory_info
+
+MIB = 1 << 20
+OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)
+ENOUGH_MEMORY = 512 * MIB
+ENOUGH_DISK = 1024 * MIB
+
+CORE = ("python", "numpy", "safetensors", "tokenizers", "jsonargparse", "PyYAML", "tqdm")
+DEVICE = (*CORE, "torch", "executorch", "engine")
+EXPORT = (*DEVICE, "torchao", "transformers", "peft")
+
+NEEDS: Mapping[str, Sequence[str]] = {
+    "inspect": CORE,
+    "run": DEVICE,
+    "eval": DEVICE,
+    "replay": CORE,
+    "plot": (*CORE, "matplotlib"),
+    "export": EXPORT,
+    "publish": EXPORT,
+    "demo": EXPORT,
+}
+
+# The engine in a process of its own: a broken build may end it with a signal.
+_ENGINE_PROBE = """
+import json, torch
+from executorch.extension.pybindings import _C
+names = _C._get_registered_backend_names()
+print(json.dumps({"backends": list(names), "threads": _C._threadpool_get_thread_count()}))
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Outcome of one check: `state` is ok, warn or missing; `remedy` is empty if there is nothing to do."""
+
+    name: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def main(argv: list[str]) -> int:
+    """Entry of `prge doctor`; 0 if `prge run` has all that it needs, 1 if not."""
+    parser = argparse.ArgumentParser(
+        "prge doctor", description="Check what this machine has and what is missing."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    arguments = parser.parse_args(argv)
+    checks: list[Check] = []
+    for check in examine():
+        checks.append(check)
+        if not arguments.json:
+            print(f"{len(checks):>2} {check.state:<8} {check.name:<13} {check.found}", flush=True)
+            if check.remedy:
+                print(f"{'':<25}{check.remedy}", flush=True)
+    lacking = lacks(checks)
+    if arguments.json:
+        verbs = {verb: {"missing": names, "remedy": pip_command(names)} for verb, names in lacking.items()}
+        print(json.dumps({"checks": [asdict(check) for check in checks], "verbs": verbs}, indent=2))
+    else:
+        print("\n".join(["", *_verb_lines(lacking)]))
+    return 1 if lacking["run"] else 0
+
+
+def examine() -> Iterator[Check]:
+    """All checks, one after the other; a check that fails in an unforeseen way is told as missing."""
+    checks: list[tuple[str, Callable[[], Check]]] = [
+        ("python", _check_python),
+        ("prge", _check_prge),
+        *[(name, _importer(name)) for name in ("numpy", "safetensors", "tokenizers")],
+        *[(name, _finder(name)) for name in ("jsonargparse", "PyYAML", "tqdm", "torch", "executorch")],
+    ]
+    for name, check in checks:
+        yield _survived(name, check)
+    engine, threads = _check_engine()
+    yield engine
+    yield threads
+    checks = [
+        ("memory", _check_memory),
+        ("disk", _check_disk),
+        *[(name, _finder(name)) for name in ("jinja2", "torchao", "transformers", "peft", "matplotlib")],
+        ("adb", _check_adb),
+    ]
+    for name, check in checks:
+        yield _survived(name, check)
+
+
+def lacks(checks: Sequence[Check]) -> dict[str, list[str]]:
+    """What each verb needs and these checks miss."""
+    missing = {check.name for check in checks if check.state == "missing"}
+    return {verb: [name for name in needs if name in missing] for verb, needs in NEEDS.items()}
+
+
+def pip_command(names: Sequence[str]) -> str:
+    """The command that installs these packages in the versions that prge asks for; empty if there is none."""
+    wanted = [requirement(name) for name in names if name not in ("python", "engine")]
+    if "engine" in names and not {"torch", "executorch"} & set(names):
+        wanted += ["--force-reinstall", requirement("torch"), requirement("executorch")]
+    return (
+        "pip install " + " ".join(f"'{word}'" if "<" in word else word for word in wanted) if wanted else ""
+    )
+
+
+def requirement(name: str) -> str:
+    """What prge asks for by that name, such as `torch==2.13.0`; the bare name if that can't be told."""
+    try:
+        required = importlib.metadata.requires("prge") or []
+    except importlib.metadata.PackageNotFoundError:
+        required = []
+    for line in required:
+        wanted = line.partition(";")[0].strip()
+        if _plain_name(re.split(r"[\[<>=!~ ]", wanted)[0]) == _plain_name(name):
+            return wanted
+    return name
+
+
+def _survived(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:
+        return Check(name, "missing", f"the check failed: {type(error).__name__}: {error}")
+
+
+def _check_python() -> Check:
+    version, found = sys.version_info[:2], sys.version.split()[0]
+    if OLDEST_PYTHON <= version < TOO_NEW_PYTHON:
+        return Check("python", "ok", f"{found} at {sys.executable}")
+    return Check(
+        "python", "missing", f"{found} at {sys.executable}", "install Python 3.10, 3.11, 3.12 or 3.13"
+    )
+
+
+def _check_prge() -> Check:
+    """Whether the package's own requirements, and so the versions that it is tested with, can be read."""
+    root = Path(__file__).resolve().parents[1]
+    try:
+        return Check("prge", "ok", f"{importlib.metadata.version('prge')} in {root}")
+    except importlib.metadata.PackageNotFoundError:
+        found = f"in {root}, but not installed: the versions below aren't compared with what it asks for"
+        return Check("prge", "warn", found, f"pip install --no-deps -e {shlex.quote(str(root))}")
+
+
+def _finder(name: str) -> Callable[[], Check]:
+    """A check that a package is installed, in the version that prge pins if it pins one."""
+
+    def check() -> Check:
+        wanted = requirement(name)
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return Check(name, "missing", "not installed", pip_command([name]))
+        _, pinned, pin = wanted.partition("==")
+        # A local suffix such as +cpu names a build, not another version.
+        if pinned and version.partition("+")[0] != pin:
+            return Check(name, "warn", f"{version}, tested with {pin}", f"pip install {wanted}")
+        return Check(name, "ok", version)
+
+    return check
+
+
+def _importer(name: str) -> Callable[[], Check]:
+    """A check that a small package is installed and can be imported."""
+
+    def check() -> Check:
+        found = _finder(name)()
+        if found.state != "missing":
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                remedy = f"pip install --force-reinstall {requirement(name)}"
+                return Check(name, "missing", f"can't be imported: {error}", remedy)
+        return found
+
+    return check
+
+
+def _check_engine() -> tuple[Check, Check]:
+    """Whether ExecuTorch really loads and has XNNPACK, and the threads that it will use."""
+    unknown = Check("threads", "warn", "unknown without the engine")
+    answer = _probe_engine()
+    if isinstance(answer, str):
+        return Check("engine", "missing", answer, pip_command(["engine"])), unknown
+    backends = answer["backends"]
+    cores = f"{answer['threads']} performance cores of {os.cpu_count()}"
+    threads = Check("threads", "ok", cores)
+    if "XnnpackBackend" not in backends:
+        found = f"loads, but without XnnpackBackend: it has {', '.join(backends) or 'none'}"
+        return Check("engine", "missing", found, pip_command(["engine"])), threads
+    return Check("engine", "ok", f"loads, with {', '.join(sorted(backends))}"), threads
+
+
+def _probe_engine() -> dict[str, Any] | str:
+    """What a child process tells of the engine, or in words why it tells nothing."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _ENGINE_PROBE], capture_output=True, text=True, timeout=120, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"can't be tried: {error}"
+    if child.returncode < 0:
+        return f"ends its process with signal {-child.returncode} while loading"
+    if child.returncode:
+        lines = child.stderr.strip().splitlines()
+        return f"can't be loaded: {lines[-1] if lines else f'exit code {child.returncode}'}"
+    answer: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def _check_memory() -> Check:
+    memory = memory_info()
+    if "MemTotal" not in memory:
+        return Check("memory", "warn", "unknown: there is no /proc/meminfo")
+    available = memory.get("MemAvailable", 0)
+    found = f"{available // MIB} MiB available of {memory['MemTotal'] // MIB} MiB"
+    if available < ENOUGH_MEMORY:
+        return Check(
+            "memory", "warn", found, "close other programs; `prge inspect` tells what a bundle needs"
+        )
+    return Check("memory", "ok", found)
+
+
+def _check_disk() -> Check:
+    free = shutil.disk_usage(Path.cwd()).free
+    found = f"{free // MIB} MiB free in {Path.cwd()}"
+    if free < ENOUGH_DISK:
+        return Check("disk", "warn", found, "free some storage before exporting or training here")
+    return Check("disk", "ok", found)
+
+
+def _check_adb() -> Check:
+    path = shutil.which("adb")
+    if path is None:
+        return Check(
+            "adb", "warn", "not found; only a run on a phone needs it", "install Android's platform tools"
+        )
+    return Check("adb", "ok", path)
+
+
+def _verb_lines(lacking: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    width = max(map(len, lacking))
+    for verb, names in lacking.items():
+        if not names:
+            yield f"prge {verb:<{width}}  ready"
+            continue
+        command = pip_command(names)
+        yield f"prge {verb:<{width}}  lacks {', '.join(names)}" + (f": {command}" if command else "")
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

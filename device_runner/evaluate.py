@@ -1,0 +1,127 @@
+"""`prge eval`: score an adapter on the rows of a file with the program that trained it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from device_runner.build import BuildOptions, load_examples
+from device_runner.data import Selection
+from device_runner.executorch_engine import ExecutorchEngine
+from device_runner.run_inputs import adapter_folder
+from device_runner.scoring import evaluate, extract_answers, mean_token_f1
+from device_runner.task import load_task
+from device_runner.telemetry import reported
+from device_runner.tokenizer import bundle_tokenizer
+from prge.adapter import read_peft
+from prge.bundle import open_bundle
+from prge.checkpoint import HEAD, read_head
+from prge.errors import ConfigError
+from prge.evaluation import Scores
+from prge.examples import Example
+from prge.head import Head
+from prge.settings import parse_settings
+
+DESCRIPTION = "Score an adapter on rows of a file; prints the loss and the metric of the task."
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """Score an adapter on rows of a file."""
+
+    bundle: Path
+    """Folder that `prge export` wrote."""
+    data: Path
+    """Rows to score: jsonl, csv or tsv."""
+    task: str | None = None
+    """Task name or YAML file; without one, rows hold text, prompt and completion, or messages."""
+    adapter: Path | None = None
+    """Run, checkpoint or PEFT folder; default: the adapter that the bundle came with."""
+    start: int = 0
+    """Rows to leave out at the file's beginning, after shuffling."""
+    limit: int | None = None
+    """Most rows to score."""
+    shuffle_seed: int | None = None
+    """Shuffle the file before start and limit; the same rows on every machine."""
+    overflow: Literal["error", "truncate", "split"] = "truncate"
+    """What to do with a row that is too long for the program; whatever is cut is reported."""
+    append_eos: bool = True
+    """End completions with the tokenizer's end-of-sequence token, where it has one."""
+    predictions: Path | None = None
+    """jsonl file to write: a line per row with its loss, scores and prediction."""
+    json: Path | None = None
+    """File to write the result to as JSON."""
+    threads: int | None = None
+    """Threads of the engine; default: performance cores."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge eval --help`."""
+    settings = parse_settings(EvaluateSettings, argv, "prge eval", description=DESCRIPTION)
+    record = run(settings)
+    for name, value in record.items():
+        print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
+    if settings.json:
+        with reported(settings.json):
+            settings.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def run(settings: EvaluateSettings) -> dict[str, Any]:
+    """Score the rows; answers `examples`, `loss` and the metric by its name.
+
+    Raises:
+        PrgeError: bad input.
+    """
+    bundle = open_bundle(settings.bundle)
+    contract = bundle.contract
+    tokenizer = bundle_tokenizer(bundle)
+    task = load_task(settings.task) if settings.task else None
+    options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
+    selection = Selection(settings.start, settings.limit, settings.shuffle_seed)
+    examples, report = load_examples(
+        settings.data, tokenizer, contract, task, selection, options, training=False
+    )
+    print(report.text())
+    source = adapter_folder(settings.adapter) if settings.adapter else bundle.adapter
+    adapter = read_peft(source, contract.modules, bundle.adapter)
+    head = None
+    if contract.is_encoder:
+        if not (source / HEAD).is_file():
+            raise ConfigError(
+                "an encoder needs a classification head",
+                [f"{source} has no {HEAD}"],
+                remedy="give the folder of a run with --adapter",
+            )
+        head = Head(examples[0].candidates, contract.width)
+        read_head(source / HEAD, head)
+    engine = ExecutorchEngine.load(bundle, settings.threads)
+    record, found = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
+    del record["value"]
+    answers: list[str] = []
+    if task is not None and task.is_completion and task.metric == "f1_answer" and "passage" in task.columns:
+        answers = extract_answers(engine, adapter, examples, tokenizer, task)
+        record["f1"] = mean_token_f1(answers, examples)
+    if settings.predictions:
+        _write_predictions(settings.predictions, examples, found, answers)
+    return record
+
+
+def _write_predictions(
+    path: Path, examples: Sequence[Example], found: Scores, answers: Sequence[str]
+) -> None:
+    with reported(path), path.open("w", encoding="utf-8") as stream:
+        for index, example in enumerate(examples):
+            line: dict[str, Any] = {"row": example.row, "loss": float(found.losses[index])}
+            if example.label is not None:
+                choice = int(found.predictions[index])
+                line["label"], line["prediction"] = example.label, choice
+                line["scores"] = found.scores[index].tolist()
+                if example.choices:
+                    line["text"] = example.choices[choice]
+            elif answers:
+                line["text"] = answers[index]
+            stream.write(json.dumps(line) + "\n")

@@ -1,0 +1,208 @@
+"""`prge inspect`: what a bundle holds, whether its files are whole, and the memory that it needs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prge.bundle import MANIFEST, PROGRAM, check_file, read_manifest
+from prge.contract import Contract
+from prge.errors import BundleError
+from prge.settings import parse_settings
+
+MIB = 1 << 20
+RUNTIME_BYTES = 220 * MIB
+RUNTIME_SOURCE = "resident set of Python 3.11 with torch 2.13.0 and ExecuTorch 1.5.1 loaded, Linux x86_64"
+
+_SECTIONS = ("lora", "readout", "quantization", "tokenizer", "lowering", "verification", "versions")
+_SHOWN_ELSEWHERE = {
+    *("folder", "manifest_sha256", "format", "model", "contract", "queries", "files", "unlisted_files"),
+    *("rows_per_call", "adapter_parameters", "memory"),
+}
+
+
+@dataclass(frozen=True)
+class InspectSettings:
+    """What to inspect."""
+
+    bundle: Path
+    """Folder that `prge export` wrote."""
+    json: bool = False
+    """Print one JSON object instead of text."""
+
+
+def main(argv: list[str]) -> int:
+    """Entry of `prge inspect`; raises BundleError, after printing all else, if a file is damaged."""
+    settings = parse_settings(
+        InspectSettings, argv, "prge inspect", positional=["bundle"], description="Show what a bundle holds."
+    )
+    report = inspect(settings.bundle)
+    print(json.dumps(report, indent=2) if settings.json else "\n".join(_text(report)))
+    damaged = {name: entry["problem"] for name, entry in report["files"].items() if entry["problem"]}
+    if damaged:
+        more = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
+        raise BundleError(next(iter(damaged.values())) + more, remedy="copy or export the bundle again")
+    return 0
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """The manifest with a check of every file, the rows of a call and a memory estimate.
+
+    Raises:
+        BundleError: the manifest can't be read.
+    """
+    manifest = read_manifest(folder)
+    contract = Contract.from_json(manifest.get("contract", {}))
+    if not isinstance(manifest.get("files"), dict) or PROGRAM not in manifest["files"]:
+        raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
+    files = {
+        name: {**_mapping(entry), "problem": _problem(folder, manifest, name)}
+        for name, entry in manifest["files"].items()
+    }
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return {
+        "folder": str(folder),
+        **manifest,
+        "files": files,
+        "unlisted_files": sorted(present - set(files) - {MANIFEST}),
+        "rows_per_call": contract.rows,
+        "adapter_parameters": _adapter_parameters(contract),
+        "memory": memory_estimate(contract, _mapping(manifest.get("lowering"))),
+    }
+
+
+def memory_estimate(contract: Contract, lowering: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes that a run needs, by cause; a cause is null if the manifest doesn't tell it.
+
+    XNNPACK packs its own copy of the weights while the file's are still mapped, so loading needs them twice.
+    Its workspace is sized when the program is loaded and is not in the estimate.
+    """
+    weights, planned = lowering.get("constant_bytes"), lowering.get("planned_memory_bytes")
+    stack = contract.copies * _adapter_parameters(contract) * 4
+    known = [RUNTIME_BYTES, stack, *(part for part in (weights, planned) if isinstance(part, int))]
+    return {
+        "runtime_bytes": RUNTIME_BYTES,
+        "runtime_source": RUNTIME_SOURCE,
+        "packed_weights_bytes": weights,
+        "planned_arena_bytes": planned,
+        "adapter_stack_bytes": stack,
+        "total_bytes": sum(known),
+        "while_loading_bytes": sum(known) + (weights if isinstance(weights, int) else 0),
+    }
+
+
+def bytes_text(count: Any) -> str:
+    """A number of bytes as a reader wants it: `3.4 MiB`; `unknown` for what is no number."""
+    if not isinstance(count, int | float):
+        return "unknown"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _adapter_parameters(contract: Contract) -> int:
+    return sum(module.rank * module.out_features for module in contract.modules)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _problem(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None:
+    try:
+        check_file(folder, manifest, name)
+    except BundleError as error:
+        return error.what
+    return None
+
+
+def _text(report: Mapping[str, Any]) -> Iterator[str]:
+    contract = Contract.from_json(report["contract"])
+    yield f"bundle {report['folder']}"
+    yield f"  manifest {report['manifest_sha256']}"
+    yield from _section("model", report.get("model"))
+    yield from _section("program", _program_facts(report, contract))
+    yield "\ninputs and outputs"
+    for arrow, specs in (("in ", contract.inputs), ("out", contract.outputs)):
+        fixed = [spec for spec in specs if not spec.name.startswith("lora_b.")]
+        yield from (f"  {arrow} {spec.name:<16} {spec.dtype:<8} {list(spec.shape)}" for spec in fixed)
+    yield from _modules(contract)
+    for name in _SECTIONS:
+        yield from _section(name, report.get(name))
+    yield from _section(
+        "other", {key: report[key] for key in report if key not in {*_SECTIONS, *_SHOWN_ELSEWHERE}}
+    )
+    yield from _memory(report["memory"])
+    yield "\nfiles"
+    for name, entry in report["files"].items():
+        state = entry["problem"] or "ok"
+        yield f"  {bytes_text(entry.get('bytes')):>10}  {str(entry.get('sha256'))[:12]}  {name}  {state}"
+    for name in report["unlisted_files"]:
+        yield f"  {'':>10}  {'':12}  {name}  not in the manifest, never loaded"
+
+
+def _program_facts(report: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "kind": contract.kind,
+        "readout": contract.readout,
+        "rows a call": f"{contract.rows} = {contract.copies} copies x {contract.batch_size} examples",
+        "sequence_length": contract.sequence_length,
+    }
+    if contract.is_encoder:
+        facts["width"] = contract.width
+    else:
+        facts["positions"] = contract.positions
+    facts["vocabulary_size"] = contract.vocabulary_size
+    if contract.label_tokens:
+        facts["label_tokens"] = list(contract.label_tokens)
+    facts["suggested queries"] = report.get("queries")
+    facts["format"] = report["format"]
+    return facts
+
+
+def _modules(contract: Contract) -> Iterator[str]:
+    """The adapted modules, those of one kind and shape in one line."""
+    kinds = Counter(
+        (module.name.rsplit(".", 1)[-1], module.rank, module.in_features, module.out_features)
+        for module in contract.modules
+    )
+    yield f"\nadapter: {_adapter_parameters(contract):,} parameters in {len(contract.modules)} modules"
+    for (name, rank, width_in, width_out), count in kinds.items():
+        yield f"  {count:>3} x {name:<16} rank {rank}, {width_in} -> {width_out}"
+
+
+def _section(title: str, block: Any) -> Iterator[str]:
+    if block in (None, {}, []):
+        return
+    yield f"\n{title}"
+    if not isinstance(block, Mapping):
+        yield f"  {block}"
+        return
+    width = max(map(len, map(str, block)))
+    for name, value in block.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{key}: {entry}" for key, entry in value.items()) or "none"
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value)) or "none"
+        elif str(name).endswith("bytes"):
+            value = f"{bytes_text(value)} ({value})"
+        elif value is None:
+            value = "none"
+        yield f"  {name:<{width}}  {value}"
+
+
+def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
+    yield "\nmemory of a run, estimated"
+    yield f"  {bytes_text(memory['runtime_bytes']):>10}  runtime: {memory['runtime_source']}"
+    yield f"  {bytes_text(memory['packed_weights_bytes']):>10}  packed weights"
+    yield f"  {bytes_text(memory['planned_arena_bytes']):>10}  planned arena"
+    yield f"  {bytes_text(memory['adapter_stack_bytes']):>10}  adapter, all copies"
+    yield f"  {bytes_text(memory['total_bytes']):>10}  in all, without XNNPACK's workspace"
+    yield f"  {bytes_text(memory['while_loading_bytes']):>10}  while loading: the weights twice"

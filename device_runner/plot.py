@@ -1,0 +1,145 @@
+"""`prge plot`: loss and accuracy of runs against steps, rows and seconds, from their metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from device_runner.telemetry import Record, read_metrics, reported
+from prge.errors import ConfigError, PrgeError, RunError
+from prge.settings import parse_settings
+
+AXES = ("step", "rows", "seconds")
+# Distinguishable with any kind of colour vision: M. Okabe, K. Ito, "Color Universal Design", 2008.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+SCORES = ("accuracy", "f1", "exact_match")
+
+
+@dataclass(frozen=True)
+class PlotSettings:
+    """What to draw and where to."""
+
+    runs: tuple[Path, ...]
+    """Folders of runs, drawn over each other."""
+    out: Path = Path("plot.png")
+    """File to write; its ending chooses the format: png, svg or pdf."""
+    smoothing: float = 0.9
+    """Weight of the past in the smoothed training loss, 0 for none; the raw loss stays visible behind it."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.runs:
+            problems.append("no run is given")
+        if not 0 <= self.smoothing < 1:
+            problems.append(f"--smoothing is {self.smoothing}, must be at least 0 and below 1")
+        if self.out.suffix not in (".png", ".svg", ".pdf"):
+            problems.append(f"--out is {self.out}, must end in .png, .svg or .pdf")
+        if problems:
+            raise ConfigError("there is nothing to draw so:", problems)
+
+
+def main(argv: list[str]) -> int:
+    """Entry of `prge plot`."""
+    settings = parse_settings(
+        PlotSettings, argv, "prge plot", positional=["runs"], description="Draw loss and accuracy of runs."
+    )
+    draw(settings.runs, settings.out, settings.smoothing)
+    print(settings.out)
+    return 0
+
+
+def draw(runs: Sequence[Path], out: Path, smoothing: float = 0.9) -> None:
+    """Draw runs over each other into one picture of 1200 x 800 pixels: a column for each axis.
+
+    Raises:
+        RunError: a folder is no run, no run has a step yet, or the picture can't be written.
+        PrgeError: matplotlib is not installed.
+    """
+    records = [read_metrics(run) for run in runs]
+    if not any(record.get("event") in ("step", "evaluation") for run in records for record in run):
+        raise RunError(f"{', '.join(map(str, runs))}: nothing measured yet", remedy="wait for the first step")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise PrgeError(
+            "drawing needs matplotlib, which is not installed", remedy="pip install 'prge[plot]'"
+        ) from None
+    style = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False}
+    with matplotlib.rc_context({**style, "axes.spines.right": False}):
+        figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
+        panels = figure.subplots(2, len(AXES), sharex="col", sharey="row")
+        for index, (label, run) in enumerate(zip(labels(runs), records, strict=True)):
+            for column, axis in enumerate(AXES):
+                _draw_run(panels[0][column], panels[1][column], run, axis, index, label, smoothing)
+        for column, axis in enumerate(AXES):
+            panels[1][column].set_xlabel({"step": "steps", "rows": "rows forwarded"}.get(axis, axis))
+            for row in (0, 1):
+                panels[row][column].set_xlim(left=0)
+                panels[row][column].margins(y=0.08)
+        panels[0][0].set_ylabel("loss")
+        panels[1][0].set_ylabel(_score_label(records))
+        handles, names = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(names)), frameon=False)
+        with reported(out):
+            figure.savefig(out)
+
+
+def smooth(values: Sequence[float], smoothing: float) -> list[float]:
+    """Exponential moving average without the pull towards zero of its first values."""
+    smoothed = []
+    average = weight = 0.0
+    for value in values:
+        average = smoothing * average + (1 - smoothing) * value
+        weight = smoothing * weight + (1 - smoothing)
+        smoothed.append(average / weight)
+    return smoothed
+
+
+def labels(runs: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell the runs apart."""
+    parts = [run.resolve().parts for run in runs]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
+
+
+def series(
+    run: Sequence[Record], event: str, axis: str, names: Sequence[str]
+) -> tuple[list[float], list[float]]:
+    """Points (axis, first of `names` that is there) of an event; what was not finite is left out."""
+    points = []
+    for record in run:
+        if record.get("event") == event and record.get(axis) is not None:
+            found = next((record[name] for name in names if record.get(name) is not None), None)
+            if found is not None:
+                points.append((float(record[axis]), float(found)))
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _draw_run(
+    losses: Any, scores: Any, run: Sequence[Record], axis: str, index: int, label: str, smoothing: float
+) -> None:
+    colour = COLOURS[index % len(COLOURS)]
+    marker = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+    x, loss = series(run, "step", axis, ["loss"])
+    if x:
+        if smoothing:
+            losses.plot(x, loss, color=colour, alpha=0.2, linewidth=0.8)
+        losses.plot(x, smooth(loss, smoothing), color=colour, linewidth=1.8, label=f"{label}: training")
+    x, loss = series(run, "evaluation", axis, ["loss"])
+    if x:
+        losses.plot(x, loss, linestyle="--", linewidth=1.2, label=f"{label}: evaluation", **marker)
+    x, score = series(run, "evaluation", axis, SCORES)
+    if x:
+        scores.plot(x, score, linewidth=1.5, label=label, **marker)
+
+
+def _score_label(records: Sequence[Sequence[Record]]) -> str:
+    found = {name for run in records for record in run for name in SCORES if record.get(name) is not None}
+    return " or ".join(name.replace("_", " ") for name in SCORES if name in found) or "accuracy"

@@ -1,0 +1,94 @@
+"""`prge replay`: make a run's adapter again from its journal, without an engine and without the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from device_runner.run_inputs import FINAL, JOURNAL, new_state, stored_head
+from device_runner.run_settings import RunSettings
+from prge.adapter import Adapter, read_peft, write_peft
+from prge.checkpoint import HEAD, TrainingState, head_arrays
+from prge.contract import AdaptedModule
+from prge.directions import Directions
+from prge.errors import RunError
+from prge.estimators import gradient
+from prge.journal import Journal, Record, decode_array
+from prge.settings import parse_settings
+
+DESCRIPTION = "Make a run's adapter again from its journal alone, and compare it with the run's result."
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """Make a run's adapter again from its journal."""
+
+    run: Path
+    """Run folder."""
+    out: Path
+    """PEFT folder to write."""
+    bundle: Path | None = None
+    """Bundle of the run, for the frozen lora_A; default: the run's own result holds it too."""
+    step: int | None = None
+    """Step to go to; default: the one that the run's result has."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge replay --help`."""
+    settings = parse_settings(ReplaySettings, argv, "prge replay", ["run"], description=DESCRIPTION)
+    path = settings.run / JOURNAL
+    if not path.is_file():
+        raise RunError(f"{settings.run} is no run: it has no {JOURNAL}", remedy="give the folder of a run")
+    with Journal(path) as journal:
+        state = replay(journal, settings.step)
+    final = settings.run / FINAL
+    template = settings.bundle / "adapter" if settings.bundle else final
+    extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
+    write_peft(settings.out, state.adapter, template, extra)
+    print(f"{settings.out}: step {state.step} of {journal.steps}")
+    if settings.step is None and final.is_dir():
+        stored = read_peft(final, state.adapter.modules)
+        same = np.array_equal(stored.values, state.adapter.values)
+        print(f"{final}: {'the same bits' if same else 'DIFFERENT'}")
+        return 0 if same else 1
+    return 0
+
+
+def replay(journal: Journal, step: int | None = None) -> TrainingState:
+    """The state after `step` steps, or after the best one, or the last one of a run without evaluations.
+
+    Raises:
+        RunError: the journal has no beginning, or fewer steps.
+    """
+    start = journal.first("start")
+    if start is None:
+        raise RunError(f"{journal.path} has no beginning", remedy="give the journal of a run")
+    state = first_state(journal, start)
+    for record in journal.records:
+        if record["kind"] == "evaluation":
+            state.judge(record)
+    if step is None:
+        step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
+    if step > journal.steps:
+        raise RunError(f"the run has {journal.steps} steps, not {step}", remedy="give a smaller --step")
+    settings = start["settings"]
+    for number in range(step):
+        taken = journal.step(number)
+        if taken is None:
+            raise RunError(f"{journal.path} lacks step {number}", remedy="restore it from a copy")
+        directions = Directions(settings["directions"], taken["seed"], number, state.adapter.size)
+        state.apply(taken, gradient(taken["scalars"], directions))
+    return state
+
+
+def first_state(journal: Journal, start: Record) -> TrainingState:
+    """The state before the first step, as the journal's first record describes it."""
+    modules = [AdaptedModule(**module) for module in start["modules"]]
+    adapter = Adapter.zeros(modules)
+    if start["adapter"]:
+        adapter.values[:] = decode_array(start["adapter"])
+    settings = RunSettings(bundle=Path(), train=Path(), out=Path(), dev=Path(), **start["settings"])
+    return new_state(settings, adapter, stored_head(journal, start["width"]))

@@ -1,0 +1,228 @@
+"""`prge run`: fine-tune a bundle's adapter in a run folder that can be resumed, replayed and reported.
+
+config.yaml      the settings            checkpoints/step-N/   PEFT folder and optimizer state
+journal.jsonl    what each step learnt   final/                PEFT folder of the best step
+metrics.jsonl    what to plot            run.json, log.txt     what, where, how it ended
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from device_runner.executorch_engine import ExecutorchEngine
+from device_runner.run_inputs import (
+    FINAL,
+    JOURNAL,
+    RunInputs,
+    learning_rates,
+    make_estimator,
+    new_state,
+    read_inputs,
+    stored_head,
+    training_settings,
+)
+from device_runner.run_settings import RunSettings
+from device_runner.scoring import evaluate
+from device_runner.telemetry import reported, run_lock
+from device_runner.watching import Watcher
+from prge.adapter import write_peft
+from prge.bundle import open_bundle
+from prge.checkpoint import (
+    HEAD,
+    TrainingState,
+    checkpoint_folder,
+    head_arrays,
+    load_checkpoint,
+    load_latest,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from prge.engine import Engine
+from prge.errors import ConfigError, RunError
+from prge.evaluation import pooled_states
+from prge.head import Head, fit_head
+from prge.journal import Journal, Record, encode_array
+from prge.sampling import Sampler
+from prge.settings import parse_settings, settings_to_yaml
+from prge.training import train
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+DESCRIPTION = "Fine-tune the adapter of a bundle by forward passes on the stock engine."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge run --help`."""
+    settings = parse_settings(RunSettings, with_stored_settings(argv), "prge run", description=DESCRIPTION)
+    final = run(settings)
+    print(final)
+    return 0
+
+
+def with_stored_settings(argv: Sequence[str]) -> list[str]:
+    """`--resume RUN` reads RUN's own settings first; what is given beside it must then agree with them."""
+    words = list(argv)
+    for index, word in enumerate(words):
+        flag, equals, folder = word.partition("=")
+        if flag == "--resume" and (equals or index + 1 < len(words)):
+            run_folder = Path(folder if equals else words[index + 1])
+            if not (run_folder / CONFIG).is_file():
+                raise RunError(
+                    f"{run_folder} is no run: it has no {CONFIG}", remedy="give the folder of `--out`"
+                )
+            return ["--config", str(run_folder / CONFIG), *words, "--out", str(run_folder)]
+    return words
+
+
+def run(settings: RunSettings) -> Path:
+    """Train, and write everything into `settings.out`; answers its `final/` folder.
+
+    Raises:
+        PrgeError: bad input, before anything is changed; or a run that can't go on, with its state saved.
+        KeyboardInterrupt: interrupted by the user, with its state saved.
+    """
+    bundle = open_bundle(settings.bundle)
+    with run_lock(settings.out):
+        _check_folder(settings)
+        inputs = read_inputs(bundle, settings)
+        with Journal(settings.out / JOURNAL) as journal:
+            begin(journal, inputs.identity)
+            with reported(settings.out):
+                (settings.out / CONFIG).write_text(settings_to_yaml(settings), encoding="utf-8")
+            engine = ExecutorchEngine.load(bundle, settings.threads)
+            with Watcher(settings, inputs, engine, journal) as watcher, _graceful_stop(watcher):
+                watcher.say(inputs.report)
+                return _train(settings, inputs, engine, journal, watcher)
+
+
+def _train(
+    settings: RunSettings, inputs: RunInputs, engine: Engine, journal: Journal, watcher: Watcher
+) -> Path:
+    pad = inputs.tokenizer.pad_id
+    checkpoints = settings.out / CHECKPOINTS
+    head = prepare_head(settings, inputs, engine, journal)
+    state = new_state(settings, inputs.adapter, head)
+    load_latest(checkpoints, state, newest=journal.steps)
+    recent = [state.step]
+
+    def save(state: TrainingState) -> None:
+        """Keep the best checkpoint and the two newest."""
+        save_checkpoint(checkpoints, state, inputs.bundle.adapter)
+        journal.sync()
+        recent[:] = sorted({*recent, state.step})[-2:]
+        prune_checkpoints(checkpoints, {*recent, state.progress.best_step})
+
+    def score(state: TrainingState) -> Record:
+        return evaluate(engine, state.adapter, inputs.dev, inputs.task, state.head, pad, settings.select)[0]
+
+    train(
+        engine,
+        Sampler(inputs.train, engine.contract, settings.seed, settings.calls, pad),
+        make_estimator(settings, inputs.queries),
+        learning_rates(settings),
+        state,
+        training_settings(settings),
+        journal,
+        save,
+        watcher,
+        score if inputs.dev else None,
+        lambda: watcher.stopped,
+    )
+    if watcher.stopped:
+        watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
+        raise KeyboardInterrupt
+    return write_final(settings, inputs, state)
+
+
+def begin(journal: Journal, identity: Record) -> None:
+    """Write what the run is into a new journal, or compare it with what a resumed one was begun as.
+
+    Raises:
+        ConfigError: every setting and input that differs.
+    """
+    stored = journal.first("start")
+    if stored is None:
+        journal.append(identity)
+        return
+    before, now = stored["settings"], identity["settings"]
+    problems = [
+        f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    problems += [
+        f"the {name} is another one"
+        for name in ("bundle", "train", "dev", "task", "adapter")
+        if stored[name] != identity[name]
+    ]
+    if problems:
+        raise ConfigError(
+            "the run was begun with other settings:",
+            problems,
+            remedy="resume without them, or start a new run in another folder",
+        )
+
+
+def prepare_head(settings: RunSettings, inputs: RunInputs, engine: Engine, journal: Journal) -> Head | None:
+    """An encoder's head: the journal's, the start adapter's, or one fitted on the training rows."""
+    contract = engine.contract
+    if not contract.is_encoder:
+        return None
+    head = stored_head(journal, contract.width)
+    if head is not None:
+        return head
+    head = inputs.start_head
+    if head is None:
+        states = pooled_states(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id)
+        labels = np.array([example.label for example in inputs.train])
+        try:
+            head = fit_head(states, labels, inputs.train[0].candidates, settings.head_shrinkage)
+        except ValueError as error:
+            raise ConfigError(
+                "the classification head can't be fitted", [str(error)], remedy="give rows of every class"
+            ) from None
+    journal.append({"kind": "head", "classes": len(head.bias), "values": encode_array(head.values)})
+    return head
+
+
+def write_final(settings: RunSettings, inputs: RunInputs, state: TrainingState) -> Path:
+    """Write the adapter of the best step, or of the last one without development rows, as `final/`."""
+    best = state.progress.best_step
+    if best not in (-1, state.step):
+        load_checkpoint(checkpoint_folder(settings.out / CHECKPOINTS, best), state)
+    extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
+    final = settings.out / FINAL
+    write_peft(final, state.adapter, inputs.bundle.adapter, extra, overwrite=True)
+    return final
+
+
+def _check_folder(settings: RunSettings) -> None:
+    begun = (settings.out / JOURNAL).is_file() and (settings.out / JOURNAL).stat().st_size > 0
+    if begun and settings.resume is None:
+        raise RunError(
+            f"{settings.out} holds a run already",
+            remedy=f"go on with it: prge run --resume {settings.out}; or give another folder with --out",
+        )
+
+
+@contextmanager
+def _graceful_stop(watcher: Watcher) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after its step, a second one at once."""
+
+    def stop(number: int, frame: object) -> None:
+        if watcher.stopped:
+            raise KeyboardInterrupt
+        watcher.stopped = True
+        watcher.say("stopping after this step; once more to stop at once")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,166 @@
+"""What a run is made of, read and checked before an engine is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from device_runner.build import BuildOptions, load_examples
+from device_runner.data import Selection
+from device_runner.data_report import show_sample
+from device_runner.run_settings import RunSettings
+from device_runner.task import Task, load_task
+from device_runner.tokenizer import Tokenizer, bundle_tokenizer
+from prge.adapter import Adapter, read_peft
+from prge.bundle import Bundle, file_sha256
+from prge.checkpoint import HEAD, TrainingState, read_head
+from prge.errors import ConfigError, RunError
+from prge.estimators import Antithetic, Estimator, OneSided
+from prge.examples import Example
+from prge.head import Head
+from prge.journal import Journal, Record, decode_array, encode_array
+from prge.optimizers import make_optimizer, schedule
+from prge.training import TrainingSettings
+
+JOURNAL = "journal.jsonl"
+FINAL = "final"
+
+# What may differ between the parts of one run: where things lie (hashes tell what they are) and how it looks.
+_NOT_IDENTITY = frozenset({"bundle", "train", "dev", "task", "adapter", "out", "resume", "threads", "quiet"})
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Everything that a run reads before it needs an engine."""
+
+    bundle: Bundle
+    tokenizer: Tokenizer
+    task: Task | None
+    train: list[Example]
+    dev: list[Example]
+    adapter: Adapter
+    start_head: Head | None
+    queries: int
+    identity: Record
+    report: str
+
+
+def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
+    """Tokenize the data and read the adapter to start from; raises PrgeError on what is wrong with them."""
+    contract = bundle.contract
+    tokenizer = bundle_tokenizer(bundle)
+    task = load_task(settings.task) if settings.task else None
+    options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
+    seed = settings.shuffle_seed
+    chosen = Selection(settings.train_start, settings.train_limit, seed)
+    train_examples, report = load_examples(settings.train, tokenizer, contract, task, chosen, options)
+    texts = [report.text(), show_sample(train_examples[0], tokenizer, contract.label_tokens)]
+    dev_examples: list[Example] = []
+    if settings.dev:
+        chosen = Selection(settings.dev_start, settings.dev_limit, seed)
+        dev_examples, dev_report = load_examples(
+            settings.dev, tokenizer, contract, task, chosen, options, training=False
+        )
+        texts.insert(1, dev_report.text())
+    source = adapter_folder(settings.adapter) if settings.adapter else bundle.adapter
+    adapter = read_peft(source, contract.modules, bundle.adapter)
+    start_head = None
+    if contract.is_encoder and (source / HEAD).is_file():
+        start_head = Head(train_examples[0].candidates, contract.width)
+        read_head(source / HEAD, start_head)
+    queries = settings.queries or int(bundle.manifest.get("queries") or 4)
+    plain = {name: value for name, value in asdict(settings).items() if name not in _NOT_IDENTITY}
+    identity = {
+        "kind": "start",
+        "modules": [asdict(module) for module in contract.modules],
+        "width": contract.width,
+        "settings": {**plain, "queries": queries},
+        "bundle": bundle.sha256,
+        "train": file_sha256(settings.train),
+        "dev": file_sha256(settings.dev) if settings.dev else None,
+        "task": asdict(task) if task else None,
+        "adapter": encode_array(adapter.values) if adapter.values.any() else None,
+    }
+    return RunInputs(
+        bundle,
+        tokenizer,
+        task,
+        train_examples,
+        dev_examples,
+        adapter,
+        start_head,
+        queries,
+        identity,
+        "\n".join(texts),
+    )
+
+
+def new_state(settings: RunSettings, adapter: Adapter, head: Head | None) -> TrainingState:
+    """The state of a run before its first step, from the adapter that it starts with."""
+    adapter = adapter.copy()
+    optimizer = make_optimizer(
+        settings.optimizer, adapter.size, settings.momentum, settings.momentum, settings.beta2
+    )
+    head_optimizer = None
+    if head is not None and settings.head_learning_rate:
+        head_optimizer = make_optimizer("adam", head.size)
+    return TrainingState(adapter, optimizer, head, head_optimizer)
+
+
+def make_estimator(settings: RunSettings, queries: int) -> Estimator:
+    """The estimator that the settings ask for."""
+    if settings.estimator == "antithetic":
+        return Antithetic(queries, settings.epsilon)
+    if settings.baseline == "leave-one-out" and queries < 2:
+        raise ConfigError(
+            "these settings can't be used:",
+            [f"--baseline leave-one-out needs at least 2 queries, the bundle was exported for {queries}"],
+            remedy="give --queries",
+        )
+    return OneSided(queries, settings.epsilon, settings.baseline, settings.normalize)
+
+
+def training_settings(settings: RunSettings) -> TrainingSettings:
+    """The part of the settings that the loop needs."""
+    return TrainingSettings(
+        steps=settings.steps,
+        seed=settings.seed,
+        distribution=settings.directions,
+        evaluate_every=settings.evaluate_every,
+        checkpoint_every=settings.checkpoint_every,
+        patience=settings.patience,
+        divergence_ratio=settings.divergence_ratio,
+    )
+
+
+def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:
+    """Learning rates of a step, by their names in the journal."""
+    peaks = {"learning_rate": settings.learning_rate}
+    if settings.head_learning_rate:
+        peaks["head_learning_rate"] = settings.head_learning_rate
+    rates = {
+        name: schedule(settings.schedule, peak, settings.steps, settings.warmup)
+        for name, peak in peaks.items()
+    }
+    return lambda step: {name: rate(step) for name, rate in rates.items()}
+
+
+def stored_head(journal: Journal, width: int) -> Head | None:
+    """The head that a run's journal holds."""
+    record = journal.first("head")
+    if record is None:
+        return None
+    head = Head(record["classes"], width)
+    head.values[:] = decode_array(record["values"])
+    return head
+
+
+def adapter_folder(path: Path) -> Path:
+    """A PEFT folder: the path itself, or the result of the run folder that it names."""
+    final = path / FINAL
+    if final.is_dir():
+        return final
+    if (path / JOURNAL).is_file():
+        raise RunError(f"{path} is a run without a result", remedy=f"finish it: prge run --resume {path}")
+    return path

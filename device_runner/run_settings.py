@@ -1,0 +1,147 @@
+"""Settings of `prge run`: flags, keys of a YAML file, and the `config.yaml` of a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prge.directions import Distribution
+from prge.errors import ConfigError
+from prge.optimizers import OptimizerName, ScheduleName
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Fine-tune the adapter of a bundle by forward passes."""
+
+    bundle: Path
+    """Folder that `prge export` wrote."""
+    train: Path
+    """Training rows: jsonl, csv or tsv."""
+    out: Path
+    """Run folder to make."""
+    dev: Path | None = None
+    """Development rows, scored on the way; the best step on them becomes the result."""
+    task: str | None = None
+    """Task name or YAML file; without one, rows hold text, prompt and completion, or messages."""
+    adapter: Path | None = None
+    """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter."""
+    resume: Path | None = None
+    """Run folder to go on with, from its own settings."""
+
+    estimator: Literal["antithetic", "one-sided"] = "antithetic"
+    """antithetic: two perturbed copies a query; one-sided: one copy a query and a baseline."""
+    queries: int | None = None
+    """Random directions a step; default: what the bundle was exported for."""
+    epsilon: float = 1e-2
+    """Length of a perturbation, in units of the adapter's values."""
+    baseline: Literal["clean", "leave-one-out"] = "clean"
+    """one-sided: compare with an unperturbed copy, or each query with the others."""
+    normalize: bool = False
+    """one-sided: divide by the deviation of the losses instead of epsilon (FZOO)."""
+    directions: Distribution = "rademacher"
+    """Distribution of directions; rademacher is bit-identical on every machine."""
+    seed: int = 42
+    """Seed of directions and row order."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    calls: int = 1
+    """Batches accumulated into one step."""
+    optimizer: OptimizerName = "adam"
+    """sgd, momentum or adam."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """momentum's coefficient, and adam's beta1."""
+    beta2: float = 0.999
+    """adam's second coefficient."""
+    schedule: ScheduleName = "constant"
+    """Learning rate over the steps after warm-up."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+
+    train_start: int = 0
+    """Training rows to leave out at the file's beginning, after shuffling."""
+    train_limit: int | None = None
+    """Most training rows."""
+    dev_start: int = 0
+    """Development rows to leave out, after shuffling."""
+    dev_limit: int | None = None
+    """Most development rows."""
+    shuffle_seed: int | None = None
+    """Shuffle the files before start and limit; the same rows on every machine."""
+    overflow: Literal["error", "truncate", "split"] = "truncate"
+    """What to do with a row that is too long for the program; whatever is cut is reported."""
+    append_eos: bool = True
+    """End completions with the tokenizer's end-of-sequence token, where it has one."""
+
+    evaluate_every: int = 100
+    """Steps between evaluations on development rows; 0: only at the end."""
+    select: Literal["metric", "loss"] = "metric"
+    """What makes a step the best: the task's metric (perplexity without a task), or the loss."""
+    patience: int = 0
+    """Stop after this many evaluations without a better one; 0: never."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints."""
+    divergence_ratio: float = 3.0
+    """Stop when the smoothed loss exceeds this multiple of the first one (and of 1)."""
+
+    head_learning_rate: float = 0.0
+    """Encoders: train the fitted head by its exact gradient at this peak rate; 0 keeps it."""
+    head_shrinkage: float = 0.1
+    """Encoders: shrinkage of the covariance that the head is fitted with, 0 to 1."""
+
+    threads: int | None = None
+    """Threads of the engine; default: performance cores."""
+    quiet: bool = False
+    """Print no progress."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}, must be at least {least}"
+            for name, least in (
+                ("steps", 1),
+                ("calls", 1),
+                ("warmup", 0),
+                ("evaluate_every", 0),
+                ("checkpoint_every", 0),
+                ("patience", 0),
+                ("seed", 0),
+            )
+            if getattr(self, name) < least
+        ]
+        problems += [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}, must be more than 0"
+            for name in ("epsilon", "learning_rate", "divergence_ratio")
+            if not getattr(self, name) > 0
+        ]
+        problems += [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}, must be at least 1"
+            for name in ("queries", "threads")
+            if getattr(self, name) is not None and getattr(self, name) < 1
+        ]
+        problems += [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}, must be from 0 up to 1"
+            for name in ("momentum", "beta2", "head_shrinkage")
+            if not 0 <= getattr(self, name) <= 1
+        ]
+        if self.head_learning_rate < 0:
+            problems.append(f"--head-learning-rate is {self.head_learning_rate}, must be at least 0")
+        if self.estimator == "antithetic":
+            problems += [
+                f"--{name} belongs to --estimator one-sided, the estimator is antithetic"
+                for name, given in (("baseline", self.baseline != "clean"), ("normalize", self.normalize))
+                if given
+            ]
+        if self.baseline == "leave-one-out" and self.queries == 1:
+            problems.append("--baseline leave-one-out needs --queries of at least 2")
+        if self.warmup > self.steps:
+            problems.append(f"--warmup is {self.warmup}, --steps only {self.steps}")
+        if self.patience and not self.dev:
+            problems.append("--patience needs --dev rows to judge by")
+        if problems:
+            raise ConfigError(
+                "these settings can't be used:", problems, remedy="`prge run --help` explains them"
+            )

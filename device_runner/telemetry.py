@@ -1,0 +1,420 @@
+"""What a run leaves besides its adapter: metrics.jsonl, log.txt, run.json, peak memory; and its progress."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, TextIO
+
+from prge.atomic import flush_folder, storage_error
+from prge.errors import RunError
+
+METRICS = "metrics.jsonl"
+LOG = "log.txt"
+SUMMARY = "run.json"
+LOCK = "run.lock"
+
+_PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "executorch", "torchao", "transformers", "peft")
+
+Record = dict[str, Any]
+
+
+class RunLog:
+    """metrics.jsonl and log.txt of one run folder, open for appending.
+
+    Every line is on its way to storage when the call returns, so a killed run loses at most the line that it
+    was writing.
+    """
+
+    def __init__(self, folder: Path, keep_through: int | None = None) -> None:
+        """Open both files, creating the folder if need be.
+
+        Args:
+            folder: the run folder.
+            keep_through: when a run resumes, the last step whose records stay; None keeps all. A torn last
+                line always goes.
+
+        Raises:
+            RunError: the folder can't be written, or metrics.jsonl is damaged before its last line.
+        """
+        self.folder = folder
+        self.memory = PeakMemory()
+        with reported(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / METRICS
+            self.records, keep = _read_records(path, keep_through) if path.exists() else ([], 0)
+            self._metrics = path.open("ab", buffering=0)
+            self._metrics.truncate(keep)
+            self._log = (folder / LOG).open("ab", buffering=0)
+
+    def metric(self, record: Mapping[str, Any]) -> None:
+        """Append one record to metrics.jsonl; infinite numbers and NaN are written as null."""
+        plain = _plain(record)
+        with reported(self.folder):
+            _append(self._metrics, json.dumps(plain, allow_nan=False))
+        self.records.append(plain)
+        self.memory.sample()
+
+    def text(self, line: str) -> None:
+        """Append one line to log.txt, with the time before it."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        with reported(self.folder):
+            _append(self._log, f"{now} {line}")
+
+    def last(self, event: str) -> Record | None:
+        """The newest record of an event, those from before a resume included."""
+        return next((record for record in reversed(self.records) if record.get("event") == event), None)
+
+    def close(self) -> None:
+        """Flush to storage and close."""
+        for stream in (self._metrics, self._log):
+            if not stream.closed:
+                with reported(self.folder):
+                    os.fsync(stream.fileno())
+                stream.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(folder: Path) -> list[Record]:
+    """Records of a run's metrics.jsonl in order; a torn last line is left out.
+
+    Raises:
+        RunError: there is no such file, or it is damaged before its last line.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        raise RunError(
+            f"{folder} is not a run: it has no {METRICS}", remedy="give the folder of `prge run --out`"
+        )
+    return _read_records(path, None)[0]
+
+
+def write_summary(
+    folder: Path, run: Mapping[str, Any], train: Mapping[str, Any], meta: Mapping[str, Any] | None = None
+) -> None:
+    """Write run.json whole or not at all.
+
+    Args:
+        folder: the run folder.
+        run: what was run: configuration, bundle hash, status.
+        train: what came out: steps, seconds, rows, memory, final metrics.
+        meta: where it ran; None for `environment()`.
+
+    Raises:
+        RunError: the storage is full, read-only or refuses.
+    """
+    content = _plain({"run": run, "train": train, "meta": environment() if meta is None else meta})
+    temporary = folder / f".{SUMMARY}.{os.getpid()}.partial"
+    try:
+        with reported(folder):
+            with temporary.open("w", encoding="utf-8") as stream:
+                stream.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, folder / SUMMARY)
+            flush_folder(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def environment() -> Record:
+    """The `meta` block of run.json: versions, platform, processor, memory. Imports none of the packages."""
+    return {
+        "prge": importlib.metadata.version("prge") if _installed("prge") else None,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": {"model": _cpu_model(), "count": os.cpu_count()},
+        "memory_bytes": memory_info().get("MemTotal"),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES if _installed(name)},
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold a run folder for this process; the operating system lets go of it when the process ends, however.
+
+    Raises:
+        RunError: another process holds it, or the folder can't be written.
+    """
+    with reported(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # The file stays behind: removing it would let two processes lock two files of one name.
+        stream = (folder / LOCK).open("a+", encoding="ascii")
+    with stream:
+        if not _lock(stream):
+            stream.seek(0)
+            holder = stream.read().strip() or "unknown"
+            raise RunError(
+                f"{folder} is in use by process {holder}",
+                remedy="wait for it or stop it, or give another folder with --out",
+            )
+        with reported(folder):
+            stream.truncate(0)
+            stream.write(f"{os.getpid()}\n")
+            stream.flush()
+        yield
+
+
+@contextmanager
+def reported(path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses inside the block into a RunError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # not the operating system's
+            raise
+        raise storage_error(path, error) from None
+
+
+class PeakMemory:
+    """Peak memory of a process: max(VmHWM, max(VmRSS + VmSwap)).
+
+    VmHWM alone misses what was swapped out, which on a phone is compressed memory. Only Linux tells both.
+    """
+
+    method = "max(VmHWM, max(VmRSS + VmSwap)) of /proc/self/status"
+
+    def __init__(self, status: Path = Path("/proc/self/status")) -> None:
+        self._status = status
+        self._peak: int | None = None
+        self._reason = ""
+        self.sample()
+
+    def sample(self) -> None:
+        """Look once; call it every step, since VmSwap has no high-water mark."""
+        try:
+            seen = _kilobytes(self._status)
+            now = max(seen["VmHWM"], seen["VmRSS"] + seen.get("VmSwap", 0))
+        except OSError as error:
+            self._reason = f"{self._status}: {error.strerror}"
+        except KeyError as error:
+            self._reason = f"{self._status} has no {error.args[0]}"
+        else:
+            self._peak = max(now, self._peak or 0)
+
+    def report(self) -> Record:
+        """`peak_bytes` and the `method`; where it can't be known, null and the `reason`."""
+        self.sample()
+        if self._peak is None:
+            return {"peak_bytes": None, "reason": self._reason}
+        return {"peak_bytes": self._peak, "method": self.method}
+
+
+class Progress:
+    """How far a run is: a bar on a terminal, otherwise a line every few seconds, nothing if quiet."""
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        quiet: bool = False,
+        every_seconds: float = 10.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._quiet = quiet
+        self._every = every_seconds
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._values: dict[str, float] = {}
+        self._first = self._rows = 0
+        self._started = self._printed = clock()
+        self._bar: Any = None
+        if not quiet and self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=steps,
+                file=self._stream,
+                dynamic_ncols=True,
+                leave=True,
+                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
+            )
+
+    def skip(self, done: int) -> None:
+        """Count `done` steps as taken earlier: they tell nothing of how long the rest takes."""
+        self._first = done
+        self._rows = 0
+        self._started = self._clock()
+        if self._bar is not None:
+            self._bar.n = done
+            self._bar.refresh()
+
+    def update(self, done: int, rows: int = 0, **values: float | None) -> None:
+        """Show that `done` steps are taken.
+
+        Args:
+            done: steps taken in all.
+            rows: rows that went through the engine since the last call.
+            values: numbers to show, such as `loss` and `accuracy`; None leaves one as it was.
+        """
+        self._rows += rows
+        self._values.update({name: value for name, value in values.items() if value is not None})
+        if self._quiet:
+            return
+        facts = self._facts(done)
+        if self._bar is not None:
+            self._bar.n = done
+            self._bar.set_postfix_str(", ".join(facts))
+        elif done >= self._steps or self._clock() - self._printed >= self._every:
+            self._printed = self._clock()
+            self._print("  ".join([f"step {done}/{self._steps}", *facts]))
+
+    def note(self, text: str) -> None:
+        """Print a line without breaking the bar; nothing if quiet."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            self._print(text)
+
+    def close(self) -> None:
+        """Leave the bar as it is and go to a new line."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _facts(self, done: int) -> list[str]:
+        facts = [f"{name} {value:.4g}" for name, value in self._values.items()]
+        elapsed = self._clock() - self._started
+        if elapsed > 0 and self._rows:
+            facts.append(f"{self._rows / elapsed:.3g} rows/s")
+        if done > self._first:
+            facts.append(f"{duration(elapsed / (done - self._first) * (self._steps - done))} left")
+        return facts
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words of at most two units, such as `3 min 20 s`."""
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60} s"
+    return f"{total // 3600} h {total % 3600 // 60} min"
+
+
+def memory_info() -> dict[str, int]:
+    """/proc/meminfo in bytes; empty where there is none."""
+    try:
+        return _kilobytes(Path("/proc/meminfo"))
+    except OSError:
+        return {}
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """Lines such as `VmHWM:  1234 kB` of a file under /proc, in bytes."""
+    fields = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
+            fields[name] = int(words[0]) * 1024
+    return fields
+
+
+def _append(stream: RawIOBase, line: str) -> None:
+    """Write a line; an unbuffered stream may take only a part of it, and says what is wrong the next time."""
+    rest = memoryview(line.encode() + b"\n")
+    while rest:
+        rest = rest[stream.write(rest) or 0 :]
+
+
+def _read_records(path: Path, keep_through: int | None) -> tuple[list[Record], int]:
+    """Records of metrics.jsonl up to a step, and the number of bytes that they take."""
+    records: list[Record] = []
+    keep = 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not line.endswith(b"\n"):
+                raise ValueError("not a whole JSON object")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise RunError(
+                f"{path}: line {number} is damaged: {error}", remedy="remove that line, or start a new run"
+            ) from None
+        if keep_through is not None and record.get("step", 0) > keep_through:
+            break
+        records.append(record)
+        keep += len(line)
+    return records, keep
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON's own types; numpy scalars and arrays give their Python values, paths their text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def _lock(stream: TextIO) -> bool:
+    """Lock an open file; False if another process has it. True also where files can't be locked."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cpu_model() -> str:
+    """The processor's name; on a phone the name of the chip."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for wanted in ("model name", "Hardware", "CPU part"):
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == wanted:
+                return value.strip()
+    return platform.processor() or "unknown"

@@ -1,0 +1,77 @@
+"""Measures of answers: accuracy, macro F1, token F1 of texts, perplexity."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def accuracy(predictions: Sequence[Hashable], labels: Sequence[Hashable]) -> float:
+    """Share of predictions that equal their label."""
+    _check(predictions, labels)
+    return sum(prediction == label for prediction, label in zip(predictions, labels, strict=True)) / len(
+        labels
+    )
+
+
+def macro_f1(predictions: Sequence[Hashable], labels: Sequence[Hashable]) -> float:
+    """Mean of the F1 of each class that occurs among predictions or labels."""
+    _check(predictions, labels)
+    right = Counter(
+        label for prediction, label in zip(predictions, labels, strict=True) if prediction == label
+    )
+    predicted, present = Counter(predictions), Counter(labels)
+    classes = predicted.keys() | present.keys()
+    # F1 = 2 TP / (2 TP + FP + FN), and the denominator is the number predicted plus the number present.
+    return math.fsum(2 * right[name] / (predicted[name] + present[name]) for name in classes) / len(classes)
+
+
+def normalized_answer(text: str) -> str:
+    """Lower case, without punctuation and English articles, single spaces (SQuAD, arXiv 1606.05250)."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, answers: Sequence[str]) -> bool:
+    """Whether a text equals one of the answers after normalization."""
+    return normalized_answer(prediction) in {normalized_answer(answer) for answer in answers}
+
+
+def token_f1(prediction: str, answers: Sequence[str]) -> float:
+    """Highest F1 of shared words with one of the answers (SQuAD, arXiv 1606.05250), or 0."""
+    return max((_shared_words(prediction, answer) for answer in answers), default=0.0)
+
+
+def _shared_words(prediction: str, answer: str) -> float:
+    predicted, gold = normalized_answer(prediction).split(), normalized_answer(answer).split()
+    if not predicted or not gold:
+        return float(predicted == gold)
+    shared = sum((Counter(predicted) & Counter(gold)).values())
+    return 2 * shared / (len(predicted) + len(gold))
+
+
+def perplexity(negative_log_likelihoods: Sequence[float], counts: Sequence[int] | None = None) -> float:
+    """exp of the mean negative log-likelihood of a token.
+
+    Args:
+        negative_log_likelihoods: means over the tokens of each text.
+        counts: tokens of each text; equal where absent.
+    """
+    weights: Sequence[int] = [1] * len(negative_log_likelihoods) if counts is None else counts
+    _check(negative_log_likelihoods, weights)
+    total = math.fsum(value * weight for value, weight in zip(negative_log_likelihoods, weights, strict=True))
+    mean = total / sum(weights)
+    # Python's exp raises where a float overflows; an untrained model may get there.
+    return math.exp(mean) if mean < 709 else math.inf
+
+
+def _check(predictions: Sequence[object], labels: Sequence[object]) -> None:
+    if len(predictions) != len(labels) or not labels:
+        raise ValueError(
+            f"{len(predictions)} predictions and {len(labels)} labels: need the same number, at least 1"
+        )

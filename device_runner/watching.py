@@ -1,0 +1,137 @@
+"""Who watches the loop of a run: progress on the terminal, metrics and summary in the run folder."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from types import TracebackType
+
+import numpy as np
+
+from device_runner.executorch_engine import ExecutorchEngine
+from device_runner.run_inputs import RunInputs
+from device_runner.run_settings import RunSettings
+from device_runner.telemetry import Progress, RunLog, write_summary
+from prge.errors import DivergenceError, PrgeError
+from prge.estimators import Measurement
+from prge.journal import Journal, Record
+
+METRICS = ("accuracy", "f1", "perplexity")
+
+
+class Watcher:
+    """Implements prge.training.Observer; `stopped` is set when the user asks for an end."""
+
+    def __init__(
+        self, settings: RunSettings, inputs: RunInputs, engine: ExecutorchEngine, journal: Journal
+    ) -> None:
+        self.settings = settings
+        self.inputs = inputs
+        self.engine = engine
+        self.stopped = False
+        self.log = RunLog(settings.out, keep_through=journal.steps)
+        self.progress = Progress(settings.steps, quiet=settings.quiet)
+        self.progress.skip(journal.steps)
+        self.written = {(record["event"], record["step"]) for record in self.log.records}
+        last = self.log.records[-1] if self.log.records else {}
+        self.rows = int(last.get("rows") or 0)
+        self.earlier = float(last.get("seconds") or 0.0)
+        self.begin = self.last = time.perf_counter()
+        self.final: Record = {}
+        self.steps = 0
+
+    def __enter__(self) -> Watcher:
+        self._summarize("running")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.close()
+        if error is None:
+            self._summarize("completed" if self.steps == self.settings.steps else "stopped early")
+        else:
+            status = "diverged" if isinstance(error, DivergenceError) else "failed"
+            self._summarize("interrupted" if isinstance(error, KeyboardInterrupt) else status)
+            if isinstance(error, PrgeError):
+                self.log.text(f"error: {error}")
+        self.log.close()
+
+    def say(self, text: str) -> None:
+        """Tell the user, and the log."""
+        self.progress.note(text)
+        for line in text.splitlines():
+            self.log.text(line)
+
+    def on_step(self, record: Record, measurement: Measurement | None) -> None:
+        """See prge.training.Observer."""
+        self.steps = record["step"] + 1
+        now = time.perf_counter()
+        fresh = measurement is not None
+        rows = measurement.rows if measurement is not None else 0
+        self.rows += rows
+        if fresh or ("step", self.steps) not in self.written:
+            engine_seconds = measurement.engine_seconds if measurement is not None else None
+            self.log.metric(
+                {
+                    "event": "step",
+                    "step": self.steps,
+                    "loss": record["loss"],
+                    "learning_rate": record["learning_rate"],
+                    "scalar_deviation": float(np.std(record["scalars"])),
+                    "rows": self.rows,
+                    "seconds": self.earlier + now - self.begin,
+                    "engine_seconds": engine_seconds,
+                    "host_seconds": None if engine_seconds is None else now - self.last - engine_seconds,
+                }
+            )
+        self.last = now
+        if fresh:
+            self.progress.update(self.steps, rows, loss=record["loss"])
+
+    def on_evaluation(self, record: Record, fresh: bool) -> None:
+        """See prge.training.Observer."""
+        metrics = {name: record[name] for name in METRICS if name in record}
+        self.final = {"step": record["step"], "loss": record["loss"], **metrics}
+        if fresh or ("evaluation", record["step"]) not in self.written:
+            self.log.metric(
+                {
+                    "event": "evaluation",
+                    "split": "dev",
+                    **self.final,
+                    "rows": self.rows,
+                    "seconds": self.earlier + time.perf_counter() - self.begin,
+                }
+            )
+        if fresh:
+            shown = "  ".join(
+                f"{name} {value:.4g}" for name, value in [("loss", record["loss"]), *metrics.items()]
+            )
+            self.say(f"step {record['step']}: development rows: {shown}")
+        self.last = time.perf_counter()
+
+    def _summarize(self, status: str) -> None:
+        manifest = self.inputs.bundle.manifest
+        settings = {name: str(v) if v is not None else None for name, v in asdict(self.settings).items()}
+        write_summary(
+            self.settings.out,
+            run={
+                "status": status,
+                "settings": settings,
+                "bundle": self.inputs.bundle.sha256,
+                "program": manifest["files"]["program.pte"],
+                "model": manifest["model"],
+                "quantization": manifest.get("quantization"),
+                "threads": self.engine.threads,
+            },
+            train={
+                "steps": self.steps,
+                "seconds": self.earlier + time.perf_counter() - self.begin,
+                "rows": self.rows,
+                "training_rows": len(self.inputs.train),
+                "development_rows": len(self.inputs.dev),
+                "trained_values": self.inputs.adapter.size,
+                "last_evaluation": self.final or None,
+                "memory": self.log.memory.report(),
+            },
+        )

@@ -1,0 +1,135 @@
+"""`prge <verb>`: finds the verb's module by name and imports it only then."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from prge import __version__
+from prge.errors import PrgeError, RunError
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Where a verb's `main(argv) -> exit code` lives, what it does, and the extra whose packages it needs."""
+
+    module: str
+    help: str
+    extra: str
+
+
+VERBS = {
+    "export": Verb("server_export.export", "turn a model into a bundle that a device can train", "export"),
+    "inspect": Verb("device_runner.inspect_bundle", "show what a bundle holds and needs", "device"),
+    "run": Verb("device_runner.run", "fine-tune the adapter of a bundle", "device"),
+    "eval": Verb("device_runner.evaluate", "measure an adapter on rows of a task", "device"),
+    "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", "device"),
+    "plot": Verb("device_runner.plot", "draw loss and accuracy of runs", "plot"),
+    "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
+    "doctor": Verb("device_runner.doctor", "check what this machine has and what is missing", "device"),
+    "demo": Verb("server_export.demo", "export, train and evaluate a tiny model in one go", "export"),
+}
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code. Errors that a user can act on are printed without a traceback.
+
+    With PRGE_DEBUG=1 in the environment every error keeps its traceback.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        return _guarded("prge", lambda: _print(_usage()))
+    if words[0] in ("-V", "--version"):
+        return _guarded("prge", lambda: _print(f"prge {__version__}"))
+    name = words[0]
+    if name not in VERBS:
+        return _guarded("prge", lambda: _unknown(name))
+    return _guarded(f"prge {name}", lambda: _start(name, words[1:]))
+
+
+def _start(name: str, argv: list[str]) -> int:
+    verb = VERBS[name]
+    try:
+        module = importlib.import_module(verb.module)
+        return int(module.main(argv))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "prge", "server_export", "device_runner") or os.environ.get("PRGE_DEBUG"):
+            raise
+        raise PrgeError(
+            f"the package {missing} is not installed",
+            remedy=f"pip install 'prge[{verb.extra}]'; `prge doctor` shows what else is missing",
+        ) from None
+
+
+def _guarded(prog: str, work: Callable[[], int]) -> int:
+    """Do `work`; errors become a message and an exit code."""
+    try:
+        code = work()
+        # A reader that has gone shows up here rather than in a warning at interpreter exit.
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        return _tell(prog, str(stop.code), 1)
+    except KeyboardInterrupt:
+        if os.environ.get("PRGE_DEBUG"):
+            raise
+        return _tell(prog, "interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except PrgeError as error:
+        if os.environ.get("PRGE_DEBUG"):
+            raise
+        return _tell(prog, f"error: {error}", error.exit_code)
+    except OSError as error:
+        # Without a file name it is more likely a mistake in prge than a full disk or a missing right.
+        if os.environ.get("PRGE_DEBUG") or (error.filename is None and error.errno != errno.ENOSPC):
+            raise
+        return _tell(prog, f"error: {error.filename or 'a write'}: {error.strerror}", RunError.exit_code)
+
+
+def _tell(prog: str, message: str, code: int) -> int:
+    print(f"{prog}: {message}", file=sys.stderr)
+    return code
+
+
+def _print(text: str) -> int:
+    print(text)
+    return 0
+
+
+def _unknown(name: str) -> int:
+    nearest = difflib.get_close_matches(name, VERBS, n=1)
+    hint = f"did you mean `prge {nearest[0]}`?" if nearest else "`prge --help` lists the verbs"
+    raise PrgeError(f"there is no verb {name!r}", remedy=hint)
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items()]
+    return "\n".join(
+        [
+            "Fine-tune language models on a phone with nothing but an inference engine.",
+            "",
+            "usage: prge <verb> [flags]",
+            "",
+            *lines,
+            "",
+            "`prge <verb> --help` shows a verb's flags; `prge --version` the version.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,64 @@
+"""Tokenizers and programs that the tests of data share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.tokenizer import Tokenizer
+from prge.contract import AdaptedModule, Contract
+from tests.device_runner.tiny_tokenizers import byte_level_backend, encoder_backend, prefixed_backend
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
+
+
+@pytest.fixture(scope="session")
+def bare_tokenizer() -> Tokenizer:
+    """No special tokens at all."""
+    return Tokenizer(byte_level_backend())
+
+
+@pytest.fixture(scope="session")
+def prefixed_tokenizer() -> Tokenizer:
+    return Tokenizer(prefixed_backend(), bos_id=1, eos_id=2, prepend_bos=True)
+
+
+@pytest.fixture(scope="session")
+def encoder_tokenizer() -> Tokenizer:
+    return Tokenizer(encoder_backend(), pad_id=0)
+
+
+@pytest.fixture(scope="session")
+def contract() -> Callable[..., Contract]:
+    def make(**changes: Any) -> Contract:
+        values = {
+            "kind": "stack",
+            "readout": "logprobs",
+            "copies": 2,
+            "batch_size": 4,
+            "sequence_length": 48,
+            "positions": 16,
+            "width": 8,
+            "vocabulary_size": 1000,
+            "label_tokens": (),
+            "modules": (AdaptedModule("q_proj", 2, 8, 8),),
+        }
+        return Contract(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture()
+def write(tmp_path: Path) -> Callable[[str, str | bytes], Path]:
+    def make(name: str, content: str | bytes) -> Path:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return make

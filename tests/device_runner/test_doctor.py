@@ -1,0 +1,224 @@
+"""The doctor: what it finds here, and what it tells of machines that lack something."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shlex
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner import doctor
+from device_runner.doctor import NEEDS, Check, lacks, main, pip_command, requirement
+
+GOOD_ENGINE = {"backends": ["XnnpackBackend"], "threads": 2}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_probe_engine", lambda: GOOD_ENGINE)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    """Let these packages look as if they weren't installed."""
+    version = importlib.metadata.version
+
+    def look(name: str) -> str:
+        if name in missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", look)
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Checks and verbs by name, from what `--json` printed."""
+    content = json.loads(capsys.readouterr().out)
+    return {check["name"]: check for check in content["checks"]}, content["verbs"]
+
+
+def test_engine_really_loads_here() -> None:
+    pytest.importorskip("executorch")
+    answer = doctor._probe_engine()
+    assert isinstance(answer, dict), answer
+    assert "XnnpackBackend" in answer["backends"]
+    assert answer["threads"] >= 1
+
+
+@pytest.mark.usefixtures("engine")
+def test_everything_present(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: requirement(name).partition("==")[2] or "9"
+    )
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    numbers = [int(line[:2]) for line in lines[: lines.index("")]]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert [line for line in lines[lines.index("") + 1 :] if not line.endswith("ready")] == []
+    assert len(lines) == len(numbers) + 1 + len(NEEDS)
+
+
+@pytest.mark.usefixtures("engine")
+def test_missing_packages_are_all_told_with_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, "transformers", "matplotlib", "jinja2")
+    assert main(["--json"]) == 0
+    checks, verbs = report(capsys)
+    assert checks["transformers"]["state"] == checks["matplotlib"]["state"] == "missing"
+    assert verbs["run"] == {"missing": [], "remedy": ""}
+    assert verbs["plot"]["missing"] == ["matplotlib"]
+    assert verbs["export"] == {
+        "missing": ["transformers"],
+        "remedy": f"pip install '{requirement('transformers')}'",
+    }
+
+
+@pytest.mark.usefixtures("engine")
+def test_code_1_if_run_lacks_something_and_the_rest_is_still_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, "torch")
+    assert main(["--json"]) == 1
+    checks, verbs = report(capsys)
+    assert checks["torch"]["remedy"] == f"pip install {requirement('torch')}"
+    assert "adb" in checks
+    assert verbs["run"]["missing"] == ["torch"]
+    assert verbs["inspect"]["missing"] == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "found"),
+    [
+        ("can't be loaded: ImportError: libtorch.so", "missing", "libtorch.so"),
+        ({"backends": ["QnnBackend"], "threads": 4}, "missing", "without XnnpackBackend: it has QnnBackend"),
+        ({"backends": [], "threads": 4}, "missing", "it has none"),
+        (GOOD_ENGINE, "ok", "loads, with XnnpackBackend"),
+    ],
+)
+def test_engine(answer: Any, state: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_probe_engine", lambda: answer)
+    engine, threads = doctor._check_engine()
+    assert (engine.state, found in engine.found) == (state, True)
+    assert bool(engine.remedy) == (state == "missing")
+    assert threads.state == ("warn" if isinstance(answer, str) else "ok")
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
+        ("raise ImportError('no such symbol')", "can't be loaded: ImportError: no such symbol"),
+        ("import sys; sys.exit(3)", "can't be loaded: exit code 3"),
+    ],
+)
+def test_engine_that_ends_its_process(code: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_ENGINE_PROBE", code)
+    answer = doctor._probe_engine()
+    assert isinstance(answer, str)
+    assert told in answer
+
+
+def test_other_version_than_the_pinned_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0")
+    monkeypatch.setattr(doctor, "requirement", lambda name: f"{name}==2.13.0")
+    assert doctor._finder("torch")() == Check(
+        "torch", "warn", "2.99.0, tested with 2.13.0", "pip install torch==2.13.0"
+    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert doctor._finder("torch")().state == "ok"
+
+
+def test_package_that_can_not_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    check = doctor._importer("safetensors")()
+    assert check.state == "missing"
+    assert "--force-reinstall" in check.remedy
+
+
+def test_check_that_fails_is_told_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Check:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(doctor, "_check_memory", fail)
+    monkeypatch.setattr(doctor, "_probe_engine", lambda: GOOD_ENGINE)
+    checks = {check.name: check for check in doctor.examine()}
+    assert checks["memory"] == Check("memory", "missing", "the check failed: RuntimeError: unforeseen")
+    assert "adb" in checks
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [((3, 9), "missing"), ((3, 10), "ok"), ((3, 13), "ok"), ((3, 14), "missing")]
+)
+def test_python_version(version: tuple[int, int], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (*version, 0))
+    assert doctor._check_python().state == state
+
+
+def test_little_memory_and_disk_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_info", lambda: {"MemTotal": 4 << 30, "MemAvailable": 100 << 20})
+    assert doctor._check_memory() == Check(
+        "memory",
+        "warn",
+        "100 MiB available of 4096 MiB",
+        "close other programs; `prge inspect` tells what a bundle needs",
+    )
+    monkeypatch.setattr(doctor, "memory_info", dict)
+    assert doctor._check_memory().state == "warn"
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(1 << 20))
+    assert doctor._check_disk().state == "warn"
+
+
+def test_pip_command() -> None:
+    assert pip_command([]) == ""
+    assert pip_command(["python"]) == ""
+    assert (
+        pip_command(["no-such-package", "engine", "torch"])
+        == f"pip install no-such-package {requirement('torch')}"
+    )
+    assert pip_command(["engine"]).startswith("pip install --force-reinstall ")
+
+
+def test_requirements_come_from_the_package_itself() -> None:
+    installed = importlib.metadata.requires("prge")
+    assert installed is not None
+    assert f"{requirement('torch')};" in "".join(installed).replace(" ;", ";")
+    assert "==" in requirement("executorch")
+    assert requirement("pyyaml") == requirement("PyYAML")
+    assert requirement("no-such-package") == "no-such-package"
+
+
+def test_every_verb_needs_something_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_probe_engine", lambda: GOOD_ENGINE)
+    names = {check.name for check in doctor.examine()}
+    assert all(set(needs) <= names for needs in NEEDS.values())
+    everything = [Check(name, "missing", "") for name in names]
+    assert lacks(everything) == {verb: list(needs) for verb, needs in NEEDS.items()}
+
+
+def test_works_without_any_package(tmp_path: Path) -> None:
+    """An isolated Python that sees only this repository's code still gets a report."""
+    repository = Path(__file__).resolve().parents[2]
+    code = (
+        f"import sys; sys.path.insert(0, {str(repository)!r})\n"
+        "from device_runner import doctor; doctor._ENGINE_PROBE = 'import no_such_package'\n"
+        "from prge.cli import main; sys.exit(main(['doctor']))"
+    )
+    child = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert (child.returncode, child.stderr) == (1, "")
+    assert "prge run      lacks numpy, safetensors" in child.stdout
+    assert f"pip install --no-deps -e {shlex.quote(str(repository))}" in child.stdout

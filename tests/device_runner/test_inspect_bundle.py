@@ -1,0 +1,123 @@
+"""`prge inspect`: everything of the manifest, a check of every file, and a memory estimate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from device_runner.inspect_bundle import RUNTIME_BYTES, bytes_text, inspect, main, memory_estimate
+from prge.bundle import ADAPTER, PROGRAM
+from prge.errors import BundleError
+from tests.bundles import FILES, make_bundle, make_contract
+
+# 4 copies of the adapter of tests/bundles.py: rank 4 into 8 and 6 features, float32.
+STACK_BYTES = 4 * (4 * 8 + 4 * 6) * 4
+
+
+def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_bundle(tmp_path / "bundle", provenance={"made_by": "a test"})
+    assert main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "model_type    llama",
+        "8 = 4 copies x 2 examples",
+        "in  tokens           int64    [8, 16]",
+        "out logprobs         float32  [8, 3]",
+        "adapter: 56 parameters in 2 modules",
+        "1 x q_proj           rank 4, 8 -> 8",
+        "scheme       8da8w",
+        "aten.gather.out: 1",
+        "constant_bytes        5.0 MiB (5242880)",
+        "tolerance                0.01",
+        "executorch  1.5.1",
+        "made_by: a test",
+        "8.0 MiB",
+    ):
+        assert words in text, words
+    assert all(f"{name}  ok" in text for name in FILES)
+
+
+def test_json_is_the_manifest_and_what_follows_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    assert main(["--json", "--bundle", str(folder)]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["contract"] == json.loads(json.dumps(make_contract().to_json()))
+    assert (content["rows_per_call"], content["adapter_parameters"]) == (8, 56)
+    assert {entry["problem"] for entry in content["files"].values()} == {None}
+    assert content["unlisted_files"] == []
+    assert content["memory"]["adapter_stack_bytes"] == STACK_BYTES
+
+
+def test_memory_estimate_adds_up() -> None:
+    memory = memory_estimate(make_contract(), {"constant_bytes": 1000, "planned_memory_bytes": 100})
+    assert memory["total_bytes"] == RUNTIME_BYTES + 1000 + 100 + STACK_BYTES
+    assert memory["while_loading_bytes"] == memory["total_bytes"] + 1000
+    assert memory["runtime_source"]
+
+
+def test_memory_estimate_of_a_manifest_without_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = memory_estimate(make_contract(), {})
+    assert memory["packed_weights_bytes"] is None
+    assert memory["total_bytes"] == RUNTIME_BYTES + STACK_BYTES
+    assert main([str(make_bundle(tmp_path / "bundle", lowering=None, model="tiny"))]) == 0
+    assert "unknown  packed weights" in capsys.readouterr().out
+
+
+def test_every_damaged_file_is_shown_and_the_code_is_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    (folder / PROGRAM).write_bytes(b"short")
+    (folder / ADAPTER / "adapter_config.json").unlink()
+    (folder / "stranger.bin").write_bytes(b"?")
+    with pytest.raises(BundleError, match=r"has 5 bytes.*and 1 more files"):
+        main([str(folder)])
+    text = capsys.readouterr().out
+    assert "has 5 bytes, the manifest says 512" in text
+    assert "lacks its file adapter/adapter_config.json" in text
+    assert "stranger.bin  not in the manifest" in text
+    assert "tokenizer/tokenizer.json  ok" in text
+
+
+def test_damage_is_in_the_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    (folder / PROGRAM).write_bytes(bytes(512))
+    with pytest.raises(BundleError):
+        main([str(folder), "--json"])
+    assert "SHA-256 differs" in json.loads(capsys.readouterr().out)["files"][PROGRAM]["problem"]
+
+
+def test_folder_that_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not a bundle"):
+        inspect(tmp_path)
+    with pytest.raises(BundleError, match=r"lists no program\.pte"):
+        inspect(make_bundle(tmp_path / "bundle", files={}))
+
+
+def test_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contract = make_contract(readout="pooled", positions=0, width=12).to_json()
+    assert main([str(make_bundle(tmp_path / "bundle", contract=contract))]) == 0
+    text = capsys.readouterr().out
+    assert "out pooled           float32  [8, 12]" in text
+    assert "attention_mask" in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (3 << 30, "3.00 GiB"),
+        (None, "unknown"),
+    ],
+)
+def test_bytes_text(count: int | None, text: str) -> None:
+    assert bytes_text(count) == text

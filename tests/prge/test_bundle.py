@@ -1,0 +1,166 @@
+"""Reading a bundle: a whole one opens, and whatever is wrong with one is told before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, manifest_sha256, open_bundle
+from prge.errors import BundleError
+from tests.bundles import FILES, make_bundle, make_contract, read_json, write_manifest
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_bundle(tmp_path / "bundle")
+
+
+def test_whole_bundle_opens(folder: Path) -> None:
+    bundle = open_bundle(str(folder))
+    assert bundle.contract == make_contract()
+    assert bundle.program.read_bytes() == FILES[PROGRAM]
+    assert (bundle.adapter, bundle.tokenizer) == (folder / ADAPTER, folder / TOKENIZER)
+    assert bundle.sha256 == manifest_sha256(bundle.manifest)
+
+
+def test_bundle_hash_is_of_the_content_not_of_the_writing(folder: Path) -> None:
+    before = open_bundle(folder).sha256
+    manifest = read_json(folder)
+    rewritten = json.dumps(dict(reversed(manifest.items())), indent=4)
+    (folder / MANIFEST).write_text(rewritten, encoding="utf-8")
+    assert open_bundle(folder).sha256 == before
+    write_manifest(folder, {**manifest, "queries": 3})
+    assert open_bundle(folder).sha256 != before
+
+
+def test_bundle_may_be_reached_through_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    assert open_bundle(tmp_path / "link").contract == make_contract()
+
+
+def _flip_bit(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def _truncate(name: str, size: int) -> Damage:
+    def damage(folder: Path) -> None:
+        with (folder / name).open("r+b") as stream:
+            stream.truncate(size)
+
+    return damage
+
+
+def _replace_with_link(folder: Path) -> None:
+    target = folder.parent / "elsewhere.pte"
+    shutil.move(folder / PROGRAM, target)
+    (folder / PROGRAM).symlink_to(target)
+
+
+def _replace_folder_with_link(folder: Path) -> None:
+    shutil.move(folder / ADAPTER, folder.parent / "elsewhere")
+    (folder / ADAPTER).symlink_to(folder.parent / "elsewhere")
+
+
+def _swap(folder: Path) -> None:
+    """Two files of one size change places."""
+    first, second = folder / PROGRAM, folder / f"{ADAPTER}/adapter_model.safetensors"
+    assert first.stat().st_size == second.stat().st_size
+    first.rename(folder / "aside")
+    second.rename(first)
+    (folder / "aside").rename(second)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: shutil.rmtree(folder), "is not a bundle"),
+        (lambda folder: (folder / MANIFEST).unlink(), "is not a bundle"),
+        (lambda folder: (folder / MANIFEST).write_bytes(b""), "is damaged"),
+        (_truncate(MANIFEST, 100), "is damaged"),
+        (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe\x00"), "is damaged"),
+        (lambda folder: (folder / MANIFEST).write_text("[" * 100_000), "is damaged"),
+        (lambda folder: (folder / MANIFEST).write_text("[1]"), "has format 'list'"),
+        (lambda folder: (folder / PROGRAM).unlink(), "lacks its file program.pte"),
+        (lambda folder: shutil.rmtree(folder / TOKENIZER), "lacks its file tokenizer/tokenizer.json"),
+        (lambda folder: (folder / PROGRAM).write_bytes(b""), "has 0 bytes"),
+        (_truncate(PROGRAM, 511), "has 511 bytes, the manifest says 512"),
+        (lambda folder: (folder / PROGRAM).write_bytes(FILES[PROGRAM] + b"x"), "has 513 bytes"),
+        (_flip_bit(PROGRAM), "SHA-256 differs"),
+        (_flip_bit(f"{ADAPTER}/adapter_model.safetensors"), "SHA-256 differs"),
+        (_swap, "SHA-256 differs"),
+        (_replace_with_link, "is a link"),
+        (_replace_folder_with_link, "is a link or in a linked folder"),
+    ],
+)
+def test_damage_is_told(folder: Path, damage: Damage, told: str) -> None:
+    damage(folder)
+    with pytest.raises(BundleError, match=told):
+        open_bundle(folder)
+
+
+def _rename_file(name: str, new: str) -> Callable[[dict[str, Any]], object]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"][new] = manifest["files"][name]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda manifest: manifest.update(format=2), "has format 2, this version reads 1"),
+        (lambda manifest: manifest.pop("format"), "has format None"),
+        (lambda manifest: manifest.pop("files"), "lists no program.pte"),
+        (lambda manifest: manifest.update(files=["program.pte"]), "lists no program.pte"),
+        (lambda manifest: manifest["files"].pop(PROGRAM), "lists no program.pte"),
+        (lambda manifest: manifest["files"].update({PROGRAM: "abc"}), "neither size nor hash of program.pte"),
+        (lambda manifest: manifest["files"][PROGRAM].pop("sha256"), "neither size nor hash of program.pte"),
+        (lambda manifest: manifest["files"][PROGRAM].update(bytes="512"), "neither size nor hash"),
+        (lambda manifest: manifest["files"][PROGRAM].update(sha256="0" * 64), "SHA-256 differs"),
+        (_rename_file(PROGRAM, "../program.pte"), "outside the bundle: '../program.pte'"),
+        (_rename_file(PROGRAM, "adapter/../../x"), "outside the bundle"),
+        (_rename_file(PROGRAM, "/etc/hostname"), "outside the bundle: '/etc/hostname'"),
+        (_rename_file(PROGRAM, "..\\program.pte"), "outside the bundle"),
+        (_rename_file(PROGRAM, ""), "lacks its file"),
+        (_rename_file(PROGRAM, "adapter"), "lacks its file adapter"),
+        (_rename_file(PROGRAM, "program\0.pte"), "lacks its file"),
+        (lambda manifest: manifest.pop("contract"), "contract can't be read"),
+        (lambda manifest: manifest.update(contract=[]), "contract can't be read"),
+        (lambda manifest: manifest["contract"].update(copies=0), "copies is 0"),
+    ],
+)
+def test_manifest_that_lies_is_refused(
+    folder: Path, change: Callable[[dict[str, Any]], object], told: str
+) -> None:
+    manifest = read_json(folder)
+    change(manifest)
+    write_manifest(folder, manifest)
+    with pytest.raises(BundleError, match=told.replace("\\", "\\\\")):
+        open_bundle(folder)
+
+
+def test_manifest_changed_after_writing_is_told(folder: Path) -> None:
+    manifest = read_json(folder)
+    manifest["lora"]["alpha"] = 32.0
+    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(BundleError, match="its own hash differs"):
+        open_bundle(folder)
+
+
+def test_every_refusal_says_what_to_do(folder: Path) -> None:
+    (folder / PROGRAM).unlink()
+    with pytest.raises(BundleError) as caught:
+        open_bundle(folder)
+    assert caught.value.remedy

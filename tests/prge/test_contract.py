@@ -1,0 +1,99 @@
+"""The contract: shapes, order of inputs, round trip, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from prge.contract import AdaptedModule, Contract
+from prge.errors import BundleError
+from tests.bundles import make_contract
+
+
+def test_inputs_of_a_decoder_in_calling_order() -> None:
+    inputs = make_contract().inputs
+    assert [(spec.name, spec.dtype, spec.shape) for spec in inputs] == [
+        ("tokens", "int64", (8, 16)),
+        ("positions", "int64", (8, 3)),
+        ("targets", "int64", (8, 3)),
+        ("lora_b.layers.0.q_proj", "float32", (4, 4, 8)),
+        ("lora_b.layers.0.v_proj", "float32", (4, 4, 6)),
+    ]
+    (output,) = make_contract().outputs
+    assert (output.name, output.shape) == ("logprobs", (8, 3))
+
+
+def test_inputs_of_an_encoder() -> None:
+    contract = make_contract(readout="pooled", positions=0, width=12)
+    assert [spec.name for spec in contract.inputs][:2] == ["tokens", "attention_mask"]
+    assert len(contract.inputs) == 2 + len(contract.modules)
+    (output,) = contract.outputs
+    assert (output.name, output.shape) == ("pooled", (8, 12))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"readout": "verbalizer", "label_tokens": (5, 9)},
+        {"readout": "pooled", "positions": 0, "width": 3},
+    ],
+    ids=["logprobs", "verbalizer", "pooled"],
+)
+def test_round_trip_through_json(changes: dict[str, Any]) -> None:
+    contract = make_contract(**changes)
+    assert Contract.from_json(json.loads(json.dumps(contract.to_json()))) == contract
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"copies": 0}, "copies is 0"),
+        ({"batch_size": -1}, "batch_size is -1"),
+        ({"sequence_length": 0}, "sequence_length is 0"),
+        ({"vocabulary_size": 0}, "vocabulary_size is 0"),
+        ({"kind": "tangent"}, "kind is 'tangent'"),
+        ({"readout": "logits"}, "readout is 'logits'"),
+        ({"readout": "pooled", "width": 0}, "width is 0"),
+        ({"positions": 0}, "positions is 0"),
+        ({"readout": "verbalizer"}, "label_tokens is empty"),
+        ({"modules": ()}, "modules is empty"),
+    ],
+)
+def test_impossible_contract_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(BundleError, match=named):
+        make_contract(**changes)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(BundleError) as caught:
+        make_contract(copies=0, batch_size=0, modules=())
+    assert all(word in str(caught.value) for word in ("copies", "batch_size", "modules"))
+
+
+@pytest.mark.parametrize("key", ["kind", "copies", "label_tokens", "modules"])
+def test_missing_key_is_refused(key: str) -> None:
+    block = make_contract().to_json()
+    del block[key]
+    with pytest.raises(BundleError, match=key):
+        Contract.from_json(block)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("copies", "many"), ("modules", 3), ("modules", [{"name": "q"}]), ("label_tokens", None), ("width", [])],
+)
+def test_value_of_another_type_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(BundleError, match="can't be read"):
+        Contract.from_json({**make_contract().to_json(), key: value})
+
+
+def test_block_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(BundleError, match="can't be read"):
+        Contract.from_json([1, 2])  # type: ignore[arg-type]
+
+
+def test_input_name_of_a_module() -> None:
+    assert AdaptedModule("a.b", 1, 2, 3).input_name == "lora_b.a.b"

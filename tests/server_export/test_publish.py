@@ -1,0 +1,429 @@
+"""A published adapter computes what was trained: in PEFT, merged, and as an inference program."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+from device_runner.executorch_engine import ExecutorchEngine  # noqa: E402
+from prge.adapter import Adapter, read_peft, stack, write_peft  # noqa: E402
+from prge.bundle import Bundle, file_sha256, open_bundle, read_manifest  # noqa: E402
+from prge.contract import AdaptedModule  # noqa: E402
+from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
+from server_export.publish import PublishConfig, adapter_modules, find_adapter, main, publish  # noqa: E402
+from tests.tiny_models import DECODERS, LENGTH, make_model, save_model  # noqa: E402
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).parents[2]
+RANK = 4
+HEAD = {
+    "weight": np.random.default_rng(5).standard_normal((3, 64)).astype(np.float32),
+    "bias": np.array([0.5, -1, 2], np.float32),
+}
+
+
+def trained_folder(
+    folder: Path, modules: tuple[AdaptedModule, ...], template: Path, head: bool = False
+) -> Path:
+    """An adapter that changes the answers a lot."""
+    adapter = Adapter.zeros(modules)
+    adapter.values[:] = np.random.default_rng(1).standard_normal(adapter.size) * 0.2
+    extra = {"state.json": b"{}", **({"head.safetensors": HEAD} if head else {})}
+    write_peft(folder, adapter, template, extra)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders llama, gpt2 and bert with a base model, and llama-trained and so on with an adapter of it."""
+    from server_export.bundle import write_adapter
+    from server_export.loading import load_model
+    from server_export.program import build_program
+    from server_export.settings import ExportConfig
+
+    root = tmp_path_factory.mktemp("publish")
+    for architecture in ("llama", "gpt2", "bert"):
+        base = save_model(root / architecture, architecture)
+        config = ExportConfig(
+            str(base), root / "unused", rank=RANK, copies=2, batch_size=2, sequence_length=LENGTH, positions=3
+        )
+        built = build_program(config, load_model(str(base)))
+        write_adapter(root / f"{architecture}-start", built)
+        trained_folder(
+            root / f"{architecture}-trained",
+            built.contract.modules,
+            root / f"{architecture}-start",
+            head=architecture == "bert",
+        )
+    return root
+
+
+@pytest.fixture(scope="session")
+def bundle(saved: Path) -> Bundle:
+    """A real bundle of the tiny llama."""
+    from server_export.export import ExportConfig, export
+
+    settings = {"rank": RANK, "copies": 2, "batch_size": 2, "sequence_length": LENGTH, "positions": 3}
+    return open_bundle(export(ExportConfig(model=str(saved / "llama"), out=saved / "bundle", **settings)))
+
+
+@pytest.fixture(scope="session")
+def trained(saved: Path, bundle: Bundle) -> Path:
+    return trained_folder(saved / "trained", bundle.contract.modules, bundle.adapter)
+
+
+def rows(seed: int = 0) -> tuple[Any, Any]:
+    """Tokens without padding ids i64 [2, LENGTH] and a mask."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 128, (2, LENGTH), generator=generator)
+    mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])).long()
+    return tokens, mask
+
+
+def answer(model: Any, architecture: str) -> Any:
+    tokens, mask = rows()
+    with torch.no_grad():
+        if architecture in DECODERS:
+            return model(input_ids=tokens).logits
+        return model(input_ids=tokens, attention_mask=mask).last_hidden_state[:, :7]
+
+
+def by_hand(saved: Path, architecture: str) -> Any:
+    """The base model with W + alpha / rank * lora_b @ lora_a written into its weights."""
+    model = make_model(architecture)
+    weights = load_file(saved / f"{architecture}-trained/adapter_model.safetensors")
+    scale = 16 / RANK
+    with torch.no_grad():
+        for module in adapter_modules(saved / f"{architecture}-trained"):
+            lora_a, lora_b = (weights[f"base_model.model.{module.name}.lora_{x}.weight"] for x in "AB")
+            delta = torch.from_numpy(scale * lora_b @ lora_a)
+            weight = model.get_submodule(module.name).weight
+            weight += delta.T if architecture == "gpt2" else delta
+    return model
+
+
+def auto(architecture: str) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM if architecture in DECODERS else transformers.AutoModel
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
+def test_peft_and_merged_folders_give_the_trained_logits(
+    saved: Path, tmp_path: Path, architecture: str
+) -> None:
+    from peft import PeftModel
+
+    source = saved / f"{architecture}-trained"
+    expected = answer(by_hand(saved, architecture), architecture)
+    assert (answer(make_model(architecture), architecture) - expected).abs().max() > 0.1
+
+    folder = publish(PublishConfig(source, tmp_path / "peft"))
+    base = auto(architecture).from_pretrained(saved / architecture)
+    actual = answer(PeftModel.from_pretrained(base, str(folder)).eval(), architecture)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+    folder = publish(PublishConfig(source, tmp_path / "merged", format="merged"))
+    merged = auto(architecture).from_pretrained(folder).eval()
+    torch.testing.assert_close(answer(merged, architecture), expected, atol=1e-4, rtol=0)
+    if architecture in DECODERS:
+        assert merged.config.use_cache
+    assert not any("lora" in name for name, _ in merged.named_modules())
+
+    for published in (tmp_path / "peft", tmp_path / "merged"):
+        assert (published / "head.safetensors").exists() == (architecture == "bert")
+        assert not (published / "state.json").exists()
+        card = (published / "README.md").read_text()
+        assert str(tmp_path) not in card and str(saved) not in card
+        assert f"| base model     | {architecture} |" in card
+    from transformers import AutoTokenizer
+
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) > 10
+
+
+def test_program_peft_and_merged_model_agree(
+    saved: Path, bundle: Bundle, trained: Path, tmp_path: Path
+) -> None:
+    """The bundle's program with the adapter as input, against the two published forms."""
+    from peft import PeftModel
+
+    contract = bundle.contract
+    tokens, _ = rows(3)
+    positions = torch.tensor([[0, 5, 11], [3, 10, 11]])
+    targets = torch.tensor([[1, 2, 3], [4, 5, 127]])
+    engine = ExecutorchEngine.load(bundle, threads=1)
+    inputs = {"tokens": tokens, "positions": positions, "targets": targets}
+    adapter = read_peft(trained, contract.modules, bundle.adapter)
+    answers = engine.forward(
+        {**{name: np.tile(value.numpy(), (2, 1)) for name, value in inputs.items()}, **stack(adapter, 2)}
+    )["logprobs"]
+
+    def logprobs(model: Any) -> Any:
+        with torch.no_grad():
+            logits = torch.log_softmax(model(input_ids=tokens).logits, -1)
+        return logits[torch.arange(2).unsqueeze(1), positions, targets].repeat(2, 1).numpy()
+
+    peft = publish(PublishConfig(trained, tmp_path / "peft", bundle.folder, model=str(saved / "llama")))
+    model = PeftModel.from_pretrained(auto("llama").from_pretrained(saved / "llama"), str(peft)).eval()
+    np.testing.assert_allclose(logprobs(model), answers, atol=1e-4)
+    merged = publish(PublishConfig(trained, tmp_path / "merged", bundle.folder, format="merged"))
+    np.testing.assert_allclose(logprobs(auto("llama").from_pretrained(merged).eval()), answers, atol=1e-4)
+
+
+def run(program: Path, inputs: list[Any]) -> Any:
+    from server_export.verify import run_program
+
+    return run_program(program / "program.pte", inputs)
+
+
+def test_an_inference_program_gives_the_logits_of_the_asked_position(
+    saved: Path, bundle: Bundle, trained: Path, tmp_path: Path
+) -> None:
+    folder = publish(PublishConfig(trained, tmp_path / "program", bundle.folder, format="program"))
+    merged = publish(PublishConfig(trained, tmp_path / "merged", bundle.folder, format="merged"))
+    tokens, _ = rows()
+    with torch.no_grad():
+        expected = auto("llama").from_pretrained(merged).eval()(input_ids=tokens[:1]).logits[0]
+    for position in (0, 6, LENGTH - 1):
+        actual = run(folder, [tokens[:1], torch.tensor([[position]])])
+        torch.testing.assert_close(actual[0], expected[position], atol=1e-4, rtol=0)
+
+    manifest = read_manifest(folder)
+    assert manifest["inputs"][1] == {"name": "positions", "dtype": "int64", "shape": [1, 1]}
+    assert manifest["outputs"] == [{"name": "logits", "dtype": "float32", "shape": [1, 128]}]
+    for name, entry in manifest["files"].items():
+        assert file_sha256(folder / name) == entry["sha256"]
+    assert {"program.pte", "README.md", "tokenizer/tokenizer.json"} <= set(manifest["files"])
+
+
+def test_an_encoders_program_gives_class_scores(saved: Path, tmp_path: Path) -> None:
+    folder = publish(
+        PublishConfig(saved / "bert-trained", tmp_path / "program", format="program", sequence_length=LENGTH)
+    )
+    tokens, mask = rows()
+    tokens = torch.where(mask.bool(), tokens, 0)
+    with torch.no_grad():
+        states = by_hand(saved, "bert")(input_ids=tokens, attention_mask=mask).last_hidden_state
+    pooled = (states * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+    expected = pooled @ torch.from_numpy(HEAD["weight"]).T + torch.from_numpy(HEAD["bias"])
+    for row in range(2):
+        actual = run(folder, [tokens[row : row + 1], mask[row : row + 1]])
+        torch.testing.assert_close(actual[0], expected[row], atol=1e-4, rtol=0)
+    assert read_manifest(folder)["outputs"][0]["name"] == "scores"
+
+
+def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tmp_path: Path) -> None:
+    settings = {"format": "program", "sequence_length": LENGTH, "quantize": "8da4w"}
+    folder = publish(PublishConfig(saved / "llama-trained", tmp_path / "program", **settings))
+    tokens, _ = rows()
+    with torch.no_grad():
+        expected = by_hand(saved, "llama")(input_ids=tokens[:1]).logits[0, -1]
+    actual = run(folder, [tokens[:1], torch.tensor([[LENGTH - 1]])])[0]
+    assert torch.corrcoef(torch.stack([actual, expected]))[0, 1] > 0.95
+    manifest = read_manifest(folder)
+    assert manifest["quantization"]["scheme"] == "8da4w" and not manifest["lora"]["merged"]
+    assert manifest["verification"]["max_absolute_difference"] < 0.1
+    assert not (set(manifest["lowering"]["outside"]) & {"linear", "mm", "bmm", "addmm"})
+
+
+def refused(error: type[PrgeError], match: str, **settings: Any) -> PrgeError:
+    with pytest.raises(error, match=match) as caught:
+        publish(PublishConfig(**settings))
+    assert caught.value.remedy or isinstance(caught.value, ConfigError)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 9}, r"its answers differ from the bundle's program by"),
+        ({"num_hidden_layers": 1}, r"its parameters is \d+, the bundle's \d+"),
+        ({"tie_word_embeddings": False}, r"its parameters is"),
+    ],
+)
+def test_another_base_model_is_refused(
+    trained: Path, bundle: Bundle, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    other = save_model(tmp_path / "other", "llama", **changes)
+    for form in ("peft", "merged"):
+        refused(
+            BundleError,
+            message,
+            source=trained,
+            out=tmp_path / "out",
+            bundle=bundle.folder,
+            model=str(other),
+            format=form,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_model_of_another_shape_is_refused_without_a_bundle(saved: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", "llama", hidden_size=32)
+    error = refused(
+        BundleError,
+        "is not the model",
+        source=saved / "llama-trained",
+        out=tmp_path / "out",
+        model=str(other),
+    )
+    assert "q_proj has a weight [32, 32], the adapter is for [64, 64]" in str(error)
+
+
+@pytest.mark.parametrize("model", ["gone", "/nowhere/model"])
+def test_a_base_model_that_is_not_there_is_told(
+    trained: Path, bundle: Bundle, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    error = refused(
+        BundleError,
+        "the base model can't be loaded",
+        source=trained,
+        out=tmp_path / "out",
+        bundle=bundle.folder,
+        model=str(tmp_path / model) if model == "gone" else model,
+        format="merged",
+    )
+    assert "--model" in error.remedy
+
+
+def test_an_adapter_of_another_bundle_lists_every_tensor(saved: Path, bundle: Bundle, tmp_path: Path) -> None:
+    error = refused(
+        AdapterError, "", source=saved / "gpt2-trained", out=tmp_path / "out", bundle=bundle.folder
+    )
+    assert len(error.problems) == 2 * (
+        4 + 2
+    )  # missing: two a layer of llama; unexpected: two a layer of gpt2
+
+
+def test_an_adapter_of_another_lora_a_is_refused(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    tensors = load_file(trained / "adapter_model.safetensors")
+    save_file({name: array + 1 for name, array in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_bytes((trained / "adapter_config.json").read_bytes())
+    error = refused(AdapterError, "doesn't fit", source=folder, out=tmp_path / "out", bundle=bundle.folder)
+    assert len(error.problems) == 4 and "differs from the one inside the program" in error.problems[0]
+
+
+def make_run(folder: Path, bundle: Bundle, trained: Path, finished: bool = True) -> Path:
+    """A run folder as `prge run` leaves it, as far as publishing reads it."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "journal.jsonl").write_text("")
+    (folder / "config.yaml").write_text(json.dumps({"bundle": str(bundle.folder)}))
+    facts = {
+        "run": {"status": "completed", "out": str(folder)},
+        "train": {"steps": 7, "dev": {"accuracy": 0.75}},
+    }
+    (folder / "run.json").write_text(json.dumps(facts))
+    adapter = read_peft(trained, bundle.contract.modules)
+    for name in ("checkpoints/step-000003", *(["final"] if finished else [])):
+        write_peft(folder / name, adapter, bundle.adapter)
+    return folder
+
+
+def test_a_run_is_published_with_its_own_bundle_and_facts(
+    bundle: Bundle, trained: Path, tmp_path: Path
+) -> None:
+    run_folder = make_run(tmp_path / "run", bundle, trained)
+    for source in (run_folder, run_folder / "final", run_folder / "checkpoints/step-000003"):
+        assert find_adapter(source)[1] is not None
+    folder = publish(PublishConfig(run_folder, tmp_path / "out"))
+    card = (folder / "README.md").read_text()
+    assert bundle.sha256 in card
+    for row in ("status         | completed", "steps          | 7", "dev accuracy   | 0.75"):
+        assert f"| {row} |" in card
+    assert str(tmp_path) not in card
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == bundle.manifest["model"]["name_or_path"]
+    assert config["task_type"] == "CAUSAL_LM"
+
+
+def test_a_run_without_a_result_says_how_to_get_one(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+    run_folder = make_run(tmp_path / "run", bundle, trained, finished=False)
+    refused(RunError, "prge run --resume", source=run_folder, out=tmp_path / "out")
+    publish(PublishConfig(run_folder / "checkpoints/step-000003", tmp_path / "out"))
+
+
+def test_a_folder_without_adapter_is_refused(tmp_path: Path) -> None:
+    refused(AdapterError, "holds no trained adapter", source=tmp_path, out=tmp_path / "out")
+
+
+def test_nothing_is_replaced_unasked(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+    settings = PublishConfig(trained, tmp_path / "out", bundle.folder)
+    publish(settings)
+    before = sorted((tmp_path / "out").iterdir())
+    with pytest.raises(RunError, match="exists already"):
+        publish(settings)
+    publish(replace(settings, overwrite=True))
+    assert sorted((tmp_path / "out").iterdir()) == before
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/letter.txt").write_text("x")
+    with pytest.raises(RunError, match="was not published before"):
+        publish(replace(settings, out=tmp_path / "precious", overwrite=True))
+    assert (tmp_path / "precious/letter.txt").exists()
+
+
+def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
+    if (
+        os.geteuid() != 0
+        or not shutil.which("mount")
+        or subprocess.run(command, capture_output=True).returncode
+    ):
+        pytest.skip("only root can mount a small disk")
+    try:
+        refused(
+            RunError, "can't be written", source=saved / "llama-trained", out=disk / "out", format="merged"
+        )
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_output_is_apart_from_what_is_read(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+    run_folder = make_run(tmp_path / "run", bundle, trained)
+    for out in (run_folder, run_folder / "final", run_folder / "final/sub", bundle.folder / "x", tmp_path):
+        refused(RunError, "lie in each other", source=run_folder, out=out, overwrite=True)
+    publish(PublishConfig(run_folder, run_folder / "published"))
+
+
+def test_settings_of_another_format_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PublishConfig(Path("a"), Path("b"), quantize="8da4w", sequence_length=0)
+    assert len(caught.value.problems) == 3
+
+
+def test_the_command_line_publishes(
+    bundle: Bundle, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(trained), "--bundle", str(bundle.folder), "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\n"
+        "from server_export.publish import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers', 'peft', 'executorch'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "{peft,merged,program}" in done.stdout

@@ -1,0 +1,194 @@
+"""The command line: verbs, help without heavy imports, and errors as messages with exit code 2."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prge import __version__
+from prge.bundle import PROGRAM
+from prge.cli import VERBS, Verb, main
+from prge.errors import RunError
+from tests.bundles import make_bundle
+
+WRITTEN = [name for name, verb in VERBS.items() if importlib.util.find_spec(verb.module)]
+HEAVY = {"torch", "executorch", "transformers", "torchao", "peft", "matplotlib"}
+
+
+def prge(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    repository = str(Path(__file__).resolve().parents[1])
+    return subprocess.run(
+        [sys.executable, "-m", "prge.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": repository, **environment},
+    )
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        assert all(f"\n  {name} " in text and verb.help in text for name, verb in VERBS.items())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"prge {__version__}\n"
+
+
+def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["exprot"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "prge: error: there is no verb 'exprot'",
+        "  did you mean `prge export`?",
+    ]
+    assert main(["zzz"]) == 2
+    assert "`prge --help` lists the verbs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", WRITTEN)
+def test_help_of_a_verb_imports_nothing_heavy(verb: str) -> None:
+    code = (
+        "import sys; from prge.cli import main; code = main(sys.argv[1:]); "
+        f"print(*sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code, verb, "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (child.returncode, child.stderr.strip()) == (0, "")
+    assert child.stdout.startswith(f"usage: prge {verb}")
+
+
+@pytest.mark.parametrize("verb", WRITTEN)
+def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str) -> None:
+    child = prge(verb, "--no-such-flag")
+    assert child.returncode == 2
+    assert "--no-such-flag" in child.stderr
+    assert f"prge {verb}: error:" in child.stderr
+    assert "Traceback" not in child.stderr
+
+
+def test_errors_end_with_code_2_and_no_traceback(tmp_path: Path) -> None:
+    damaged = make_bundle(tmp_path / "damaged")
+    (damaged / PROGRAM).write_bytes(b"")
+    (tmp_path / "bad.yaml").write_text("runz: 3\nsmoothing: much\n", encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    cases = {
+        ("nonsense",): "there is no verb 'nonsense'",
+        ("inspect",): "--bundle is missing",
+        ("inspect", "nowhere"): "nowhere is not a bundle",
+        ("inspect", "damaged"): "has 0 bytes, the manifest says 512",
+        ("plot", "nowhere"): "nowhere is not a run",
+        ("plot", "empty"): "nothing measured yet",
+        ("plot", "empty", "--config", "bad.yaml"): "smoothing must be a number, not 'much'",
+        ("plot", "empty", "--out", "x.bmp"): "must end in .png, .svg or .pdf",
+    }
+    for words, told in cases.items():
+        child = prge(*words, cwd=tmp_path)
+        assert (child.returncode, told in child.stderr) == (2, True), child.stderr
+        assert child.stderr.startswith("prge"), child.stderr
+        assert "Traceback" not in child.stderr
+
+
+def test_debug_keeps_the_traceback(tmp_path: Path) -> None:
+    child = prge("plot", "nowhere", cwd=tmp_path, PRGE_DEBUG="1")
+    assert "Traceback" in child.stderr
+    assert "RunError" in child.stderr
+
+
+def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    bundle = make_bundle(tmp_path / "bundle")
+    child = subprocess.run(
+        [sys.executable, "-m", "prge.cli", "inspect", str(bundle)],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert (child.returncode, child.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def _raising(error: BaseException) -> Callable[[list[str]], int]:
+    def work(argv: list[str]) -> int:
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (RunError("in use", remedy="wait"), 2, "prge inspect: error: in use\n  wait\n"),
+        (KeyboardInterrupt(), 130, "prge inspect: interrupted\n"),
+        (FileNotFoundError(2, "No such file", "x.pte"), 2, "prge inspect: error: x.pte: No such file\n"),
+        (
+            OSError(28, "No space left on device"),
+            2,
+            "prge inspect: error: a write: No space left on device\n",
+        ),
+        (SystemExit(0), 0, ""),
+        (SystemExit(None), 0, ""),
+        (SystemExit(3), 3, ""),
+        (SystemExit("stopped"), 1, "prge inspect: stopped\n"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch.nn"),
+            2,
+            "prge inspect: error: the package torch is not installed\n"
+            "  pip install 'prge[device]'; `prge doctor` shows what else is missing\n",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_becomes_of_exceptions(
+    error: BaseException,
+    code: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("PRGE_DEBUG", raising=False)
+    monkeypatch.setattr("device_runner.inspect_bundle.main", _raising(error))
+    assert main(["inspect"]) == code
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("error", [ValueError("a mistake of ours"), OSError("library"), ImportError("cycle")])
+def test_mistakes_of_prge_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("device_runner.inspect_bundle.main", _raising(error))
+    with pytest.raises(type(error)):
+        main(["inspect"])
+
+
+def test_interruption_in_a_child_process_is_130(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from prge import cli; import device_runner.inspect_bundle as module; "
+        "module.main = lambda argv: os.kill(os.getpid(), signal.SIGINT) or 0; sys.exit(cli.main(['inspect']))"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert child.returncode == 130
+    assert child.stderr == "prge inspect: interrupted\n"
+
+
+def test_verb_modules_are_named_after_their_packages() -> None:
+    for verb in VERBS.values():
+        assert isinstance(verb, Verb)
+        assert verb.module.startswith(("device_runner.", "server_export."))
+        assert verb.extra in {"device", "export", "plot"}

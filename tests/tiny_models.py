@@ -1,0 +1,141 @@
+"""Tiny transformers models with random weights, one per architecture, with a tokenizer each can share.
+
+Shapes are chosen to tell things apart: grouped keys and values, a head width that isn't width / heads where
+the architecture allows it, a sliding window shorter than the rows, soft caps, biases that aren't zero.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 128
+WIDTH = 64
+LENGTH = 12
+WINDOW = 5
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+_GEMMA = {**_GROUPED, "head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
+
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_GROUPED, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": WINDOW}),
+    "qwen2": (
+        "Qwen2Config",
+        {**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {**_GROUPED, "head_dim": 32}),
+    "gemma2": (
+        "Gemma2Config",
+        {**_GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    ),
+    "gemma3": ("Gemma3TextConfig", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi3": ("Phi3Config", {**_GROUPED, "sliding_window": WINDOW}),
+    "opt": (
+        "OPTConfig",
+        {
+            **{key: value for key, value in _COMMON.items() if key != "intermediate_size"},
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 32,
+        },
+    ),
+    "gpt2": (
+        "GPT2Config",
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": WIDTH,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_inner": 96,
+            "n_positions": 64,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+    ),
+}
+_ENCODER = {**_COMMON, "type_vocab_size": 2}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertConfig", _ENCODER),
+    "roberta": ("RobertaConfig", {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "type_vocab_size": 1}),
+    "distilbert": (
+        "DistilBertConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "dim": WIDTH,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 96,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+        },
+    ),
+}
+ARCHITECTURES = tuple([*DECODERS, *ENCODERS])
+
+
+def make_config(architecture: str, **changes: Any) -> Any:
+    """The transformers configuration of a tiny model."""
+    import transformers
+
+    name, settings = {**DECODERS, **ENCODERS}[architecture]
+    return getattr(transformers, name)(**{**settings, **changes})
+
+
+def make_model(architecture: str, seed: int = 0, **changes: Any) -> Any:
+    """A tiny model in float32 with every parameter random, norms and biases included."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = make_config(architecture, **changes)
+    kind = AutoModelForCausalLM if architecture in DECODERS else AutoModel
+    model = kind.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
+    return model.requires_grad_(False)
+
+
+def make_tokenizer() -> Any:
+    """A byte-level tokenizer of words and letters; knows `<pad>`, `<s>`, `</s>` and adds none."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 24]
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", *letters]
+    merges = []
+    for word in ("\u0120yes", "\u0120no"):
+        pieces = list(word)
+        while len(pieces) > 1:
+            merges.append((pieces[0], pieces[1]))
+            pieces[:2] = [pieces[0] + pieces[1]]
+            tokens.append(pieces[0])
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def save_model(folder: Path, architecture: str, seed: int = 0, **changes: Any) -> Path:
+    """A folder with a tiny model and its tokenizer, as `save_pretrained` writes them."""
+    make_model(architecture, seed, **changes).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
