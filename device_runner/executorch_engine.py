@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -97,8 +98,8 @@ class ExecutorchEngine:
 
         Args:
             bundle: an opened bundle.
-            threads: size of the engine's thread pool, one for the whole process; by default what the runtime
-                picks, the performance cores.
+            threads: size of the engine's thread pool, one for all engines of the process; by default what the
+                runtime picks, the performance cores.
             check: whether a child process loads the program first, so that a program on which the engine
                 aborts gives an error. Costs one more load.
 
@@ -116,8 +117,9 @@ class ExecutorchEngine:
                 program, method = _load(runtime, bundle.program, bundle.contract)
             except RuntimeError as error:
                 raise _load_error(bundle.program, str(error), log()) from None
-        _ThreadPool.in_use = True
-        return cls(bundle.contract, program, method, count)
+        engine = cls(bundle.contract, program, method, count)
+        _loaded.add(engine)
+        return engine
 
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Run the program once.
@@ -180,10 +182,8 @@ class ExecutorchEngine:
         return np.ascontiguousarray(array) if array.flags.writeable else array.copy()
 
 
-class _ThreadPool:
-    """Whether a program of this process holds a pointer to the thread pool."""
-
-    in_use = False
+# Those alive hold pointers to the thread pool.
+_loaded: weakref.WeakSet[ExecutorchEngine] = weakref.WeakSet()
 
 
 @lru_cache(maxsize=1)
@@ -257,10 +257,10 @@ def _set_threads(runtime: Any, threads: int | None) -> int:
     count = int(runtime._threadpool_get_thread_count())
     if threads is None or threads == count:
         return count
-    if _ThreadPool.in_use:
+    if len(_loaded) > 0:
         raise EngineError(
-            f"a program of this process was loaded with {count} threads, this one asks for {threads}",
-            remedy="use one number of threads in a process",
+            f"a program in use was loaded with {count} threads, this one asks for {threads}",
+            remedy="use one number of threads, or release the other engine first",
         )
     runtime._unsafe_reset_threadpool(threads)
     return int(runtime._threadpool_get_thread_count())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,7 +80,8 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         "bundle": bundle.sha256,
         "train": file_sha256(settings.train),
         "dev": file_sha256(settings.dev) if settings.dev else None,
-        "task": asdict(task) if task else None,
+        # As JSON reads it back: a resumed run compares it with the journal's.
+        "task": json.loads(json.dumps(asdict(task))) if task else None,
         "adapter": encode_array(adapter.values) if adapter.values.any() else None,
     }
     return RunInputs(

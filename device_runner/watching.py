@@ -38,7 +38,7 @@ class Watcher:
         self.earlier = float(last.get("seconds") or 0.0)
         self.begin = self.last = time.perf_counter()
         self.final: Record = {}
-        self.steps = 0
+        self.steps = journal.steps
 
     def __enter__(self) -> Watcher:
         self._summarize("running")

@@ -37,7 +37,10 @@ class Variant:
 class Estimator(Protocol):
     """How losses of perturbed copies become one scalar per query."""
 
-    queries: int
+    @property
+    def queries(self) -> int:
+        """Random directions of a step."""
+        ...
 
     def variants(self) -> Sequence[Variant]:
         """The perturbed copies that a step needs, in order."""

@@ -116,7 +116,7 @@ def make_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 24]
+    letters = sorted(letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter <= "~") + ["\u0120"]
     tokens = ["<pad>", "<s>", "</s>", "<unk>", *letters]
     merges = []
     for word in ("\u0120yes", "\u0120no"):

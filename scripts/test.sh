@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Style, types and tests. Arguments go to pytest: scripts/test.sh -k journal
+set -euo pipefail
+. "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
+
+# Two test processes on as many cores: threads of their own would only fight.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+"$VENV/bin/ruff" check --quiet --output-format concise .
+"$VENV/bin/ruff" format --check --quiet . || fail "ruff format has something to do: run $VENV/bin/ruff format"
+"$VENV/bin/mypy"
+exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --quiet "$@"

@@ -1,0 +1,64 @@
+"""One real bundle and its rows, exported once for all end-to-end tests of a session."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import save_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def prge(*words: object, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run one verb of the command line in a process of its own."""
+    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
+    if check and done.returncode:
+        raise AssertionError(
+            f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
+    return done  # type: ignore[no-any-return]
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> Path:
+    """Write rows as jsonl."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model`, `bundle` (8 copies x 4 rows), `train.jsonl`, `dev.jsonl` and `task.yaml`."""
+    folder = tmp_path_factory.mktemp("workshop")
+    save_model(folder / "model", "llama")
+    prge(
+        "export", "--model", folder / "model", "--out", folder / "bundle", "--target-modules", "all-linear",
+        "--rank", 2, "--queries", 4, "--batch-size", 4, "--sequence-length", 32, "--positions", 4,
+    )  # fmt: skip
+    words = ["aa", "bb", "cc", "dd"]
+    rows = [{"text": f"{words[i % 4]} {words[i // 4 % 4]}", "label": i % 4 // 2} for i in range(40)]
+    write_rows(folder / "train.jsonl", rows[:24])
+    write_rows(folder / "dev.jsonl", rows[24:])
+    (folder / "task.yaml").write_text(
+        'name: letters\ntemplate: "{text} ?"\nlabel_words: {0: " no", 1: " yes"}\ncolumns: {label: label}\n'
+        "metric: accuracy\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def run_words(workshop: Path, tmp_path: Path) -> list[object]:
+    """Words of a short `prge run` into `tmp_path / "run"`."""
+    return [
+        "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
+        "--task", workshop / "task.yaml", "--out", tmp_path / "run", "--steps", 12, "--evaluate-every", 4,
+        "--checkpoint-every", 5, "--learning-rate", 0.01,
+    ]  # fmt: skip

@@ -1,0 +1,263 @@
+"""Whatever is wrong, the user learns what happened, what was seen and what to do; code 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from prge.bundle import file_sha256, manifest_sha256
+from prge.cli import main
+from tests.end_to_end.conftest import REPOSITORY, write_rows
+
+pytestmark = pytest.mark.export
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def fails(run_words: list[object], capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call `prge run` with some words changed; answers the message of its failure."""
+
+    def run(*words: object) -> str:
+        assert main(["run", *map(str, run_words), *map(str, words)]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("prge run: error: ")
+        assert "Traceback" not in message
+        return message
+
+    return run
+
+
+@pytest.fixture
+def bundle(workshop: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle to damage."""
+    return Path(shutil.copytree(workshop / "bundle", tmp_path / "bundle"))
+
+
+def rehash(bundle: Path) -> None:
+    """Make the manifest agree with the files, as somebody who means harm would."""
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        entry["sha256"], entry["bytes"] = file_sha256(bundle / name), (bundle / name).stat().st_size
+    manifest["manifest_sha256"] = manifest_sha256(manifest)
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
+def flip(path: Path, position: int) -> None:
+    """Flip one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "bit-flipped": lambda path: flip(path, path.stat().st_size // 2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "name", ["program.pte", "manifest.json", "adapter/adapter_model.safetensors", "tokenizer/tokenizer.json"]
+)
+def test_damaged_file_of_a_bundle(fails: Run, bundle: Path, name: str, damage: str) -> None:
+    DAMAGE[damage](bundle / name)
+    message = fails("--bundle", bundle)
+    assert Path(name).name in message
+    assert "again" in message or "give the folder" in message
+
+
+def test_swapped_program(fails: Run, bundle: Path) -> None:
+    shutil.copy(bundle / "tokenizer/tokenizer.json", bundle / "program.pte")
+    assert "program.pte" in fails("--bundle", bundle)
+
+
+def test_no_bundle_at_all(fails: Run, tmp_path: Path) -> None:
+    assert "is not a bundle" in fails("--bundle", tmp_path)
+
+
+def in_a_process(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+
+
+@pytest.mark.parametrize("kind", ["random", "text", "header kept"])
+def test_a_program_that_would_take_the_process_along(
+    run_words: list[object], bundle: Path, kind: str
+) -> None:
+    """Its hashes are right, so only the engine can tell, and it may abort: in a child."""
+    program = bundle / "program.pte"
+    noise = np.random.default_rng(0).bytes(program.stat().st_size)
+    content = {
+        "random": noise,
+        "text": b"no program " * 1000,
+        "header kept": program.read_bytes()[:512] + noise[512:],
+    }[kind]
+    program.write_bytes(content)
+    rehash(bundle)
+    done = in_a_process("run", *run_words, "--bundle", bundle)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and "program.pte" in done.stderr
+
+
+def _adapter(workshop: Path, folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    shutil.copytree(workshop / "bundle/adapter", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    change(config, tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_adapter_of_another_rank_names_every_tensor(fails: Run, workshop: Path, tmp_path: Path) -> None:
+    def wider(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        config["r"] = 3
+        for name, array in tensors.items():
+            tensors[name] = np.zeros(
+                (3, array.shape[1]) if "lora_A" in name else (array.shape[0], 3), np.float32
+            )
+
+    message = fails("--adapter", _adapter(workshop, tmp_path / "rank", wider))
+    assert message.count("lora_A.weight is F32 [3,") == message.count("must be F32 [2,") == 14
+
+
+def test_adapter_of_another_model(fails: Run, workshop: Path, tmp_path: Path) -> None:
+    def renamed(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("layers.0", "layers.7")] = tensors.pop(name)
+
+    message = fails("--adapter", _adapter(workshop, tmp_path / "model", renamed))
+    assert "layers.0.self_attn.q_proj.lora_A.weight is missing" in message
+    assert "layers.7.self_attn.q_proj.lora_A.weight F32 [2, 64] is unexpected" in message
+
+
+def test_adapter_with_other_frozen_matrices(fails: Run, workshop: Path, tmp_path: Path) -> None:
+    def other(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        name = next(name for name in tensors if "lora_A" in name)
+        tensors[name] = tensors[name] + 1
+
+    message = fails("--adapter", _adapter(workshop, tmp_path / "frozen", other))
+    assert "differs from the one inside the program" in message
+
+
+def test_tokenizer_of_another_model(fails: Run, bundle: Path) -> None:
+    path = bundle / "tokenizer/tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {token: (i + 100_000 if i > 3 else i) for token, i in vocabulary.items()}
+    path.write_text(json.dumps(tokenizer))
+    rehash(bundle)
+    assert "tokenizer" in fails("--bundle", bundle)
+
+
+def test_broken_rows_are_all_named(fails: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "aa", "label": 0}\n{"text": "bb", \n\n[1]\n{"text": "cc", "label": 1}\n')
+    message = fails("--train", path)
+    assert "row 2" in message and "row 4" in message
+
+
+def test_missing_column(fails: Run, tmp_path: Path) -> None:
+    message = fails("--train", write_rows(tmp_path / "rows.jsonl", [{"sentence": "aa", "label": 0}]))
+    assert "'text'" in message and "sentence" in message
+
+
+def test_unknown_label(fails: Run, tmp_path: Path) -> None:
+    rows = [{"text": "aa", "label": 0}, {"text": "bb", "label": "maybe"}]
+    message = fails("--train", write_rows(tmp_path / "rows.jsonl", rows))
+    assert "row 2" in message and "maybe" in message
+
+
+def test_wrong_encoding(fails: Run, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes('{"text": "caf\u00e9", "label": 0}\n'.encode("latin-1"))
+    assert "UTF-8" in fails("--train", tmp_path / "rows.jsonl")
+
+
+def test_no_rows(fails: Run, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    assert "no rows" in fails("--train", tmp_path / "rows.jsonl")
+
+
+def test_row_longer_than_the_program(fails: Run, tmp_path: Path) -> None:
+    rows = [{"text": "aa", "label": 0}, {"text": "b" * 99, "label": 1}]
+    message = fails("--train", write_rows(tmp_path / "rows.jsonl", rows), "--overflow", "error")
+    assert "row 2" in message and "32" in message
+
+
+def test_row_with_nothing_to_learn_from(fails: Run, tmp_path: Path) -> None:
+    rows = [{"prompt": "aa", "completion": "bb"}, {"prompt": "aa", "completion": ""}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    task = tmp_path / "completion.yaml"
+    task.write_text('name: c\ntemplate: "{prompt}"\ncolumns: {answers: completion}\nmetric: f1_answer\n')
+    message = fails("--train", path, "--task", task)
+    assert "row 2" in message and "nothing to learn from" in message
+
+
+def test_every_problem_of_a_settings_file_at_once(fails: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("learnin_rate: 1\nsteps: many\noptimizer: adagrad\n")
+    message = fails("--config", tmp_path / "run.yaml", "--colour", "red")
+    for part in ("learnin_rate", "learning_rate", "steps", "'many'", "adagrad", "--colour"):
+        assert part in message
+
+
+def test_settings_that_contradict_each_other(fails: Run) -> None:
+    message = fails("--normalize", "--warmup", 99, "--epsilon", 0)
+    assert all(part in message for part in ("--normalize", "--warmup is 99", "--epsilon is 0"))
+
+
+def test_loss_that_is_not_finite(run_words: list[object], tmp_path: Path) -> None:
+    done = in_a_process("run", *run_words, "--learning-rate", "1e30", "--optimizer", "sgd")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "the loss is" in done.stderr
+    assert json.loads((tmp_path / "run/run.json").read_text())["run"]["status"] == "diverged"
+    assert list((tmp_path / "run/checkpoints").glob("step-*"))
+
+
+def test_no_space_left(run_words: list[object], tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk; what was learnt before is kept and goes on."""
+    limit = 6000
+    command = [sys.executable, "-m", "prge.cli", "run", *map(str, run_words), "--steps", "100"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and "can't be written" in done.stderr
+    again = in_a_process("run", "--resume", tmp_path / "run")
+    assert again.returncode == 0, again.stderr
+
+
+def test_label_word_of_several_tokens(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", "--model", workshop / "model", "--out", tmp_path / "out", "--readout", "verbalizer"]
+    assert main([*map(str, words), "--label-words", " yes", " perhaps"]) == 2
+    message = capsys.readouterr().err
+    assert "' perhaps'" in message and "' yes'" not in message.split("perhaps")[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scheme", ["8w", "4w", "int8wo"])
+def test_weight_only_quantization_is_refused(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], scheme: str
+) -> None:
+    words = ["export", "--model", workshop / "model", "--out", tmp_path / "out", "--quantize", scheme]
+    assert main([*map(str, words)]) == 2
+    assert "drops their scales" in capsys.readouterr().err
