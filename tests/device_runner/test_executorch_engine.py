@@ -23,6 +23,7 @@ pytest.importorskip("executorch")
 
 from device_runner.executorch_engine import ExecutorchEngine  # noqa: E402
 
+pytestmark = pytest.mark.export
 ROOT = Path(__file__).parents[2]
 WIDTH, RANK, VOCABULARY = 8, 2, 16
 CONTRACT = Contract(
@@ -218,7 +219,7 @@ def test_the_driver_imports_no_compiler_stack(bundle: Bundle) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
-def test_threads_are_one_number_for_a_process(bundle: Bundle) -> None:
+def test_threads_are_one_number_for_all_engines_in_use(bundle: Bundle) -> None:
     code = textwrap.dedent(f"""
         from prge.bundle import open_bundle
         from prge.errors import EngineError
@@ -237,9 +238,16 @@ def test_threads_are_one_number_for_a_process(bundle: Bundle) -> None:
             ExecutorchEngine.load(bundle, threads=1)
         except EngineError as error:
             print(error)
+        del first, second, third, engine
+        for threads in (1, 4, 2) * 20:
+            engine = ExecutorchEngine.load(bundle, threads=threads, check=threads == 4)
+            assert engine.threads == threads
+            engine.forward(inputs)
+            del engine
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert "loaded with 3 threads, this one asks for 1" in done.stdout, done
+    assert done.returncode == 0, done.stderr
+    assert "loaded with 3 threads, this one asks for 1" in done.stdout
 
 
 @pytest.mark.parametrize("threads", [0, -2])

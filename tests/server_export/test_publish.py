@@ -24,10 +24,18 @@ from prge.adapter import Adapter, read_peft, stack, write_peft  # noqa: E402
 from prge.bundle import Bundle, file_sha256, open_bundle, read_manifest  # noqa: E402
 from prge.contract import AdaptedModule  # noqa: E402
 from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
-from server_export.publish import PublishConfig, adapter_modules, find_adapter, main, publish  # noqa: E402
+from server_export.publish import (  # noqa: E402
+    PublishConfig,
+    adapter_modules,
+    answer_problems,
+    find_adapter,
+    main,
+    publish,
+)
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model  # noqa: E402
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.export
 ROOT = Path(__file__).parents[2]
 RANK = 4
 HEAD = {
@@ -165,7 +173,7 @@ def test_program_peft_and_merged_model_agree(
     tokens, _ = rows(3)
     positions = torch.tensor([[0, 5, 11], [3, 10, 11]])
     targets = torch.tensor([[1, 2, 3], [4, 5, 127]])
-    engine = ExecutorchEngine.load(bundle, threads=1)
+    engine = ExecutorchEngine.load(bundle)
     inputs = {"tokens": tokens, "positions": positions, "targets": targets}
     adapter = read_peft(trained, contract.modules, bundle.adapter)
     answers = engine.forward(
@@ -226,6 +234,7 @@ def test_an_encoders_program_gives_class_scores(saved: Path, tmp_path: Path) -> 
     assert read_manifest(folder)["outputs"][0]["name"] == "scores"
 
 
+@pytest.mark.slow
 def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tmp_path: Path) -> None:
     settings = {"format": "program", "sequence_length": LENGTH, "quantize": "8da4w"}
     folder = publish(PublishConfig(saved / "llama-trained", tmp_path / "program", **settings))
@@ -282,6 +291,16 @@ def test_a_base_model_of_another_shape_is_refused_without_a_bundle(saved: Path, 
         model=str(other),
     )
     assert "q_proj has a weight [32, 32], the adapter is for [64, 64]" in str(error)
+
+
+@pytest.mark.parametrize("scheme", ["fp32", "8da8w", "8da4w"])
+def test_another_models_answers_are_told_from_rounding(scheme: str) -> None:
+    generator = np.random.default_rng(0)
+    expected, other = generator.standard_normal((2, 8, 3)) - 5
+    rounding = 1e-5 if scheme == "fp32" else 0.2
+    assert answer_problems(expected + rounding * generator.standard_normal((8, 3)), expected, scheme) == []
+    assert answer_problems(other, expected, scheme) != []
+    assert answer_problems(np.full((8, 3), np.nan), expected, scheme) != []
 
 
 @pytest.mark.parametrize("model", ["gone", "/nowhere/model"])

@@ -1,0 +1,25 @@
+"""Programs of tiny models for the tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from server_export.loading import prepare_model
+from server_export.program import BuiltProgram, build_program
+from server_export.settings import ExportConfig
+from tests.tiny_models import DECODERS, LENGTH, make_model
+
+
+def make_export_config(model: str, out: Path = Path("unused"), **changes: Any) -> ExportConfig:
+    """Settings of a small program: 3 copies of 2 rows."""
+    settings = {"rank": 4, "copies": 3, "batch_size": 2, "sequence_length": LENGTH, "positions": 3, **changes}
+    return ExportConfig(model=model, out=out, **settings)
+
+
+def build(architecture: str, model: dict[str, Any] | None = None, **changes: Any) -> BuiltProgram:
+    """The program of a tiny model; `model` changes its transformers configuration."""
+    is_decoder = architecture in DECODERS and changes.get("readout") != "pooled"
+    loaded = prepare_model(make_model(architecture, **(model or {})), architecture, is_decoder)
+    label_tokens = changes.pop("label_tokens", ())
+    return build_program(make_export_config(architecture, **changes), loaded, label_tokens)
