@@ -181,7 +181,7 @@ def prepare_head(settings: RunSettings, inputs: RunInputs, engine: Engine, journ
         states = pooled_states(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id)
         labels = np.array([example.label for example in inputs.train])
         try:
-            head = fit_head(states, labels, inputs.train[0].candidates, settings.head_shrinkage)
+            head = fit_head(states, labels, inputs.train[0].candidates)
         except ValueError as error:
             raise ConfigError(
                 "the classification head can't be fitted", [str(error)], remedy="give rows of every class"

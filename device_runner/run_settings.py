@@ -90,8 +90,6 @@ class RunSettings:
 
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate; 0 keeps it."""
-    head_shrinkage: float = 0.1
-    """Encoders: shrinkage of the covariance that the head is fitted with, 0 to 1."""
 
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
@@ -124,7 +122,7 @@ class RunSettings:
         ]
         problems += [
             f"--{name.replace('_', '-')} is {getattr(self, name)}, must be from 0 up to 1"
-            for name in ("momentum", "beta2", "head_shrinkage")
+            for name in ("momentum", "beta2")
             if not 0 <= getattr(self, name) <= 1
         ]
         if self.head_learning_rate < 0:

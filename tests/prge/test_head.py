@@ -15,7 +15,7 @@ def test_recovers_the_posterior_of_gaussian_classes() -> None:
     mix = np.array([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.0, 0.3, 0.7]])
     labels = (random.random(60_000) < 0.3).astype(np.int64)
     states = means[labels] + random.normal(size=(60_000, 3)) @ mix.T
-    head = fit_head(states.astype(np.float32), labels, 2, shrinkage=0.0)
+    head = fit_head(states.astype(np.float32), labels, 2)
     precision = np.linalg.inv(mix @ mix.T)
     weight = precision @ (means[1] - means[0])
     bias = np.log(0.3 / 0.7) - 0.5 * (means[1] @ precision @ means[1] - means[0] @ precision @ means[0])
@@ -27,7 +27,7 @@ def test_stays_finite_with_fewer_rows_than_features() -> None:
     random = np.random.default_rng(0)
     labels = np.arange(20) % 4
     states = random.normal(size=(20, 64)) + np.eye(4, 64)[labels] * 3
-    head = fit_head(states.astype(np.float32), labels, 4, shrinkage=0.3)
+    head = fit_head(states.astype(np.float32), labels, 4)
     assert np.isfinite(head.values).all()
     assert (head.scores(states.astype(np.float32)).argmax(-1) == labels).all()
 
@@ -35,3 +35,24 @@ def test_stays_finite_with_fewer_rows_than_features() -> None:
 def test_names_a_class_without_rows() -> None:
     with pytest.raises(ValueError, match=r"\[2\]"):
         fit_head(np.ones((4, 3), np.float32), np.array([0, 1, 0, 1]), 3)
+
+
+def test_is_as_confident_as_it_is_right_on_rows_it_has_not_seen() -> None:
+    """More features than rows: a plain fit would be sure of everything and often wrong."""
+    random = np.random.default_rng(1)
+    labels = random.integers(0, 3, 2400)
+    states = random.normal(size=(2400, 300)) + 1.5 * np.eye(3, 300)[labels]
+    head = fit_head(states[:400].astype(np.float32), labels[:400], 3)
+    scores = head.scores(states[400:].astype(np.float32))
+    confidence = np.exp(scores - np.log(np.exp(scores).sum(-1, keepdims=True))).max(-1)
+    right = scores.argmax(-1) == labels[400:]
+    assert right.mean() > 0.55
+    assert abs(confidence.mean() - right.mean()) < 0.05
+
+
+def test_the_scale_of_the_states_does_not_matter() -> None:
+    random = np.random.default_rng(2)
+    labels = np.arange(100) % 2
+    states = (random.normal(size=(100, 10)) + labels[:, None]).astype(np.float32)
+    small, large = fit_head(states, labels, 2), fit_head(states * 1000, labels, 2)
+    np.testing.assert_allclose(small.scores(states), large.scores(states * 1000), rtol=1e-3, atol=1e-3)
