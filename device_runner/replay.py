@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from device_runner.run_inputs import FINAL, JOURNAL, new_state, stored_head
+from device_runner.run_inputs import FINAL, JOURNAL, Heads, new_state
 from device_runner.run_settings import RunSettings
 from prge.adapter import Adapter, read_peft, write_peft
 from prge.checkpoint import HEAD, TrainingState, head_arrays
@@ -91,4 +91,4 @@ def first_state(journal: Journal, start: Record) -> TrainingState:
     if start["adapter"]:
         adapter.values[:] = decode_array(start["adapter"])
     settings = RunSettings(bundle=Path(), train=Path(), out=Path(), dev=Path(), **start["settings"])
-    return new_state(settings, adapter, stored_head(journal, start["width"]))
+    return new_state(settings, adapter, Heads.from_journal(journal, start["width"]) or Heads())

@@ -18,12 +18,12 @@ from device_runner.executorch_engine import ExecutorchEngine
 from device_runner.run_inputs import (
     FINAL,
     JOURNAL,
+    Heads,
     RunInputs,
     learning_rates,
     make_estimator,
     new_state,
     read_inputs,
-    stored_head,
     training_settings,
 )
 from device_runner.run_settings import RunSettings
@@ -45,8 +45,8 @@ from prge.checkpoint import (
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
 from prge.evaluation import pooled_states
-from prge.head import Head, fit_head
-from prge.journal import Journal, Record, encode_array
+from prge.head import fit_cross_fitted, fit_head
+from prge.journal import Journal, Record
 from prge.sampling import Sampler
 from prge.settings import parse_settings, settings_to_yaml
 from prge.training import train
@@ -105,8 +105,8 @@ def _train(
 ) -> Path:
     pad = inputs.tokenizer.pad_id
     checkpoints = settings.out / CHECKPOINTS
-    head = prepare_head(settings, inputs, engine, journal)
-    state = new_state(settings, inputs.adapter, head)
+    heads = prepare_heads(settings, inputs, engine, journal)
+    state = new_state(settings, inputs.adapter, heads)
     load_latest(checkpoints, state, newest=journal.steps)
     recent = [state.step]
 
@@ -168,26 +168,34 @@ def begin(journal: Journal, identity: Record) -> None:
         )
 
 
-def prepare_head(settings: RunSettings, inputs: RunInputs, engine: Engine, journal: Journal) -> Head | None:
-    """An encoder's head: the journal's, the start adapter's, or one fitted on the training rows."""
+def prepare_heads(settings: RunSettings, inputs: RunInputs, engine: Engine, journal: Journal) -> Heads:
+    """An encoder's heads: the journal's, the start adapter's, or fitted on the training rows."""
     contract = engine.contract
     if not contract.is_encoder:
-        return None
-    head = stored_head(journal, contract.width)
-    if head is not None:
-        return head
-    head = inputs.start_head
-    if head is None:
-        states = pooled_states(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id)
-        labels = np.array([example.label for example in inputs.train])
-        try:
-            head = fit_head(states, labels, inputs.train[0].candidates)
-        except ValueError as error:
-            raise ConfigError(
-                "the classification head can't be fitted", [str(error)], remedy="give rows of every class"
-            ) from None
-    journal.append({"kind": "head", "classes": len(head.bias), "values": encode_array(head.values)})
-    return head
+        return Heads()
+    heads = Heads.from_journal(journal, contract.width)
+    if heads is None:
+        heads = Heads(inputs.start_head) if inputs.start_head else _fitted_heads(settings, inputs, engine)
+        journal.append(heads.to_record())
+    return heads
+
+
+def _fitted_heads(settings: RunSettings, inputs: RunInputs, engine: Engine) -> Heads:
+    rows = [example.row for example in inputs.train]
+    labels = np.array([example.label for example in inputs.train])
+    classes = inputs.train[0].candidates
+    states = pooled_states(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id)
+    try:
+        head = fit_head(states, labels, classes)
+        if not settings.head_folds or settings.head_learning_rate:
+            return Heads(head)
+        return Heads(head, fit_cross_fitted(states, labels, rows, classes, settings.head_folds))
+    except ValueError as error:
+        raise ConfigError(
+            "the classification head can't be fitted",
+            [str(error)],
+            remedy="give more rows of every class, or fewer --head-folds",
+        ) from None
 
 
 def write_final(settings: RunSettings, inputs: RunInputs, state: TrainingState) -> Path:

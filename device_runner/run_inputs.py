@@ -19,7 +19,7 @@ from prge.checkpoint import HEAD, TrainingState, read_head
 from prge.errors import ConfigError, RunError
 from prge.estimators import Antithetic, Estimator, OneSided
 from prge.examples import Example
-from prge.head import Head
+from prge.head import CrossFittedHeads, Head
 from prge.journal import Journal, Record, decode_array, encode_array
 from prge.optimizers import make_optimizer, schedule
 from prge.training import TrainingSettings
@@ -98,16 +98,16 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     )
 
 
-def new_state(settings: RunSettings, adapter: Adapter, head: Head | None) -> TrainingState:
+def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> TrainingState:
     """The state of a run before its first step, from the adapter that it starts with."""
     adapter = adapter.copy()
     optimizer = make_optimizer(
         settings.optimizer, adapter.size, settings.momentum, settings.momentum, settings.beta2
     )
     head_optimizer = None
-    if head is not None and settings.head_learning_rate:
-        head_optimizer = make_optimizer("adam", head.size)
-    return TrainingState(adapter, optimizer, head, head_optimizer)
+    if heads.head is not None and settings.head_learning_rate:
+        head_optimizer = make_optimizer("adam", heads.head.size)
+    return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
 
 
 def make_estimator(settings: RunSettings, queries: int) -> Estimator:
@@ -148,14 +148,39 @@ def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:
     return lambda step: {name: rate(step) for name, rate in rates.items()}
 
 
-def stored_head(journal: Journal, width: int) -> Head | None:
-    """The head that a run's journal holds."""
-    record = journal.first("head")
-    if record is None:
-        return None
-    head = Head(record["classes"], width)
-    head.values[:] = decode_array(record["values"])
-    return head
+@dataclass(frozen=True)
+class Heads:
+    """An encoder's classification head, and those that score the training rows in its stead."""
+
+    head: Head | None = None
+    cross_fitted: CrossFittedHeads | None = None
+
+    def to_record(self) -> Record:
+        """The journal's record of them."""
+        if self.head is None:
+            raise ValueError("there is no head")
+        folds = self.cross_fitted.heads if self.cross_fitted else ()
+        return {
+            "kind": "head",
+            "classes": len(self.head.bias),
+            "values": encode_array(self.head.values),
+            "folds": [encode_array(fold.values) for fold in folds],
+        }
+
+    @classmethod
+    def from_journal(cls, journal: Journal, width: int) -> Heads | None:
+        """The heads that a run's journal holds."""
+        record = journal.first("head")
+        if record is None:
+            return None
+
+        def decode(values: str) -> Head:
+            head = Head(record["classes"], width)
+            head.values[:] = decode_array(values)
+            return head
+
+        folds = [decode(values) for values in record["folds"]]
+        return cls(decode(record["values"]), CrossFittedHeads(folds) if folds else None)
 
 
 def adapter_folder(path: Path) -> Path:

@@ -88,8 +88,10 @@ class RunSettings:
     divergence_ratio: float = 3.0
     """Stop when the smoothed loss exceeds this multiple of the first one (and of 1)."""
 
+    head_folds: int = 10
+    """Encoders: score each training row by a head fitted without its fold; 0: by the head itself."""
     head_learning_rate: float = 0.0
-    """Encoders: train the fitted head by its exact gradient at this peak rate; 0 keeps it."""
+    """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
@@ -125,6 +127,8 @@ class RunSettings:
             for name in ("momentum", "beta2")
             if not 0 <= getattr(self, name) <= 1
         ]
+        if self.head_folds < 0 or self.head_folds == 1:
+            problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
         if self.head_learning_rate < 0:
             problems.append(f"--head-learning-rate is {self.head_learning_rate}, must be at least 0")
         if self.estimator == "antithetic":

@@ -20,7 +20,7 @@ import numpy as np
 from prge.adapter import Adapter, read_arrays, read_peft, write_peft
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError
-from prge.head import Head
+from prge.head import Classifier, CrossFittedHeads, Head
 from prge.journal import Record, decode_array
 from prge.optimizers import Optimizer
 
@@ -44,18 +44,32 @@ class Progress:
 
 @dataclass
 class TrainingState:
-    """Everything that a step changes; `apply` is the only way to change it, live or from the journal."""
+    """Everything that a step changes; `apply` is the only way to change it, live or from the journal.
+
+    `cross_fitted`, where there are any, stand in for `head` on the training rows, unless the head is trained.
+    """
 
     adapter: Adapter
     optimizer: Optimizer
     head: Head | None = None
     head_optimizer: Optimizer | None = None
+    cross_fitted: CrossFittedHeads | None = None
     progress: Progress = field(default_factory=Progress)
 
     @property
     def step(self) -> int:
         """Steps taken so far."""
         return self.progress.step
+
+    @property
+    def training_classifier(self) -> Classifier | None:
+        """What scores an encoder's states of the training rows."""
+        return self.head if self.head_optimizer or self.cross_fitted is None else self.cross_fitted
+
+    @property
+    def trained_head(self) -> Head | None:
+        """The head, if it is trained."""
+        return self.head if self.head_optimizer else None
 
     def apply(self, record: Record, gradient: FloatArray) -> None:
         """Take the step that a journal record describes, along the gradient made from its scalars."""

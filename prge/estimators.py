@@ -22,7 +22,7 @@ from prge.adapter import Adapter, LoraBStack
 from prge.directions import Directions
 from prge.engine import Engine, FloatArray
 from prge.examples import Batch
-from prge.head import Head
+from prge.head import Classifier, Head
 from prge.objectives import Float64Array, losses, score_gradient, scores
 
 
@@ -110,7 +110,7 @@ class Measurement:
     """What the engine answered in one step.
 
     `losses` f64 [variants]: mean over the step's examples. `head_gradient`: exact derivative of the mean loss
-    by the head's values, f32 [size], averaged over the variants; None without a head.
+    by the head's values, f32 [size], averaged over the variants; None without a trained head.
     """
 
     losses: Float64Array
@@ -126,14 +126,18 @@ def measure(
     variants: Sequence[Variant],
     directions: Directions,
     batches: Iterable[Batch],
-    head: Head | None = None,
+    classifier: Classifier | None = None,
+    trained_head: Head | None = None,
 ) -> Measurement:
-    """Loss of every variant of the adapter over all batches: ceil(variants / copies) calls per batch."""
+    """Loss of every variant of the adapter over all batches: ceil(variants / copies) calls per batch.
+
+    An encoder's states are scored by `classifier`; the derivative by `trained_head` is measured on the way.
+    """
     contract = engine.contract
     batches = list(batches)
     examples = sum(batch.examples for batch in batches)
     total = np.zeros(len(variants))
-    head_gradient = np.zeros(head.size) if head is not None else None
+    head_gradient = np.zeros(trained_head.size) if trained_head is not None else None
     engine_seconds, rows = 0.0, 0
     for start in range(0, len(variants), contract.copies):
         chunk = variants[start : start + contract.copies]
@@ -147,12 +151,12 @@ def measure(
             outputs = engine.forward({**inputs, **stack.inputs})
             engine_seconds += time.perf_counter() - begin
             rows += contract.rows
-            batch_scores = scores(batch, outputs, contract.copies, head)[: len(chunk)]
+            batch_scores = scores(batch, outputs, contract.copies, classifier)[: len(chunk)]
             total[start : start + len(chunk)] += losses(batch_scores, batch.labels).sum(-1)
-            if head is not None and head_gradient is not None:
+            if trained_head is not None and head_gradient is not None:
                 real = batch.owner >= 0
                 pooled = outputs["pooled"].reshape(contract.copies, len(real), -1)[: len(chunk), real]
-                head_gradient += head.gradient(pooled, score_gradient(batch_scores, batch.labels))
+                head_gradient += trained_head.gradient(pooled, score_gradient(batch_scores, batch.labels))
     if head_gradient is not None:
         head_gradient /= examples * len(variants)
     return Measurement(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prge.adapter import Adapter, stack
 from prge.engine import Engine
 from prge.examples import Example, make_batch
-from prge.head import Head
+from prge.head import Classifier
 from prge.objectives import losses, scores
 
 Float64Array = NDArray[np.float64]
@@ -45,7 +45,7 @@ def score(
     engine: Engine,
     adapter: Adapter,
     examples: Sequence[Example],
-    head: Head | None = None,
+    head: Classifier | None = None,
     pad: int = 0,
 ) -> Scores:
     """Score every candidate of every example with one adapter: ceil(sequences / rows) calls."""

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
 from prge.engine import FloatArray, IntArray
 
 Float64Array = NDArray[np.float64]
+
+
+class Classifier(Protocol):
+    """What turns pooled states into class scores."""
+
+    def scores(self, pooled: FloatArray, rows: Sequence[int]) -> Float64Array:
+        """Class scores, f64 [..., examples, classes], of states [..., examples, width].
+
+        Args:
+            pooled: the states.
+            rows: number of each example in its data file.
+        """
+        ...
 
 
 class Head:
@@ -26,8 +42,8 @@ class Head:
         """Number of trained values."""
         return self.values.size
 
-    def scores(self, pooled: FloatArray) -> Float64Array:
-        """Class scores, f64 [..., classes], of pooled states [..., width]."""
+    def scores(self, pooled: FloatArray, rows: Sequence[int] = ()) -> Float64Array:
+        """Class scores, f64 [..., classes], of pooled states [..., width]; the same for all rows."""
         scores: Float64Array = np.asarray(pooled, np.float64) @ self.weight.T.astype(np.float64) + self.bias
         return scores
 
@@ -44,13 +60,42 @@ class Head:
         return np.concatenate([by_weight.ravel(), by_score.sum(0)])
 
 
+class CrossFittedHeads:
+    """Heads for the training rows themselves: each row is scored by one that was fitted without it.
+
+    A head is sure of the rows that it was fitted on, and a loss that is low already teaches little.
+    Row number r belongs to fold r modulo the number of folds.
+    """
+
+    def __init__(self, heads: Sequence[Head]) -> None:
+        self.heads = tuple(heads)
+
+    def scores(self, pooled: FloatArray, rows: Sequence[int]) -> Float64Array:
+        """See Classifier.scores."""
+        folds = [row % len(self.heads) for row in rows]
+        by_row = [self.heads[fold].scores(pooled[..., i, :]) for i, fold in enumerate(folds)]
+        return np.stack(by_row, -2)
+
+
+def fit_cross_fitted(
+    pooled: FloatArray, labels: IntArray, rows: Sequence[int], classes: int, folds: int
+) -> CrossFittedHeads:
+    """Fit one head per fold on the rows outside it; `rows` as in `Classifier.scores`, the rest as `fit_head`.
+
+    Raises:
+        ValueError: a class has no row outside some fold.
+    """
+    fold = np.asarray(rows) % folds
+    return CrossFittedHeads([fit_head(pooled[fold != k], labels[fold != k], classes) for k in range(folds)])
+
+
 def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
     """Fit a head in closed form, with nothing to tune: ridge regression, calibrated.
 
-    The states are regressed on class indicators. Every row's prediction by the regression on all other rows is
-    known in closed form (Allen's PRESS statistic, 1974); linear discriminant analysis of these few predictions
+    The states are regressed on class indicators. Every row's prediction by the regression on all other rows
+    is known in closed form (Allen's PRESS statistic, 1974); linear discriminant analysis of these few numbers
     turns them into log-posteriors. The strength of the ridge is the one whose log-posteriors of left-out rows
-    have the lowest cross-entropy, so that the head's confidence is that of rows it has not seen.
+    have the lowest cross-entropy, so that the head is as confident as it is right on rows it has not seen.
 
     Args:
         pooled: states of the training rows, [rows, width].

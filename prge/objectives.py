@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from prge.engine import Array, IntArray
 from prge.examples import Batch
-from prge.head import Head
+from prge.head import Classifier
 
 Float64Array = NDArray[np.float64]
 
 
-def scores(batch: Batch, outputs: dict[str, Array], copies: int, head: Head | None = None) -> Float64Array:
+def scores(
+    batch: Batch, outputs: dict[str, Array], copies: int, head: Classifier | None = None
+) -> Float64Array:
     """Score of every candidate, f64 [copies, examples, candidates]; -inf where an example has fewer.
 
     Args:
@@ -32,7 +34,7 @@ def scores(batch: Batch, outputs: dict[str, Array], copies: int, head: Head | No
     real = batch.owner >= 0
     if head is not None:
         pooled = outputs["pooled"].reshape(copies, rows, -1)[:, real]
-        return head.scores(pooled)
+        return head.scores(pooled, batch.rows)
     logprobs = outputs["logprobs"].reshape(copies, rows, -1).astype(np.float64)
     most = int(batch.candidates.max())
     row, slot = np.nonzero((batch.weights != 0) & real[:, None])

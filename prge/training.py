@@ -82,8 +82,16 @@ def train(
         known, measurement = journal.step(state.step), None
         if known is None:
             batches = sampler.batches(state.step)
-            variants = estimator.variants()
-            measurement = measure(engine, state.adapter, stack, variants, directions, batches, state.head)
+            measurement = measure(
+                engine,
+                state.adapter,
+                stack,
+                estimator.variants(),
+                directions,
+                batches,
+                state.training_classifier,
+                state.trained_head,
+            )
             known = {
                 "kind": "step",
                 "step": state.step,
@@ -93,7 +101,7 @@ def train(
                 "scalars": estimator.scalars(measurement.losses).tolist(),
                 **learning_rates(state.step),
             }
-            if state.head_optimizer is not None and measurement.head_gradient is not None:
+            if measurement.head_gradient is not None:
                 known["head_gradient"] = encode_array(measurement.head_gradient)
             if problem := _divergence(known, state, settings):
                 save(state)

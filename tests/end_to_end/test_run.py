@@ -25,8 +25,8 @@ def done(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "done"
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl",
-        "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out, "--steps", 12, "--evaluate-every", 4,
-        "--checkpoint-every", 5, "--learning-rate", 0.01,
+        "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out, "--steps", 12,
+        "--evaluate-every", 4, "--checkpoint-every", 5, "--learning-rate", 0.01,
     )  # fmt: skip
     return out
 
@@ -75,7 +75,8 @@ def test_replay_makes_the_same_bits(done: Path, tmp_path: Path) -> None:
 def test_eval_repeats_the_last_evaluation_of_the_run(done: Path, workshop: Path, tmp_path: Path) -> None:
     prge(
         "eval", "--bundle", workshop / "bundle", "--data", workshop / "dev.jsonl",
-        "--task", workshop / "task.yaml", "--adapter", done, "--json", tmp_path / "eval.json", "--predictions", tmp_path / "rows.jsonl",
+        "--task", workshop / "task.yaml", "--adapter", done,
+        "--json", tmp_path / "eval.json", "--predictions", tmp_path / "rows.jsonl",
     )  # fmt: skip
     found = json.loads((tmp_path / "eval.json").read_text())
     records = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prge.head import fit_head
+from prge.head import Head, fit_cross_fitted, fit_head
 
 
 def test_recovers_the_posterior_of_gaussian_classes() -> None:
@@ -56,3 +56,27 @@ def test_the_scale_of_the_states_does_not_matter() -> None:
     states = (random.normal(size=(100, 10)) + labels[:, None]).astype(np.float32)
     small, large = fit_head(states, labels, 2), fit_head(states * 1000, labels, 2)
     np.testing.assert_allclose(small.scores(states), large.scores(states * 1000), rtol=1e-3, atol=1e-3)
+
+
+def test_a_cross_fitted_head_never_saw_the_row_it_scores() -> None:
+    random = np.random.default_rng(3)
+    rows = random.permutation(60).tolist()
+    labels = random.integers(0, 2, 60)
+    states = random.normal(size=(60, 8)).astype(np.float32)
+    heads = fit_cross_fitted(states, labels, rows, 2, folds=5)
+    found = heads.scores(np.stack([states, 2 * states]), rows)
+    assert found.shape == (2, 60, 2)
+    for i, row in enumerate(rows):
+        others = [j for j, other in enumerate(rows) if other % 5 != row % 5]
+        alone = fit_head(states[others], labels[others], 2)
+        np.testing.assert_allclose(found[0, i], alone.scores(states[i]))
+        np.testing.assert_allclose(found[1, i], alone.scores(2 * states[i]))
+
+
+def test_one_head_scores_all_rows_alike() -> None:
+    head = Head(2, 3)
+    head.values[:] = np.arange(8)
+    states = np.ones((4, 3), np.float32)
+    np.testing.assert_array_equal(
+        head.scores(states, [1, 2, 3, 4]), np.tile([[0 + 1 + 2 + 6, 3 + 4 + 5 + 7]], (4, 1))
+    )

@@ -1,0 +1,73 @@
+"""An encoder with its classification head in the driver: fit, fine-tune, score, replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prge.adapter import read_arrays
+from tests.end_to_end.conftest import prge
+from tests.tiny_models import save_model
+
+pytestmark = pytest.mark.export
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of a tiny BERT."""
+    folder = tmp_path_factory.mktemp("encoder")
+    save_model(folder / "model", "bert")
+    prge(
+        "export", "--model", folder / "model", "--out", folder / "bundle", "--queries", 2, "--batch-size", 4,
+        "--sequence-length", 16,
+    )  # fmt: skip
+    return folder / "bundle"
+
+
+def _words(encoder: Path, workshop: Path, out: Path) -> list[object]:
+    return [
+        "--bundle", encoder, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
+        "--task", workshop / "task.yaml", "--out", out, "--steps", 6, "--evaluate-every", 3,
+        "--learning-rate", 1e-4,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words", [["--head-folds", 4], ["--head-folds", 0], ["--head-learning-rate", 0.01]], ids=str
+)
+def test_fit_train_replay(encoder: Path, workshop: Path, tmp_path: Path, words: list[object]) -> None:
+    prge("run", *_words(encoder, workshop, tmp_path / "run"), *words)
+    final = tmp_path / "run/final"
+    head = read_arrays(final / "head.safetensors")
+    assert head["weight"].shape == (2, 64) and head["bias"].shape == (2,)
+    records = [
+        json.loads(line)["record"] for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()
+    ]
+    fitted = next(record for record in records if record["kind"] == "head")
+    assert len(fitted["folds"]) == (words[1] if words[0] == "--head-folds" else 0)
+    assert ("head_gradient" in records[-2]) == (words[0] == "--head-learning-rate")
+    assert "the same bits" in prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout
+    replayed = read_arrays(tmp_path / "replayed/head.safetensors")
+    assert all(np.array_equal(head[name], replayed[name]) for name in head)
+
+
+def test_scored_with_the_head_of_its_run(encoder: Path, workshop: Path, tmp_path: Path) -> None:
+    prge("run", *_words(encoder, workshop, tmp_path / "run"))
+    words = ["--bundle", encoder, "--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
+    prge("eval", *words, "--adapter", tmp_path / "run", "--json", tmp_path / "eval.json")
+    assert 0 <= json.loads((tmp_path / "eval.json").read_text())["accuracy"] <= 1
+    alone = prge("eval", *words, check=False)
+    assert alone.returncode == 2 and "has no head.safetensors" in alone.stderr
+
+
+def test_a_class_without_rows(encoder: Path, workshop: Path, tmp_path: Path) -> None:
+    rows = [line for line in (workshop / "train.jsonl").read_text().splitlines() if '"label": 0' in line]
+    (tmp_path / "one.jsonl").write_text("\n".join(rows))
+    done = prge(
+        "run", *_words(encoder, workshop, tmp_path / "run"), "--train", tmp_path / "one.jsonl", check=False
+    )
+    assert done.returncode == 2
+    assert "the classification head can't be fitted" in done.stderr and "Traceback" not in done.stderr

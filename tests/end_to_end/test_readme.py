@@ -1,0 +1,55 @@
+"""The README's commands, run as they stand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import REPOSITORY, prge
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every command in the text's `bash` blocks."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.strip()]
+
+
+@pytest.mark.slow
+@pytest.mark.export
+def test_step_by_step(tmp_path: Path) -> None:
+    (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
+    found = commands((REPOSITORY / "README.md").read_text())
+    assert [words[1] for words in found] == [
+        "doctor", "export", "inspect", "run", "eval", "replay", "plot", "publish",
+    ]  # fmt: skip
+    for words in found:
+        assert words[0] == "prge"
+        done = prge(*words[1:], cwd=tmp_path)
+        if words[1] == "eval":
+            accuracy = float(re.search(r"accuracy (\S+)", done.stdout).group(1))  # type: ignore[union-attr]
+            assert accuracy > 0.8
+        if words[1] == "replay":
+            assert "the same bits" in done.stdout
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
+
+
+def test_every_verb_of_the_table_exists() -> None:
+    from prge.cli import VERBS
+
+    listed = re.findall(r"^\| `prge (\w+)`", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    assert set(listed) == set(VERBS) - {"demo"}
+
+
+def test_links_lead_somewhere() -> None:
+    for document in [
+        REPOSITORY / "README.md",
+        REPOSITORY / "CONTRIBUTING.md",
+        *(REPOSITORY / "docs").glob("*.md"),
+    ]:
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"
