@@ -85,6 +85,17 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 ARCHITECTURES = tuple([*DECODERS, *ENCODERS])
 
 
+# One layer of each, the one that is harder to get right.
+SHALLOW: dict[str, dict[str, Any]] = {
+    **{architecture: {"num_hidden_layers": 1} for architecture in [*DECODERS, *ENCODERS]},
+    "gpt2": {"n_layer": 1},
+    "distilbert": {"n_layers": 1},
+    "qwen2": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    "gemma2": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    "gemma3": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+}
+
+
 def make_config(architecture: str, **changes: Any) -> Any:
     """The transformers configuration of a tiny model."""
     import transformers
@@ -93,15 +104,17 @@ def make_config(architecture: str, **changes: Any) -> Any:
     return getattr(transformers, name)(**{**settings, **changes})
 
 
-def make_model(architecture: str, seed: int = 0, **changes: Any) -> Any:
+def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes: Any) -> Any:
     """A tiny model in float32 with every parameter random, norms and biases included."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     config = make_config(architecture, **changes)
-    kind = AutoModelForCausalLM if architecture in DECODERS else AutoModel
+    kind = AutoModelForCausalLM if architecture in DECODERS and head else AutoModel
     model = kind.from_config(config, attn_implementation="eager").eval()
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -116,7 +129,7 @@ def make_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    letters = sorted(letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter <= "~") + ["\u0120"]
+    letters = [*sorted(letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter <= "~"), "\u0120"]
     tokens = ["<pad>", "<s>", "</s>", "<unk>", *letters]
     merges = []
     for word in ("\u0120yes", "\u0120no"):

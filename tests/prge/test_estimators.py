@@ -104,3 +104,28 @@ def test_the_estimate_is_unbiased() -> None:
     exact = _exact_gradient(engine, adapter)
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
     assert error < 1.5 * (adapter.size / queries) ** 0.5
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 1.0, 10.0])
+def test_antithetic_differences_are_exact_on_a_quadratic(epsilon: float) -> None:
+    """f(b) = b.H.b / 2 + g.b: the even part cancels, whatever the step; the sign is the slope's."""
+    random = np.random.default_rng(4)
+    root = random.normal(size=(20, 20))
+    hessian, slope, at = root @ root.T, random.normal(size=20), random.normal(size=20)
+
+    def f(b: np.ndarray) -> float:
+        return float(b @ hessian @ b / 2 + slope @ b)
+
+    estimator = Antithetic(6, epsilon)
+    directions = Directions("rademacher", SEED, STEP, 20)
+    values = np.array([f(at + v.scale * directions(v.query)) for v in estimator.variants()])
+    exact = [directions(query) @ (hessian @ at + slope) for query in range(6)]
+    np.testing.assert_allclose(estimator.scalars(values), exact, rtol=1e-7, atol=1e-7)
+
+
+def test_one_sided_differences_keep_half_of_the_curvature() -> None:
+    """f(b) = b.b / 2 at 0: the slope is 0, the difference eps * dimension / 2."""
+    estimator = OneSided(1, 0.1)
+    direction = Directions("rademacher", SEED, STEP, 20)(0)
+    values = np.array([np.sum((v.scale * direction) ** 2) / 2 for v in estimator.variants()])
+    np.testing.assert_allclose(estimator.scalars(values), [0.1 * 20 / 2], rtol=1e-5)

@@ -274,3 +274,29 @@ def test_the_core_needs_no_torch() -> None:
 
     code = "import prge.training, sys; assert not {'torch', 'executorch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_recorded_losses(tmp_path: Path) -> None:
+    """A change here means that runs of an older version can't be compared with runs of this one."""
+    run = Run(tmp_path / "run")
+    run.go()
+    with Journal(tmp_path / "run/journal.jsonl") as journal:
+        losses = [record["loss"] for record in journal.records if record["kind"] == "step"]
+    np.testing.assert_allclose(
+        losses,
+        [
+            4.171188,
+            4.258299,
+            3.667934,
+            3.926559,
+            3.944267,
+            3.655813,
+            4.008866,
+            3.660753,
+            3.740748,
+            3.001193,
+            3.298386,
+            3.456108,
+        ],
+        rtol=1e-5,
+    )

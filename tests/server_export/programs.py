@@ -20,6 +20,7 @@ def make_export_config(model: str, out: Path = Path("unused"), **changes: Any) -
 def build(architecture: str, model: dict[str, Any] | None = None, **changes: Any) -> BuiltProgram:
     """The program of a tiny model; `model` changes its transformers configuration."""
     is_decoder = architecture in DECODERS and changes.get("readout") != "pooled"
-    loaded = prepare_model(make_model(architecture, **(model or {})), architecture, is_decoder)
+    tiny = make_model(architecture, head=is_decoder, **(model or {}))
+    loaded = prepare_model(tiny, architecture, is_decoder)
     label_tokens = changes.pop("label_tokens", ())
     return build_program(make_export_config(architecture, **changes), loaded, label_tokens)

@@ -110,7 +110,9 @@ def test_every_linear_layer_can_be_adapted(architecture: str) -> None:
     ids=lambda rope: str(rope["rope_type"]),
 )
 def test_kinds_of_rotary_positions(rope: dict[str, Any]) -> None:
-    build("llama", model={"rope_parameters": {"rope_theta": 10000.0, **rope}})  # compares with the plain model
+    build(
+        "llama", model={"rope_parameters": {"rope_theta": 10000.0, **rope}}
+    )  # compares with the plain model
 
 
 def test_verbalizer_reads_the_label_words_only() -> None:

@@ -1,0 +1,75 @@
+"""Attention as transformers calls it, in operators that stay in one delegate.
+
+Registered under a name that transformers has no mask function for, so that it builds no mask at all: a
+right-padded causal row needs none but the constant triangle that is added here, and an encoder gets its
+padding as an additive mask. Keys and values of grouped heads aren't repeated: the queries of a group are
+rows of one matrix product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+NAME = "prge"
+# exp(MASKED + score) is exactly 0 in float32 for any score of a working model, and no sum overflows.
+MASKED = -3e4
+
+
+def register() -> None:
+    """Make the attention known to transformers as `prge`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, grouped_attention)
+
+
+def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [length, length]: a token sees itself and at most `window` - 1 tokens before."""
+    mask = torch.full((length, length), MASKED, dtype=dtype).triu(1)
+    if window is not None and window < length:
+        mask = mask + torch.full((length, length), MASKED, dtype=dtype).tril(-window)
+    return mask
+
+
+def padding_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Mask float [rows, length], 1 for a token and 0 for padding -> additive mask [rows, 1, 1, length]."""
+    return ((1 - mask) * MASKED).reshape(mask.shape[0], 1, 1, mask.shape[1])
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of queries [rows, heads, length, width] over keys and values [rows, groups, length, width].
+
+    Returns:
+        [rows, length, heads, width], and None in the place of the attention weights.
+    """
+    rows, heads, length, width = query.shape
+    groups, value_width = key.shape[1], value.shape[-1]
+    members = heads // groups
+    scale = width**-0.5 if scaling is None else scaling
+    query = query * scale if scale != 1.0 else query
+    scores = torch.bmm(
+        query.reshape(rows * groups, members * length, width),
+        key.reshape(rows * groups, length, width).transpose(1, 2),
+    )
+    if softcap is not None:
+        scores = torch.tanh(scores * (1.0 / softcap)) * softcap
+    if getattr(module, "is_causal", False):
+        scores = scores.reshape(rows * heads, length, length)
+        scores = scores + causal_mask(length, sliding_window, scores.dtype)
+    if attention_mask is not None:
+        scores = scores.reshape(rows, heads, length, length) + attention_mask
+    weights = torch.softmax(scores, dim=-1).reshape(rows * groups, members * length, length)
+    mixed = torch.bmm(weights, value.reshape(rows * groups, length, value_width))
+    return mixed.reshape(rows, heads, length, value_width).transpose(1, 2), None

@@ -1,0 +1,130 @@
+"""Writing a bundle: whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prge import __version__
+from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, file_sha256, manifest_sha256
+from prge.contract import FORMAT
+from server_export.lowering import LoweringReport
+from server_export.program import BuiltProgram
+from server_export.settings import ExportConfig
+from server_export.tokenization import tokenizer_block, write_tokenizer
+from server_export.verify import Verification
+
+_PREFIX = "base_model.model."
+_PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers")
+
+
+def write_program(folder: Path, buffer: bytes) -> Path:
+    """Write the `.pte` into a bundle's folder."""
+    path = folder / PROGRAM
+    path.write_bytes(buffer)
+    return path
+
+
+def write_adapter(folder: Path, built: BuiltProgram) -> None:
+    """Write the adapter to start from as a PEFT folder with unscaled float32 matrices."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    LoraConfig(
+        r=built.rank,
+        lora_alpha=_integer_if_whole(built.alpha),
+        target_modules=built.target_modules,
+        lora_dropout=0.0,
+        bias="none",
+        # PEFT's name for "the base layer stores its weight transposed", which GPT-2's does.
+        fan_in_fan_out=built.had_conv1d,
+        task_type="CAUSAL_LM" if built.loaded.is_decoder else "FEATURE_EXTRACTION",
+        base_model_name_or_path=built.loaded.name_or_path,
+        inference_mode=True,
+    ).save_pretrained(folder)
+    # PEFT writes sets in hash order; the same export is to give the same bytes.
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_bytes())
+    config = {
+        key: sorted(value) if key == "target_modules" and isinstance(value, list) else value
+        for key, value in config.items()
+    }
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    tensors = {f"{_PREFIX}{name}.lora_A.weight": matrix for name, matrix in built.lora_a.items()}
+    tensors |= {f"{_PREFIX}{name}.lora_B.weight": matrix for name, matrix in built.lora_b.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def write_bundle(
+    folder: Path,
+    config: ExportConfig,
+    built: BuiltProgram,
+    tokenizer: Any,
+    lowering: LoweringReport,
+    verification: Verification,
+) -> dict[str, Any]:
+    """Fill `folder`, which holds the program already, with everything else; returns the manifest."""
+    write_adapter(folder / ADAPTER, built)
+    write_tokenizer(tokenizer, folder / TOKENIZER)
+    manifest = {
+        "format": FORMAT,
+        "contract": built.contract.to_json(),
+        "queries": config.queries,
+        "lora": {
+            "rank": built.rank,
+            "alpha": built.alpha,
+            "target_modules": built.target_modules,
+            "seed": config.seed if config.adapter is None else None,
+            "source": str(config.adapter) if config.adapter is not None else None,
+        },
+        "model": _model_block(built),
+        "readout": {
+            "pooling": config.pooling if built.contract.is_encoder else None,
+            "label_words": config.label_words,
+        },
+        "quantization": built.quantization.to_json(),
+        "tokenizer": tokenizer_block(tokenizer, config.prepend_bos, built.contract.vocabulary_size),
+        "lowering": lowering.to_json(),
+        "verification": verification.to_json(),
+        "versions": _versions(),
+        "files": _files(folder),
+    }
+    manifest["manifest_sha256"] = manifest_sha256(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _model_block(built: BuiltProgram) -> dict[str, Any]:
+    return {
+        "name_or_path": built.loaded.name_or_path,
+        "revision": built.loaded.revision,
+        "architecture": type(built.loaded.model).__name__,
+        "model_type": built.loaded.config.model_type,
+        "parameters": built.parameters,
+    }
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {
+        "prge": __version__,
+        **{name: version(name) for name in _PACKAGES},
+        "python": platform.python_version(),
+    }
+
+
+def _files(folder: Path) -> Mapping[str, Mapping[str, Any]]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): {"sha256": file_sha256(path), "bytes": path.stat().st_size}
+        for path in paths
+    }
+
+
+def _integer_if_whole(value: float) -> float | int:
+    return int(value) if value == int(value) else value

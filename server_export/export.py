@@ -1,0 +1,144 @@
+"""`prge export`: a model becomes a bundle that a device can train.
+
+load -> insert LoRA-FA -> quantize the frozen base -> lower -> verify in the engine -> write the bundle
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prge.atomic import new_folder
+from prge.errors import RunError
+from server_export.settings import ExportConfig
+
+if TYPE_CHECKING:
+    from server_export.program import BuiltProgram
+
+__all__ = ["ExportConfig", "export", "main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `prge export`; returns the exit code."""
+    from prge.settings import parse_settings
+
+    config = parse_settings(
+        ExportConfig,
+        argv,
+        "prge export",
+        description="Turn a transformers model into a bundle that a device can train.",
+    )
+    export(config)
+    return 0
+
+
+def export(config: ExportConfig) -> Path:
+    """Write the bundle that `config` describes; returns its folder.
+
+    Raises:
+        PrgeError: something can't be used, or the lowered program isn't the model; no bundle is written then.
+    """
+    out = Path(config.out)
+    if out.exists() and not config.overwrite:
+        raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+    with _stage("loading") as note:
+        built, tokenizer = _build(config)
+        note(_program_note(built))
+    _hint_about_bos(config, built, tokenizer)
+    return _finish(config, built, tokenizer, out)
+
+
+def _build(config: ExportConfig) -> tuple[BuiltProgram, Any]:
+    from server_export.loading import load_model
+    from server_export.program import build_program
+    from server_export.tokenization import label_token_ids, load_tokenizer, tokenizer_block
+
+    _quiet_libraries()
+    pooled = None if config.readout is None else config.readout == "pooled"
+    loaded = load_model(config.model, pooled=pooled, revision=config.revision)
+    tokenizer = load_tokenizer(config.model, config.revision)
+    tokenizer_block(tokenizer, config.prepend_bos, loaded.model.get_input_embeddings().weight.shape[0])
+    label_tokens = label_token_ids(tokenizer, config.label_words) if config.label_words else []
+    return build_program(config, loaded, label_tokens), tokenizer
+
+
+def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path) -> Path:
+    from server_export.bundle import write_bundle, write_program
+    from server_export.lowering import lower
+    from server_export.program import example_inputs
+    from server_export.verify import verify
+
+    with new_folder(out, overwrite=config.overwrite) as folder:
+        with _stage("lowering") as note:
+            lowered = lower(built.module, example_inputs(built.contract))
+            program = write_program(folder, lowered.buffer)
+            report = lowered.report
+            outside = ", ".join(f"{count} {name}" for name, count in report.outside.items()) or "nothing"
+            share = f"{report.delegated_share:.1%} of the operators"
+            note(f"{report.delegates} delegates hold {share}; outside: {outside}")
+        with _stage("verifying") as note:
+            verification = verify(program, built)
+            difference, tolerance = verification.max_absolute_difference, verification.tolerance
+            note(f"engine and model differ by {difference:.2g} (allowed {tolerance:.2g})")
+        with _stage("writing"):
+            manifest = write_bundle(folder, config, built, tokenizer, report, verification)
+    _summarize(out, manifest)
+    return out
+
+
+@contextmanager
+def _stage(name: str) -> Iterator[Any]:
+    """Print a stage's name when it begins, and its time and note when it ends."""
+    notes: list[str] = []
+    print(f"{name:<10}", end="", flush=True)
+    start = time.monotonic()
+    try:
+        yield notes.append
+    except BaseException:
+        print()
+        raise
+    print(f"{time.monotonic() - start:6.1f} s  {'; '.join(notes)}", flush=True)
+
+
+def _program_note(built: BuiltProgram) -> str:
+    contract = built.contract
+    trained = sum(module.rank * module.out_features for module in contract.modules)
+    return (
+        f"{built.loaded.config.model_type}, {built.parameters:,} parameters; "
+        f"{len(contract.modules)} layers adapted, {trained:,} numbers trained; "
+        f"{built.quantization.describe()}"
+    )
+
+
+def _hint_about_bos(config: ExportConfig, built: BuiltProgram, tokenizer: Any) -> None:
+    from server_export.tokenization import adds_bos
+
+    model_has_bos = getattr(built.loaded.config, "bos_token_id", None) is not None
+    if config.prepend_bos == "auto" and built.loaded.is_decoder and model_has_bos and not adds_bos(tokenizer):
+        print(
+            "hint: the model knows a begin-of-sequence token, but its tokenizer adds none; "
+            "if it was trained with one, export with --prepend-bos always"
+        )
+
+
+def _summarize(out: Path, manifest: dict[str, Any]) -> None:
+    contract, lowering = manifest["contract"], manifest["lowering"]
+    rows = contract["copies"] * contract["batch_size"]
+    size = sum(entry["bytes"] for entry in manifest["files"].values())
+    reads = f", {contract['positions']} positions" if contract["positions"] else ""
+    print(f"{out}: {size / 1e6:.1f} MB, program {lowering['program_bytes'] / 1e6:.1f} MB")
+    print(
+        f"  a call runs {rows} rows ({contract['copies']} copies x {contract['batch_size']}) of "
+        f"{contract['sequence_length']} tokens{reads}; readout {contract['readout']}"
+    )
+
+
+def _quiet_libraries() -> None:
+    """Keep transformers' progress bars out of the stages."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

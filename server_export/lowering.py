@@ -1,0 +1,165 @@
+"""A program module becomes a `.pte`: torch.export, rewriting, XNNPACK, memory planning."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from prge.errors import BundleError
+from server_export.graph_rewriting import rewrite
+
+_BOOKKEEPING = ("getitem", "executorch_call_delegate", "alloc")
+
+
+@dataclass(frozen=True)
+class LoweringReport:
+    """What became of a graph.
+
+    `delegated_share` is the share of operators that run inside XNNPACK; `delegated_products` the share of
+    multiply-accumulates of matrix products; `outside` counts the operators that portable kernels run.
+    """
+
+    delegated_share: float
+    delegated_products: float
+    delegates: int
+    outside: dict[str, int]
+    planned_memory_bytes: int
+    constant_bytes: int
+    program_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's `lowering` block."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """The bytes of a `.pte` and what is in it."""
+
+    buffer: bytes
+    report: LoweringReport
+
+
+def export_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    """The rewritten graph of a module with static shapes.
+
+    Raises:
+        BundleError: torch.export can't trace it.
+    """
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(module, inputs, strict=False)
+            graph_module = exported.module(check_guards=False)
+            rewrite(graph_module)
+            exported = torch.export.export(graph_module, inputs, strict=False)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise BundleError(
+            f"torch.export can't trace the program: {type(error).__name__}: {lines[0]}",
+            remedy="the architecture isn't supported; take another checkpoint, and please report it",
+        ) from error
+    for node in exported.graph.nodes:
+        # ExecuTorch's passes copy all of it for every node, again and again: most of the time of a lowering.
+        node.meta = {key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")}
+    return exported
+
+
+def lower(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> LoweredProgram:
+    """Lower a program module to a `.pte` for XNNPACK.
+
+    Raises:
+        BundleError: torch.export or ExecuTorch refuses it.
+    """
+    with _collector_paused(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
+        return _lower(export_graph(module, inputs))
+
+
+def _lower(exported: torch.export.ExportedProgram) -> LoweredProgram:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    try:
+        # One partitioner takes float and dynamically quantized layers alike, in the same delegates.
+        edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
+        graph_module = edge.exported_program().graph_module
+        shares = _shares(graph_module)
+        executorch = edge.to_executorch()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise BundleError(
+            f"ExecuTorch can't lower the program: {type(error).__name__}: {lines[0]}",
+            remedy="please report it with the name of the model",
+        ) from error
+    plan = executorch.executorch_program.execution_plan[0]
+    buffer = bytes(executorch.buffer)
+    planned = sum(plan.non_const_buffer_sizes)
+    return LoweredProgram(buffer, LoweringReport(*shares, planned, _constant_bytes(executorch), len(buffer)))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep Python's garbage collector from walking millions of live graph objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+            gc.collect()
+
+
+def _shares(graph_module: torch.fx.GraphModule) -> tuple[float, float, int, dict[str, int]]:
+    """Delegated share of operators and of products, number of delegates, operators outside."""
+    outside = list(_operators(graph_module.graph.nodes))
+    inside: list[torch.fx.Node] = []
+    delegates = 0
+    for node in graph_module.graph.nodes:
+        if "call_delegate" in str(node.target):
+            delegates += 1
+            lowered = getattr(graph_module, str(node.args[0].target))
+            inside += _operators(lowered.original_module.graph.nodes)
+    products_inside, products_outside = (sum(map(_products, nodes)) for nodes in (inside, outside))
+    return (
+        len(inside) / max(1, len(inside) + len(outside)),
+        products_inside / max(1, products_inside + products_outside),
+        delegates,
+        dict(Counter(_name(node) for node in outside).most_common()),
+    )
+
+
+def _operators(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node]:
+    for node in nodes:
+        if node.op == "call_function" and not any(word in str(node.target) for word in _BOOKKEEPING):
+            yield node
+
+
+def _name(node: torch.fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return str(schema.name).removeprefix("aten::") if schema is not None else str(node.target)
+
+
+def _products(node: torch.fx.Node) -> int:
+    """Multiply-accumulates of a matrix product, 0 for anything else."""
+    name = _name(node)
+    if name not in ("linear", "mm", "bmm", "addmm", "baddbmm"):
+        return 0
+    left = node.args[1 if name in ("addmm", "baddbmm") else 0]
+    return math.prod(node.meta["val"].shape) * int(left.meta["val"].shape[-1])
+
+
+def _constant_bytes(executorch: Any) -> int:
+    """Weights in the program: constants of portable kernels and of delegates."""
+    named = executorch._named_data
+    delegate_data = sum(len(data) for data in named.buffers) if named is not None else 0
+    return sum(len(data.storage) for data in executorch.executorch_program.constant_buffer) + delegate_data

@@ -1,0 +1,316 @@
+"""A stack program as a torch module: the model with adapters, its constants, and its readout."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from prge.contract import AdaptedModule, Contract
+from prge.errors import BundleError, ConfigError
+from server_export import attention, readout
+from server_export.loading import LoadedModel, StartAdapter, load_adapter, load_model, parameter_count
+from server_export.lora_fa import (
+    CallInputs,
+    convert_conv1d,
+    default_target_modules,
+    initial_lora_a,
+    insert_lora,
+    match_start_adapter,
+    match_target_modules,
+    normal_targets,
+)
+from server_export.quantization import QuantizationReport, quantize
+from server_export.rotary import make_rotary_constant
+from server_export.settings import ExportConfig
+from server_export.tokenization import label_token_ids, load_tokenizer
+
+# Random float32 models of all tested architectures differ by less than 2e-6 here.
+MODEL_TOLERANCE = 1e-3
+
+
+class StackProgram(nn.Module):
+    """The program before lowering; inputs and outputs are those of its contract, in order."""
+
+    position_ids: torch.Tensor
+    token_type_ids: torch.Tensor
+    dtype_marker: torch.Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: CallInputs,
+        contract: Contract,
+        pooling: str,
+        position_ids: torch.Tensor,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs = inputs
+        self.contract = contract
+        self.pool = readout.pool_mean if pooling == "mean" else readout.pool_first
+        self.accepted = frozenset(inspect.signature(model.forward).parameters)
+        self.register_buffer("position_ids", position_ids, persistent=False)
+        self.register_buffer("token_type_ids", torch.zeros_like(position_ids), persistent=False)
+        # Follows the module's conversions: a quantized model has no floating point parameter to ask.
+        self.register_buffer("dtype_marker", torch.zeros(1), persistent=False)
+
+    def forward(self, tokens: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        """(tokens, positions, targets, *lora_b) -> logprobs; (tokens, attention_mask, *lora_b) -> pooled."""
+        leading = len(self.contract.inputs) - len(self.contract.modules) - 1
+        lora_b = rest[leading:]
+        names = (module.name for module in self.contract.modules)
+        self.inputs.lora_b = dict(zip(names, lora_b, strict=True))
+        try:
+            if self.contract.is_encoder:
+                return self._pooled(tokens, rest[0])
+            return self._logprobs(tokens, rest[0], rest[1])
+        finally:
+            self.inputs.clear()
+
+    def _logprobs(self, tokens: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.inputs.positions = positions
+        logits = self._call(tokens, None).logits
+        return readout.log_probabilities(logits, targets)
+
+    def _pooled(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        mask = attention_mask.to(self.dtype_marker.dtype)
+        states = self._call(tokens, attention.padding_mask(mask)).last_hidden_state
+        return self.pool(states, mask)
+
+    def _call(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        known = {
+            "position_ids": self.position_ids,
+            # Passed with one row: the model's own default has all rows and would be a large constant.
+            "token_type_ids": self.token_type_ids if _has_token_types(self.model) else None,
+            "use_cache": False,
+        }
+        arguments = {
+            name: value for name, value in known.items() if name in self.accepted and value is not None
+        }
+        return self.model(input_ids=tokens, attention_mask=mask, return_dict=True, **arguments)
+
+
+@dataclass(frozen=True)
+class BuiltProgram:
+    """A program ready to be lowered, with what its bundle says about it.
+
+    `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank] are the adapter to start from, unscaled.
+    `float_answers` are the answers to `example_inputs(contract)` before the base was quantized.
+    """
+
+    module: StackProgram
+    contract: Contract
+    loaded: LoadedModel
+    rank: int
+    alpha: float
+    target_modules: str | list[str]
+    lora_a: Mapping[str, torch.Tensor]
+    lora_b: Mapping[str, torch.Tensor]
+    had_conv1d: bool
+    parameters: int
+    float_answers: torch.Tensor | None = None
+    quantization: QuantizationReport = field(default_factory=QuantizationReport)
+
+
+def build_program(
+    config: ExportConfig, loaded: LoadedModel | None = None, label_tokens: Sequence[int] = ()
+) -> BuiltProgram:
+    """Make the program that `config` asks for.
+
+    Args:
+        config: the export's settings; its paths are used for what isn't given here.
+        loaded: the model, changed in place; None loads it.
+        label_tokens: token ids of the label words of a verbalizer.
+
+    Raises:
+        PrgeError: the model, adapter or settings can't be used, or the model isn't computed rightly by it.
+    """
+    if loaded is None:
+        pooled = None if config.readout is None else config.readout == "pooled"
+        loaded = load_model(config.model, pooled=pooled, revision=config.revision)
+    if config.label_words and not label_tokens:
+        label_tokens = label_token_ids(load_tokenizer(config.model, config.revision), config.label_words)
+    kind = _readout(config, loaded, label_tokens)
+    position_ids = _position_ids(loaded, config.sequence_length)
+    reference = _Reference(loaded, config)
+    parameters = parameter_count(loaded.model)
+    had_conv1d = convert_conv1d(loaded.model) > 0
+
+    start = load_adapter(config.adapter) if config.adapter is not None else None
+    rank, alpha, targets, lora_a, lora_b = _adapter(config, loaded, start)
+    inputs = CallInputs()
+    modules = insert_lora(loaded.model, lora_a, alpha / rank, inputs)
+    if kind != "pooled":
+        readout.insert_head(loaded.model, inputs, label_tokens)
+    attention.register()
+    loaded.model.set_attn_implementation(attention.NAME)
+    make_rotary_constant(loaded.model)
+    contract = _contract(config, loaded, kind, modules, label_tokens)
+    module = StackProgram(loaded.model, inputs, contract, config.pooling, position_ids).eval()
+    reference.check(module)
+    float_answers = None
+    if config.quantize != "fp32":
+        with torch.no_grad():
+            float_answers = module(*example_inputs(contract))
+    return BuiltProgram(
+        module=module,
+        contract=contract,
+        loaded=loaded,
+        rank=rank,
+        alpha=alpha,
+        target_modules=targets,
+        lora_a=lora_a,
+        lora_b=lora_b,
+        had_conv1d=had_conv1d,
+        parameters=parameters,
+        float_answers=float_answers,
+        quantization=quantize(module, config.quantize),
+    )
+
+
+def example_inputs(contract: Contract, seed: int = 0, lora_b_scale: float = 0.02) -> tuple[torch.Tensor, ...]:
+    """Random inputs in order: padded rows of different lengths, another `lora_b` in every copy."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    classes = len(contract.label_tokens) or contract.vocabulary_size
+    values: list[torch.Tensor] = []
+    for spec in contract.inputs:
+        if spec.name == "tokens":
+            values.append(draw(contract.vocabulary_size, spec.shape))
+        elif spec.name == "attention_mask":
+            lengths = draw(contract.sequence_length, (contract.rows, 1)) + 1
+            values.append((torch.arange(contract.sequence_length) < lengths).long())
+        elif spec.name == "positions":
+            values.append(draw(contract.sequence_length, spec.shape))
+        elif spec.name == "targets":
+            values.append(draw(classes, spec.shape))
+        else:
+            values.append(torch.randn(spec.shape, generator=generator) * lora_b_scale)
+    return tuple(values)
+
+
+class _Reference:
+    """What the untouched model computes, kept to compare the program without adapter with it."""
+
+    def __init__(self, loaded: LoadedModel, config: ExportConfig) -> None:
+        generator = torch.Generator().manual_seed(1)
+        length = config.sequence_length
+        vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+        padding = getattr(loaded.config, "pad_token_id", None)
+        padding = padding if padding is not None and 0 <= padding < vocabulary else 0
+        tokens = torch.randint(0, vocabulary, (2, length), generator=generator)
+        # RoBERTa numbers its positions by what isn't the padding token.
+        tokens[tokens == padding] = (padding + 1) % vocabulary
+        self.lengths = (length, max(1, length * 2 // 3))
+        self.mask = (torch.arange(length) < torch.tensor(self.lengths).reshape(2, 1)).long()
+        self.tokens = torch.where(self.mask.bool(), tokens, padding)
+        with torch.no_grad():
+            output = loaded.model(input_ids=self.tokens, attention_mask=self.mask, return_dict=True)
+        self.values = output.logits if loaded.is_decoder else output.last_hidden_state
+
+    def check(self, program: StackProgram) -> None:
+        """Raise BundleError if the program with a zero adapter isn't the model."""
+        contract = program.contract
+        rows = torch.arange(contract.rows) % 2
+        mask = self.mask[rows]
+        zeros = [torch.zeros(spec.shape) for spec in contract.inputs if spec.name.startswith("lora_b.")]
+        if contract.is_encoder:
+            rest = [mask]
+            expected = program.pool(self.values, self.mask.to(self.values.dtype))[rows]
+        else:
+            last = mask.sum(1, keepdim=True) - 1
+            positions = (torch.arange(contract.positions) * 7 % contract.sequence_length).minimum(last)
+            labels = list(contract.label_tokens) or list(range(contract.vocabulary_size))
+            targets = torch.arange(positions.numel()).reshape(positions.shape) % len(labels)
+            rest = [positions, targets]
+            logits = self.values[rows][torch.arange(contract.rows).unsqueeze(1), positions][..., labels]
+            expected = readout.log_probabilities(logits, targets)
+        with torch.no_grad():
+            difference = float((program(self.tokens[rows], *rest, *zeros) - expected).abs().max())
+        if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
+            raise BundleError(
+                f"the program doesn't compute what the model {type(program.model).__name__} computes: "
+                f"their answers differ by {difference:.3g}",
+                remedy="this architecture isn't supported; take another checkpoint, and please report it",
+            )
+
+
+def _readout(config: ExportConfig, loaded: LoadedModel, label_tokens: Sequence[int]) -> str:
+    if not loaded.is_decoder:
+        if config.readout not in (None, "pooled") or config.label_words:
+            raise ConfigError(
+                "the readout doesn't fit the model:",
+                [
+                    f"{loaded.name_or_path} is an encoder ({loaded.config.model_type}), "
+                    "it has the readout pooled only"
+                ],
+            )
+        return "pooled"
+    return "verbalizer" if label_tokens else "logprobs"
+
+
+def _adapter(
+    config: ExportConfig, loaded: LoadedModel, start: StartAdapter | None
+) -> tuple[int, float, str | list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Rank, alpha, target modules, `lora_a` and `lora_b` to start from, in module order."""
+    model = loaded.model
+    if start is not None:
+        names = match_start_adapter(model, start)
+        lora_a = {ours: start.lora_a[theirs].contiguous() for ours, theirs in names.items()}
+        lora_b = {ours: start.lora_b[theirs].contiguous() for ours, theirs in names.items()}
+        return start.rank, start.alpha, start.target_modules, lora_a, lora_b
+    targets = normal_targets(config.target_modules or default_target_modules(model))
+    names_here = match_target_modules(model, targets)
+    lora_a = initial_lora_a(model, names_here, config.rank, config.seed)
+    lora_b = {name: torch.zeros(model.get_submodule(name).out_features, config.rank) for name in names_here}
+    return config.rank, config.alpha, targets, lora_a, lora_b
+
+
+def _contract(
+    config: ExportConfig,
+    loaded: LoadedModel,
+    kind: str,
+    modules: tuple[AdaptedModule, ...],
+    label_tokens: Sequence[int],
+) -> Contract:
+    return Contract(
+        kind="stack",
+        readout=kind,
+        copies=config.stack_copies,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        positions=0 if kind == "pooled" else config.positions,
+        width=int(loaded.config.hidden_size),
+        vocabulary_size=int(loaded.model.get_input_embeddings().weight.shape[0]),
+        label_tokens=tuple(label_tokens),
+        modules=modules,
+    )
+
+
+def _position_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
+    """Position numbers i64 [1, length] of a right-padded row."""
+    limit = getattr(loaded.config, "max_position_embeddings", None)
+    numbering = [
+        module for module in loaded.model.modules() if hasattr(module, "create_position_ids_from_input_ids")
+    ]
+    # RoBERTa's family counts from after the padding token.
+    first = int(numbering[0].padding_idx) + 1 if numbering else 0
+    if limit is not None and first + length > limit:
+        raise ConfigError(
+            "the sequence length doesn't fit the model:",
+            [f"sequence_length is {length}, {loaded.name_or_path} has {limit - first} positions"],
+        )
+    return torch.arange(first, first + length).reshape(1, length)
+
+
+def _has_token_types(model: nn.Module) -> bool:
+    """Whether `token_type_ids` go through a table of their own; GPT-2 would look them up as tokens."""
+    return any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())

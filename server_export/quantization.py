@@ -1,0 +1,129 @@
+"""Quantization of the frozen base: linear layers by torchao, a large embedding table by rows.
+
+    8da8w   int8 weights per output channel, int8 dynamic activations per token
+    8da4w   int4 weights in groups of 32 input channels, int8 dynamic activations per token
+
+Both are what XNNPACK computes on integers. `lora_a` and `lora_b` stay float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from server_export.lora_fa import replace_module
+
+GROUP_SIZE = 32
+# Below this an int8 table saves nothing that anybody would notice.
+EMBEDDING_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What was quantized and how; `per_channel` names layers that are too narrow or ragged for groups."""
+
+    scheme: str = "fp32"
+    group_size: int | None = None
+    per_channel: tuple[str, ...] = ()
+    embedding: str = "fp32"
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's `quantization` block."""
+        return {**asdict(self), "per_channel": list(self.per_channel)}
+
+    def describe(self) -> str:
+        """One phrase for people."""
+        exceptions = f", {len(self.per_channel)} layers per channel" if self.per_channel else ""
+        table = ", int8 embedding" if self.embedding == "int8" else ""
+        return f"{self.scheme}{exceptions}{table}"
+
+
+class Int8Embedding(nn.Module):
+    """An embedding table of int8 codes with a scale per row.
+
+    Args:
+        table: f32 [tokens, width], the vectors that the replaced module gives.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        scales = table.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+        self.register_buffer("codes", torch.round(table / scales).to(torch.int8))
+        self.register_buffer("scales", scales)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The table as float32, for what looks at a model's input embeddings."""
+        return self.codes.to(self.scales.dtype) * self.scales
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens i64 [rows, length] -> f32 [rows, length, width]."""
+        return F.embedding(tokens, self.codes).to(self.scales.dtype) * F.embedding(tokens, self.scales)
+
+
+def quantize(module: nn.Module, scheme: str) -> QuantizationReport:
+    """Quantize the linear layers of a program, and its embedding table if that is large, in place."""
+    if scheme == "fp32":
+        return QuantizationReport()
+    layers = dict(_linear_layers(module.model))
+    if scheme == "8da8w":
+        _quantize_linear(module.model, set(layers), torch.int8, None)
+        per_channel: list[str] = []
+    else:
+        per_channel = [name for name, layer in layers.items() if layer.in_features % GROUP_SIZE]
+        _quantize_linear(module.model, set(layers) - set(per_channel), torch.int4, GROUP_SIZE)
+        # XNNPACK takes int4 in groups only.
+        _quantize_linear(module.model, set(per_channel), torch.int8, None)
+    return QuantizationReport(
+        scheme,
+        GROUP_SIZE if scheme == "8da4w" else None,
+        tuple(name.replace(".base", "").replace(".head", "") for name in per_channel),
+        _quantize_embedding(module.model),
+    )
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            yield name, layer
+
+
+def _quantize_linear(model: nn.Module, names: set[str], dtype: torch.dtype, group_size: int | None) -> None:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.granularity import PerAxis, PerGroup
+
+    if not names:
+        return
+    granularity = PerAxis(0) if group_size is None else PerGroup(group_size)
+    settings = Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=dtype,
+        weight_granularity=granularity,
+        # XNNPACK stores the scales of groups so: the eager model is to have the same.
+        weight_scale_dtype=None if group_size is None else torch.bfloat16,
+    )
+    # The head shares its weight with the embedding in many models: quantizing one must leave the other.
+    for name in names:
+        layer = model.get_submodule(name)
+        layer.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
+    quantize_(model, settings, lambda layer, name: name in names)
+
+
+def _quantize_embedding(model: nn.Module) -> str:
+    """Replace a large token embedding by int8 rows; returns what the table is now."""
+    embedding = model.get_input_embeddings()
+    table = embedding.weight
+    if table.numel() * 4 < EMBEDDING_BYTES:
+        return "fp32"
+    name = next(name for name, layer in model.named_modules() if layer is embedding)
+    # Gemma's embedding scales its vectors: ask the module instead of reading its weight.
+    vectors = embedding(torch.arange(table.shape[0])).detach().float()
+    replace_module(model, name, Int8Embedding(vectors))
+    return "int8"

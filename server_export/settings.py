@@ -1,0 +1,111 @@
+"""Settings of an export. Importable without torch: the command line reads its help from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prge.errors import ConfigError
+
+Readout = Literal["logprobs", "verbalizer", "pooled"]
+Pooling = Literal["mean", "first"]
+PrependBos = Literal["auto", "always", "never"]
+
+SCHEMES = ("fp32", "8da8w", "8da4w")
+# XNNPACK takes a weight-only linear for a float one: it multiplies the integer codes and drops their scale.
+WEIGHT_ONLY = ("int8wo", "int4wo", "8w", "4w", "int8_weight_only", "int4_weight_only", "a16w8", "a16w4")
+
+DEFAULT_QUERIES = 4
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What to export and how. Shapes are fixed by it: a program runs one batch size and one length."""
+
+    model: str
+    """Folder or hub id of a transformers causal language model or encoder."""
+
+    out: Path
+    """Folder to write the bundle to."""
+
+    adapter: Path | None = None
+    """PEFT LoRA folder to start from; gives rank, alpha and target modules."""
+
+    target_modules: str | list[str] | None = None
+    """Linear layers to adapt, with PEFT's meaning: names or name endings, a regular expression, or
+    `all-linear`. Without it PEFT's usual choice for the architecture."""
+
+    rank: int = 8
+    """Rank of the adapter."""
+
+    alpha: float = 16.0
+    """LoRA alpha; the adapter is scaled by alpha / rank."""
+
+    seed: int = 0
+    """Seed of the frozen lora_a matrices."""
+
+    queries: int = DEFAULT_QUERIES
+    """Random directions a step that the bundle is meant for; noted in the manifest."""
+
+    copies: int | None = None
+    """Adapter copies that run in one call. Without it 2 x queries, a whole step in one call."""
+
+    batch_size: int = 4
+    """Rows of every copy."""
+
+    sequence_length: int = 64
+    """Tokens of every row."""
+
+    positions: int = 8
+    """Log-probabilities that can be read of every row."""
+
+    readout: Readout | None = None
+    """What the program answers: log-probabilities over the vocabulary, over the label words only
+    (`verbalizer`), or an encoder's `pooled` states. Without it what fits the model."""
+
+    label_words: list[str] | None = None
+    """Words of a verbalizer, one token each."""
+
+    pooling: Pooling = "mean"
+    """How an encoder's states become one vector: mean over the row, or its first token."""
+
+    quantize: str = "fp32"
+    """Frozen weights: `fp32`, `8da8w` or `8da4w` (int8 or int4 weights, int8 dynamic activations)."""
+
+    prepend_bos: PrependBos = "auto"
+    """Whether the device puts the begin-of-sequence token first; `auto` leaves it to the tokenizer."""
+
+    revision: str | None = None
+    """Revision of a hub model: branch, tag or commit."""
+
+    overwrite: bool = False
+    """Replace the bundle if the folder exists."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {getattr(self, name)}, must be at least 1"
+            for name in ("rank", "queries", "copies", "batch_size", "sequence_length", "positions")
+            if getattr(self, name) is not None and getattr(self, name) < 1
+        ]
+        if not self.alpha > 0:
+            problems.append(f"alpha is {self.alpha}, must be above 0")
+        if self.quantize.lower() in WEIGHT_ONLY:
+            problems.append(
+                f"quantize is {self.quantize!r}: XNNPACK computes weight-only quantized layers wrongly "
+                "and says nothing: it multiplies the integer codes and drops their scales. Take 8da8w or "
+                "8da4w"
+            )
+        elif self.quantize not in SCHEMES:
+            problems.append(f"quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
+        if self.readout == "verbalizer" and not self.label_words:
+            problems.append("readout is verbalizer, but label_words is empty")
+        if self.label_words and self.readout in ("logprobs", "pooled"):
+            problems.append(f"label_words are for the verbalizer readout, but readout is {self.readout}")
+        if problems:
+            raise ConfigError("the export settings can't be used:", problems)
+
+    @property
+    def stack_copies(self) -> int:
+        """Adapter copies of the program."""
+        return self.copies if self.copies is not None else 2 * self.queries

@@ -1,0 +1,149 @@
+"""The model's tokenizer as the one file that a device reads, checked to give the same ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prge.errors import BundleError, ConfigError
+from server_export.settings import PrependBos
+
+TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+SAMPLES = (
+    "Once upon a time, there was a little dog.",
+    "It's 3.14% of \u20ac12,000 -- really?!\n\tYes: na\u00efve caf\u00e9s.",
+    "  leading and trailing spaces  ",
+    "\u4f60\u597d, \u043c\u0438\u0440 \U0001f44b",
+    "",
+)
+
+
+def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
+    """The model's fast tokenizer.
+
+    Raises:
+        BundleError: it has none, or only one that can't be written as `tokenizer.json`.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+    except Exception as error:  # transformers raises many kinds here, ImportError included
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise BundleError(
+            f"{name_or_path} has no tokenizer that can be loaded: {lines[0]}",
+            remedy="put the model's tokenizer.json beside it",
+        ) from None
+    if not getattr(tokenizer, "is_fast", False):
+        raise BundleError(
+            f"the tokenizer of {name_or_path} ({type(tokenizer).__name__}) has no fast form, and a device "
+            "reads tokenizer.json only",
+            remedy="convert it to a tokenizer.json and put that beside the model",
+        )
+    return tokenizer
+
+
+def label_token_ids(tokenizer: Any, words: Sequence[str]) -> list[int]:
+    """The one token of each label word.
+
+    Raises:
+        ConfigError: names every word of several tokens, with its pieces, and every word given twice.
+    """
+    encoded = {word: tokenizer.encode(word, add_special_tokens=False) for word in words}
+    problems = [
+        f"{word!r} is {len(ids)} tokens: {' '.join(map(repr, tokenizer.convert_ids_to_tokens(ids)))}"
+        for word, ids in encoded.items()
+        if len(ids) != 1
+    ]
+    tokens = [encoded[word][0] for word in words if len(encoded[word]) == 1]
+    if len(set(tokens)) < len(tokens):
+        problems.append("two words are the same token")
+    if problems:
+        raise ConfigError(
+            "the label words of a verbalizer must be one token each, all different:",
+            problems,
+            remedy="take other words (a leading space often matters), or the readout logprobs for any",
+        )
+    return tokens
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write `tokenizer.json`, and `chat_template.jinja` where there is a template.
+
+    Raises:
+        BundleError: what was written gives other ids than the model's own tokenizer.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / TOKENIZER_FILE
+    backend = tokenizer.backend_tokenizer
+    # Truncation and padding that a checkpoint happens to carry belong to whoever trained it.
+    content = json.loads(backend.to_str())
+    content["truncation"] = content["padding"] = None
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    template = chat_template(tokenizer)
+    if template is not None:
+        (folder / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
+    check_tokenizer(tokenizer, path)
+
+
+def check_tokenizer(tokenizer: Any, path: Path) -> None:
+    """Raise BundleError unless `tokenizers` reads the ids from `path` that the model's tokenizer gives."""
+    from tokenizers import Tokenizer
+
+    written = Tokenizer.from_file(str(path))
+    for text in SAMPLES:
+        for special in (False, True):
+            expected = tokenizer.encode(text, add_special_tokens=special)
+            actual = written.encode(text, add_special_tokens=special).ids
+            if actual != expected:
+                raise BundleError(
+                    f"the tokenizer doesn't survive being written: {text!r} is {expected}, "
+                    f"but {actual} from tokenizer.json",
+                    remedy="put a complete tokenizer.json beside the model",
+                )
+
+
+def tokenizer_block(tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int) -> dict[str, Any]:
+    """The manifest's `tokenizer` block.
+
+    Raises:
+        BundleError: the tokenizer knows more tokens than the model.
+        ConfigError: a begin-of-sequence token is asked for, and there is none.
+    """
+    size = len(tokenizer)
+    highest = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if max(size, highest) > vocabulary_size:
+        raise BundleError(
+            f"the tokenizer has {max(size, highest)} tokens, the model has embeddings for {vocabulary_size}",
+            remedy="tokenizer and model don't belong together, or the model's embeddings need to be resized",
+        )
+    if prepend_bos == "always" and tokenizer.bos_token_id is None:
+        raise ConfigError(
+            "the export settings can't be used:",
+            ["prepend_bos is always, but the tokenizer has no such token"],
+        )
+    return {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "prepend_bos": prepend_bos == "always" and not adds_bos(tokenizer),
+        "chat_template": chat_template(tokenizer) is not None,
+        "vocabulary_size": size,
+    }
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer itself begins every text with its begin-of-sequence token."""
+    ids = tokenizer.encode("a", add_special_tokens=True)
+    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+
+
+def chat_template(tokenizer: Any) -> str | None:
+    """The default chat template."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,80 @@
+"""What is quantized, what isn't, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torchao")
+
+import torch
+from torch import nn
+
+from prge.errors import ConfigError
+from server_export import quantization
+from server_export.program import example_inputs
+from server_export.quantization import Int8Embedding
+from tests.server_export.programs import build, make_export_config
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("scheme", ["int8wo", "8w", "4w", "int4wo", "INT8_WEIGHT_ONLY"])
+def test_weight_only_is_refused_with_the_reason(scheme: str) -> None:
+    with pytest.raises(ConfigError, match="drops their scales"):
+        make_export_config("llama", quantize=scheme)
+
+
+def test_unknown_scheme_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fp32, 8da8w, 8da4w"):
+        make_export_config("llama", quantize="int3")
+
+
+def test_layers_that_groups_do_not_divide_fall_back_and_are_listed() -> None:
+    built = build("llama", model={"intermediate_size": 80}, quantize="8da4w", target_modules=["down_proj"])
+    assert built.quantization.per_channel == tuple(f"model.layers.{i}.mlp.down_proj" for i in range(2))
+    assert built.quantization.to_json()["group_size"] == 32
+    layers = built.module.model.model.layers[0].mlp
+    assert layers.down_proj.base.weight.block_size == (1, 80)
+    assert layers.up_proj.weight.block_size == (1, 32)
+
+
+def test_only_the_base_is_quantized() -> None:
+    built = build("llama", quantize="8da8w")
+    layer = built.module.model.model.layers[0].self_attn.q_proj
+    assert type(layer.base.weight).__name__ == "IntxUnpackedToInt8Tensor"
+    assert type(layer.lora_a) is torch.Tensor
+    assert layer.lora_a.dtype == torch.float32
+
+
+def test_tied_head_is_quantized_and_the_embedding_is_not() -> None:
+    built = build("llama", quantize="8da8w")
+    model = built.module.model
+    assert type(model.lm_head.head.weight).__name__ == "IntxUnpackedToInt8Tensor"
+    assert type(model.get_input_embeddings().weight) is nn.Parameter
+    assert built.quantization.embedding == "fp32"
+
+
+def test_large_embedding_becomes_int8_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "EMBEDDING_BYTES", 0)
+    for architecture in ("llama", "gemma3"):  # Gemma's embedding scales what it looks up
+        plain = build(architecture)
+        vectors = plain.module.model.get_input_embeddings()(torch.arange(128))
+        built = build(architecture, quantize="8da8w")
+        table = built.module.model.get_input_embeddings()
+        assert isinstance(table, Int8Embedding)
+        assert built.quantization.embedding == "int8"
+        step = vectors.abs().amax(1, keepdim=True) / 127
+        assert bool(((table(torch.arange(128)) - vectors).abs() <= step * 0.501).all())
+
+
+@pytest.mark.parametrize("scheme", ["8da8w", "8da4w"])
+def test_answers_stay_near_the_float_ones(scheme: str) -> None:
+    plain = build("llama")
+    built = build("llama", quantize=scheme)
+    inputs = example_inputs(plain.contract)
+    with torch.no_grad():
+        expected, actual = plain.module(*inputs), built.module(*inputs)
+    assert built.float_answers is not None
+    torch.testing.assert_close(built.float_answers, expected, atol=1e-5, rtol=0)
+    error = float((actual - expected).pow(2).mean().sqrt() / expected.std())
+    assert error < (0.1 if scheme == "8da8w" else 0.5)
