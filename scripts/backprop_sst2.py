@@ -3,8 +3,8 @@
     python scripts/backprop_sst2.py --bundle BUNDLE --run RUN --model MODEL --data SST2_FOLDER
 
 Rows, frozen lora_a and the heads that score the training rows are those of the run; lora_B is trained by
-Adam with a linear schedule. BUNDLE, of the same adapter, gives the length of test rows. Prints JSON: dev curve
-and, with --test, the accuracy on test rows of the best epoch.
+Adam with a linear schedule. BUNDLE, of the same adapter, gives the length of test rows. Prints JSON: the dev
+curve and, with --test, the accuracy on test rows of the best epoch.
 """
 
 from __future__ import annotations

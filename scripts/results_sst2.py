@@ -4,9 +4,9 @@
 
 MODEL is a folder or hub id of all-MiniLM-L6-v2, SST2_FOLDER holds train.tsv and test-labeled.tsv. MeZO's
 protocol: 1,000 training and 500 development rows of train.tsv; the development loss chooses the step and for
-backpropagation, the learning rate; the 1,821 test rows are read once per seed. A seed changes the frozen
-lora_a, the directions and the order of rows. Test rows go through a longer program of the same adapter. Prints
-JSON.
+backpropagation also the learning rate; the 1,821 test rows are read once per seed. A seed changes the frozen
+lora_a, the directions and the order of rows. Test rows go through a longer program of the same adapter.
+Prints JSON.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "8da4w": {"learning-rate": 1e-3, "epsilon": 2e-2},
 }
 COMMON = {"optimizer": "adam", "schedule": "linear", "evaluate-every": 250, "checkpoint-every": 250}
-BACKPROP: dict[str, Any] = {"batch_size": 16, "learning_rate": 3e-3, "evaluate_every": 100}
+BACKPROP: dict[str, Any] = {"batch_size": 16, "learning_rate": 1e-2, "evaluate_every": 100}
 
 
 def main() -> None:

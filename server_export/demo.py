@@ -1,6 +1,6 @@
 """`prge demo`: the whole path on a tiny model that comes with the package, each step a command of its own.
 
-    export -> evaluate -> run, killed on the way -> resume -> evaluate -> publish -> a table and a picture
+export -> evaluate -> run, killed on the way -> resume -> evaluate -> publish -> a table and a picture
 """
 
 from __future__ import annotations

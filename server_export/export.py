@@ -54,9 +54,10 @@ def export(config: ExportConfig) -> Path:
 def _build(config: ExportConfig) -> tuple[BuiltProgram, Any]:
     from server_export.loading import load_model
     from server_export.program import build_program
+    from server_export.quiet import quiet_libraries
     from server_export.tokenization import label_token_ids, load_tokenizer, tokenizer_block
 
-    _quiet_libraries()
+    quiet_libraries()
     pooled = None if config.readout is None else config.readout == "pooled"
     loaded = load_model(config.model, pooled=pooled, revision=config.revision)
     tokenizer = load_tokenizer(config.model, config.revision)
@@ -134,11 +135,3 @@ def _summarize(out: Path, manifest: dict[str, Any]) -> None:
         f"  a call runs {rows} rows ({contract['copies']} copies x {contract['batch_size']}) of "
         f"{contract['sequence_length']} tokens{reads}; readout {contract['readout']}"
     )
-
-
-def _quiet_libraries() -> None:
-    """Keep transformers' progress bars out of the stages."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()

@@ -27,7 +27,7 @@ from server_export import attention, readout
 from server_export.loading import LoadedModel
 from server_export.lora_fa import CallInputs, convert_conv1d, replace_module
 from server_export.lowering import LoweringReport, lower
-from server_export.program import StackProgram, _position_ids
+from server_export.program import StackProgram, position_numbers
 from server_export.quantization import QuantizationReport, quantize
 from server_export.verify import FP32_TOLERANCE, QUANTIZED_TOLERANCE, run_program
 
@@ -215,7 +215,7 @@ def _reference(loaded: LoadedModel, spec: InferenceSpec, example: tuple[torch.Te
 
 def _module(loaded: LoadedModel, spec: InferenceSpec) -> InferenceProgram:
     model = loaded.model
-    position_ids = _position_ids(loaded, spec.length)
+    position_ids = position_numbers(loaded, spec.length)
     convert_conv1d(model)
     contract = Contract(
         kind="stack",

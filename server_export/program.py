@@ -136,7 +136,7 @@ def build_program(
     if config.label_words and not label_tokens:
         label_tokens = label_token_ids(load_tokenizer(config.model, config.revision), config.label_words)
     kind = _readout(config, loaded, label_tokens)
-    position_ids = _position_ids(loaded, config.sequence_length)
+    position_ids = position_numbers(loaded, config.sequence_length)
     reference = _Reference(loaded, config)
     parameters = parameter_count(loaded.model)
     had_conv1d = convert_conv1d(loaded.model) > 0
@@ -295,7 +295,7 @@ def _contract(
     )
 
 
-def _position_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
+def position_numbers(loaded: LoadedModel, length: int) -> torch.Tensor:
     """Position numbers i64 [1, length] of a right-padded row."""
     limit = getattr(loaded.config, "max_position_embeddings", None)
     numbering = [

@@ -226,10 +226,10 @@ def load_base(trained: Trained) -> LoadedModel:
     Raises:
         BundleError: it isn't there, or is another model.
     """
-    from server_export.export import _quiet_libraries
     from server_export.loading import load_model, parameter_count
+    from server_export.quiet import quiet_libraries
 
-    _quiet_libraries()
+    quiet_libraries()
     remedy = "give the base model with --model"
     try:
         loaded = load_model(trained.base, pooled=trained.is_encoder, revision=trained.revision)

@@ -11,6 +11,7 @@ import torch
 
 from prge.errors import BundleError
 from server_export.program import BuiltProgram, example_inputs
+from server_export.quiet import quiet_engine
 
 # Of log-probabilities and pooled states. Models of 12 architectures differ by 1e-7 to 2e-5.
 FP32_TOLERANCE = 1e-4
@@ -42,9 +43,10 @@ def run_program(path: Path, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     from executorch.extension.pybindings import _C
 
     try:
-        program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
-        method = program.load_method("forward")
-        output: torch.Tensor = method.call([tensor.contiguous() for tensor in inputs])[0]
+        with quiet_engine():
+            program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
+            method = program.load_method("forward")
+            output: torch.Tensor = method.call([tensor.contiguous() for tensor in inputs])[0]
     except RuntimeError as error:
         raise BundleError(
             f"the engine refuses the program that was just lowered: {error}",

@@ -85,7 +85,7 @@ class NumpyEngine:
 
 
 def completion_gradient(engine: NumpyEngine, lora_b: FloatArray, tokens: Array, slots: Array) -> FloatArray:
-    """Exact d loss / d lora_b [rank, out]: one row's mean negative log-likelihood at (position, target) slots."""
+    """Exact d loss / d lora_b [rank, out] of one row; its loss is the mean over (position, target) slots."""
     gradient = np.zeros(lora_b.shape)
     for position, target in slots:
         state = engine.embedding[tokens[position]]
