@@ -28,9 +28,10 @@ from device_runner.run_inputs import (
 )
 from device_runner.run_settings import RunSettings
 from device_runner.scoring import evaluate
-from device_runner.telemetry import reported, run_lock
+from device_runner.telemetry import run_lock
 from device_runner.watching import Watcher
 from prge.adapter import write_peft
+from prge.atomic import write_file
 from prge.bundle import open_bundle
 from prge.checkpoint import (
     HEAD,
@@ -91,9 +92,7 @@ def run(settings: RunSettings) -> Path:
         _check_folder(settings)
         inputs = read_inputs(bundle, settings)
         with Journal(settings.out / JOURNAL) as journal:
-            begin(journal, inputs.identity)
-            with reported(settings.out):
-                (settings.out / CONFIG).write_text(settings_to_yaml(settings), encoding="utf-8")
+            begin(journal, inputs.identity, settings)
             engine = ExecutorchEngine.load(bundle, settings.threads)
             with Watcher(settings, inputs, engine, journal) as watcher, _graceful_stop(watcher):
                 watcher.say(inputs.report)
@@ -133,20 +132,22 @@ def _train(
         score if inputs.dev else None,
         lambda: watcher.stopped,
     )
-    if watcher.stopped:
+    if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
     return write_final(settings, inputs, state)
 
 
-def begin(journal: Journal, identity: Record) -> None:
-    """Write what the run is into a new journal, or compare it with what a resumed one was begun as.
+def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
+    """Write down what a new run is, or compare a resumed one with what it was begun as.
 
     Raises:
         ConfigError: every setting and input that differs.
     """
     stored = journal.first("start")
     if stored is None:
+        # In this order: what has a journal can be resumed, whenever the process ends.
+        write_file(settings.out / CONFIG, settings_to_yaml(settings).encode())
         journal.append(identity)
         return
     before, now = stored["settings"], identity["settings"]

@@ -16,7 +16,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any, TextIO
 
-from prge.atomic import flush_folder, storage_error
+from prge.atomic import storage_error, write_file
 from prge.errors import RunError
 
 METRICS = "metrics.jsonl"
@@ -119,17 +119,7 @@ def write_summary(
         RunError: the storage is full, read-only or refuses.
     """
     content = _plain({"run": run, "train": train, "meta": environment() if meta is None else meta})
-    temporary = folder / f".{SUMMARY}.{os.getpid()}.partial"
-    try:
-        with reported(folder):
-            with temporary.open("w", encoding="utf-8") as stream:
-                stream.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, folder / SUMMARY)
-            flush_folder(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(folder / SUMMARY, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
 def environment() -> Record:

@@ -1,4 +1,4 @@
-"""Folders that are whole or absent: written beside their place, flushed to storage, renamed."""
+"""Folders and files that are whole or absent: written beside their place, flushed to storage, renamed."""
 
 from __future__ import annotations
 
@@ -69,6 +69,25 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, over an older one if there is one.
+
+    Raises:
+        RunError: the storage is full, read-only or refuses.
+    """
+    # One name for all processes: what a killed one left is overwritten by the next.
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+        flush_folder(path.parent)
+    except OSError as error:
+        raise storage_error(path, error) from None
 
 
 def storage_error(path: Path, error: OSError) -> RunError:

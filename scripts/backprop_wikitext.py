@@ -1,7 +1,8 @@
 """What backpropagation reaches with the adapter, rows and windows of a bundle: the upper reference.
 
     python scripts/backprop_wikitext.py --model MODEL --bundle BUNDLE --train train.jsonl --dev dev.jsonl \\
-        --test test.jsonl --learning-rate 3e-3
+        --out FOLDER --learning-rate 1e-2
+    prge eval --bundle BUNDLE --adapter FOLDER/adapter --data test.jsonl --overflow split
 
 The bundle's LoRA-FA program runs in PyTorch with one copy, its exact gradient goes to the same Adam that
 `prge run` has. Only for fp32 bundles: integer layers have no gradient. Prints JSON.
@@ -21,7 +22,7 @@ import torch
 from device_runner.build import BuildOptions, load_examples
 from device_runner.data import Selection
 from device_runner.tokenizer import bundle_tokenizer
-from prge.adapter import Adapter, stack
+from prge.adapter import Adapter, stack, write_peft
 from prge.bundle import open_bundle
 from prge.evaluation import score
 from prge.optimizers import Adam, schedule
@@ -37,8 +38,9 @@ SHUFFLE_SEED = 0
 def backprop(
     model: str,
     bundle: Path,
-    files: dict[str, Path],
-    metrics: Path,
+    train: Path,
+    dev: Path,
+    out: Path,
     seed: int,
     steps: int,
     batch_size: int,
@@ -46,12 +48,12 @@ def backprop(
     dev_limit: int | None,
     evaluate_every: int,
 ) -> dict[str, Any]:
-    """Train with Adam and a linear schedule, keep the best step on dev rows, score it on test rows.
+    """Train with Adam and a linear schedule; keep the best step on development rows.
 
     Args:
         model: the folder or hub id that the bundle was exported from.
-        files: jsonl files by split: train, dev and, optionally, test.
-        metrics: file to write, in the format of a run's `metrics.jsonl`.
+        train: jsonl file of texts; `dev` alike, of which `dev_limit` are used.
+        out: folder to write: `adapter`, a PEFT folder, and `metrics.jsonl`, in the format of a run.
     """
     opened = open_bundle(bundle)
     lora = opened.manifest["lora"]
@@ -68,23 +70,20 @@ def backprop(
     built = build_program(config)
     engine = EagerEngine(built.module, built.contract)
     tokenizer, options = bundle_tokenizer(opened), BuildOptions(overflow="split")
-    chosen = {"dev": Selection(limit=dev_limit, shuffle_seed=SHUFFLE_SEED)}
-    rows = {
-        split: load_examples(path, tokenizer, engine.contract, selection=chosen.get(split), options=options)[
-            0
-        ]
-        for split, path in files.items()
-    }
+    chosen = Selection(limit=dev_limit, shuffle_seed=SHUFFLE_SEED)
+    rows, _ = load_examples(train, tokenizer, engine.contract, options=options)
+    dev_rows, _ = load_examples(dev, tokenizer, engine.contract, selection=chosen, options=options)
     pad = tokenizer.pad_id
-    sampler = Sampler(rows["train"], engine.contract, seed, pad=pad)
+    sampler = Sampler(rows, engine.contract, seed, pad=pad)
     adapter = Adapter.zeros(engine.contract.modules)
     optimizer, rates = Adam(adapter.size), schedule("linear", learning_rate, steps)
     best, best_step, best_perplexity = adapter.copy(), 0, float("inf")
     start = time.monotonic()
-    with metrics.open("w", encoding="utf-8") as stream:
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "metrics.jsonl").open("w", encoding="utf-8") as stream:
         for step in range(steps + 1):
             if step % evaluate_every == 0 or step == steps:
-                perplexity = score(engine, adapter, rows["dev"], pad=pad).perplexity
+                perplexity = score(engine, adapter, dev_rows, pad=pad).perplexity
                 if perplexity < best_perplexity:
                     best, best_step, best_perplexity = adapter.copy(), step, perplexity
                 record = {
@@ -104,10 +103,9 @@ def backprop(
             exact = engine.gradients(inputs, -batch.weights / batch.examples)
             flat = np.concatenate([exact[module.input_name].ravel() for module in adapter.modules])
             optimizer.update(adapter.values, flat.astype(np.float32), rates(step))
-    result = {"best_step": best_step, "dev": best_perplexity, "seconds": time.monotonic() - start}
-    if "test" in rows:
-        result["after"] = score(engine, best, rows["test"], pad=pad).perplexity
-    return result
+    seconds = time.monotonic() - start
+    write_peft(out / "adapter", best, opened.adapter, overwrite=True)
+    return {"dev": best_perplexity, "best_step": best_step, "seconds": seconds}
 
 
 def main() -> None:
@@ -119,18 +117,15 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--train", type=Path, required=True)
     parser.add_argument("--dev", type=Path, required=True)
-    parser.add_argument("--test", type=Path, help="scored once with the best step; leave out while tuning")
-    parser.add_argument("--metrics", type=Path, default=Path("metrics.jsonl"))
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--dev-limit", type=int, default=20, help="development passages")
-    parser.add_argument("--evaluate-every", type=int, default=250)
-    given = vars(parser.parse_args())
-    files = {split: given.pop(split) for split in ("train", "dev", "test")}
+    parser.add_argument("--evaluate-every", type=int, default=100)
     torch.set_num_threads(1)
-    print(json.dumps(backprop(files={s: p for s, p in files.items() if p is not None}, **given), indent=2))
+    print(json.dumps(backprop(**vars(parser.parse_args())), indent=2))
 
 
 if __name__ == "__main__":

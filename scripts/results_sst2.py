@@ -19,16 +19,13 @@ from typing import Any
 from studies import evaluations, prge, summarize
 
 SPLIT = {"shuffle_seed": 1, "train_limit": 1000, "dev_start": 1000, "dev_limit": 500}
-ADAPTER = {
-    "target_modules": [f"layer.{layer}.attention.self.value" for layer in (1, 2, 3)],
-    "rank": 8,
-    "alpha": 16,
-}
+# The layer whose gradient agrees most between training and development rows.
+ADAPTER = {"target_modules": "layer.2.attention.self.value", "rank": 32, "alpha": 64}
 STEP = {"queries": 16, "batch_size": 1}
 # Chosen on development rows with one seed.
-TRAINING = {"optimizer": "adam", "learning_rate": 8e-3, "schedule": "linear", "epsilon": 1e-2}
-TRAIN_LENGTH, TEST_LENGTH = 32, 64
-BACKPROP_RATES = (1e-3, 3e-3)
+TRAINING = {"optimizer": "adam", "learning_rate": 5e-3, "schedule": "linear", "epsilon": 1e-2}
+TRAIN_LENGTH, TEST_LENGTH = 24, 64
+BACKPROP_RATES = (1e-3, 3e-3, 1e-2)
 
 
 def main() -> None:
@@ -40,11 +37,15 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test-labeled.tsv")
     parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=7000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quantize", default="fp32")
     arguments = parser.parse_args()
-    runs = [study(arguments, seed) for seed in arguments.seeds]
+    runs: list[dict[str, Any]] = []
+    for seed in arguments.seeds:
+        # Like everything else, the rate of backpropagation is chosen with the first seed.
+        rates = (runs[0]["backprop_rate"],) if runs else BACKPROP_RATES
+        runs.append(study(arguments, seed, rates))
     names = ("frozen", "forward_only", "backprop", "forward_only_dev", "backprop_dev", "seconds")
     result = summarize(runs, names)
     means = [result[name]["mean"] for name in ("frozen", "forward_only", "backprop")]
@@ -55,7 +56,7 @@ def main() -> None:
     print(text)
 
 
-def study(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+def study(arguments: argparse.Namespace, seed: int, rates: tuple[float, ...]) -> dict[str, Any]:
     """One seed: the frozen encoder, forward passes alone, backpropagation."""
     import torch
     from backprop_sst2 import backprop
@@ -64,7 +65,7 @@ def study(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     bundle, longer = (export(arguments, seed, length) for length in (TRAIN_LENGTH, TEST_LENGTH))
     run, frozen = out / f"run-{seed}", out / f"frozen-{seed}"
     if not (run / "final").exists():
-        pace = {"steps": arguments.steps, "evaluate_every": 250, "checkpoint_every": 250, "select": "loss"}
+        pace = {"steps": arguments.steps, "evaluate_every": 500, "checkpoint_every": 500, "select": "loss"}
         prge(
             "run", bundle=bundle, train=train, dev=train, task="sst2", out=run, seed=seed,
             threads=arguments.threads, **SPLIT, **TRAINING, **pace,
@@ -72,14 +73,14 @@ def study(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     if not frozen.exists():
         prge("replay", run, out=frozen, step=0)
     torch.set_num_threads(arguments.threads)
-    tuned = [
-        backprop(longer, run, arguments.model, arguments.data, rate, 4, False) for rate in BACKPROP_RATES
-    ]
-    rate = min(tuned, key=lambda found: found["dev_loss"])["learning_rate"]
-    reference = backprop(longer, run, arguments.model, arguments.data, rate, 4, True)
-    (out / f"backprop-{seed}.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in reference["curve"])
-    )
+    common = (longer, run, arguments.model, arguments.data)
+    rate = rates[0]
+    if len(rates) > 1:
+        tuned = [backprop(*common, rate, epochs=4, test=False) for rate in rates]
+        rate = min(tuned, key=lambda found: found["dev_loss"])["learning_rate"]
+    reference = backprop(*common, rate, epochs=4, test=True)
+    lines = [json.dumps(record) + "\n" for record in reference["curve"]]
+    (out / f"backprop-{seed}.jsonl").write_text("".join(lines))
     best = min(evaluations(run), key=lambda record: record["loss"])
     return {
         "seed": seed,

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from studies import evaluations, prge, summarize
+
+FIGURES = ("before", "after", "dev", "seconds")
 
 TRAIN_PASSAGES, DEV_PASSAGES, DEV_LIMIT = 800, 100, 20
 SHAPE = {"sequence-length": 64, "positions": 63, "prepend-bos": "always"}
@@ -50,10 +51,13 @@ def main() -> None:
     results: dict[str, Any] = {}
     for scheme in arguments.quantize:
         runs = [train(arguments, scheme, seed, files) for seed in arguments.seeds]
-        results[scheme] = {**summarize(runs), "settings": {**ADAPTER, **STEP, **COMMON, **TRAINING[scheme]}}
+        results[scheme] = {
+            **summarize(runs, FIGURES),
+            "settings": {**ADAPTER, **STEP, **COMMON, **TRAINING[scheme]},
+        }
     if arguments.backprop:
         runs = [reference(arguments, seed, files) for seed in arguments.seeds]
-        results["backprop"] = {**summarize(runs), "settings": {**ADAPTER, **BACKPROP}}
+        results["backprop"] = {**summarize(runs, FIGURES), "settings": {**ADAPTER, **BACKPROP}}
     text = json.dumps(results, indent=2)
     (arguments.out / "results.json").write_text(text + "\n", encoding="utf-8")
     print(text)
@@ -95,26 +99,22 @@ def train(arguments: argparse.Namespace, scheme: str, seed: int, files: dict[str
     flags = {**chosen, **COMMON, **TRAINING[scheme], **length}
     if not (run / "final").exists():
         prge("run", bundle=bundle, train=files["train"], dev=files["dev"], out=run, **flags)
-    evaluations = [
-        record
-        for record in map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-        if record["event"] == "evaluation"
-    ]
-    best = min(evaluations, key=lambda record: record["perplexity"])
+    records = evaluations(run)
+    best = min(records, key=lambda record: record["perplexity"])
     return {
         "seed": seed,
         "before": evaluate(arguments, bundle, files["test"]),
         "after": evaluate(arguments, bundle, files["test"], run),
         "dev": best["perplexity"],
         "best_step": best["step"],
-        "seconds": evaluations[-1]["seconds"],
+        "seconds": records[-1]["seconds"],
     }
 
 
-def evaluate(arguments: argparse.Namespace, bundle: Path, data: Path, run: Path | None = None) -> float:
-    """Token perplexity of a run's adapter, or of the model as it came."""
+def evaluate(arguments: argparse.Namespace, bundle: Path, data: Path, adapter: Path | None = None) -> float:
+    """Token perplexity of an adapter, a run's or a PEFT folder, or of the model as it came."""
     result = arguments.out / "eval.json"
-    flags = {} if run is None else {"adapter": run}
+    flags = {} if adapter is None else {"adapter": adapter}
     prge("eval", bundle=bundle, data=data, overflow="split", threads=arguments.threads, json=result, **flags)
     return float(json.loads(result.read_text(encoding="utf-8"))["perplexity"])
 
@@ -126,26 +126,15 @@ def reference(arguments: argparse.Namespace, seed: int, files: dict[str, Path]) 
 
     torch.set_num_threads(arguments.threads)
     bundle = export(arguments, "fp32", seed)
-    metrics = arguments.out / f"backprop-{seed}.jsonl"
+    out = arguments.out / f"backprop-{seed}"
     length = {"seed": seed, "steps": arguments.backprop_steps, "dev_limit": DEV_LIMIT}
-    result = backprop(arguments.model, bundle, files, metrics, **length, **BACKPROP)
-    return {"seed": seed, "before": evaluate(arguments, bundle, files["test"]), **result}
-
-
-def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean, lowest and highest over the seeds, and the runs themselves."""
-    table = {
-        name: {"mean": statistics.mean(values), "lowest": min(values), "highest": max(values)}
-        for name in ("before", "after", "dev", "seconds")
-        for values in [[run[name] for run in runs]]
+    found = backprop(arguments.model, bundle, files["train"], files["dev"], out, **length, **BACKPROP)
+    return {
+        "seed": seed,
+        "before": evaluate(arguments, bundle, files["test"]),
+        "after": evaluate(arguments, bundle, files["test"], out / "adapter"),
+        **found,
     }
-    return {**table, "runs": runs}
-
-
-def prge(verb: str, **flags: Any) -> None:
-    """Call a verb; its output goes to the error stream, so that this script prints JSON alone."""
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    subprocess.run([sys.executable, "-m", "prge.cli", verb, *words], check=True, stdout=sys.stderr)
 
 
 if __name__ == "__main__":
