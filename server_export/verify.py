@@ -18,7 +18,7 @@ FP32_TOLERANCE = 1e-4
 # Times the largest change of an answer that quantization itself makes. Engine and eager model round the same
 # activations to int8, and a last bit of difference before the rounding flips a code; such flips measured 0.1
 # to 0.6 of that change. A layer that is computed wrongly moves answers by many times as much.
-QUANTIZED_TOLERANCE = 2.0
+QUANTIZED_TOLERANCE = 1.0
 
 
 @dataclass(frozen=True)
