@@ -147,7 +147,7 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
     stored = journal.first("start")
     if stored is None:
         # In this order: what has a journal can be resumed, whenever the process ends.
-        write_file(settings.out / CONFIG, settings_to_yaml(settings).encode())
+        write_file(settings.out / CONFIG, settings_to_yaml(settings.resolved()).encode())
         journal.append(identity)
         return
     before, now = stored["settings"], identity["settings"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -97,6 +97,17 @@ class RunSettings:
     """Threads of the engine; default: performance cores."""
     quiet: bool = False
     """Print no progress."""
+
+    def resolved(self) -> RunSettings:
+        """The same settings with absolute paths, for whoever resumes from another folder."""
+        paths = {
+            item.name: value.resolve()
+            for item in fields(self)
+            for value in [getattr(self, item.name)]
+            if isinstance(value, Path)
+        }
+        task = Path(self.task).resolve() if self.task and Path(self.task).is_file() else self.task
+        return replace(self, **paths, task=None if task is None else str(task))
 
     def __post_init__(self) -> None:
         problems = [

@@ -164,6 +164,12 @@ def test_resume_of_a_finished_run_changes_nothing(done: Path) -> None:
     assert json.loads((done / "run.json").read_text())["run"]["status"] == "completed"
 
 
+def test_a_run_can_be_resumed_from_any_folder(workshop: Path, tmp_path: Path) -> None:
+    words = ["--bundle", "bundle", "--train", "train.jsonl", "--task", "task.yaml", "--steps", 3]
+    prge("run", *words, "--out", tmp_path / "run", cwd=workshop)
+    prge("run", "--resume", "run", cwd=tmp_path)
+
+
 def test_an_adapter_to_start_from(run_words: list[object], done: Path, tmp_path: Path) -> None:
     prge("run", *run_words, "--adapter", done, "--steps", 2)
     out = prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout
