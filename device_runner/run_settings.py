@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from prge.directions import Distribution
 from prge.errors import ConfigError
@@ -100,7 +100,7 @@ class RunSettings:
 
     def resolved(self) -> RunSettings:
         """The same settings with absolute paths, for whoever resumes from another folder."""
-        paths = {
+        paths: dict[str, Any] = {
             item.name: value.resolve()
             for item in fields(self)
             for value in [getattr(self, item.name)]
