@@ -133,6 +133,7 @@ def training_settings(settings: RunSettings) -> TrainingSettings:
         checkpoint_every=settings.checkpoint_every,
         patience=settings.patience,
         divergence_ratio=settings.divergence_ratio,
+        clip=settings.clip,
     )
 
 

@@ -40,6 +40,9 @@ class RunSettings:
     """one-sided: compare with an unperturbed copy, or each query with the others."""
     normalize: bool = False
     """one-sided: divide by the deviation of the losses instead of epsilon (FZOO)."""
+    clip: float = 0.0
+    """Largest root mean square of a step's scalars, an estimate of the gradient's norm; 0: no clipping. Helps
+    where a step has few examples and they differ much."""
     directions: Distribution = "rademacher"
     """Distribution of directions; rademacher is bit-identical on every machine."""
     seed: int = 42
@@ -140,8 +143,11 @@ class RunSettings:
         ]
         if self.head_folds < 0 or self.head_folds == 1:
             problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
-        if self.head_learning_rate < 0:
-            problems.append(f"--head-learning-rate is {self.head_learning_rate}, must be at least 0")
+        problems += [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}, must be at least 0"
+            for name in ("head_learning_rate", "clip")
+            if getattr(self, name) < 0
+        ]
         if self.estimator == "antithetic":
             problems += [
                 f"--{name} belongs to --estimator one-sided, the estimator is antithetic"

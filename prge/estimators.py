@@ -105,6 +105,16 @@ class OneSided:
         return slopes
 
 
+def clipped(scalars: Float64Array, limit: float) -> Float64Array:
+    """Scalars shrunk together until their root mean square is at most `limit`; 0 leaves them.
+
+    For random signs that root mean square estimates the gradient's norm, so this is clipping by norm.
+    Gradients of single examples have heavy tails, and the few largest would drown the rest.
+    """
+    size = float(np.sqrt((scalars**2).mean()))
+    return scalars * (limit / size) if limit and size > limit else scalars
+
+
 @dataclass(frozen=True)
 class Measurement:
     """What the engine answered in one step.

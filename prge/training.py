@@ -18,7 +18,7 @@ from prge.checkpoint import TrainingState
 from prge.directions import Directions, Distribution
 from prge.engine import Engine
 from prge.errors import DivergenceError
-from prge.estimators import Estimator, Measurement, gradient, measure
+from prge.estimators import Estimator, Measurement, clipped, gradient, measure
 from prge.journal import Journal, Record, encode_array
 from prge.sampling import Sampler
 
@@ -34,6 +34,7 @@ class TrainingSettings:
     checkpoint_every: int = 100
     patience: int = 0
     divergence_ratio: float = 3.0
+    clip: float = 0.0
 
 
 class Observer(Protocol):
@@ -98,7 +99,7 @@ def train(
                 "seed": settings.seed,
                 "rows": [row for batch in batches for row in batch.rows],
                 "loss": float(measurement.losses.mean()),
-                "scalars": estimator.scalars(measurement.losses).tolist(),
+                "scalars": clipped(estimator.scalars(measurement.losses), settings.clip).tolist(),
                 **learning_rates(state.step),
             }
             if measurement.head_gradient is not None:

@@ -3,8 +3,8 @@
     python scripts/backprop_sst2.py --bundle BUNDLE --run RUN --model MODEL --data SST2_FOLDER
 
 Rows, frozen lora_a and the heads that score the training rows are those of the run; lora_B is trained by
-Adam with a linear schedule. BUNDLE, of the same adapter, gives the length of test rows. Prints JSON: the dev
-curve and, with --test, the accuracy on test rows of the best epoch.
+Adam with a linear schedule. BUNDLE, of the same adapter, gives the length of development and test rows.
+Prints JSON: the development curve and, with --test, the accuracy on test rows of the best epoch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from prge.examples import Example
 from prge.journal import Journal
 from prge.sampling import row_order
 from prge.settings import read_settings
+
+DEV_ROWS = 500
 
 
 def pooled(model: Any, examples: Sequence[Example], pad: int) -> torch.Tensor:
@@ -73,9 +75,10 @@ def backprop(
         options = BuildOptions(overflow="truncate")
         return load_examples(data / name, tokenizer, contract, task, chosen, options, training=False)[0]
 
-    train_rows = Selection(settings.train_start, settings.train_limit, settings.shuffle_seed)
-    dev_rows = Selection(settings.dev_start, settings.dev_limit, settings.shuffle_seed)
-    train, dev = (rows("train.tsv", bundle.contract, chosen) for chosen in (train_rows, dev_rows))
+    chosen_rows = Selection(settings.train_start, settings.train_limit, settings.shuffle_seed)
+    train = rows("train.tsv", bundle.contract, chosen_rows)
+    longer = open_bundle(bundle_folder).contract
+    dev = rows("dev.tsv", longer, Selection(limit=DEV_ROWS))
     with Journal(run / "journal.jsonl") as journal:
         heads = Heads.from_journal(journal, bundle.contract.width)
     assert heads is not None and heads.head is not None
@@ -114,8 +117,7 @@ def backprop(
     result["dev_accuracy"] = curve[best[1]]["accuracy"]
     if test:
         model.load_state_dict(best[2])
-        contract = open_bundle(bundle_folder).contract
-        found = evaluate(model, heads, rows("test-labeled.tsv", contract, Selection()), pad)
+        found = evaluate(model, heads, rows("test-labeled.tsv", longer, Selection()), pad)
         result["test_accuracy"] = found["accuracy"]
     return {**result, "curve": curve}
 

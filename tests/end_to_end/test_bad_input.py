@@ -214,8 +214,8 @@ def test_every_problem_of_a_settings_file_at_once(fails: Run, tmp_path: Path) ->
 
 
 def test_settings_that_contradict_each_other(fails: Run) -> None:
-    message = fails("--normalize", "--warmup", 99, "--epsilon", 0)
-    assert all(part in message for part in ("--normalize", "--warmup is 99", "--epsilon is 0"))
+    message = fails("--baseline", "leave-one-out", "--warmup", 99, "--epsilon", 0)
+    assert all(part in message for part in ("--baseline", "--warmup is 99", "--epsilon is 0"))
 
 
 def test_loss_that_is_not_finite(run_words: list[object], tmp_path: Path) -> None:

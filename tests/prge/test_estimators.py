@@ -7,7 +7,7 @@ import pytest
 
 from prge.adapter import Adapter, LoraBStack
 from prge.directions import Directions
-from prge.estimators import Antithetic, Estimator, OneSided, gradient, measure
+from prge.estimators import Antithetic, Estimator, OneSided, clipped, gradient, measure
 from prge.sampling import Sampler
 from tests.numpy_engine import NumpyEngine, completion_gradient
 from tests.rows import random_completions
@@ -129,3 +129,18 @@ def test_one_sided_differences_keep_half_of_the_curvature() -> None:
     direction = Directions("rademacher", SEED, STEP, 20)(0)
     values = np.array([np.sum((v.scale * direction) ** 2) / 2 for v in estimator.variants()])
     np.testing.assert_allclose(estimator.scalars(values), [0.1 * 20 / 2], rtol=1e-5)
+
+
+def test_clipping_keeps_proportions_and_leaves_small_scalars() -> None:
+    scalars = np.array([3.0, -4.0])
+    np.testing.assert_allclose(clipped(scalars, 1.0), scalars / np.sqrt(12.5))
+    assert clipped(scalars, 4.0) is scalars
+    assert clipped(scalars, 0.0) is scalars
+    assert clipped(np.zeros(2), 1.0).tolist() == [0, 0]
+
+
+def test_root_mean_square_of_the_scalars_is_the_norm_of_the_gradient() -> None:
+    gradient = np.random.default_rng(6).normal(size=200)
+    directions = Directions("rademacher", SEED, STEP, 200)
+    scalars = np.array([directions(query) @ gradient for query in range(4000)])
+    assert np.sqrt((scalars**2).mean()) == pytest.approx(np.linalg.norm(gradient), rel=0.05)
