@@ -87,6 +87,7 @@ def write_file(path: Path, content: bytes) -> None:
         os.replace(partial, path)
         flush_folder(path.parent)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise storage_error(path, error) from None
 
 

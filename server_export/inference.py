@@ -210,7 +210,7 @@ def _reference(loaded: LoadedModel, spec: InferenceSpec, example: tuple[torch.Te
             return logits[:, int(other)]
         states = loaded.model(input_ids=tokens, attention_mask=other, return_dict=True).last_hidden_state
         pool = readout.pool_mean if spec.pooling == "mean" else readout.pool_first
-        return pool(states, other)
+        return pool(states, other.to(states.dtype))
 
 
 def _module(loaded: LoadedModel, spec: InferenceSpec) -> InferenceProgram:

@@ -178,6 +178,8 @@ def test_mistakes_of_prge_keep_their_traceback(error: Exception, monkeypatch: py
 def test_interruption_in_a_child_process_is_130(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from prge import cli; import device_runner.inspect_bundle as module; "
+        # A shell starts background jobs with the signal ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "module.main = lambda argv: os.kill(os.getpid(), signal.SIGINT) or 0; sys.exit(cli.main(['inspect']))"
     )
     child = subprocess.run(

@@ -182,7 +182,7 @@ import sys
 from pathlib import Path
 from device_runner.run import main
 main({[str(word) for word in _words(workshop, tmp_path / "imports")]!r})
-unwanted = {"executorch.exir", "transformers", "torch._dynamo", "server_export"}
+unwanted = set(["executorch.exir", "transformers", "torch._dynamo", "server_export"])
 assert not unwanted & set(sys.modules), unwanted & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, env=os.environ)
