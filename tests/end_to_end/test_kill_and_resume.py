@@ -78,6 +78,7 @@ print(killed)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.export
 def test_killed_25_times_it_ends_in_the_same_bits(workshop: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(workshop), str(tmp_path), str(KILLS)]

@@ -19,6 +19,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.export
 def test_step_by_step(tmp_path: Path) -> None:
     (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
