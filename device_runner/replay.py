@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     path = settings.run / JOURNAL
     if not path.is_file():
         raise RunError(f"{settings.run} is no run: it has no {JOURNAL}", remedy="give the folder of a run")
-    with Journal(path) as journal:
+    with Journal(path, writable=False) as journal:
         state = replay(journal, settings.step)
     final = settings.run / FINAL
     template = settings.bundle / "adapter" if settings.bundle else final

@@ -17,7 +17,7 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -29,16 +29,19 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """The journal of one run, opened for reading and appending.
+    """The journal of one run, opened for appending, or for reading alone while its run may still write.
 
     Raises:
         RunError: a line other than the last is damaged, or the file can't be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writable: bool = True) -> None:
         self.path = path
         self.records, length = _read(path)
         self._at = {(record["kind"], record.get("step")): record for record in self.records}
+        self._stream: BinaryIO | None = None
+        if not writable:
+            return
         try:
             self._stream = path.open("ab")
             self._stream.truncate(length)
@@ -68,6 +71,8 @@ class Journal:
         Raises:
             RunError: no space left, or another failure of the file system; the journal stays whole.
         """
+        if self._stream is None:
+            raise ValueError(f"{self.path} is open for reading")
         start = self._stream.tell()
         try:
             self._stream.write(_line(record))
@@ -82,11 +87,13 @@ class Journal:
 
     def sync(self) -> None:
         """Force what was written to the disk, so that it survives a power cut too."""
-        os.fsync(self._stream.fileno())
+        if self._stream is not None:
+            os.fsync(self._stream.fileno())
 
     def close(self) -> None:
         """Close the file; the object can still be read."""
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def __enter__(self) -> Journal:
         return self

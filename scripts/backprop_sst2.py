@@ -79,7 +79,7 @@ def backprop(
     train = rows("train.tsv", bundle.contract, chosen_rows)
     longer = open_bundle(bundle_folder).contract
     dev = rows("dev.tsv", longer, Selection(limit=DEV_ROWS))
-    with Journal(run / "journal.jsonl") as journal:
+    with Journal(run / "journal.jsonl", writable=False) as journal:
         heads = Heads.from_journal(journal, bundle.contract.width)
     assert heads is not None and heads.head is not None
     # The heads are constants of the loss: row i has weight [classes, width] and a bias.

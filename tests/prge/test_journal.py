@@ -65,6 +65,17 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
             Journal(path)
 
 
+def test_reading_leaves_a_line_that_is_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = _write(path)
+    path.write_bytes(whole[:-5])
+    journal = Journal(path, writable=False)
+    assert journal.records == RECORDS[:3]
+    with pytest.raises(ValueError, match="open for reading"):
+        journal.append(RECORDS[3])
+    assert path.read_bytes() == whole[:-5]
+
+
 def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         Journal(tmp_path / "journal.jsonl").append({"kind": "step", "step": 0, "loss": float("nan")})
