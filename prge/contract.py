@@ -12,6 +12,16 @@ A stack program runs `copies x batch_size` rows in one call, slot-major:
 
     logprobs        f32 [rows, positions]                 decoders: log p(target | tokens up to position)
     pooled          f32 [rows, width]                     encoders
+
+A tangent program runs the `batch_size` rows once and carries `queries` directional derivatives of each
+beside it, exact ones. Its rows are those of one copy, and it has
+
+    lora_b.<module> f32 [rank, out_features]
+    u.<module>      f32 [queries, rows, rank]             the direction of a query and row in this module
+    v.<module>      f32 [queries, rows, out_features]     is the product u v^T
+
+    logprobs, dlogprobs     f32 [rows, positions], [queries, rows, positions]
+    pooled, dpooled         f32 [rows, width], [queries, rows, width]
 """
 
 from __future__ import annotations
@@ -24,6 +34,8 @@ from prge.errors import BundleError
 
 FORMAT = 1
 LORA_B_PREFIX = "lora_b."
+U_PREFIX, V_PREFIX = "u.", "v."
+KINDS = ("stack", "tangent")
 READOUTS = ("logprobs", "verbalizer", "pooled")
 
 
@@ -57,7 +69,8 @@ class Contract:
 
     `readout` is `logprobs` (over the vocabulary), `verbalizer` (over `label_tokens` only: targets are
     indices into that list) or `pooled` (an encoder's states; the head lives in the driver).
-    `alpha` is already folded into the program's frozen `lora_a`.
+    `alpha` is already folded into the program's frozen `lora_a`. A tangent program has one copy, a stack
+    program no queries of its own.
     """
 
     kind: str
@@ -70,6 +83,7 @@ class Contract:
     vocabulary_size: int
     label_tokens: tuple[int, ...]
     modules: tuple[AdaptedModule, ...]
+    queries: int = 0
 
     def __post_init__(self) -> None:
         problems = [
@@ -77,8 +91,14 @@ class Contract:
             for name in ("copies", "batch_size", "sequence_length", "vocabulary_size")
             if getattr(self, name) < 1
         ]
-        if self.kind != "stack":
-            problems.append(f"kind is {self.kind!r}, this version knows 'stack'")
+        if self.kind not in KINDS:
+            problems.append(f"kind is {self.kind!r}, this version knows {', '.join(KINDS)}")
+        if self.is_tangent and self.queries < 1:
+            problems.append(f"queries is {self.queries}, a tangent program needs at least 1")
+        if self.is_tangent and self.copies != 1:
+            problems.append(f"copies is {self.copies}, a tangent program has 1")
+        if not self.is_tangent and self.queries:
+            problems.append(f"queries is {self.queries}, a {self.kind} program has 0")
         if self.readout not in READOUTS:
             problems.append(f"readout is {self.readout!r}, must be one of {', '.join(READOUTS)}")
         if self.readout == "pooled" and self.width < 1:
@@ -97,8 +117,18 @@ class Contract:
 
     @property
     def rows(self) -> int:
-        """Rows of one call: copies x batch_size."""
+        """Rows of tokens in one call: copies x batch_size."""
         return self.copies * self.batch_size
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows that one call pays for: every tangent of a row costs as much as a row."""
+        return self.rows * (1 + self.queries)
+
+    @property
+    def is_tangent(self) -> bool:
+        """Whether the program carries derivatives."""
+        return self.kind == "tangent"
 
     @property
     def is_encoder(self) -> bool:
@@ -115,18 +145,31 @@ class Contract:
             rest = [
                 TensorSpec(name, "int64", (self.rows, self.positions)) for name in ("positions", "targets")
             ]
-        lora_b = [
-            TensorSpec(module.input_name, "float32", (self.copies, module.rank, module.out_features))
-            for module in self.modules
-        ]
-        return (tokens, *rest, *lora_b)
+        if not self.is_tangent:
+            lora_b = [
+                TensorSpec(module.input_name, "float32", (self.copies, module.rank, module.out_features))
+                for module in self.modules
+            ]
+            return (tokens, *rest, *lora_b)
+        return (
+            tokens,
+            *rest,
+            *(TensorSpec(m.input_name, "float32", (m.rank, m.out_features)) for m in self.modules),
+            *(
+                TensorSpec(prefix + module.name, "float32", (self.queries, self.rows, width))
+                for module in self.modules
+                for prefix, width in ((U_PREFIX, module.rank), (V_PREFIX, module.out_features))
+            ),
+        )
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The program's outputs in order."""
-        if self.is_encoder:
-            return (TensorSpec("pooled", "float32", (self.rows, self.width)),)
-        return (TensorSpec("logprobs", "float32", (self.rows, self.positions)),)
+        name, width = ("pooled", self.width) if self.is_encoder else ("logprobs", self.positions)
+        answer = TensorSpec(name, "float32", (self.rows, width))
+        if not self.is_tangent:
+            return (answer,)
+        return (answer, TensorSpec("d" + name, "float32", (self.queries, *answer.shape)))
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `contract` block; inputs and outputs are written out for other readers."""
@@ -154,6 +197,7 @@ class Contract:
                 vocabulary_size=int(block["vocabulary_size"]),
                 label_tokens=tuple(int(token) for token in block["label_tokens"]),
                 modules=modules,
+                queries=int(block["queries"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BundleError(

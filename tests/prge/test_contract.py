@@ -33,14 +33,43 @@ def test_inputs_of_an_encoder() -> None:
     assert (output.name, output.shape) == ("pooled", (8, 12))
 
 
+def test_inputs_and_outputs_of_a_tangent_decoder() -> None:
+    contract = make_contract(kind="tangent", copies=1, queries=3)
+    assert [(spec.name, spec.shape) for spec in contract.inputs] == [
+        ("tokens", (2, 16)),
+        ("positions", (2, 3)),
+        ("targets", (2, 3)),
+        ("lora_b.layers.0.q_proj", (4, 8)),
+        ("lora_b.layers.0.v_proj", (4, 6)),
+        ("u.layers.0.q_proj", (3, 2, 4)),
+        ("v.layers.0.q_proj", (3, 2, 8)),
+        ("u.layers.0.v_proj", (3, 2, 4)),
+        ("v.layers.0.v_proj", (3, 2, 6)),
+    ]
+    assert [(spec.name, spec.shape) for spec in contract.outputs] == [
+        ("logprobs", (2, 3)),
+        ("dlogprobs", (3, 2, 3)),
+    ]
+    assert (contract.rows, contract.computed_rows) == (2, 8)
+
+
+def test_outputs_of_a_tangent_encoder() -> None:
+    contract = make_contract(kind="tangent", copies=1, queries=3, readout="pooled", positions=0, width=12)
+    assert [(spec.name, spec.shape) for spec in contract.outputs] == [
+        ("pooled", (2, 12)),
+        ("dpooled", (3, 2, 12)),
+    ]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
+        {"kind": "tangent", "copies": 1, "queries": 3},
         {"readout": "verbalizer", "label_tokens": (5, 9)},
         {"readout": "pooled", "positions": 0, "width": 3},
     ],
-    ids=["logprobs", "verbalizer", "pooled"],
+    ids=["logprobs", "tangent", "verbalizer", "pooled"],
 )
 def test_round_trip_through_json(changes: dict[str, Any]) -> None:
     contract = make_contract(**changes)
@@ -54,7 +83,10 @@ def test_round_trip_through_json(changes: dict[str, Any]) -> None:
         ({"batch_size": -1}, "batch_size is -1"),
         ({"sequence_length": 0}, "sequence_length is 0"),
         ({"vocabulary_size": 0}, "vocabulary_size is 0"),
-        ({"kind": "tangent"}, "kind is 'tangent'"),
+        ({"kind": "circle"}, "kind is 'circle'"),
+        ({"kind": "tangent", "copies": 1}, "queries is 0"),
+        ({"kind": "tangent", "copies": 4, "queries": 2}, "copies is 4"),
+        ({"queries": 2}, "queries is 2"),
         ({"readout": "logits"}, "readout is 'logits'"),
         ({"readout": "pooled", "width": 0}, "width is 0"),
         ({"positions": 0}, "positions is 0"),
