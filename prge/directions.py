@@ -3,19 +3,29 @@
 Counter-based: the Philox 4x64-10 generator (Salmon et al. 2011, "Parallel random numbers: as easy as
 1, 2, 3") keyed by (seed, step) with the query in the counter. Nothing is stored and nothing is sequential:
 any direction of a run can be made again from its journal.
+
+    Directions          one direction a query, a sign or a normal for every value of the adapter
+    RankOneDirections   one direction a query and example, a product u v^T of signs in every module
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.engine import FloatArray
+from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule
+from prge.engine import FloatArray, IntArray
 
 Distribution = Literal["rademacher", "gaussian"]
+Float64Array = NDArray[np.float64]
+SignArray = NDArray[np.int8]
+
+GRID_BITS = 30
 
 
 def philox(seed: int, step: int, stream: int, count: int) -> NDArray[np.uint64]:
@@ -62,3 +72,81 @@ class Directions:
         """Direction of one query, f32 [size]."""
         make = {"rademacher": rademacher, "gaussian": gaussian}[self.distribution]
         return make(self.seed, self.step, query, self.size)
+
+
+@dataclass(frozen=True)
+class RankOneDirections:
+    """The directions of one step that are a product u v^T in every module, made when asked for.
+
+    The signs of a query are one stream, example after example, so an example's don't depend on how many
+    follow it. `shared`: all examples of a query have the same direction.
+    """
+
+    seed: int
+    step: int
+    queries: int
+    examples: int
+    modules: tuple[AdaptedModule, ...]
+    shared: bool = False
+
+    def factors(self) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
+        """Every module with its u [queries, examples, rank] and v [queries, examples, out_features]."""
+        start = 0
+        for module in self.modules:
+            middle, end = start + module.rank, start + module.rank + module.out_features
+            yield module, self._signs[..., start:middle], self._signs[..., middle:end]
+            start = end
+
+    def fill(self, inputs: Mapping[str, FloatArray], owner: IntArray) -> None:
+        """Write the directions of a call's rows into its program inputs `u.<module>` and `v.<module>`.
+
+        Args:
+            inputs: f32 [queries, rows, width] by input name, written in place.
+            owner: i64 [rows], the example of the step that a row belongs to; the rows of -1 become zeros.
+        """
+        example = np.maximum(owner, 0)
+        for module, u, v in self.factors():
+            for prefix, factor in ((U_PREFIX, u), (V_PREFIX, v)):
+                rows = inputs[prefix + module.name]
+                rows[...] = factor[:, example]
+                rows[:, owner < 0] = 0
+
+    def gradient(self, scalars: Float64Array) -> FloatArray:
+        """Mean of scalar * u v^T over queries and examples, f32 [size of the adapter].
+
+        The same bits on every machine: signs times scalars on one grid have exact sums in any order.
+
+        Args:
+            scalars: f64 [queries, examples]; `on_grid` is applied to them.
+        """
+        scalars = on_grid(scalars)
+        means = []
+        for module, u, v in self.factors():
+            left = (u * scalars[..., None]).reshape(-1, module.rank)
+            total = left.T @ v.reshape(-1, module.out_features).astype(np.float64)
+            # Adding 0 makes -0 and 0, which depend on the order, one number.
+            means.append(((total + 0.0) / scalars.size).astype(np.float32).ravel())
+        return np.concatenate(means)
+
+    @cached_property
+    def _signs(self) -> SignArray:
+        width = sum(module.rank + module.out_features for module in self.modules)
+        count = 1 if self.shared else self.examples
+        signs = np.empty((self.queries, count, width), np.int8)
+        for query in range(self.queries):
+            signs[query] = rademacher(self.seed, self.step, query, count * width).reshape(count, width)
+        return np.broadcast_to(signs, (self.queries, self.examples, width))
+
+
+def on_grid(scalars: Float64Array) -> Float64Array:
+    """Scalars cut to multiples of one power of two, at most 2^30 of them; what is not finite stays.
+
+    Sums of up to 2^23 such numbers, with any signs, are exact in float64. They are cut towards zero, which
+    leaves the largest one its exponent: doing it twice changes nothing.
+    """
+    largest = float(np.abs(scalars).max(initial=0.0))
+    if not np.isfinite(largest):
+        return scalars
+    exponent = int(np.frexp(largest)[1]) - GRID_BITS
+    cut: Float64Array = np.ldexp(np.trunc(np.ldexp(scalars, -exponent)), exponent)
+    return cut
