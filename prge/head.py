@@ -25,6 +25,15 @@ class Classifier(Protocol):
         """
         ...
 
+    def slopes(self, tangents: FloatArray, rows: Sequence[int]) -> Float64Array:
+        """Derivatives of the scores, f64 [..., examples, classes], from those of the states.
+
+        Args:
+            tangents: derivatives of the states, [..., examples, width].
+            rows: as for `scores`.
+        """
+        ...
+
 
 class Head:
     """Linear head: scores = pooled @ weight.T + bias, kept as one flat f32 vector `values`.
@@ -44,8 +53,12 @@ class Head:
 
     def scores(self, pooled: FloatArray, rows: Sequence[int] = ()) -> Float64Array:
         """Class scores, f64 [..., classes], of pooled states [..., width]; the same for all rows."""
-        scores: Float64Array = np.asarray(pooled, np.float64) @ self.weight.T.astype(np.float64) + self.bias
-        return scores
+        return self.slopes(pooled) + self.bias
+
+    def slopes(self, tangents: FloatArray, rows: Sequence[int] = ()) -> Float64Array:
+        """Derivatives of the scores, f64 [..., classes], from those of the states [..., width]."""
+        slopes: Float64Array = np.asarray(tangents, np.float64) @ self.weight.T.astype(np.float64)
+        return slopes
 
     def gradient(self, pooled: FloatArray, score_gradient: Float64Array) -> Float64Array:
         """Exact derivative of the summed loss by `values`, f64 [size].
@@ -72,9 +85,16 @@ class CrossFittedHeads:
 
     def scores(self, pooled: FloatArray, rows: Sequence[int]) -> Float64Array:
         """See Classifier.scores."""
-        folds = [row % len(self.heads) for row in rows]
-        by_row = [self.heads[fold].scores(pooled[..., i, :]) for i, fold in enumerate(folds)]
-        return np.stack(by_row, -2)
+        heads = self._heads_of(rows)
+        return np.stack([head.scores(pooled[..., i, :]) for i, head in enumerate(heads)], -2)
+
+    def slopes(self, tangents: FloatArray, rows: Sequence[int]) -> Float64Array:
+        """See Classifier.slopes."""
+        heads = self._heads_of(rows)
+        return np.stack([head.slopes(tangents[..., i, :]) for i, head in enumerate(heads)], -2)
+
+    def _heads_of(self, rows: Sequence[int]) -> list[Head]:
+        return [self.heads[row % len(self.heads)] for row in rows]
 
 
 def fit_cross_fitted(

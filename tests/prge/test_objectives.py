@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from prge.examples import make_batch
-from prge.head import Head
-from prge.objectives import losses, score_gradient, scores
+from prge.head import CrossFittedHeads, Head
+from prge.objectives import largest_tangent, losses, score_gradient, score_slopes, scores
 from tests.numpy_engine import NumpyEngine
 from tests.rows import choice, classified, completion, long_choice
 
@@ -92,3 +92,50 @@ def test_padding_rows_of_an_encoder_are_left_out() -> None:
     found = scores(batch, {"pooled": np.ones((8, 6), np.float32)}, 2, head)
     assert found.shape == (2, 2, 3)
     assert batch.attention_mask.sum(1).tolist() == [2, 1, 1, 1]
+
+
+def test_scores_are_linear_so_their_slopes_are_differences_of_scores() -> None:
+    contract = NumpyEngine(batch_size=6).contract
+    batch = make_batch(
+        [completion(1, [1, 2, 3], 1), choice(2, [3], [7, 8], 0), long_choice(3, [1], [[3], [4, 5, 6]], 1)],
+        contract,
+    )
+    random = np.random.default_rng(0)
+    at, along = random.normal(size=(6, 4)), random.normal(size=(5, 6, 4))
+    found = score_slopes(batch, {"logprobs": at, "dlogprobs": along})
+    there = batch.candidates[:, None] > np.arange(2)
+    for query in range(5):
+        before, after = (
+            scores(batch, {"logprobs": logprobs}, 1)[0][there] for logprobs in (at, at + along[query])
+        )
+        np.testing.assert_allclose(found[query][there], after - before, atol=1e-12)
+        assert not found[query][~there].any()
+
+
+def test_slopes_of_an_encoder_leave_the_bias_out() -> None:
+    batch = make_batch(
+        [classified(row, [row], 3, 0) for row in (1, 2)], NumpyEngine(batch_size=4, encoder=True).contract
+    )
+    random = np.random.default_rng(0)
+    heads = [Head(3, 6), Head(3, 6)]
+    for head in heads:
+        head.values[:] = random.normal(size=head.size)
+    along = random.normal(size=(5, 4, 6))
+    alone = score_slopes(batch, {"dpooled": along}, heads[0])
+    np.testing.assert_allclose(alone, along[:, :2] @ heads[0].weight.T.astype(float), rtol=1e-12)
+    folds = score_slopes(batch, {"dpooled": along}, CrossFittedHeads(heads))
+    for example, fold in enumerate((1, 0)):
+        np.testing.assert_allclose(
+            folds[:, example], along[:, example] @ heads[fold].weight.T.astype(float), rtol=1e-12
+        )
+
+
+def test_the_largest_tangent_is_one_that_was_asked_for() -> None:
+    batch = make_batch([completion(1, [1, 2, 3], 1)], NumpyEngine(batch_size=2).contract)
+    tangents = np.full((2, 2, 4), 9.0)
+    tangents[:, 0, :2] = [[1, -3], [2, 0]]
+    assert largest_tangent(batch, {"dlogprobs": tangents}) == 3
+    tangents[1, 0, 1] = np.nan
+    assert np.isnan(largest_tangent(batch, {"dlogprobs": tangents}))
+    batch = make_batch([classified(1, [1], 3, 0)], NumpyEngine(batch_size=2, encoder=True).contract)
+    assert largest_tangent(batch, {"dpooled": np.array([[[1, -2], [5, 5]]])}) == 2
