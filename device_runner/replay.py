@@ -8,14 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from device_runner.run_inputs import FINAL, JOURNAL, Heads, new_state
+from device_runner.run_inputs import FINAL, JOURNAL, Heads, make_estimator, new_state
 from device_runner.run_settings import RunSettings
 from prge.adapter import Adapter, read_peft, write_peft
 from prge.checkpoint import HEAD, TrainingState, head_arrays
 from prge.contract import AdaptedModule
-from prge.directions import Directions
 from prge.errors import RunError
-from prge.estimators import gradient
 from prge.journal import Journal, Record, decode_array
 from prge.settings import parse_settings
 
@@ -74,13 +72,14 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
         step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
     if step > journal.steps:
         raise RunError(f"the run has {journal.steps} steps, not {step}", remedy="give a smaller --step")
-    settings = start["settings"]
+    settings = run_settings(start)
+    estimator = make_estimator(settings, settings.queries or 0)
     for number in range(step):
         taken = journal.step(number)
         if taken is None:
             raise RunError(f"{journal.path} lacks step {number}", remedy="restore it from a copy")
-        directions = Directions(settings["directions"], taken["seed"], number, state.adapter.size)
-        state.apply(taken, gradient(taken["scalars"], directions))
+        gradient = estimator.gradient(taken["scalars"], taken["seed"], number, state.adapter.modules)
+        state.apply(taken, gradient)
     return state
 
 
@@ -90,5 +89,10 @@ def first_state(journal: Journal, start: Record) -> TrainingState:
     adapter = Adapter.zeros(modules)
     if start["adapter"]:
         adapter.values[:] = decode_array(start["adapter"])
-    settings = RunSettings(bundle=Path(), train=Path(), out=Path(), dev=Path(), **start["settings"])
-    return new_state(settings, adapter, Heads.from_journal(journal, start["width"]) or Heads())
+    heads = Heads.from_journal(journal, start["width"]) or Heads()
+    return new_state(run_settings(start), adapter, heads)
+
+
+def run_settings(start: Record) -> RunSettings:
+    """The settings of the run that the journal's first record began, without its paths."""
+    return RunSettings(bundle=Path(), train=Path(), out=Path(), dev=Path(), **start["settings"])

@@ -16,8 +16,9 @@ from device_runner.tokenizer import Tokenizer, bundle_tokenizer
 from prge.adapter import Adapter, read_peft
 from prge.bundle import Bundle, file_sha256
 from prge.checkpoint import HEAD, TrainingState, read_head
+from prge.differences import Antithetic, Differences, OneSided
 from prge.errors import ConfigError, RunError
-from prge.estimators import Antithetic, Estimator, OneSided
+from prge.estimators import Estimator
 from prge.examples import Example
 from prge.head import CrossFittedHeads, Head
 from prge.journal import Journal, Record, decode_array, encode_array
@@ -113,14 +114,16 @@ def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> Training
 def make_estimator(settings: RunSettings, queries: int) -> Estimator:
     """The estimator that the settings ask for."""
     if settings.estimator == "antithetic":
-        return Antithetic(queries, settings.epsilon)
+        rule = Antithetic(queries, settings.epsilon)
+        return Differences(rule, settings.directions, settings.clip)
     if settings.baseline == "leave-one-out" and queries < 2:
         raise ConfigError(
             "these settings can't be used:",
             [f"--baseline leave-one-out needs at least 2 queries, the bundle was exported for {queries}"],
             remedy="give --queries",
         )
-    return OneSided(queries, settings.epsilon, settings.baseline, settings.normalize)
+    one_sided = OneSided(queries, settings.epsilon, settings.baseline, settings.normalize)
+    return Differences(one_sided, settings.directions, settings.clip)
 
 
 def training_settings(settings: RunSettings) -> TrainingSettings:
@@ -128,12 +131,10 @@ def training_settings(settings: RunSettings) -> TrainingSettings:
     return TrainingSettings(
         steps=settings.steps,
         seed=settings.seed,
-        distribution=settings.directions,
         evaluate_every=settings.evaluate_every,
         checkpoint_every=settings.checkpoint_every,
         patience=settings.patience,
         divergence_ratio=settings.divergence_ratio,
-        clip=settings.clip,
     )
 
 

@@ -44,7 +44,7 @@ class Adapter:
 
     def __init__(self, modules: Sequence[AdaptedModule], values: FloatArray) -> None:
         self.modules = tuple(modules)
-        size = _size(modules)
+        size = adapter_size(modules)
         if values.shape != (size,) or values.dtype != np.float32 or not values.flags.c_contiguous:
             raise ValueError(f"values is {values.dtype} {values.shape}, must be contiguous float32 ({size},)")
         self.values = values
@@ -52,7 +52,7 @@ class Adapter:
     @classmethod
     def zeros(cls, modules: Sequence[AdaptedModule]) -> Adapter:
         """The adapter that changes nothing."""
-        return cls(modules, np.zeros(_size(modules), np.float32))
+        return cls(modules, np.zeros(adapter_size(modules), np.float32))
 
     @property
     def size(self) -> int:
@@ -83,7 +83,7 @@ class LoraBStack:
             module.input_name: np.zeros((copies, module.rank, module.out_features), np.float32)
             for module in self.modules
         }
-        self._size = _size(self.modules)
+        self._size = adapter_size(self.modules)
 
     def fill(self, copy: int, values: FloatArray) -> None:
         """Write the adapter vector `values` f32 [size] as copy number `copy`; no temporary arrays.
@@ -97,6 +97,11 @@ class LoraBStack:
             raise ValueError(f"values has shape {values.shape}, must be ({self._size},)")
         for buffer, view in zip(self.inputs.values(), _views(self.modules, values), strict=True):
             buffer[copy] = view
+
+
+def adapter_size(modules: Sequence[AdaptedModule]) -> int:
+    """How many numbers the adapter of these modules trains."""
+    return sum(module.rank * module.out_features for module in modules)
 
 
 def stack(adapter: Adapter, copies: int) -> dict[str, FloatArray]:
@@ -218,10 +223,6 @@ def read_arrays(path: Path | str) -> dict[str, Array]:
             raise AdapterError(
                 f"{path} can't be read", [f"{error}"], remedy="give a file that prge wrote"
             ) from None
-
-
-def _size(modules: Sequence[AdaptedModule]) -> int:
-    return sum(module.rank * module.out_features for module in modules)
 
 
 def _views(modules: Sequence[AdaptedModule], values: FloatArray) -> list[FloatArray]:

@@ -1,6 +1,6 @@
-"""The loop: measure perturbed copies of the adapter, estimate a gradient from their losses, take a step.
+"""The loop: measure a step's batches, estimate a gradient from what was measured, take a step along it.
 
-    rows -> directions(seed, step) -> stack of lora_b -> engine -> losses -> scalars -> gradient -> optimizer
+    rows -> directions(seed, step) -> engine -> scalars -> gradient -> optimizer
 
 A step that the journal already holds is taken from there instead of from the engine. So a resumed run walks
 the same loop as one that was never stopped and ends in the same bits, and a replay needs no engine at all.
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from prge.adapter import LoraBStack
+import numpy as np
+
 from prge.checkpoint import TrainingState
-from prge.directions import Directions, Distribution
 from prge.engine import Engine
 from prge.errors import DivergenceError
-from prge.estimators import Estimator, Measurement, clipped, gradient, measure
+from prge.estimators import Estimator, Measurement
 from prge.journal import Journal, Record, encode_array
 from prge.sampling import Sampler
 
@@ -29,12 +29,10 @@ class TrainingSettings:
 
     steps: int
     seed: int
-    distribution: Distribution = "rademacher"
     evaluate_every: int = 0
     checkpoint_every: int = 100
     patience: int = 0
     divergence_ratio: float = 3.0
-    clip: float = 0.0
 
 
 class Observer(Protocol):
@@ -65,9 +63,9 @@ def train(
     """Train until `settings.steps`, an early stop, or an interruption; `state` is changed in place.
 
     Raises:
-        DivergenceError: the loss is not finite, or far above the first one; the state before it is saved.
+        DivergenceError: the loss or a derivative is not finite, or the loss far above the first one; the
+            state before it is saved.
     """
-    stack = LoraBStack(engine.contract.modules, engine.contract.copies)
     while True:
         if evaluate is not None and _due(state.step, settings.evaluate_every, settings.steps):
             known = journal.evaluation(state.step)
@@ -79,17 +77,15 @@ def train(
                 break
         if state.step >= settings.steps or interrupted():
             break
-        directions = Directions(settings.distribution, settings.seed, state.step, state.adapter.size)
         known, measurement = journal.step(state.step), None
         if known is None:
             batches = sampler.batches(state.step)
-            measurement = measure(
+            measurement = estimator.measure(
                 engine,
                 state.adapter,
-                stack,
-                estimator.variants(),
-                directions,
                 batches,
+                settings.seed,
+                state.step,
                 state.training_classifier,
                 state.trained_head,
             )
@@ -98,8 +94,8 @@ def train(
                 "step": state.step,
                 "seed": settings.seed,
                 "rows": [row for batch in batches for row in batch.rows],
-                "loss": float(measurement.losses.mean()),
-                "scalars": clipped(estimator.scalars(measurement.losses), settings.clip).tolist(),
+                "loss": measurement.loss,
+                "scalars": measurement.scalars.tolist(),
                 **learning_rates(state.step),
             }
             if measurement.head_gradient is not None:
@@ -108,7 +104,8 @@ def train(
                 save(state)
                 raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
             journal.append(known)
-        state.apply(known, gradient(known["scalars"], directions))
+        gradient = estimator.gradient(known["scalars"], settings.seed, state.step, state.adapter.modules)
+        state.apply(known, gradient)
         observer.on_step(known, measurement)
         if settings.checkpoint_every and state.step % settings.checkpoint_every == 0:
             save(state)
@@ -123,8 +120,10 @@ def _due(step: int, every: int, last: int) -> bool:
 def _divergence(record: Record, state: TrainingState, settings: TrainingSettings) -> str:
     """What is wrong with a step that must not be taken; empty if nothing is."""
     loss, first, smoothed = record["loss"], state.progress.first_loss, state.progress.smoothed_loss
-    if not all(map(math.isfinite, [loss, *record["scalars"]])):
-        return f"step {record['step']}: the loss is {loss}, scalars {record['scalars']}"
+    scalars = np.asarray(record["scalars"])
+    bad = int(scalars.size - np.isfinite(scalars).sum())
+    if bad or not math.isfinite(loss):
+        return f"step {record['step']}: the loss is {loss}, {bad} of {scalars.size} scalars are not finite"
     if first is not None and smoothed is not None and smoothed > settings.divergence_ratio * max(first, 1.0):
         return f"step {record['step']}: the smoothed loss is {smoothed:.3g}, it began at {first:.3g}"
     return ""

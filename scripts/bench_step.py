@@ -24,12 +24,11 @@ from random_models import CONFIGURATIONS, random_model
 
 from device_runner.executorch_engine import ExecutorchEngine
 from device_runner.telemetry import PeakMemory, environment
-from prge.adapter import Adapter, LoraBStack
+from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import Contract
-from prge.directions import Directions
+from prge.differences import Antithetic, Differences
 from prge.engine import Engine
-from prge.estimators import Antithetic, gradient, measure
 from prge.examples import Example, Slot, TokenSequence, make_batch
 from prge.optimizers import Adam
 
@@ -73,11 +72,10 @@ class Step:
         contract = engine.contract
         random = np.random.default_rng(0)
         self.engine = engine
-        self.estimator = Antithetic(queries, 1e-2)
+        self.estimator = Differences(Antithetic(queries, 1e-2))
         self.adapter = Adapter.zeros(contract.modules)
         self.adapter.values[:] = random.normal(size=self.adapter.size) * 0.01
         self.optimizer = Adam(self.adapter.size)
-        self.stack = LoraBStack(contract.modules, contract.copies)
         rows = random.integers(0, contract.vocabulary_size, (contract.batch_size, contract.sequence_length))
         at = contract.sequence_length - 1 - contract.positions
         self.batch = make_batch(
@@ -104,14 +102,11 @@ class Step:
     def __call__(self) -> tuple[float, float, list[float]]:
         """Seconds of the step, seconds in the engine, the scalars."""
         start = time.perf_counter()
-        directions = Directions("rademacher", 0, 0, self.adapter.size)
-        found = measure(
-            self.engine, self.adapter, self.stack, self.estimator.variants(), directions, [self.batch]
-        )
-        scalars = self.estimator.scalars(found.losses)
+        found = self.estimator.measure(self.engine, self.adapter, [self.batch], 0, 0)
+        gradient = self.estimator.gradient(found.scalars, 0, 0, self.adapter.modules)
         # A rate of zero keeps both programs on the same values, so that their scalars can be compared.
-        self.optimizer.update(self.adapter.values, gradient(scalars, directions), 0.0)
-        return time.perf_counter() - start, found.engine_seconds, scalars.tolist()
+        self.optimizer.update(self.adapter.values, gradient, 0.0)
+        return time.perf_counter() - start, found.engine_seconds, found.scalars.tolist()
 
 
 def run_alone(folder: Path, queries: int, steps: int) -> None:

@@ -7,6 +7,7 @@ The encoder variant answers the mean embedding, through the same layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,9 +55,7 @@ class NumpyEngine:
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """See prge.engine.Engine.forward."""
         self.calls += 1
-        for spec in self.contract.inputs:
-            assert inputs[spec.name].shape == spec.shape, spec
-            assert inputs[spec.name].dtype == spec.dtype, spec
+        check_inputs(self.contract, inputs)
         copies, rows = self.contract.copies, self.contract.rows
         lora_b = inputs[f"lora_b.{MODULE}"].astype(np.float64)
         states = self.embedding[inputs["tokens"]].reshape(copies, rows // copies, -1, self.embedding.shape[1])
@@ -68,6 +67,10 @@ class NumpyEngine:
         logprobs = outputs - np.log(np.exp(outputs).sum(-1, keepdims=True))
         read = np.take_along_axis(logprobs, inputs["positions"][..., None], 1)
         return {"logprobs": np.take_along_axis(read, inputs["targets"][..., None], 2)[..., 0]}
+
+    def tangent(self, queries: int) -> NumpyTangentEngine:
+        """The same model as a tangent program."""
+        return NumpyTangentEngine(self, queries)
 
     def with_copies(self, copies: int) -> NumpyEngine:
         """The same model exported with another number of copies."""
@@ -82,6 +85,47 @@ class NumpyEngine:
             sequence_length=contract.sequence_length,
             encoder=contract.is_encoder,
         )
+
+
+class NumpyTangentEngine:
+    """Implements prge.engine.Engine as a tangent program of the model, with derivatives in closed form."""
+
+    def __init__(self, model: NumpyEngine, queries: int) -> None:
+        self.model = model
+        self.calls = 0
+        self.contract = replace(model.contract, kind="tangent", copies=1, queries=queries)
+
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """See prge.engine.Engine.forward."""
+        self.calls += 1
+        check_inputs(self.contract, inputs)
+        model = self.model
+        lora_b, u, v = (inputs[f"{kind}.{MODULE}"].astype(np.float64) for kind in ("lora_b", "u", "v"))
+        states = model.embedding[inputs["tokens"]]
+        outputs = states @ (model.weight + model.lora_a.T @ lora_b)
+        tangents = np.einsum("ntd,rd,qnr,qno->qnto", states, model.lora_a, u, v)
+        if self.contract.is_encoder:
+            mask = inputs["attention_mask"][..., None]
+            squashed = np.tanh(outputs)
+            return {
+                "pooled": (squashed * mask).sum(1) / mask.sum(1),
+                "dpooled": ((1 - squashed**2) * tangents * mask).sum(2) / mask.sum(1),
+            }
+        logprobs = outputs - np.log(np.exp(outputs).sum(-1, keepdims=True))
+        dlogprobs = tangents - (np.exp(logprobs) * tangents).sum(-1, keepdims=True)
+        row = np.arange(self.contract.rows)[:, None]
+        return {
+            "logprobs": logprobs[row, inputs["positions"], inputs["targets"]],
+            "dlogprobs": dlogprobs[:, row, inputs["positions"], inputs["targets"]],
+        }
+
+
+def check_inputs(contract: Contract, inputs: Mapping[str, Array]) -> None:
+    """Shapes and dtypes are the contract's, and there are no other inputs."""
+    assert set(inputs) == {spec.name for spec in contract.inputs}
+    for spec in contract.inputs:
+        assert inputs[spec.name].shape == spec.shape, spec
+        assert inputs[spec.name].dtype == spec.dtype, spec
 
 
 def completion_gradient(engine: NumpyEngine, lora_b: FloatArray, tokens: Array, slots: Array) -> FloatArray:

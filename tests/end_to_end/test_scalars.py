@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 import torch
 
 from device_runner.executorch_engine import ExecutorchEngine
-from prge.adapter import Adapter, LoraBStack
+from prge.adapter import Adapter
 from prge.bundle import Bundle
+from prge.differences import Antithetic, Differences, OneSided, Rule
 from prge.directions import Directions
 from prge.engine import Engine
-from prge.estimators import Antithetic, Estimator, OneSided, measure
 from prge.examples import Example
 from prge.sampling import Sampler
 from server_export.eager_engine import EagerEngine
@@ -43,12 +43,9 @@ def _adapter(built: BuiltProgram) -> Adapter:
     return adapter
 
 
-def _scalars(engine: Engine, adapter: Adapter, estimator: Estimator, rows: str) -> np.ndarray:
+def _scalars(engine: Engine, adapter: Adapter, rule: Rule, rows: str) -> np.ndarray:
     batches = Sampler(ROWS[rows], engine.contract, seed=1, calls=2).batches(0)
-    directions = Directions("rademacher", 1, 0, adapter.size)
-    stack = LoraBStack(engine.contract.modules, engine.contract.copies)
-    found = measure(engine, adapter, stack, estimator.variants(), directions, batches)
-    return estimator.scalars(found.losses)
+    return Differences(rule).measure(engine, adapter, batches, seed=1, step=0).scalars
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -95,13 +92,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ExecutorchEng
 @pytest.mark.export
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
-    "estimator", [Antithetic(QUERIES, 1e-2), OneSided(QUERIES, 1e-2)], ids=["antithetic", "one-sided"]
+    "rule", [Antithetic(QUERIES, 1e-2), OneSided(QUERIES, 1e-2)], ids=["antithetic", "one-sided"]
 )
 def test_copies_change_the_speed_and_nothing_else(
-    engines: dict[int, ExecutorchEngine], estimator: Estimator, rows: str
+    engines: dict[int, ExecutorchEngine], rule: Rule, rows: str
 ) -> None:
     adapter = _adapter(_program(1))
-    found = {copies: _scalars(engine, adapter, estimator, rows) for copies, engine in engines.items()}
+    found = {copies: _scalars(engine, adapter, rule, rows) for copies, engine in engines.items()}
     for scalars in found.values():
         np.testing.assert_allclose(scalars, found[1], atol=1e-6)
     assert np.abs(found[1]).min() > 1e-3

@@ -12,16 +12,18 @@ import pytest
 
 from prge.adapter import Adapter
 from prge.checkpoint import TrainingState, load_checkpoint, load_latest, prune_checkpoints, save_checkpoint
+from prge.differences import Antithetic, Differences, OneSided
 from prge.engine import Array
 from prge.errors import AdapterError, DivergenceError
-from prge.estimators import Antithetic, Measurement, OneSided
+from prge.estimators import Estimator, Measurement
 from prge.evaluation import score
 from prge.head import Head
 from prge.journal import Journal, Record
 from prge.optimizers import make_optimizer, schedule
 from prge.sampling import Sampler
+from prge.tangents import Tangents
 from prge.training import TrainingSettings, train
-from tests.numpy_engine import NumpyEngine
+from tests.numpy_engine import NumpyEngine, NumpyTangentEngine
 from tests.rows import bigram_completions, classified
 from tests.templates import write_template
 
@@ -51,13 +53,18 @@ class Silent:
 class Run:
     """One run on the numpy engine in one folder."""
 
-    def __init__(self, folder: Path, encoder: bool = False, estimator: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, encoder: bool = False, estimator: Estimator | None = None, **settings: Any
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        self.engine = NumpyEngine(copies=4, encoder=encoder)
+        self.model = NumpyEngine(copies=4, encoder=encoder)
+        self.estimator = estimator or Differences(Antithetic(4, 1e-2))
+        self.engine: NumpyEngine | NumpyTangentEngine = self.model
+        if isinstance(estimator, Tangents):
+            self.engine = self.model.tangent(queries=3)
         self.settings = replace(SETTINGS, **settings)
         self.encoder = encoder
-        self.estimator = estimator or Antithetic(4, 1e-2)
         self.examples = (
             [classified(row, [row % 3, row % 5], 3, row % 3) for row in range(1, 25)]
             if encoder
@@ -73,7 +80,7 @@ class Run:
         return TrainingState(adapter, make_optimizer("adam", adapter.size), head, head_optimizer)
 
     def evaluate(self, state: TrainingState) -> Record:
-        found = score(self.engine, state.adapter, self.examples[:8], state.head)
+        found = score(self.model, state.adapter, self.examples[:8], state.head)
         return {"loss": found.loss, "value": -found.loss}
 
     def go(self, engine: Any = None, save: Callable[[TrainingState], object] | None = None) -> TrainingState:
@@ -106,20 +113,28 @@ def _bits(state: TrainingState) -> bytes:
     return b"".join(array.tobytes() for array in arrays) + repr(state.progress).encode()
 
 
-@pytest.mark.parametrize(
-    "estimator", [Antithetic(4, 1e-2), OneSided(4, 1e-2), OneSided(4, 1e-2, "leave-one-out")]
-)
-def test_it_learns(tmp_path: Path, estimator: Any) -> None:
-    run = Run(tmp_path / "run", estimator=estimator, steps=150)
-    before = score(run.engine, run.fresh_state().adapter, run.examples).loss
-    after = score(run.engine, run.go().adapter, run.examples).loss
+ESTIMATORS = {
+    "antithetic": Differences(Antithetic(4, 1e-2)),
+    "one-sided": Differences(OneSided(4, 1e-2)),
+    "leave-one-out": Differences(OneSided(4, 1e-2, "leave-one-out")),
+    "tangent": Tangents(),
+    "tangent, shared directions": Tangents(shared=True),
+    "tangent, clipped": Tangents(clip=1.0),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_it_learns(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path / "run", estimator=ESTIMATORS[name], steps=150)
+    before = score(run.model, run.fresh_state().adapter, run.examples).loss
+    after = score(run.model, run.go().adapter, run.examples).loss
     assert after < 0.5 * before
 
 
 class DyingEngine:
     """Passes calls on until its process is killed."""
 
-    def __init__(self, engine: NumpyEngine, calls: int) -> None:
+    def __init__(self, engine: NumpyEngine | NumpyTangentEngine, calls: int) -> None:
         self.engine, self.left = engine, calls
         self.contract = engine.contract
 
@@ -130,10 +145,13 @@ class DyingEngine:
         return self.engine.forward(inputs)
 
 
+@pytest.mark.parametrize("name", ["antithetic", "tangent", "tangent, shared directions"])
 @pytest.mark.parametrize("encoder", [False, True])
-def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(tmp_path: Path, encoder: bool) -> None:
-    expected = _bits(Run(tmp_path / "whole", encoder).go())
-    run = Run(tmp_path / "killed", encoder)
+def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(
+    tmp_path: Path, encoder: bool, name: str
+) -> None:
+    expected = _bits(Run(tmp_path / "whole", encoder, ESTIMATORS[name]).go())
+    run = Run(tmp_path / "killed", encoder, ESTIMATORS[name])
     for calls in range(1, 50):
         try:
             found = run.go(DyingEngine(run.engine, calls % 4))
@@ -177,8 +195,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert _bits(run.go(DyingEngine(run.engine, 0))) == expected
 
 
-def test_a_replay_needs_no_engine(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_replay_needs_no_engine(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path / "run", estimator=ESTIMATORS[name])
     expected = _bits(run.go())
     prune_checkpoints(tmp_path / "run/checkpoints", set())
     run.observer = Silent()
@@ -222,13 +241,14 @@ def test_an_interruption_keeps_what_was_learnt(tmp_path: Path) -> None:
 
 
 class BrokenEngine(DyingEngine):
-    """Answers something that is not a number from some call on."""
+    """The last of its answers is not a number from some call on."""
 
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         try:
             return super().forward(inputs)
         except Killed:
-            return {"logprobs": np.full((self.contract.rows, self.contract.positions), np.nan)}
+            *names, last = self.engine.forward(inputs).items()
+            return {**dict(names), last[0]: np.full(last[1].shape, np.nan)}
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_path: Path) -> None:
@@ -240,10 +260,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_
     assert np.isfinite(restored.adapter.values).all()
 
 
+def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", estimator=Tangents(), evaluate_every=0)
+    with pytest.raises(DivergenceError, match=r"step 3: the loss is \d.*, 12 of 12 scalars are not finite"):
+        run.go(BrokenEngine(run.engine, 3))
+    with Journal(tmp_path / "run/journal.jsonl") as journal:
+        assert journal.steps == 3
+    assert (tmp_path / "run/checkpoints/step-000003").is_dir()
+
+
 def test_a_growing_loss_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", steps=400)
-    run.estimator = Antithetic(4, 1e-2)
-    run.engine.weight *= 0.1
+    run.model.weight *= 0.1
     rate = {"learning_rate": -1.0}
     with pytest.raises(DivergenceError, match="the smoothed loss is"):
         train(
@@ -266,6 +294,15 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     other.optimizer = make_optimizer("sgd", other.adapter.size)
     with pytest.raises(AdapterError, match="belongs to another optimizer"):
         load_checkpoint(tmp_path / "run/checkpoints/step-000012", other)
+
+
+def test_a_journal_holds_a_scalar_for_every_query_and_example(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", estimator=Tangents())
+    run.go()
+    with Journal(tmp_path / "run/journal.jsonl") as journal:
+        records = [record for record in journal.records if record["kind"] == "step"]
+    assert {np.shape(record["scalars"]) for record in records} == {(3, 4)}
+    assert {len(record["rows"]) for record in records} == {4}
 
 
 def test_the_core_needs_no_torch() -> None:

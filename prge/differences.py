@@ -1,0 +1,193 @@
+"""Differences of losses on a stack program: from losses of perturbed copies to a gradient.
+
+    variants (query, +-eps) -> losses -> scalar per query -> gradient = mean_i scalar_i * z_i
+
+The variants of a step are laid out in one list and run `copies` at a time, so the number of copies that a
+program was exported with changes its speed and nothing else:
+
+    copies = 2q   the paper's P-RGE, one call        copies = 2   inner loop parallel, q calls
+    copies = q    outer loop parallel, two calls     copies = 1   MeZO's sequence, 2q calls
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from prge.adapter import Adapter, LoraBStack, adapter_size
+from prge.contract import AdaptedModule, Contract
+from prge.directions import Directions, Distribution
+from prge.engine import Engine, FloatArray
+from prge.estimators import Float64Array, Measurement, clipped
+from prge.examples import Batch
+from prge.head import Classifier, Head
+from prge.objectives import losses, score_gradient, scores
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One copy's perturbation: `scale` times the direction of `query`; scale 0 is the clean adapter."""
+
+    query: int
+    scale: float
+
+
+class Rule(Protocol):
+    """Which copies are compared, and how their losses become one scalar per query."""
+
+    def variants(self) -> Sequence[Variant]:
+        """The perturbed copies that a step needs, in order."""
+        ...
+
+    def scalars(self, losses: Float64Array) -> Float64Array:
+        """One scalar per query, f64 [queries], from the variants' losses, f64 [variants]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Antithetic:
+    """Two-sided differences, the paper's (arXiv 2409.15520).
+
+    scalar_i = (L(B + eps z_i) - L(B - eps z_i)) / (2 eps)
+    """
+
+    queries: int
+    epsilon: float
+
+    def variants(self) -> Sequence[Variant]:
+        """All positive copies, then all negative ones."""
+        return [Variant(query, sign * self.epsilon) for sign in (1, -1) for query in range(self.queries)]
+
+    def scalars(self, losses: Float64Array) -> Float64Array:
+        """Central differences, f64 [queries]."""
+        above, below = losses[: self.queries], losses[self.queries :]
+        slopes: Float64Array = (above - below) / (2 * self.epsilon)
+        return slopes
+
+
+@dataclass(frozen=True)
+class OneSided:
+    """One-sided differences with a baseline: 1 + q copies, or q with `leave-one-out`.
+
+    clean          scalar_i = (L(B + eps z_i) - L(B)) / eps
+    leave-one-out  scalar_i = (L_i - mean of the other L_j) / eps
+    With `normalize`, the standard deviation of the perturbed losses stands in for eps: FZOO's step
+    (arXiv 2506.09034), which shrinks where the loss is steep.
+    """
+
+    queries: int
+    epsilon: float
+    baseline: Literal["clean", "leave-one-out"] = "clean"
+    normalize: bool = False
+
+    def variants(self) -> Sequence[Variant]:
+        """The clean copy where the baseline needs one, then one copy per query."""
+        clean = [Variant(0, 0.0)] if self.baseline == "clean" else []
+        return clean + [Variant(query, self.epsilon) for query in range(self.queries)]
+
+    def scalars(self, losses: Float64Array) -> Float64Array:
+        """Differences to the baseline, f64 [queries]."""
+        perturbed = losses[-self.queries :]
+        if self.baseline == "clean":
+            difference: Float64Array = perturbed - losses[0]
+        else:
+            others = (perturbed.sum() - perturbed) / (self.queries - 1)
+            difference = perturbed - others
+        unit = float(perturbed.std()) if self.normalize else self.epsilon
+        slopes: Float64Array = difference / unit if unit > 0 else np.zeros_like(difference)
+        return slopes
+
+
+class Differences:
+    """Implements prge.estimators.Estimator on stack programs: one scalar per query.
+
+    The gradient of a trained head is the mean over the variants.
+    """
+
+    def __init__(self, rule: Rule, distribution: Distribution = "rademacher", clip: float = 0.0) -> None:
+        self.rule = rule
+        self.distribution = distribution
+        self.clip = clip
+        self._stack: LoraBStack | None = None
+
+    def measure(
+        self,
+        engine: Engine,
+        adapter: Adapter,
+        batches: Sequence[Batch],
+        seed: int,
+        step: int,
+        classifier: Classifier | None = None,
+        trained_head: Head | None = None,
+    ) -> Measurement:
+        """Loss of every variant over all batches: ceil(variants / copies) calls per batch."""
+        contract = engine.contract
+        variants = self.rule.variants()
+        directions = Directions(self.distribution, seed, step, adapter.size)
+        stack = self._stack_of(contract)
+        examples = sum(batch.examples for batch in batches)
+        total = np.zeros(len(variants))
+        head_gradient = np.zeros(trained_head.size) if trained_head is not None else None
+        engine_seconds, rows = 0.0, 0
+        for start in range(0, len(variants), contract.copies):
+            chunk = variants[start : start + contract.copies]
+            for copy in range(contract.copies):
+                # Copies beyond the last variant repeat it; their rows are computed and not read.
+                variant = chunk[min(copy, len(chunk) - 1)]
+                stack.fill(copy, perturbed(adapter, variant, directions))
+            for batch in batches:
+                inputs = batch.inputs(contract.copies, contract.is_encoder)
+                begin = time.perf_counter()
+                outputs = engine.forward({**inputs, **stack.inputs})
+                engine_seconds += time.perf_counter() - begin
+                rows += contract.computed_rows
+                batch_scores = scores(batch, outputs, contract.copies, classifier)[: len(chunk)]
+                total[start : start + len(chunk)] += losses(batch_scores, batch.labels).sum(-1)
+                if trained_head is not None and head_gradient is not None:
+                    real = batch.owner >= 0
+                    pooled = outputs["pooled"].reshape(contract.copies, len(real), -1)[: len(chunk), real]
+                    head_gradient += trained_head.gradient(pooled, score_gradient(batch_scores, batch.labels))
+        if head_gradient is not None:
+            head_gradient /= examples * len(variants)
+        mean = total / examples
+        return Measurement(
+            float(mean.mean()),
+            clipped(self.rule.scalars(mean), self.clip),
+            None if head_gradient is None else head_gradient.astype(np.float32),
+            engine_seconds,
+            rows,
+        )
+
+    def gradient(
+        self, scalars: ArrayLike, seed: int, step: int, modules: Sequence[AdaptedModule]
+    ) -> FloatArray:
+        """mean_i scalar_i * z_i, f32 [size]; summed in query order so that a replay has the same bits."""
+        scalars = np.asarray(scalars, np.float64)
+        directions = Directions(self.distribution, seed, step, adapter_size(modules))
+        total = np.zeros(directions.size, np.float32)
+        for query, scalar in enumerate(scalars):
+            term = directions(query)
+            term *= np.float32(scalar / len(scalars))
+            total += term
+        return total
+
+    def _stack_of(self, contract: Contract) -> LoraBStack:
+        stack = self._stack
+        if stack is None or (stack.modules, stack.copies) != (contract.modules, contract.copies):
+            self._stack = stack = LoraBStack(contract.modules, contract.copies)
+        return stack
+
+
+def perturbed(adapter: Adapter, variant: Variant, directions: Directions) -> FloatArray:
+    """The adapter's values moved along one direction, f32 [size]."""
+    if variant.scale == 0:
+        return adapter.values
+    moved = directions(variant.query)
+    moved *= np.float32(variant.scale)
+    moved += adapter.values
+    return moved
