@@ -1,7 +1,7 @@
 """Reading a bundle: the folder that an export writes and a device needs.
 
     manifest.json   contract, model, quantization, versions, verification, sha256 of every other file
-    program.pte     the program
+    program.pte     the program: the method `forward` takes steps, a tangent program's `score` scores
     adapter/        the adapter to start from, a PEFT folder (lora_A and lora_B)
     tokenizer/      tokenizer.json and, where the model has one, chat_template.jinja
 
@@ -24,15 +24,36 @@ MANIFEST = "manifest.json"
 PROGRAM = "program.pte"
 ADAPTER = "adapter"
 TOKENIZER = "tokenizer"
+STEP_METHOD = "forward"
+SCORE_METHOD = "score"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle whose files have the hashes that its manifest names."""
+    """An opened bundle whose files have the hashes that its manifest names.
+
+    `contract` is of the method that takes steps, `scoring` of the one that scores where that is another one.
+    """
 
     folder: Path
     contract: Contract
     manifest: Mapping[str, Any]
+    scoring: Contract | None = None
+
+    @property
+    def methods(self) -> dict[str, Contract]:
+        """The methods of the program with their contracts."""
+        return {STEP_METHOD: self.contract} | ({SCORE_METHOD: self.scoring} if self.scoring else {})
+
+    @property
+    def score_method(self) -> str:
+        """The method that scores examples."""
+        return SCORE_METHOD if self.scoring else STEP_METHOD
+
+    @property
+    def score_contract(self) -> Contract:
+        """Contract of the method that scores examples."""
+        return self.scoring or self.contract
 
     @property
     def program(self) -> Path:
@@ -113,7 +134,41 @@ def open_bundle(folder: Path | str) -> Bundle:
         raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
     for name in files:
         check_file(folder, manifest, name)
-    return Bundle(folder, Contract.from_json(manifest.get("contract", {})), manifest)
+    contract, scoring = read_contracts(manifest)
+    return Bundle(folder, contract, manifest, scoring)
+
+
+def read_contracts(manifest: Mapping[str, Any]) -> tuple[Contract, Contract | None]:
+    """The contract of the method that takes steps, and of the one that scores where that is another one.
+
+    Raises:
+        BundleError: one can't be read, a tangent program lacks the second, or the two are not of one model.
+    """
+    contract = Contract.from_json(manifest.get("contract", {}))
+    block = manifest.get("score")
+    if block is None:
+        if not contract.is_tangent:
+            return contract, None
+        raise BundleError(
+            f"the manifest describes no method {SCORE_METHOD}, and a tangent program can't score",
+            remedy="export the bundle again",
+        )
+    scoring = Contract.from_json(block)
+    problems = [
+        f"{name} is {getattr(contract, name)!r} and {getattr(scoring, name)!r}"
+        for name in ("readout", "width", "vocabulary_size", "label_tokens", "modules")
+        if getattr(contract, name) != getattr(scoring, name)
+    ]
+    if scoring.is_tangent:
+        problems.append(f"{SCORE_METHOD} carries derivatives")
+    if scoring.sequence_length < contract.sequence_length:
+        problems.append(f"sequence_length is {contract.sequence_length} and only {scoring.sequence_length}")
+    if problems:
+        raise BundleError(
+            f"the methods {STEP_METHOD} and {SCORE_METHOD} don't belong together: " + "; ".join(problems),
+            remedy="export the bundle again",
+        )
+    return contract, scoring
 
 
 def check_file(folder: Path, manifest: Mapping[str, Any], name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,43 @@ def test_bundle_hash_is_of_the_content_not_of_the_writing(folder: Path) -> None:
 def test_bundle_may_be_reached_through_a_link(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     assert open_bundle(tmp_path / "link").contract == make_contract()
+
+
+TANGENT = make_contract(kind="tangent", copies=1, queries=3)
+SCORE = make_contract(copies=1, batch_size=7, positions=5)
+
+
+def test_a_stack_bundle_scores_with_the_method_of_its_steps(folder: Path) -> None:
+    bundle = open_bundle(folder)
+    assert bundle.methods == {"forward": make_contract()}
+    assert (bundle.score_method, bundle.score_contract) == ("forward", make_contract())
+    write_manifest(folder, {**read_json(folder), "score": None})
+    assert open_bundle(folder).scoring is None
+
+
+def test_a_tangent_bundle_scores_with_a_method_of_its_own(tmp_path: Path) -> None:
+    bundle = open_bundle(make_bundle(tmp_path / "bundle", contract=TANGENT.to_json(), score=SCORE.to_json()))
+    assert bundle.methods == {"forward": TANGENT, "score": SCORE}
+    assert (bundle.score_method, bundle.score_contract) == ("score", SCORE)
+
+
+@pytest.mark.parametrize(
+    ("score", "told"),
+    [
+        (None, "no method score"),
+        ({}, "contract can't be read"),
+        (TANGENT.to_json(), "score carries derivatives"),
+        (replace(SCORE, sequence_length=15).to_json(), "sequence_length is 16 and only 15"),
+        (replace(SCORE, modules=SCORE.modules[:1]).to_json(), "modules is"),
+        (replace(SCORE, vocabulary_size=63).to_json(), "vocabulary_size is 64 and 63"),
+    ],
+)
+def test_a_tangent_bundle_needs_a_method_that_scores_the_same_model(
+    tmp_path: Path, score: dict[str, Any] | None, told: str
+) -> None:
+    folder = make_bundle(tmp_path / "bundle", contract=TANGENT.to_json(), score=score)
+    with pytest.raises(BundleError, match=told):
+        open_bundle(folder)
 
 
 def _flip_bit(name: str) -> Damage:
