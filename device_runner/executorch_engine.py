@@ -29,12 +29,11 @@ from typing import Any
 
 import numpy as np
 
-from prge.bundle import Bundle
+from prge.bundle import STEP_METHOD, Bundle
 from prge.contract import Contract, TensorSpec
 from prge.engine import Array
 from prge.errors import BundleError, EngineError, PrgeError
 
-METHOD = "forward"
 CHECK_SECONDS = 600.0
 
 # executorch/runtime/core/error.h
@@ -73,7 +72,7 @@ _DTYPES = {
 
 
 class ExecutorchEngine:
-    """One loaded program; make it with `load`.
+    """One loaded method of a program; make it with `load`.
 
     `calls` and `seconds` count forwards and the time inside the engine; `threads` is the size of its pool.
     """
@@ -89,12 +88,14 @@ class ExecutorchEngine:
 
     @property
     def contract(self) -> Contract:
-        """Shapes, names and adapted modules of the loaded program."""
+        """Shapes, names and adapted modules of the loaded method."""
         return self._contract
 
     @classmethod
-    def load(cls, bundle: Bundle, threads: int | None = None, check: bool = True) -> ExecutorchEngine:
-        """Load a bundle's program.
+    def load(
+        cls, bundle: Bundle, threads: int | None = None, check: bool = True, method: str = STEP_METHOD
+    ) -> ExecutorchEngine:
+        """Load a method of a bundle's program.
 
         Args:
             bundle: an opened bundle.
@@ -102,22 +103,24 @@ class ExecutorchEngine:
                 runtime picks, the performance cores.
             check: whether a child process loads the program and runs it once first, so that a program on
                 which the engine aborts gives an error. Costs one more load and one forward.
+            method: one of the bundle's.
 
         Raises:
             BundleError: the engine refuses the program or aborts on it, or the program is not the manifest's.
             EngineError: the runtime is not installed, lacks memory, or its threads can't be changed any more.
         """
         runtime = _runtime()
+        contract = bundle.methods[method]
         if check:
-            _check_in_child(runtime, bundle.program, bundle.contract)
+            check_method(bundle, method)
         with _captured_stderr() as log:
             # XNNPACK keeps a pointer to the pool that it was loaded with: a later change hangs.
-            count = _set_threads(runtime, threads)
+            count = set_threads(threads)
             try:
-                program, method = _load(runtime, bundle.program, bundle.contract)
+                program, loaded = _load(runtime, bundle.program, method, contract)
             except RuntimeError as error:
                 raise _load_error(bundle.program, str(error), log()) from None
-        engine = cls(bundle.contract, program, method, count)
+        engine = cls(contract, program, loaded, count)
         _loaded.add(engine)
         return engine
 
@@ -186,6 +189,38 @@ class ExecutorchEngine:
 _loaded: weakref.WeakSet[ExecutorchEngine] = weakref.WeakSet()
 
 
+def check_method(bundle: Bundle, method: str) -> None:
+    """Load a method and run it once in a forked child, where an abort of the engine ends only the child.
+
+    Check all methods before the first engine runs: a child lacks the threads that a running one waits for.
+
+    Raises:
+        BundleError, EngineError: the child was killed by a signal, or the engine refused the program.
+    """
+    _check_in_child(_runtime(), bundle.program, method, bundle.methods[method])
+
+
+def set_threads(threads: int | None) -> int:
+    """Set the size of the process's thread pool, unless it is None, and return it.
+
+    Raises:
+        EngineError: the runtime is not installed, or engines in use hold a pool of another size.
+    """
+    runtime = _runtime()
+    if threads is not None and threads < 1:
+        raise EngineError(f"threads is {threads}, must be at least 1")
+    count = int(runtime._threadpool_get_thread_count())
+    if threads is None or threads == count:
+        return count
+    if len(_loaded) > 0:
+        raise EngineError(
+            f"a program in use was loaded with {count} threads, this one asks for {threads}",
+            remedy="use one number of threads, or release the other engine first",
+        )
+    runtime._unsafe_reset_threadpool(threads)
+    return int(runtime._threadpool_get_thread_count())
+
+
 @lru_cache(maxsize=1)
 def _runtime() -> Any:
     """The runtime's extension module; torch comes first because it loads the libraries that it links to."""
@@ -210,24 +245,24 @@ def _runtime_torch() -> Any:
     return torch
 
 
-def _load(runtime: Any, path: Path, contract: Contract | None) -> tuple[Any, Any]:
+def _load(runtime: Any, path: Path, method: str, contract: Contract | None) -> tuple[Any, Any]:
     """Program and method; RuntimeError for what the engine refuses, BundleError for a foreign program."""
     program = runtime._load_program(str(path), program_verification=runtime.Verification.InternalConsistency)
     if contract is not None:
-        problems = _contract_problems(program, contract)
+        problems = _contract_problems(program, method, contract)
         if problems:
             raise BundleError(
                 f"{path} is not the program that the manifest describes: " + "; ".join(problems),
                 remedy="copy or export the bundle again: program and manifest don't belong together",
             )
-    return program, program.load_method(METHOD)
+    return program, program.load_method(method)
 
 
-def _contract_problems(program: Any, contract: Contract) -> list[str]:
+def _contract_problems(program: Any, method: str, contract: Contract) -> list[str]:
     names = [program.get_method_name(index) for index in range(program.num_methods())]
-    if METHOD not in names:
-        return [f"its methods are {', '.join(names)}, must include {METHOD}"]
-    meta = program.method_meta(METHOD)
+    if method not in names:
+        return [f"its methods are {', '.join(names)}, must include {method}"]
+    meta = program.method_meta(method)
     problems = []
     for kind, specs, count, info in (
         ("input", contract.inputs, meta.num_inputs(), meta.input_tensor_meta),
@@ -250,28 +285,7 @@ def _contract_problems(program: Any, contract: Contract) -> list[str]:
     return problems
 
 
-def _set_threads(runtime: Any, threads: int | None) -> int:
-    """Set the size of the process's thread pool and return it."""
-    if threads is not None and threads < 1:
-        raise EngineError(f"threads is {threads}, must be at least 1")
-    count = int(runtime._threadpool_get_thread_count())
-    if threads is None or threads == count:
-        return count
-    if len(_loaded) > 0:
-        raise EngineError(
-            f"a program in use was loaded with {count} threads, this one asks for {threads}",
-            remedy="use one number of threads, or release the other engine first",
-        )
-    runtime._unsafe_reset_threadpool(threads)
-    return int(runtime._threadpool_get_thread_count())
-
-
-def _check_in_child(runtime: Any, path: Path, contract: Contract) -> None:
-    """Load the program and run it once in a forked child, where an abort of the engine ends only the child.
-
-    Raises:
-        BundleError, EngineError: the child was killed by a signal, or the engine refused the program.
-    """
+def _check_in_child(runtime: Any, path: Path, method: str, contract: Contract) -> None:
     if not hasattr(os, "fork"):
         return
     with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
@@ -280,7 +294,7 @@ def _check_in_child(runtime: Any, path: Path, contract: Contract) -> None:
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
-            _child(runtime, path, contract, answer.fileno(), log.fileno())
+            _child(runtime, path, method, contract, answer.fileno(), log.fileno())
         status = _wait(child, CHECK_SECONDS)
         messages, noise = (_content(stream) for stream in (answer, log))
     if status is None:
@@ -314,7 +328,7 @@ _FAULTS = frozenset(
 )
 
 
-def _child(runtime: Any, path: Path, contract: Contract, answer: int, log: int) -> None:
+def _child(runtime: Any, path: Path, method: str, contract: Contract, answer: int, log: int) -> None:
     """The forked child: load, run, tell, leave without running anything of the parent's exit."""
     code = 1
     try:
@@ -326,11 +340,11 @@ def _child(runtime: Any, path: Path, contract: Contract, answer: int, log: int) 
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
-        program, method = _load(runtime, path, None)
-        if not _contract_problems(program, contract):
+        program, loaded = _load(runtime, path, method, None)
+        if not _contract_problems(program, method, contract):
             # Some damage shows only here: the engine follows a bad index into foreign memory.
             zeros = [np.zeros(spec.shape, spec.dtype) for spec in contract.inputs]
-            method.call([_runtime_torch().from_numpy(array) for array in zeros], clone_outputs=True)
+            loaded.call([_runtime_torch().from_numpy(array) for array in zeros], clone_outputs=True)
         code = 0
     except BaseException as error:
         os.write(answer, str(error).encode(errors="replace"))

@@ -72,12 +72,15 @@ def random_inputs(contract: Contract, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def toy_program(contract: Contract) -> bytes:
+def toy_program(contract: Contract, scoring: Contract | None = None) -> bytes:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
-    example = tuple(torch.from_numpy(array) for array in random_inputs(contract).values())
-    exported = torch.export.export(Toy(contract.copies).eval(), example)
+    exported = {}
+    for method, of_method in (("forward", contract), ("score", scoring)):
+        if of_method is not None:
+            example = tuple(torch.from_numpy(array) for array in random_inputs(of_method).values())
+            exported[method] = torch.export.export(Toy(of_method.copies).eval(), example)
     return bytes(
         to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()]).to_executorch().buffer
     )
@@ -254,6 +257,48 @@ def test_threads_are_one_number_for_all_engines_in_use(bundle: Bundle) -> None:
 def test_a_number_of_threads_that_cant_be_is_refused(bundle: Bundle, threads: int) -> None:
     with pytest.raises(EngineError, match="at least 1"):
         ExecutorchEngine.load(bundle, threads=threads, check=False)
+
+
+def test_each_method_of_a_program_is_loaded_by_itself(tmp_path: Path) -> None:
+    """In a process of its own: what checks a method must come before an engine runs."""
+    scoring = replace(CONTRACT, copies=1, batch_size=5)
+    folder = write_bundle(tmp_path / "bundle", toy_program(CONTRACT, scoring), CONTRACT).folder
+    inputs = {"step": random_inputs(CONTRACT), "score": random_inputs(scoring)}
+    for name, arrays in inputs.items():
+        np.savez(tmp_path / name, **arrays)
+    code = textwrap.dedent(f"""
+        from dataclasses import replace
+        from pathlib import Path
+        import numpy as np
+        from device_runner.executorch_engine import ExecutorchEngine
+        from device_runner.programs import open_programs
+        from prge.bundle import open_bundle
+        from prge.errors import BundleError
+        bundle = open_bundle({str(folder)!r})
+        bundle = replace(bundle, scoring=replace(bundle.contract, copies=1, batch_size=5))
+        folder = Path({str(tmp_path)!r})
+        try:
+            open_programs(replace(bundle, scoring=replace(bundle.scoring, batch_size=6))).score.forward({{}})
+        except BundleError as error:
+            print(error)
+        for keep in (False, True):
+            programs = open_programs(bundle, 2, keep)
+            assert programs.threads == 2
+            for number, name in enumerate(("step", "score", "score", "step")):
+                outputs = getattr(programs, name).forward(dict(np.load(folder / f"{{name}}.npz")))
+                np.save(folder / f"{{name}}{{keep}}{{number}}.npy", outputs["logprobs"])
+            del programs
+        engine = ExecutorchEngine.load(bundle, method=bundle.score_method)
+        assert engine.contract == bundle.scoring
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "input tokens is int64 [5, 6], not int64 [6, 6]" in done.stdout
+    for keep in (False, True):
+        for number, name in enumerate(("step", "score", "score", "step")):
+            found = np.load(tmp_path / f"{name}{keep}{number}.npy")
+            want = expected(inputs[name], CONTRACT.copies if name == "step" else 1)
+            np.testing.assert_allclose(found, want, atol=1e-5)
 
 
 def refuse(folder: Path, program: bytes, match: str | None = None) -> BundleError:

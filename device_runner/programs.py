@@ -1,0 +1,81 @@
+"""The programs of a bundle as engines that load when they are called, one in memory at a time.
+
+stack bundle     one method takes steps and scores
+tangent bundle   two methods; with both loaded the weights would be in memory twice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from device_runner.executorch_engine import ExecutorchEngine, check_method, set_threads
+from prge.bundle import STEP_METHOD, Bundle
+from prge.contract import Contract
+from prge.engine import Array, Engine
+
+
+class Programs:
+    """The engines `step` and `score` of a bundle; those of a stack bundle are one.
+
+    Args:
+        bundle: whose contracts the engines have before anything is loaded.
+        load: gives the engine of a method.
+        keep: whether a loaded method stays when the other one is called.
+        threads: size of the engines' thread pool.
+    """
+
+    def __init__(
+        self, bundle: Bundle, load: Callable[[str], Engine], keep: bool = False, threads: int = 1
+    ) -> None:
+        self.threads = threads
+        self.step: Engine = _LazyEngine(self, STEP_METHOD, bundle.contract)
+        self.score: Engine = _LazyEngine(self, bundle.score_method, bundle.score_contract)
+        self._load = load
+        self._keep = keep
+        self._loaded: dict[str, Engine] = {}
+
+    def loaded(self, method: str) -> Engine:
+        """The engine of a method, loaded now unless it is already."""
+        if method not in self._loaded:
+            if not self._keep:
+                self._loaded.clear()
+            self._loaded[method] = self._load(method)
+        return self._loaded[method]
+
+
+class _LazyEngine:
+    """Implements prge.engine.Engine by one method of some programs."""
+
+    def __init__(self, programs: Programs, method: str, contract: Contract) -> None:
+        self._programs = programs
+        self._method = method
+        self._contract = contract
+
+    @property
+    def contract(self) -> Contract:
+        """Shapes, names and adapted modules of the method."""
+        return self._contract
+
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """See prge.engine.Engine.forward."""
+        return self._programs.loaded(self._method).forward(inputs)
+
+
+def open_programs(bundle: Bundle, threads: int | None = None, keep: bool = False) -> Programs:
+    """Check every method of a bundle in a child process; from then on they load when they are called.
+
+    Args:
+        bundle: an opened bundle.
+        threads: size of the engine's thread pool; by default what the runtime picks.
+        keep: see Programs.
+
+    Raises:
+        BundleError, EngineError: as ExecutorchEngine.load.
+    """
+    for method in bundle.methods:
+        check_method(bundle, method)
+
+    def load(method: str) -> Engine:
+        return ExecutorchEngine.load(bundle, threads, check=False, method=method)
+
+    return Programs(bundle, load, keep, set_threads(threads))
