@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prge.bundle import MANIFEST, PROGRAM, check_file, read_manifest
-from prge.contract import Contract
+from prge.adapter import adapter_size
+from prge.bundle import MANIFEST, PROGRAM, check_file, read_contracts, read_manifest
+from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.errors import BundleError
 from prge.settings import parse_settings
 
@@ -18,10 +19,13 @@ MIB = 1 << 20
 RUNTIME_BYTES = 220 * MIB
 RUNTIME_SOURCE = "resident set of Python 3.11 with torch 2.13.0 and ExecuTorch 1.5.1 loaded, Linux x86_64"
 
-_SECTIONS = ("lora", "readout", "quantization", "tokenizer", "lowering", "verification", "versions")
+_SECTIONS = (
+    *("lora", "readout", "quantization", "tokenizer"),
+    *("lowering", "score_lowering", "verification", "versions"),
+)
 _SHOWN_ELSEWHERE = {
-    *("folder", "manifest_sha256", "format", "model", "contract", "queries", "files", "unlisted_files"),
-    *("rows_per_call", "adapter_parameters", "memory"),
+    *("folder", "manifest_sha256", "format", "model", "contract", "score", "queries", "files"),
+    *("unlisted_files", "rows_per_call", "adapter_parameters", "memory", "score_memory"),
 }
 
 
@@ -52,11 +56,13 @@ def main(argv: list[str]) -> int:
 def inspect(folder: Path) -> dict[str, Any]:
     """The manifest with a check of every file, the rows of a call and a memory estimate.
 
+    `score_memory` is the estimate of the method that scores, where that is another one.
+
     Raises:
         BundleError: the manifest can't be read.
     """
     manifest = read_manifest(folder)
-    contract = Contract.from_json(manifest.get("contract", {}))
+    contract, scoring = read_contracts(manifest)
     if not isinstance(manifest.get("files"), dict) or PROGRAM not in manifest["files"]:
         raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
     files = {
@@ -64,34 +70,41 @@ def inspect(folder: Path) -> dict[str, Any]:
         for name, entry in manifest["files"].items()
     }
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    score_lowering = _mapping(manifest.get("score_lowering"))
     return {
         "folder": str(folder),
         **manifest,
         "files": files,
         "unlisted_files": sorted(present - set(files) - {MANIFEST}),
         "rows_per_call": contract.rows,
-        "adapter_parameters": _adapter_parameters(contract),
+        "adapter_parameters": adapter_size(contract.modules),
         "memory": memory_estimate(contract, _mapping(manifest.get("lowering"))),
+        "score_memory": memory_estimate(scoring, score_lowering) if scoring else None,
     }
 
 
 def memory_estimate(contract: Contract, lowering: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes that a run needs, by cause; a cause is null if the manifest doesn't tell it.
+    """Bytes that a run needs while one method is loaded, by cause; null is what the manifest doesn't tell.
 
     XNNPACK packs its own copy of the weights while the file's are still mapped, so loading needs them twice.
     Its workspace is sized when the program is loaded and is not in the estimate.
     """
     weights, planned = lowering.get("constant_bytes"), lowering.get("planned_memory_bytes")
-    stack = contract.copies * _adapter_parameters(contract) * 4
-    known = [RUNTIME_BYTES, stack, *(part for part in (weights, planned) if isinstance(part, int))]
+    stack = contract.copies * adapter_size(contract.modules) * 4
+    # Float32 inputs of the program, and the signs that they are filled from.
+    width = sum(module.rank + module.out_features for module in contract.modules)
+    directions = contract.queries * contract.rows * width * (4 + 1)
+    told = [part for part in (weights, planned) if isinstance(part, int)]
+    total = sum([RUNTIME_BYTES, stack, directions, *told])
     return {
         "runtime_bytes": RUNTIME_BYTES,
         "runtime_source": RUNTIME_SOURCE,
         "packed_weights_bytes": weights,
         "planned_arena_bytes": planned,
         "adapter_stack_bytes": stack,
-        "total_bytes": sum(known),
-        "while_loading_bytes": sum(known) + (weights if isinstance(weights, int) else 0),
+        "direction_bytes": directions,
+        "total_bytes": total,
+        "while_loading_bytes": total + (weights if isinstance(weights, int) else 0),
     }
 
 
@@ -107,10 +120,6 @@ def bytes_text(count: Any) -> str:
     return f"{size:.2f} GiB"
 
 
-def _adapter_parameters(contract: Contract) -> int:
-    return sum(module.rank * module.out_features for module in contract.modules)
-
-
 def _mapping(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
@@ -124,22 +133,25 @@ def _problem(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None
 
 
 def _text(report: Mapping[str, Any]) -> Iterator[str]:
-    contract = Contract.from_json(report["contract"])
+    contract, scoring = read_contracts(report)
     yield f"bundle {report['folder']}"
     yield f"  manifest {report['manifest_sha256']}"
     yield from _section("model", report.get("model"))
     yield from _section("program", _program_facts(report, contract))
-    yield "\ninputs and outputs"
-    for arrow, specs in (("in ", contract.inputs), ("out", contract.outputs)):
-        fixed = [spec for spec in specs if not spec.name.startswith("lora_b.")]
-        yield from (f"  {arrow} {spec.name:<16} {spec.dtype:<8} {list(spec.shape)}" for spec in fixed)
+    yield from _interface(contract)
+    if scoring:
+        rows = f"{scoring.batch_size}, without derivatives"
+        yield from _section("program for scoring", {"kind": scoring.kind, "rows a call": rows})
+        yield from _interface(scoring)
     yield from _modules(contract)
     for name in _SECTIONS:
         yield from _section(name, report.get(name))
     yield from _section(
         "other", {key: report[key] for key in report if key not in {*_SECTIONS, *_SHOWN_ELSEWHERE}}
     )
-    yield from _memory(report["memory"])
+    yield from _memory("a run", report["memory"])
+    if scoring:
+        yield from _memory("scoring, for which the program of the steps is released", report["score_memory"])
     yield "\nfiles"
     for name, entry in report["files"].items():
         state = entry["problem"] or "ok"
@@ -152,7 +164,7 @@ def _program_facts(report: Mapping[str, Any], contract: Contract) -> dict[str, A
     facts: dict[str, Any] = {
         "kind": contract.kind,
         "readout": contract.readout,
-        "rows a call": f"{contract.rows} = {contract.copies} copies x {contract.batch_size} examples",
+        "rows a call": _rows(contract),
         "sequence_length": contract.sequence_length,
     }
     if contract.is_encoder:
@@ -167,13 +179,29 @@ def _program_facts(report: Mapping[str, Any], contract: Contract) -> dict[str, A
     return facts
 
 
+def _rows(contract: Contract) -> str:
+    if contract.is_tangent:
+        tangents = f"{contract.queries} derivatives of each"
+        return f"{contract.rows}, and {tangents}: as much work as {contract.computed_rows}"
+    return f"{contract.rows} = {contract.copies} copies x {contract.batch_size} examples"
+
+
+def _interface(contract: Contract) -> Iterator[str]:
+    """Inputs and outputs, without those that every module has."""
+    yield "\ninputs and outputs"
+    of_modules = (LORA_B_PREFIX, U_PREFIX, V_PREFIX)
+    for arrow, specs in (("in ", contract.inputs), ("out", contract.outputs)):
+        fixed = [spec for spec in specs if not spec.name.startswith(of_modules)]
+        yield from (f"  {arrow} {spec.name:<16} {spec.dtype:<8} {list(spec.shape)}" for spec in fixed)
+
+
 def _modules(contract: Contract) -> Iterator[str]:
     """The adapted modules, those of one kind and shape in one line."""
     kinds = Counter(
         (module.name.rsplit(".", 1)[-1], module.rank, module.in_features, module.out_features)
         for module in contract.modules
     )
-    yield f"\nadapter: {_adapter_parameters(contract):,} parameters in {len(contract.modules)} modules"
+    yield f"\nadapter: {adapter_size(contract.modules):,} parameters in {len(contract.modules)} modules"
     for (name, rank, width_in, width_out), count in kinds.items():
         yield f"  {count:>3} x {name:<16} rank {rank}, {width_in} -> {width_out}"
 
@@ -198,11 +226,13 @@ def _section(title: str, block: Any) -> Iterator[str]:
         yield f"  {name:<{width}}  {value}"
 
 
-def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
-    yield "\nmemory of a run, estimated"
+def _memory(what: str, memory: Mapping[str, Any]) -> Iterator[str]:
+    yield f"\nmemory of {what}, estimated"
     yield f"  {bytes_text(memory['runtime_bytes']):>10}  runtime: {memory['runtime_source']}"
     yield f"  {bytes_text(memory['packed_weights_bytes']):>10}  packed weights"
     yield f"  {bytes_text(memory['planned_arena_bytes']):>10}  planned arena"
     yield f"  {bytes_text(memory['adapter_stack_bytes']):>10}  adapter, all copies"
+    if memory["direction_bytes"]:
+        yield f"  {bytes_text(memory['direction_bytes']):>10}  directions"
     yield f"  {bytes_text(memory['total_bytes']):>10}  in all, without XNNPACK's workspace"
     yield f"  {bytes_text(memory['while_loading_bytes']):>10}  while loading: the weights twice"

@@ -50,6 +50,7 @@ def test_json_is_the_manifest_and_what_follows_from_it(
     assert {entry["problem"] for entry in content["files"].values()} == {None}
     assert content["unlisted_files"] == []
     assert content["memory"]["adapter_stack_bytes"] == STACK_BYTES
+    assert content["score_memory"] is None
 
 
 def test_memory_estimate_adds_up() -> None:
@@ -106,6 +107,35 @@ def test_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "out pooled           float32  [8, 12]" in text
     assert "attention_mask" in text
+
+
+def test_a_tangent_bundle_shows_both_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contract = make_contract(kind="tangent", copies=1, queries=3)
+    folder = make_bundle(
+        tmp_path / "bundle",
+        contract=contract.to_json(),
+        score=make_contract(copies=1, batch_size=7).to_json(),
+        score_lowering={"planned_memory_bytes": 1 << 20, "constant_bytes": 5 << 20},
+    )
+    assert main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "2, and 3 derivatives of each: as much work as 8",
+        "out dlogprobs        float32  [3, 2, 3]",
+        "program for scoring",
+        "rows a call  7, without derivatives",
+        "out logprobs         float32  [7, 3]",
+        "memory of scoring",
+        "directions",
+    ):
+        assert words in text, words
+    assert "u.layers.0" not in text
+    report = inspect(folder)
+    # 3 queries of 2 rows, ranks 4 and 4, 8 and 6 features: float32 inputs, and a byte for each sign.
+    assert report["memory"]["direction_bytes"] == 3 * 2 * (4 + 8 + 4 + 6) * 5
+    assert report["score_memory"]["direction_bytes"] == 0
+    assert report["score_memory"]["planned_arena_bytes"] == 1 << 20
+    assert report["memory"]["adapter_stack_bytes"] == STACK_BYTES // 4
 
 
 @pytest.mark.parametrize(
