@@ -1,4 +1,4 @@
-"""`prge eval`: score an adapter on the rows of a file with the program that trained it."""
+"""`prge eval`: score an adapter on the rows of a file with its bundle's program for scoring."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         PrgeError: bad input.
     """
     bundle = open_bundle(settings.bundle)
-    contract = bundle.contract
+    contract = bundle.score_contract
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
     options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
@@ -98,7 +98,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             )
         head = Head(examples[0].candidates, contract.width)
         read_head(source / HEAD, head)
-    engine = ExecutorchEngine.load(bundle, settings.threads)
+    engine = ExecutorchEngine.load(bundle, settings.threads, method=bundle.score_method)
     record, found = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
     del record["value"]
     answers: list[str] = []

@@ -72,8 +72,7 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
         step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
     if step > journal.steps:
         raise RunError(f"the run has {journal.steps} steps, not {step}", remedy="give a smaller --step")
-    settings = run_settings(start)
-    estimator = make_estimator(settings, settings.queries or 0)
+    estimator = make_estimator(run_settings(start))
     for number in range(step):
         taken = journal.step(number)
         if taken is None:

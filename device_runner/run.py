@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from device_runner.executorch_engine import ExecutorchEngine
+from device_runner.programs import Programs, open_programs
 from device_runner.run_inputs import (
     FINAL,
     JOURNAL,
@@ -26,7 +26,7 @@ from device_runner.run_inputs import (
     read_inputs,
     training_settings,
 )
-from device_runner.run_settings import RunSettings
+from device_runner.run_settings import RunSettings, settled
 from device_runner.scoring import evaluate
 from device_runner.telemetry import run_lock
 from device_runner.watching import Watcher
@@ -88,23 +88,24 @@ def run(settings: RunSettings) -> Path:
         KeyboardInterrupt: interrupted by the user, with its state saved.
     """
     bundle = open_bundle(settings.bundle)
+    settings = settled(settings, bundle)
     with run_lock(settings.out):
         _check_folder(settings)
         inputs = read_inputs(bundle, settings)
         with Journal(settings.out / JOURNAL) as journal:
             begin(journal, inputs.identity, settings)
-            engine = ExecutorchEngine.load(bundle, settings.threads)
-            with Watcher(settings, inputs, engine, journal) as watcher, _graceful_stop(watcher):
+            programs = open_programs(bundle, settings.threads, settings.keep_programs)
+            with Watcher(settings, inputs, programs.threads, journal) as watcher, _graceful_stop(watcher):
                 watcher.say(inputs.report)
-                return _train(settings, inputs, engine, journal, watcher)
+                return _train(settings, inputs, programs, journal, watcher)
 
 
 def _train(
-    settings: RunSettings, inputs: RunInputs, engine: Engine, journal: Journal, watcher: Watcher
+    settings: RunSettings, inputs: RunInputs, programs: Programs, journal: Journal, watcher: Watcher
 ) -> Path:
     pad = inputs.tokenizer.pad_id
     checkpoints = settings.out / CHECKPOINTS
-    heads = prepare_heads(settings, inputs, engine, journal)
+    heads = prepare_heads(settings, inputs, programs.score, journal)
     state = new_state(settings, inputs.adapter, heads)
     load_latest(checkpoints, state, newest=journal.steps)
     recent = [state.step]
@@ -117,12 +118,15 @@ def _train(
         prune_checkpoints(checkpoints, {*recent, state.progress.best_step})
 
     def score(state: TrainingState) -> Record:
-        return evaluate(engine, state.adapter, inputs.dev, inputs.task, state.head, pad, settings.select)[0]
+        found, _ = evaluate(
+            programs.score, state.adapter, inputs.dev, inputs.task, state.head, pad, settings.select
+        )
+        return found
 
     train(
-        engine,
-        Sampler(inputs.train, engine.contract, settings.seed, settings.calls, pad),
-        make_estimator(settings, inputs.queries),
+        programs.step,
+        Sampler(inputs.train, programs.step.contract, settings.seed, settings.calls, pad),
+        make_estimator(settings),
         learning_rates(settings),
         state,
         training_settings(settings),

@@ -16,20 +16,24 @@ from device_runner.tokenizer import Tokenizer, bundle_tokenizer
 from prge.adapter import Adapter, read_peft
 from prge.bundle import Bundle, file_sha256
 from prge.checkpoint import HEAD, TrainingState, read_head
-from prge.differences import Antithetic, Differences, OneSided
-from prge.errors import ConfigError, RunError
+from prge.differences import Antithetic, Differences, OneSided, Rule
+from prge.errors import RunError
 from prge.estimators import Estimator
 from prge.examples import Example
 from prge.head import CrossFittedHeads, Head
 from prge.journal import Journal, Record, decode_array, encode_array
 from prge.optimizers import make_optimizer, schedule
+from prge.tangents import Tangents
 from prge.training import TrainingSettings
 
 JOURNAL = "journal.jsonl"
 FINAL = "final"
 
-# What may differ between the parts of one run: where things lie (hashes tell what they are) and how it looks.
-_NOT_IDENTITY = frozenset({"bundle", "train", "dev", "task", "adapter", "out", "resume", "threads", "quiet"})
+# What may differ between the parts of one run: where things lie (hashes tell what they are), how fast it goes
+# and how it looks.
+_NOT_IDENTITY = frozenset(
+    {"bundle", "train", "dev", "task", "adapter", "out", "resume", "threads", "keep_programs", "quiet"}
+)
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,16 @@ class RunInputs:
     dev: list[Example]
     adapter: Adapter
     start_head: Head | None
-    queries: int
     identity: Record
     report: str
 
 
 def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
-    """Tokenize the data and read the adapter to start from; raises PrgeError on what is wrong with them."""
+    """Tokenize the data and read the adapter to start from, for settings that are `settled`.
+
+    Raises:
+        PrgeError: what is wrong with them.
+    """
     contract = bundle.contract
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
@@ -62,7 +69,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     if settings.dev:
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(
-            settings.dev, tokenizer, contract, task, chosen, options, training=False
+            settings.dev, tokenizer, bundle.score_contract, task, chosen, options, training=False
         )
         texts.insert(1, dev_report.text())
     source = adapter_folder(settings.adapter) if settings.adapter else bundle.adapter
@@ -71,13 +78,12 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     if contract.is_encoder and (source / HEAD).is_file():
         start_head = Head(train_examples[0].candidates, contract.width)
         read_head(source / HEAD, start_head)
-    queries = settings.queries or int(bundle.manifest.get("queries") or 4)
     plain = {name: value for name, value in asdict(settings).items() if name not in _NOT_IDENTITY}
     identity = {
         "kind": "start",
         "modules": [asdict(module) for module in contract.modules],
         "width": contract.width,
-        "settings": {**plain, "queries": queries},
+        "settings": plain,
         "bundle": bundle.sha256,
         "train": file_sha256(settings.train),
         "dev": file_sha256(settings.dev) if settings.dev else None,
@@ -93,7 +99,6 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         dev_examples,
         adapter,
         start_head,
-        queries,
         identity,
         "\n".join(texts),
     )
@@ -111,19 +116,16 @@ def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> Training
     return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
 
 
-def make_estimator(settings: RunSettings, queries: int) -> Estimator:
-    """The estimator that the settings ask for."""
-    if settings.estimator == "antithetic":
-        rule = Antithetic(queries, settings.epsilon)
-        return Differences(rule, settings.directions, settings.clip)
-    if settings.baseline == "leave-one-out" and queries < 2:
-        raise ConfigError(
-            "these settings can't be used:",
-            [f"--baseline leave-one-out needs at least 2 queries, the bundle was exported for {queries}"],
-            remedy="give --queries",
-        )
-    one_sided = OneSided(queries, settings.epsilon, settings.baseline, settings.normalize)
-    return Differences(one_sided, settings.directions, settings.clip)
+def make_estimator(settings: RunSettings) -> Estimator:
+    """The estimator that settled settings ask for; raises ValueError for those that aren't."""
+    if settings.estimator == "tangent":
+        return Tangents(settings.share_directions, settings.clip)
+    if settings.queries is None:
+        raise ValueError("how many queries is not settled")
+    rule: Rule = Antithetic(settings.queries, settings.epsilon)
+    if settings.estimator == "one-sided":
+        rule = OneSided(settings.queries, settings.epsilon, settings.baseline, settings.normalize)
+    return Differences(rule, settings.directions, settings.clip)
 
 
 def training_settings(settings: RunSettings) -> TrainingSettings:

@@ -6,9 +6,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from prge.bundle import Bundle
 from prge.directions import Distribution
 from prge.errors import ConfigError
 from prge.optimizers import OptimizerName, ScheduleName
+
+EstimatorName = Literal["tangent", "antithetic", "one-sided"]
 
 
 @dataclass(frozen=True)
@@ -30,21 +33,24 @@ class RunSettings:
     resume: Path | None = None
     """Run folder to go on with, from its own settings."""
 
-    estimator: Literal["antithetic", "one-sided"] = "antithetic"
-    """antithetic: two perturbed copies a query; one-sided: one copy a query and a baseline."""
+    estimator: EstimatorName | None = None
+    """tangent: exact derivatives; antithetic: two perturbed copies a query; one-sided: one copy a query and a
+    baseline. Default: tangent or antithetic, whichever the bundle's program is for."""
     queries: int | None = None
-    """Random directions a step; default: what the bundle was exported for."""
+    """Random directions a step; default: what the bundle was exported for. A tangent program has its own."""
+    share_directions: bool = False
+    """tangent: one direction a query for all examples of a step, instead of one for each."""
     epsilon: float = 1e-2
-    """Length of a perturbation, in units of the adapter's values."""
+    """antithetic, one-sided: length of a perturbation, in units of the adapter's values."""
     baseline: Literal["clean", "leave-one-out"] = "clean"
     """one-sided: compare with an unperturbed copy, or each query with the others."""
     normalize: bool = False
     """one-sided: divide by the deviation of the losses instead of epsilon (FZOO)."""
     clip: float = 0.0
-    """Largest root mean square of a step's scalars, an estimate of the gradient's norm; 0: no clipping. Helps
-    where a step has few examples and they differ much."""
+    """Largest root mean square of a step's scalars, of each example's with tangents: an estimate of the
+    gradient's norm; 0: no clipping. Helps where a step has few examples and they differ much."""
     directions: Distribution = "rademacher"
-    """Distribution of directions; rademacher is bit-identical on every machine."""
+    """antithetic, one-sided: distribution of directions; rademacher is bit-identical on every machine."""
     seed: int = 42
     """Seed of directions and row order."""
 
@@ -98,6 +104,9 @@ class RunSettings:
 
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
+    keep_programs: bool = False
+    """Tangent bundles: keep the programs for steps and for scoring loaded side by side. Evaluations begin
+    sooner, and the weights are in memory twice."""
     quiet: bool = False
     """Print no progress."""
 
@@ -148,12 +157,7 @@ class RunSettings:
             for name in ("head_learning_rate", "clip")
             if getattr(self, name) < 0
         ]
-        if self.estimator == "antithetic":
-            problems += [
-                f"--{name} belongs to --estimator one-sided, the estimator is antithetic"
-                for name, given in (("baseline", self.baseline != "clean"), ("normalize", self.normalize))
-                if given
-            ]
+        problems += self._without_meaning()
         if self.baseline == "leave-one-out" and self.queries == 1:
             problems.append("--baseline leave-one-out needs --queries of at least 2")
         if self.warmup > self.steps:
@@ -164,3 +168,44 @@ class RunSettings:
             raise ConfigError(
                 "these settings can't be used:", problems, remedy="`prge run --help` explains them"
             )
+
+    def _without_meaning(self) -> list[str]:
+        """Settings that were changed and belong to another estimator."""
+        estimator = self.estimator or "not given"
+        owners = {"baseline": "one-sided", "normalize": "one-sided", "share_directions": "tangent"}
+        if self.estimator == "tangent":
+            owners |= {"epsilon": "antithetic or one-sided", "directions": "antithetic or one-sided"}
+        if self.estimator is None:
+            # The bundle may turn out to be for tangents.
+            del owners["share_directions"]
+        return [
+            f"--{name.replace('_', '-')} belongs to --estimator {owner}, the estimator is {estimator}"
+            for name, owner in owners.items()
+            if owner != self.estimator and getattr(self, name) != getattr(RunSettings, name)
+        ]
+
+
+def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
+    """The settings with the estimator and the number of queries that a bundle's program is for.
+
+    Raises:
+        ConfigError: other ones were asked for, or settings have no meaning for them.
+    """
+    contract = bundle.contract
+    fitting: tuple[EstimatorName, ...] = ("tangent",) if contract.is_tangent else ("antithetic", "one-sided")
+    estimator = settings.estimator or fitting[0]
+    if estimator not in fitting:
+        raise ConfigError(
+            "the settings don't fit the bundle:",
+            [f"--estimator is {estimator}, the bundle's program is for {' or '.join(fitting)}"],
+            remedy="leave --estimator out, or export with --estimator "
+            + ("tangent" if estimator == "tangent" else "antithetic"),
+        )
+    queries = settings.queries or int(contract.queries or bundle.manifest.get("queries") or 4)
+    if contract.is_tangent and queries != contract.queries:
+        raise ConfigError(
+            "the settings don't fit the bundle:",
+            [f"--queries is {queries}, the bundle's tangent program computes {contract.queries}"],
+            remedy=f"leave --queries out, or export with --queries {queries}",
+        )
+    return replace(settings, estimator=estimator, queries=queries)

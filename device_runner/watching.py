@@ -8,7 +8,6 @@ from types import TracebackType
 
 import numpy as np
 
-from device_runner.executorch_engine import ExecutorchEngine
 from device_runner.run_inputs import RunInputs
 from device_runner.run_settings import RunSettings
 from device_runner.telemetry import Progress, RunLog, write_summary
@@ -22,12 +21,10 @@ METRICS = ("accuracy", "f1", "perplexity")
 class Watcher:
     """Implements prge.training.Observer; `stopped` is set when the user asks for an end."""
 
-    def __init__(
-        self, settings: RunSettings, inputs: RunInputs, engine: ExecutorchEngine, journal: Journal
-    ) -> None:
+    def __init__(self, settings: RunSettings, inputs: RunInputs, threads: int, journal: Journal) -> None:
         self.settings = settings
         self.inputs = inputs
-        self.engine = engine
+        self.threads = threads
         self.stopped = False
         self.log = RunLog(settings.out, keep_through=journal.steps)
         self.progress = Progress(settings.steps, quiet=settings.quiet)
@@ -36,6 +33,8 @@ class Watcher:
         last = self.log.records[-1] if self.log.records else {}
         self.rows = int(last.get("rows") or 0)
         self.earlier = float(last.get("seconds") or 0.0)
+        known = [record.get("largest_tangent") for record in self.log.records]
+        self.largest_tangent = max(filter(None, known), default=None)
         self.begin = self.last = time.perf_counter()
         self.final: Record = {}
         self.steps = journal.steps
@@ -72,6 +71,7 @@ class Watcher:
         self.rows += rows
         if fresh or ("step", self.steps) not in self.written:
             engine_seconds = measurement.engine_seconds if measurement is not None else None
+            tangent = self._note_tangent(measurement)
             self.log.metric(
                 {
                     "event": "step",
@@ -83,6 +83,7 @@ class Watcher:
                     "seconds": self.earlier + now - self.begin,
                     "engine_seconds": engine_seconds,
                     "host_seconds": None if engine_seconds is None else now - self.last - engine_seconds,
+                    **({} if tangent is None else {"largest_tangent": tangent}),
                 }
             )
         self.last = now
@@ -110,6 +111,13 @@ class Watcher:
             self.say(f"step {record['step']}: development rows: {shown}")
         self.last = time.perf_counter()
 
+    def _note_tangent(self, measurement: Measurement | None) -> float | None:
+        """The step's largest derivative, where it was measured; the run's largest is kept."""
+        tangent = measurement.largest_tangent if measurement is not None else None
+        if tangent is not None:
+            self.largest_tangent = max(tangent, self.largest_tangent or 0.0)
+        return tangent
+
     def _summarize(self, status: str) -> None:
         manifest = self.inputs.bundle.manifest
         settings = {name: str(v) if v is not None else None for name, v in asdict(self.settings).items()}
@@ -122,12 +130,13 @@ class Watcher:
                 "program": manifest["files"]["program.pte"],
                 "model": manifest["model"],
                 "quantization": manifest.get("quantization"),
-                "threads": self.engine.threads,
+                "threads": self.threads,
             },
             train={
                 "steps": self.steps,
                 "seconds": self.earlier + time.perf_counter() - self.begin,
                 "rows": self.rows,
+                "largest_tangent": self.largest_tangent,
                 "training_rows": len(self.inputs.train),
                 "development_rows": len(self.inputs.dev),
                 "trained_values": self.inputs.adapter.size,

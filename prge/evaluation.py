@@ -1,4 +1,4 @@
-"""Scoring examples with the program that trains: all copies equal, every row another sequence."""
+"""Scoring examples on a stack program: all copies equal, every row another sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring with the training program."""
+"""Scoring examples on a stack program."""
 
 from __future__ import annotations
 
