@@ -113,9 +113,9 @@ class ExecutorchEngine:
         contract = bundle.methods[method]
         if check:
             check_method(bundle, method)
+        # XNNPACK keeps a pointer to the pool that it was loaded with: a later change hangs.
+        count = set_threads(threads)
         with _captured_stderr() as log:
-            # XNNPACK keeps a pointer to the pool that it was loaded with: a later change hangs.
-            count = set_threads(threads)
             try:
                 program, loaded = _load(runtime, bundle.program, method, contract)
             except RuntimeError as error:
@@ -209,16 +209,17 @@ def set_threads(threads: int | None) -> int:
     runtime = _runtime()
     if threads is not None and threads < 1:
         raise EngineError(f"threads is {threads}, must be at least 1")
-    count = int(runtime._threadpool_get_thread_count())
-    if threads is None or threads == count:
-        return count
-    if len(_loaded) > 0:
-        raise EngineError(
-            f"a program in use was loaded with {count} threads, this one asks for {threads}",
-            remedy="use one number of threads, or release the other engine first",
-        )
-    runtime._unsafe_reset_threadpool(threads)
-    return int(runtime._threadpool_get_thread_count())
+    with _captured_stderr():
+        count = int(runtime._threadpool_get_thread_count())
+        if threads is None or threads == count:
+            return count
+        if len(_loaded) > 0:
+            raise EngineError(
+                f"a program in use was loaded with {count} threads, this one asks for {threads}",
+                remedy="use one number of threads, or release the other engine first",
+            )
+        runtime._unsafe_reset_threadpool(threads)
+        return int(runtime._threadpool_get_thread_count())
 
 
 @lru_cache(maxsize=1)

@@ -294,6 +294,7 @@ def test_each_method_of_a_program_is_loaded_by_itself(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "input tokens is int64 [5, 6], not int64 [6, 6]" in done.stdout
+    assert done.stderr == ""
     for keep in (False, True):
         for number, name in enumerate(("step", "score", "score", "step")):
             found = np.load(tmp_path / f"{name}{keep}{number}.npy")
