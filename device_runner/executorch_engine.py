@@ -35,6 +35,7 @@ from prge.engine import Array
 from prge.errors import BundleError, EngineError, PrgeError
 
 CHECK_SECONDS = 600.0
+_MOST_FILES = 1 << 16
 
 # executorch/runtime/core/error.h
 _CODES = {
@@ -338,6 +339,8 @@ def _child(runtime: Any, path: Path, method: str, contract: Contract, answer: in
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # A file that the parent has open may carry a lock, which would outlive a parent that is killed now.
+        _close_all_but(answer, log)
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
@@ -351,6 +354,15 @@ def _child(runtime: Any, path: Path, method: str, contract: Contract, answer: in
         os.write(answer, str(error).encode(errors="replace"))
     finally:
         os._exit(code)
+
+
+def _close_all_but(*kept: int) -> None:
+    """Close every file but the standard ones and those kept."""
+    start = 3
+    for number in sorted(kept):
+        os.closerange(start, number)
+        start = max(start, number + 1)
+    os.closerange(start, _MOST_FILES)
 
 
 def _wait(child: int, seconds: float) -> int | None:

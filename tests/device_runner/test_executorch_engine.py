@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
 from device_runner.executorch_engine import ExecutorchEngine  # noqa: E402
+from device_runner.telemetry import run_lock  # noqa: E402
 
 pytestmark = pytest.mark.export
 ROOT = Path(__file__).parents[2]
@@ -387,6 +389,27 @@ def test_a_child_that_hangs_is_ended(bundle: Bundle, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "_load", lambda *_: __import__("time").sleep(60))
     with pytest.raises(BundleError, match="hangs"):
         ExecutorchEngine.load(bundle)
+
+
+def test_a_child_holds_no_lock_of_a_parent_that_was_killed(bundle: Bundle, tmp_path: Path) -> None:
+    code = textwrap.dedent(f"""
+        import os, signal, time
+        from pathlib import Path
+        import device_runner.executorch_engine as module
+        from device_runner.telemetry import run_lock
+        from prge.bundle import open_bundle
+        bundle = open_bundle({str(bundle.folder)!r})
+        def load(*_):
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(20)
+        module._load = load
+        with run_lock(Path({str(tmp_path / "run")!r})):
+            module.check_method(bundle, "forward")
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with run_lock(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
 
 
 def test_a_missing_runtime_is_told(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
