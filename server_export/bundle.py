@@ -12,7 +12,7 @@ from prge import __version__
 from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, file_sha256, manifest_sha256
 from prge.contract import FORMAT
 from server_export.lowering import LoweringReport
-from server_export.program import BuiltProgram
+from server_export.program import SCORE_METHOD, STEP_METHOD, BuiltProgram
 from server_export.settings import ExportConfig
 from server_export.tokenization import tokenizer_block, write_tokenizer
 from server_export.verify import Verification
@@ -64,7 +64,7 @@ def write_bundle(
     config: ExportConfig,
     built: BuiltProgram,
     tokenizer: Any,
-    lowering: LoweringReport,
+    lowering: Mapping[str, LoweringReport],
     verification: Verification,
 ) -> dict[str, Any]:
     """Fill `folder`, which holds the program already, with everything else; returns the manifest."""
@@ -73,6 +73,7 @@ def write_bundle(
     manifest = {
         "format": FORMAT,
         "contract": built.contract.to_json(),
+        "score": None if built.score_contract is None else built.score_contract.to_json(),
         "queries": config.queries,
         "lora": {
             "rank": built.rank,
@@ -88,7 +89,8 @@ def write_bundle(
         },
         "quantization": built.quantization.to_json(),
         "tokenizer": tokenizer_block(tokenizer, config.prepend_bos, built.contract.vocabulary_size),
-        "lowering": lowering.to_json(),
+        "lowering": lowering[STEP_METHOD].to_json(),
+        "score_lowering": lowering[SCORE_METHOD].to_json() if SCORE_METHOD in lowering else None,
         "verification": verification.to_json(),
         "versions": _versions(),
         "files": _files(folder),

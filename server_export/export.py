@@ -1,6 +1,7 @@
 """`prge export`: a model becomes a bundle that a device can train.
 
-load -> insert LoRA-FA -> quantize the frozen base -> lower -> verify in the engine -> write the bundle
+load -> insert LoRA-FA -> quantize the frozen base -> trace, with tangents -> lower -> verify in the engine
+-> write the bundle
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from server_export.program import BuiltProgram
 
 __all__ = ["ExportConfig", "export", "main"]
+
+_DOES = {"forward": "train", "score": "score"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,23 +72,31 @@ def _build(config: ExportConfig) -> tuple[BuiltProgram, Any]:
 def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path) -> Path:
     from server_export.bundle import write_bundle, write_program
     from server_export.lowering import lower
-    from server_export.program import example_inputs
+    from server_export.program import STEP_METHOD
+    from server_export.tangent.program import export_programs
     from server_export.verify import verify
 
     with new_folder(out, overwrite=config.overwrite) as folder:
+        with _stage("tracing") as note:
+            programs = export_programs(built)
+            sizes = {name: len(graph.graph.nodes) for name, graph in programs.items()}
+            note(", ".join(f"{size:,} nodes to {_DOES[name]}" for name, size in sizes.items()))
         with _stage("lowering") as note:
-            lowered = lower(built.module, example_inputs(built.contract))
+            lowered = lower(programs)
             program = write_program(folder, lowered.buffer)
-            report = lowered.report
+            report = lowered.reports[STEP_METHOD]
             outside = ", ".join(f"{count} {name}" for name, count in report.outside.items()) or "nothing"
             share = f"{report.delegated_share:.1%} of the operators"
             note(f"{report.delegates} delegates hold {share}; outside: {outside}")
         with _stage("verifying") as note:
-            verification = verify(program, built)
+            verification = verify(program, built, programs)
             difference, tolerance = verification.max_absolute_difference, verification.tolerance
             note(f"engine and model differ by {difference:.2g} (allowed {tolerance:.2g})")
+            if verification.tangent_difference is not None:
+                part, allowed = verification.tangent_difference, verification.tangent_tolerance
+                note(f"tangents by {part:.2g} of the largest (allowed {allowed:.2g})")
         with _stage("writing"):
-            manifest = write_bundle(folder, config, built, tokenizer, report, verification)
+            manifest = write_bundle(folder, config, built, tokenizer, lowered.reports, verification)
     _summarize(out, manifest)
     return out
 
@@ -127,11 +138,13 @@ def _hint_about_bos(config: ExportConfig, built: BuiltProgram, tokenizer: Any) -
 
 def _summarize(out: Path, manifest: dict[str, Any]) -> None:
     contract, lowering = manifest["contract"], manifest["lowering"]
-    rows = contract["copies"] * contract["batch_size"]
+    batch, copies, queries = contract["batch_size"], contract["copies"], contract["queries"]
     size = sum(entry["bytes"] for entry in manifest["files"].values())
     reads = f", {contract['positions']} positions" if contract["positions"] else ""
+    each = f"{queries} tangents beside each of {batch}" if queries else f"{copies} copies x {batch}"
+    rows = batch * (1 + queries) if queries else copies * batch
     print(f"{out}: {size / 1e6:.1f} MB, program {lowering['program_bytes'] / 1e6:.1f} MB")
     print(
-        f"  a call runs {rows} rows ({contract['copies']} copies x {contract['batch_size']}) of "
-        f"{contract['sequence_length']} tokens{reads}; readout {contract['readout']}"
+        f"  a step computes {rows} rows ({each}) of {contract['sequence_length']} tokens{reads}; "
+        f"readout {contract['readout']}"
     )

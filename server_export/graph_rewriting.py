@@ -44,7 +44,7 @@ _ENLARGING = {
 
 
 def rewrite(graph_module: GraphModule) -> None:
-    """Rewrite the graph of an unlifted exported program in place; its nodes carry `meta["val"]`."""
+    """Rewrite the graph of an unlifted exported program in place; all its nodes carry `meta["val"]`."""
     constants = _Constants(graph_module)
     _remove_identities(graph_module)
     constants.fold()
@@ -53,6 +53,7 @@ def rewrite(graph_module: GraphModule) -> None:
         if rule is not None:
             rule(node, constants)
     graph_module.graph.eliminate_dead_code()
+    _fill_in_values(graph_module)
     graph_module.delete_all_unused_submodules()
     _remove_unused_attributes(graph_module)
     graph_module.graph.lint()
@@ -136,6 +137,19 @@ def _is_noop_cast(node: Node) -> bool:
     if before is None or after is None:
         return False
     return before.dtype == after.dtype and before.shape == after.shape
+
+
+def _fill_in_values(graph_module: GraphModule) -> None:
+    """Give the nodes that rewriting made a `meta["val"]`: a tensor without memory."""
+
+    def value(node: Node) -> torch.Tensor:
+        known = node.meta["val"]
+        return torch.empty(known.shape, dtype=known.dtype, device="meta")
+
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), value)
+            node.meta["val"] = node.target(*arguments, **named)
 
 
 def _build(node: Node, make: Callable[[Graph], Node]) -> None:

@@ -26,8 +26,8 @@ from prge.errors import BundleError
 from server_export import attention, readout
 from server_export.loading import LoadedModel
 from server_export.lora_fa import CallInputs, convert_conv1d, replace_module
-from server_export.lowering import LoweringReport, lower
-from server_export.program import StackProgram, position_numbers
+from server_export.lowering import LoweringReport, export_graph, lower
+from server_export.program import STEP_METHOD, StackProgram, position_numbers
 from server_export.quantization import QuantizationReport, quantize
 from server_export.verify import FP32_TOLERANCE, QUANTIZED_TOLERANCE, run_program
 
@@ -138,14 +138,16 @@ def build_inference(
         module.set_head(head)
         quantization = quantize(module, spec.scheme)
         expected = [module(*example) for example in examples]
-    lowered = lower(module, examples[0])
+    lowered = lower({STEP_METHOD: export_graph(module, examples[0])})
     program = folder / PROGRAM
     program.write_bytes(lowered.buffer)
-    answers = [run_program(program, example) for example in examples]
+    answers = [run_program(program, example)[0] for example in examples]
     difference, tolerance = _compare("program", expected, answers, spec.scheme)
     name = "logits" if loaded.is_decoder else "pooled" if head is None else "scores"
     output = TensorSpec(name, "float32", tuple(expected[0].shape))
-    return BuiltInference(module_inputs, output, quantization, lowered.report, difference, tolerance)
+    return BuiltInference(
+        module_inputs, output, quantization, lowered.reports[STEP_METHOD], difference, tolerance
+    )
 
 
 def write_manifest(folder: Path, built: BuiltInference, facts: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A program module becomes a `.pte`: torch.export, rewriting, XNNPACK, memory planning."""
+"""Program modules become a `.pte`: torch.export, rewriting, tangents, XNNPACK, memory planning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +22,7 @@ _BOOKKEEPING = ("getitem", "executorch_call_delegate", "alloc")
 
 @dataclass(frozen=True)
 class LoweringReport:
-    """What became of a graph.
+    """What became of a method's graph; bytes of constants and of the program are those of the whole file.
 
     `delegated_share` is the share of operators that run inside XNNPACK; `delegated_products` the share of
     multiply-accumulates of matrix products; `outside` counts the operators that portable kernels run.
@@ -43,24 +43,42 @@ class LoweringReport:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """The bytes of a `.pte` and what is in it."""
+    """The bytes of a `.pte` and what became of each of its methods."""
 
     buffer: bytes
-    report: LoweringReport
+    reports: dict[str, LoweringReport]
 
 
-def export_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+Transformation = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
+
+
+def export_graph(
+    module: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    transform: Transformation | None = None,
+    transformed_inputs: tuple[torch.Tensor, ...] = (),
+) -> torch.export.ExportedProgram:
     """The rewritten graph of a module with static shapes.
+
+    Args:
+        module: the program.
+        inputs: tensors of the shapes to trace with.
+        transform: what is done to the rewritten graph before it is traced again, if anything.
+        transformed_inputs: what the transformed graph takes.
 
     Raises:
         BundleError: torch.export can't trace it.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _collector_paused():
             exported = torch.export.export(module, inputs, strict=False)
             graph_module = exported.module(check_guards=False)
             rewrite(graph_module)
+            if transform is not None:
+                graph_module, inputs = transform(graph_module), transformed_inputs
             exported = torch.export.export(graph_module, inputs, strict=False)
+    except BundleError:
+        raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise BundleError(
@@ -73,37 +91,68 @@ def export_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.e
     return exported
 
 
-def lower(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> LoweredProgram:
-    """Lower a program module to a `.pte` for XNNPACK.
+def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgram:
+    """Lower graphs to the methods of one `.pte` for XNNPACK; weights that they share are stored once.
 
     Raises:
-        BundleError: torch.export or ExecuTorch refuses it.
+        BundleError: ExecuTorch refuses one.
     """
-    with _collector_paused(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
-        return _lower(export_graph(module, inputs))
-
-
-def _lower(exported: torch.export.ExportedProgram) -> LoweredProgram:
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
-    try:
-        # One partitioner takes float and dynamically quantized layers alike, in the same delegates.
-        edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
-        graph_module = edge.exported_program().graph_module
-        shares = _shares(graph_module)
-        executorch = edge.to_executorch()
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise BundleError(
-            f"ExecuTorch can't lower the program: {type(error).__name__}: {lines[0]}",
-            remedy="please report it with the name of the model",
-        ) from error
-    plan = executorch.executorch_program.execution_plan[0]
-    buffer = bytes(executorch.buffer)
-    planned = sum(plan.non_const_buffer_sizes)
-    return LoweredProgram(buffer, LoweringReport(*shares, planned, _constant_bytes(executorch), len(buffer)))
+    with _collector_paused(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
+        try:
+            edge = to_edge_transform_and_lower(
+                dict(programs), partitioner=[_partitioner()], transform_passes=[_remove_clones]
+            )
+            shares = {method: _shares(edge.exported_program(method).graph_module) for method in programs}
+            executorch = edge.to_executorch()
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise BundleError(
+                f"ExecuTorch can't lower the program: {type(error).__name__}: {lines[0]}",
+                remedy="please report it with the name of the model",
+            ) from error
+    buffer, constants = bytes(executorch.buffer), _constant_bytes(executorch)
+    planned = {
+        plan.name: sum(plan.non_const_buffer_sizes) for plan in executorch.executorch_program.execution_plan
+    }
+    return LoweredProgram(
+        buffer,
+        {
+            method: LoweringReport(*share, planned[method], constants, len(buffer))
+            for method, share in shares.items()
+        },
+    )
+
+
+def _partitioner() -> Any:
+    """XNNPACK's partitioner, which takes float and dynamically quantized layers alike into one delegate.
+
+    XNNPACK rewrites every delegate sixteen times (convolutions, batch norms, paddings, clones), each time
+    interpreting the whole graph: two thirds of a lowering, for nothing that these graphs hold. Its own
+    compile option leaves only the rewriting that turns matrix products into linear layers.
+    """
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
+    from executorch.exir.backend.partitioner import DelegationSpec
+
+    partitioner = XnnpackPartitioner()
+    options = [CompileSpec("dqlinear_partitioner", b"")]
+    partitioner.delegation_spec = DelegationSpec(partitioner.delegation_spec.backend_id, options)
+    return partitioner
+
+
+def _remove_clones(graph_module: torch.fx.GraphModule) -> Any:
+    """Drop copies that only change strides: all tensors of a program are contiguous."""
+    from torch.fx.passes.infra.pass_base import PassResult
+
+    for node in list(graph_module.graph.nodes):
+        if _name(node).rpartition("::")[2] in ("clone", "_clone_dim_order"):
+            node.replace_all_uses_with(node.args[0])
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return PassResult(graph_module, True)
 
 
 @contextmanager

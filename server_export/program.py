@@ -1,16 +1,16 @@
-"""A stack program as a torch module: the model with adapters, its constants, and its readout."""
+"""A program as a torch module: the model with adapters, its constants, its readout, and its contracts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from prge.contract import AdaptedModule, Contract
+from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError
 from server_export import attention, readout
 from server_export.loading import LoadedModel, StartAdapter, load_adapter, load_model, parameter_count
@@ -27,14 +27,20 @@ from server_export.lora_fa import (
 from server_export.quantization import QuantizationReport, quantize
 from server_export.rotary import make_rotary_constant
 from server_export.settings import ExportConfig
+from server_export.tangent.exact import exact_answers
 from server_export.tokenization import label_token_ids, load_tokenizer
 
+# Methods of a program file
+STEP_METHOD, SCORE_METHOD = "forward", "score"
 # Random float32 models of all tested architectures differ by less than 2e-6 here.
 MODEL_TOLERANCE = 1e-3
 
 
 class StackProgram(nn.Module):
-    """The program before lowering; inputs and outputs are those of its contract, in order."""
+    """The program before lowering; inputs and outputs are those of its stack contract, in order.
+
+    It takes any number of rows and copies; only its graph is traced with those of a contract.
+    """
 
     position_ids: torch.Tensor
     token_type_ids: torch.Tensor
@@ -99,12 +105,15 @@ class StackProgram(nn.Module):
 class BuiltProgram:
     """A program ready to be lowered, with what its bundle says about it.
 
-    `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank] are the adapter to start from, unscaled.
-    `float_answers` are the answers to `example_inputs(contract)` before the base was quantized.
+    `contract` is that of a training step, `score_contract` that of the program which scores rows beside a
+    tangent program; a stack program scores with itself. `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank]
+    are the adapter to start from, unscaled. `float_answers` holds by method the outputs for
+    `example_inputs(contract)` before the base was quantized; nothing where it wasn't.
     """
 
     module: StackProgram
     contract: Contract
+    score_contract: Contract | None
     loaded: LoadedModel
     rank: int
     alpha: float
@@ -113,8 +122,14 @@ class BuiltProgram:
     lora_b: Mapping[str, torch.Tensor]
     had_conv1d: bool
     parameters: int
-    float_answers: torch.Tensor | None = None
+    float_answers: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     quantization: QuantizationReport = field(default_factory=QuantizationReport)
+
+    @property
+    def contracts(self) -> dict[str, Contract]:
+        """Contract of every method of the program file."""
+        contracts = {STEP_METHOD: self.contract}
+        return contracts if self.score_contract is None else {**contracts, SCORE_METHOD: self.score_contract}
 
 
 def build_program(
@@ -150,16 +165,17 @@ def build_program(
     attention.register()
     loaded.model.set_attn_implementation(attention.NAME)
     make_rotary_constant(loaded.model)
-    contract = _contract(config, loaded, kind, modules, label_tokens)
-    module = StackProgram(loaded.model, inputs, contract, config.pooling, position_ids).eval()
+    stack = _contract(config, loaded, kind, modules, label_tokens)
+    module = StackProgram(loaded.model, inputs, stack, config.pooling, position_ids).eval()
     reference.check(module)
-    float_answers = None
-    if config.quantize != "fp32":
-        with torch.no_grad():
-            float_answers = module(*example_inputs(contract))
-    return BuiltProgram(
+    contract, score_contract = stack, None
+    if config.estimator == "tangent":
+        contract = replace(stack, kind="tangent", queries=config.queries)
+        score_contract = replace(stack, batch_size=config.score_batch_size or contract.computed_rows)
+    built = BuiltProgram(
         module=module,
         contract=contract,
+        score_contract=score_contract,
         loaded=loaded,
         rank=rank,
         alpha=alpha,
@@ -168,13 +184,18 @@ def build_program(
         lora_b=lora_b,
         had_conv1d=had_conv1d,
         parameters=parameters,
-        float_answers=float_answers,
-        quantization=quantize(module, config.quantize),
     )
+    if config.quantize == "fp32":
+        return built
+    float_answers = {
+        method: exact_answers(module, contract, example_inputs(contract))
+        for method, contract in built.contracts.items()
+    }
+    return replace(built, float_answers=float_answers, quantization=quantize(module, config.quantize))
 
 
 def example_inputs(contract: Contract, seed: int = 0, lora_b_scale: float = 0.02) -> tuple[torch.Tensor, ...]:
-    """Random inputs in order: padded rows of different lengths, another `lora_b` in every copy."""
+    """Random inputs in order: padded rows of different lengths, another `lora_b` in every copy, signs."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -192,6 +213,8 @@ def example_inputs(contract: Contract, seed: int = 0, lora_b_scale: float = 0.02
             values.append(draw(contract.sequence_length, spec.shape))
         elif spec.name == "targets":
             values.append(draw(classes, spec.shape))
+        elif spec.name.startswith((U_PREFIX, V_PREFIX)):
+            values.append(draw(2, spec.shape) * 2.0 - 1.0)
         else:
             values.append(torch.randn(spec.shape, generator=generator) * lora_b_scale)
     return tuple(values)

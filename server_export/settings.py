@@ -12,11 +12,14 @@ Readout = Literal["logprobs", "verbalizer", "pooled"]
 Pooling = Literal["mean", "first"]
 PrependBos = Literal["auto", "always", "never"]
 
+Estimator = Literal["tangent", "antithetic"]
+
 SCHEMES = ("fp32", "8da8w", "8da4w")
 # XNNPACK takes a weight-only linear for a float one: it multiplies the integer codes and drops their scale.
 WEIGHT_ONLY = ("int8wo", "int4wo", "8w", "4w", "int8_weight_only", "int4_weight_only", "a16w8", "a16w4")
 
 DEFAULT_QUERIES = 4
+_COUNTS = ("rank", "queries", "copies", "batch_size", "score_batch_size", "sequence_length", "positions")
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,22 @@ class ExportConfig:
     seed: int = 0
     """Seed of the frozen lora_a matrices."""
 
+    estimator: Estimator = "tangent"
+    """What the program computes for training: `tangent`, exact derivatives along random directions beside
+    each row; `antithetic`, the rows with many copies of the adapter, for differences of any kind."""
+
     queries: int = DEFAULT_QUERIES
-    """Random directions a step that the bundle is meant for; noted in the manifest."""
+    """Random directions a step. A tangent program has them built in; a stack program is meant for them."""
 
     copies: int | None = None
-    """Adapter copies that run in one call. Without it 2 x queries, a whole step in one call."""
+    """antithetic: adapter copies that run in one call. Without it 2 x queries, a whole step in one call."""
 
     batch_size: int = 4
-    """Rows of every copy."""
+    """Rows of a step: with tangents beside each of them, or for every copy."""
+
+    score_batch_size: int | None = None
+    """tangent: rows that the program for scoring runs in one call. Without it as many as a step computes,
+    (1 + queries) x batch_size."""
 
     sequence_length: int = 64
     """Tokens of every row."""
@@ -85,9 +96,12 @@ class ExportConfig:
     def __post_init__(self) -> None:
         problems = [
             f"{name} is {getattr(self, name)}, must be at least 1"
-            for name in ("rank", "queries", "copies", "batch_size", "sequence_length", "positions")
+            for name in _COUNTS
             if getattr(self, name) is not None and getattr(self, name) < 1
         ]
+        for name, estimator in (("copies", "antithetic"), ("score_batch_size", "tangent")):
+            if getattr(self, name) is not None and self.estimator != estimator:
+                problems.append(f"{name} belongs to estimator {estimator}, but estimator is {self.estimator}")
         if not self.alpha > 0:
             problems.append(f"alpha is {self.alpha}, must be above 0")
         if self.quantize.lower() in WEIGHT_ONLY:
@@ -108,4 +122,6 @@ class ExportConfig:
     @property
     def stack_copies(self) -> int:
         """Adapter copies of the program."""
+        if self.estimator == "tangent":
+            return 1
         return self.copies if self.copies is not None else 2 * self.queries

@@ -185,11 +185,11 @@ def _answer_problems(loaded: LoadedModel, trained: Trained, bundle: Bundle) -> l
     from server_export.program import example_inputs
     from server_export.verify import run_program
 
-    contract = bundle.contract
+    contract = bundle.score_contract
     inputs = dict(zip((spec.name for spec in contract.inputs), example_inputs(contract, 7, 0.0), strict=True))
     if contract.is_encoder:
         inputs["tokens"] = padded_tokens(inputs["tokens"], inputs["attention_mask"], loaded.config)
-    answers = run_program(bundle.program, tuple(inputs.values()))
+    (answers,) = run_program(bundle.program, tuple(inputs.values()), bundle.score_method)
     rows = min(_ROWS, contract.rows)
     with torch.no_grad():
         # One row at a time: full logits of all rows may be gigabytes.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from prge.contract import LORA_B_PREFIX, Contract
 from prge.errors import BundleError
-from server_export.program import BuiltProgram, example_inputs
+from server_export.program import STEP_METHOD, BuiltProgram, example_inputs
 from server_export.quiet import quiet_engine
+from server_export.tangent.exact import exact_answers
 
-# Of log-probabilities and pooled states. Models of 12 architectures differ by 1e-7 to 2e-5.
+# Of log-probabilities and pooled states, and of tangents as a part of the largest one. Models of 12
+# architectures differ by 1e-7 to 2e-5.
 FP32_TOLERANCE = 1e-4
 # Times the largest change of an answer that quantization itself makes. Engine and eager model round the same
 # activations to int8, and a last bit of difference before the rounding flips a code; such flips measured 0.1
@@ -23,19 +26,26 @@ QUANTIZED_TOLERANCE = 1.0
 
 @dataclass(frozen=True)
 class Verification:
-    """Largest difference between engine and eager model over all rows, and what is allowed."""
+    """Largest difference between engine and eager model over all rows, and what is allowed.
+
+    Of tangents the differences are parts of the largest tangent; null in a program without any.
+    """
 
     max_absolute_difference: float
     tolerance: float
     rows: int
+    tangent_difference: float | None = None
+    tangent_tolerance: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `verification` block."""
         return asdict(self)
 
 
-def run_program(path: Path, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """First output of a `.pte` in the stock engine.
+def run_program(
+    path: Path, inputs: Sequence[torch.Tensor], method: str = STEP_METHOD
+) -> tuple[torch.Tensor, ...]:
+    """Outputs of a `.pte` in the stock engine.
 
     Raises:
         BundleError: the engine refuses the program or the inputs.
@@ -45,60 +55,98 @@ def run_program(path: Path, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     try:
         with quiet_engine():
             program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
-            method = program.load_method("forward")
-            output: torch.Tensor = method.call([tensor.contiguous() for tensor in inputs])[0]
+            loaded = program.load_method(method)
+        return tuple(loaded.call([tensor.contiguous() for tensor in inputs]))
     except RuntimeError as error:
         raise BundleError(
             f"the engine refuses the program that was just lowered: {error}",
             remedy="please report it with the name of the model",
         ) from None
-    return output
 
 
-def verify(path: Path, built: BuiltProgram) -> Verification:
-    """Compare the program in the engine with the module that it was lowered from.
+def verify(
+    path: Path, built: BuiltProgram, programs: Mapping[str, torch.export.ExportedProgram]
+) -> Verification:
+    """Compare every method of a program in the engine with the module that it was lowered from.
+
+    Tangents are compared with PyTorch's own, those of a quantized module with its graph in eager mode.
 
     Raises:
-        BundleError: they differ by more than the tolerance, an answer isn't finite, or the copies' `lora_b`
-            make no difference.
+        BundleError: they differ by more than the tolerance, an answer isn't finite, or the adapter makes no
+            difference.
     """
-    contract = built.contract
-    inputs = example_inputs(contract)
-    with torch.no_grad():
-        expected = built.module(*inputs)
-    actual = run_program(path, inputs)
-    if actual.shape != expected.shape or not bool(torch.isfinite(actual).all()):
-        raise BundleError(
-            f"the lowered program answers {tuple(actual.shape)} with numbers that aren't finite, "
-            f"or another shape than {tuple(expected.shape)}",
-            remedy="export it with --quantize fp32, and please report it",
-        )
-    difference = float((actual - expected).abs().max())
-    tolerance = FP32_TOLERANCE
-    if built.float_answers is not None:
-        tolerance += QUANTIZED_TOLERANCE * float((built.float_answers - expected).abs().max())
-    if difference > tolerance:
-        raise BundleError(
-            f"the lowered program differs from the model by {difference:.3g}, "
-            f"{built.quantization.scheme} allows {tolerance:.3g}",
-            remedy="export it with --quantize fp32, and please report it",
-        )
-    _check_copies(path, contract, inputs)
-    return Verification(difference, tolerance, contract.rows)
-
-
-def _check_copies(path: Path, contract: Any, inputs: Sequence[torch.Tensor]) -> None:
-    """Same rows in every copy: answers must differ between copies through `lora_b` alone."""
-    if contract.copies == 1:
-        return
-    same = [
-        value if spec.name.startswith("lora_b.") else value[: contract.batch_size].repeat(contract.copies, 1)
-        for spec, value in zip(contract.inputs, inputs, strict=True)
+    found = [
+        _differences(path, built, method, contract, programs[method])
+        for method, contract in built.contracts.items()
     ]
-    answers = run_program(path, same).reshape(contract.copies, -1)
-    dead = [copy for copy in range(1, contract.copies) if torch.equal(answers[copy], answers[0])]
-    if dead:
-        raise BundleError(
-            f"the copies {dead} of the lowered program answer what copy 0 answers though their lora_b differ",
-            remedy="choose target modules that the answer depends on",
-        )
+    answers = max((pairs[0] for pairs in found), key=lambda pair: pair[0] / pair[1])
+    tangents = found[0][1] if built.contract.is_tangent else (None, None)
+    _check_adapter(path, built.contract)
+    return Verification(*answers, built.contract.rows, *tangents)
+
+
+def _differences(
+    path: Path,
+    built: BuiltProgram,
+    method: str,
+    contract: Contract,
+    program: torch.export.ExportedProgram,
+) -> list[tuple[float, float]]:
+    """Difference and tolerance of every output of one method."""
+    inputs = example_inputs(contract)
+    if contract.is_tangent and built.float_answers:
+        with torch.no_grad():
+            expected = program.module(check_guards=False)(*inputs)
+    else:
+        expected = exact_answers(built.module, contract, inputs)
+    actual = run_program(path, inputs, method)
+    pairs = []
+    for index, (spec, ours, theirs) in enumerate(zip(contract.outputs, actual, expected, strict=True)):
+        if ours.shape != theirs.shape or not bool(torch.isfinite(ours).all()):
+            raise BundleError(
+                f"the lowered program answers {spec.name} {tuple(ours.shape)} with numbers that aren't "
+                f"finite, or another shape than {tuple(theirs.shape)}",
+                remedy="export it with --quantize fp32, and please report it",
+            )
+        unit = float(theirs.abs().max()) if index else 1.0
+        difference = float((ours - theirs).abs().max()) / max(unit, 1e-30)
+        tolerance = FP32_TOLERANCE
+        if built.float_answers:
+            change = float((built.float_answers[method][index] - theirs).abs().max()) / max(unit, 1e-30)
+            tolerance += QUANTIZED_TOLERANCE * change
+        if difference > tolerance:
+            raise BundleError(
+                f"the lowered program differs from the model by {difference:.3g} in {spec.name}, "
+                f"{built.quantization.scheme} allows {tolerance:.3g}",
+                remedy="export it with --quantize fp32, and please report it",
+            )
+        pairs.append((difference, tolerance))
+    return pairs
+
+
+def _check_adapter(path: Path, contract: Contract) -> None:
+    """Raise BundleError unless the adapter moves the answers of every copy or along every direction."""
+    inputs = example_inputs(contract)
+    if contract.is_tangent:
+        _, tangents = run_program(path, inputs)
+        dead = [query for query in range(contract.queries) if not bool(tangents[query].any())]
+        if dead:
+            raise BundleError(
+                f"the tangents {dead} of the lowered program are zero",
+                remedy="choose target modules that the answer depends on",
+            )
+    elif contract.copies > 1:
+        same = [
+            value
+            if spec.name.startswith(LORA_B_PREFIX)
+            else value[: contract.batch_size].repeat(contract.copies, 1)
+            for spec, value in zip(contract.inputs, inputs, strict=True)
+        ]
+        answers = run_program(path, same)[0].reshape(contract.copies, -1)
+        dead = [copy for copy in range(1, contract.copies) if torch.equal(answers[copy], answers[0])]
+        if dead:
+            raise BundleError(
+                f"the copies {dead} of the lowered program answer what copy 0 answers though their lora_b "
+                "differ",
+                remedy="choose target modules that the answer depends on",
+            )

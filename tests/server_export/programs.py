@@ -12,8 +12,16 @@ from tests.tiny_models import DECODERS, LENGTH, make_model
 
 
 def make_export_config(model: str, out: Path = Path("unused"), **changes: Any) -> ExportConfig:
-    """Settings of a small program: 3 copies of 2 rows."""
-    settings = {"rank": 4, "copies": 3, "batch_size": 2, "sequence_length": LENGTH, "positions": 3, **changes}
+    """Settings of a small program: 3 copies of 2 rows, or 3 tangents beside each of 2 rows."""
+    settings = {
+        "estimator": "antithetic",
+        "rank": 4,
+        "batch_size": 2,
+        "sequence_length": LENGTH,
+        "positions": 3,
+    }
+    settings |= {"queries": 3} if changes.get("estimator") == "tangent" else {"copies": 3}
+    settings |= changes
     return ExportConfig(model=model, out=out, **settings)
 
 

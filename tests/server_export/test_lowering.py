@@ -11,7 +11,8 @@ pytest.importorskip("executorch")
 import torch
 
 from server_export.lowering import export_graph, lower
-from server_export.program import example_inputs
+from server_export.program import STEP_METHOD, example_inputs
+from server_export.tangent.program import export_programs
 from server_export.verify import FP32_TOLERANCE, run_program
 from tests.server_export.programs import build
 from tests.tiny_models import ARCHITECTURES, DECODERS, SHALLOW
@@ -30,14 +31,14 @@ OUTSIDE = {
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_engine_is_the_eager_program(architecture: str, scheme: str, tmp_path: Path) -> None:
     built = build(architecture, model=SHALLOW[architecture], quantize=scheme)
-    lowered = lower(built.module, example_inputs(built.contract))
+    lowered = lower(export_programs(built))
     path = tmp_path / "program.pte"
     path.write_bytes(lowered.buffer)
     for seed in range(3):
         inputs = example_inputs(built.contract, seed)
         with torch.no_grad():
             expected = built.module(*inputs)
-        difference = (run_program(path, inputs) - expected).abs()
+        difference = (run_program(path, inputs)[0] - expected).abs()
         if scheme == "fp32":
             assert difference.max() < FP32_TOLERANCE
         else:
@@ -45,7 +46,7 @@ def test_engine_is_the_eager_program(architecture: str, scheme: str, tmp_path: P
             # one step of int8 shows.
             assert difference.median() < FP32_TOLERANCE
             assert difference.max() < 0.05 * float(expected.std())
-    report = lowered.report
+    report = lowered.reports[STEP_METHOD]
     assert set(report.outside) <= OUTSIDE[built.contract.readout]
     assert report.delegated_products == 1.0
     assert report.delegated_share > 0.9
@@ -66,8 +67,8 @@ def test_graph_computes_no_masks_or_tables(architecture: str) -> None:
 
 def test_memory_and_size_are_reported() -> None:
     built = build("bert", model=SHALLOW["bert"])
-    lowered = lower(built.module, example_inputs(built.contract))
+    lowered = lower(export_programs(built))
     weights = sum(buffer.numel() * 4 for buffer in built.module.model.parameters())
-    assert lowered.report.program_bytes == len(lowered.buffer)
-    assert 0.8 * weights < lowered.report.constant_bytes < len(lowered.buffer)
-    assert lowered.report.planned_memory_bytes > 0
+    assert lowered.reports[STEP_METHOD].program_bytes == len(lowered.buffer)
+    assert 0.8 * weights < lowered.reports[STEP_METHOD].constant_bytes < len(lowered.buffer)
+    assert lowered.reports[STEP_METHOD].planned_memory_bytes > 0

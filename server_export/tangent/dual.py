@@ -1,0 +1,206 @@
+"""A value of the graph with its tangents, and the graph that grows out of them.
+
+    primal    [1, *shape]            the value itself, slot 0
+    tangents  [queries, *shape]      its derivatives along the directions, slots 1 to queries
+    stack     [1 + queries, *shape]  all slots in one tensor, for what acts on all of them in one call
+
+Each form is made from the others when it is first asked for. Two things are put off for as long as possible,
+because they then cost as much as one slot instead of all: a bias, which moves slot 0 alone, and the factor
+of an elementwise derivative, which is the same for every direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+
+Number = float | int
+
+
+class Builder:
+    """Appends operators to the new graph.
+
+    Args:
+        graph_module: where constants are kept.
+        graph: the graph to append to.
+        queries: tangents of every value.
+    """
+
+    def __init__(self, graph_module: GraphModule, graph: Graph, queries: int) -> None:
+        self.graph_module = graph_module
+        self.graph = graph
+        self.queries = queries
+        self._constants: dict[Any, Node] = {}
+
+    @property
+    def slots(self) -> int:
+        """The primal and its tangents."""
+        return 1 + self.queries
+
+    def call(self, target: Any, *arguments: Any, **named: Any) -> Node:
+        """One operator."""
+        return self.graph.call_function(target, arguments, named)
+
+    def constant(self, tensor: torch.Tensor, key: Any) -> Node:
+        """A constant of the program; the same key gives the same node."""
+        if key not in self._constants:
+            name = f"tangent_constant_{len(self._constants)}"
+            self.graph_module.register_buffer(name, tensor)
+            self._constants[key] = self.graph.get_attr(name)
+        return self._constants[key]
+
+    def ones(self, *shape: int) -> Node:
+        """A constant of ones."""
+        return self.constant(torch.ones(shape), ("ones", shape))
+
+    def zeros(self, *shape: int) -> Node:
+        """A constant of zeros."""
+        return self.constant(torch.zeros(shape), ("zeros", shape))
+
+    def reshape(self, source: Node, *shape: int) -> Node:
+        """The same numbers in another shape."""
+        return self.call(aten.reshape.default, source, list(shape))
+
+    def product(self, left: Node | Number | None, right: Node | Number | None) -> Any:
+        """left * right of nodes, numbers, or None for one."""
+        if left is None or right is None:
+            return right if left is None else left
+        if not isinstance(left, Node) and not isinstance(right, Node):
+            return left * right
+        first, second = (left, right) if isinstance(left, Node) else (right, left)
+        return self.call(aten.mul.Tensor, first, second)
+
+    def total(self, source: Node, width: int) -> Node:
+        """Sum over a last dimension of `width`, kept as 1: a linear layer of ones stays in the delegate."""
+        return self.call(aten.linear.default, source, self.ones(1, width))
+
+    def repeated(self, source: Node, times: int, shape: torch.Size | tuple[int, ...]) -> Node:
+        """A value of `shape`, with or without a leading 1, as [times * shape[0], *shape[1:]]."""
+        copies = self.call(
+            aten.mul.Tensor, self.reshape(source, 1, *shape), self.ones(times, *[1] * len(shape))
+        )
+        return self.reshape(copies, times * shape[0], *shape[1:])
+
+
+class Dual:
+    """A value that depends on the adapter; made by `stacked` or `of_parts`."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        shape: tuple[int, ...],
+        stack: Node | None = None,
+        bias: Node | None = None,
+        primal: Node | None = None,
+        tangents: Node | None = None,
+        factor: Node | Number | None = None,
+    ) -> None:
+        self.builder = builder
+        self.shape = shape
+        self._unbiased, self._bias = stack, bias
+        self._stack = stack if bias is None else None
+        self._primal = primal
+        self._unscaled, self._factor = tangents, factor
+        self._tangents = tangents if factor is None else None
+
+    @classmethod
+    def stacked(cls, builder: Builder, shape: tuple[int, ...], stack: Node, bias: Node | None = None) -> Dual:
+        """From all slots in one; `bias`, a constant of the last dimension, is still to be added to slot 0."""
+        return cls(builder, shape, stack=stack, bias=bias)
+
+    @classmethod
+    def of_parts(
+        cls,
+        builder: Builder,
+        shape: tuple[int, ...],
+        primal: Node,
+        tangents: Node,
+        factor: Node | Number | None = None,
+    ) -> Dual:
+        """From a primal and tangents, which are still to be multiplied by `factor`."""
+        return cls(builder, shape, primal=primal, tangents=tangents, factor=factor)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether there is a tensor of all slots already."""
+        return self._unbiased is not None or self._stack is not None
+
+    @property
+    def primal(self) -> Node:
+        """Slot 0, [1, *shape]."""
+        if self._primal is None:
+            self._primal = self.builder.call(aten.slice.Tensor, self._raw(), 0, 0, 1)
+            if self._bias is not None and self._stack is None:
+                self._primal = self.builder.call(aten.add.Tensor, self._primal, self._bias)
+        return self._primal
+
+    @property
+    def tangents(self) -> Node:
+        """Slots 1 to queries, [queries, *shape]."""
+        if self._tangents is None:
+            self._tangents = self.builder.product(self._factor, self.unscaled)
+        return self._tangents
+
+    @property
+    def unscaled(self) -> Node:
+        """The tangents before `factor`."""
+        if self._unscaled is None:
+            self._unscaled = self.builder.call(aten.slice.Tensor, self._raw(), 0, 1, self.builder.slots)
+        return self._unscaled
+
+    @property
+    def factor(self) -> Node | Number | None:
+        """What `unscaled` is still to be multiplied by; None for one."""
+        return self._factor
+
+    @property
+    def stack(self) -> Node:
+        """All slots, [1 + queries, *shape]."""
+        if self._stack is None:
+            if self._unbiased is None:
+                self._stack = self.builder.call(aten.cat.default, [self.primal, self.tangents])
+            else:
+                self._stack = self.builder.call(aten.add.Tensor, self._unbiased, self._padded_bias())
+        return self._stack
+
+    def each(self, shape: tuple[int, ...], make: Callable[[Node, int], Node]) -> Dual:
+        """Apply a linear operator to every slot; `make(slots, count)` builds it for `count` of them."""
+        if self.is_stacked:
+            return Dual.stacked(self.builder, shape, make(self.stack, self.builder.slots))
+        parts = make(self.primal, 1), make(self.tangents, self.builder.queries)
+        return Dual.of_parts(self.builder, shape, *parts)
+
+    def aligned(self, rank: int) -> Dual:
+        """The same value with dimensions of 1 in front, so that slots don't meet another's dimensions."""
+        missing = rank - len(self.shape)
+        if missing <= 0:
+            return self
+        shape = (*[1] * missing, *self.shape)
+        return self.each(shape, lambda slots, count: self.builder.reshape(slots, count, *shape))
+
+    def _raw(self) -> Node:
+        source = self._stack if self._stack is not None else self._unbiased
+        assert source is not None
+        return source
+
+    def _padded_bias(self) -> Node:
+        """The bias for slot 0 and zeros for the others, [1 + queries, 1, ..., width]."""
+        assert self._bias is not None
+        bias = self.builder.graph_module
+        for name in str(self._bias.target).split("."):
+            bias = getattr(bias, name)
+        assert isinstance(bias, torch.Tensor)
+        padded = torch.zeros(self.builder.slots, *[1] * (len(self.shape) - 1), bias.shape[-1])
+        padded[0] = bias.detach()
+        return self.builder.constant(padded, ("bias", str(self._bias.target), len(self.shape)))
+
+
+def size(shape: tuple[int, ...] | torch.Size) -> int:
+    """How many numbers a tensor of this shape holds."""
+    return math.prod(shape)

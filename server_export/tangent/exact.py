@@ -1,0 +1,41 @@
+"""What a program answers, by PyTorch itself: the reference that graphs and engines are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from prge.contract import Contract
+
+
+def exact_answers(
+    module: nn.Module, contract: Contract, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of a contract, tangents by `torch.func.jvp` through the eager module.
+
+    Args:
+        module: a program module that takes any number of copies. Not quantized if the contract has tangents:
+            rounding has no derivative.
+        contract: of the program.
+        inputs: in the contract's order.
+    """
+    if not contract.is_tangent:
+        with torch.no_grad():
+            return (module(*inputs),)
+    count = len(contract.modules)
+    leading, factors = inputs[: -3 * count], inputs[-2 * count :]
+    # A copy for every row, since every row has directions of its own.
+    lora_b = tuple(
+        matrix.expand(contract.rows, -1, -1).contiguous() for matrix in inputs[-3 * count : -2 * count]
+    )
+    answer, tangents = torch.empty(0), []
+    for query in range(contract.queries):
+        directions = tuple(
+            u[query].unsqueeze(2) * v[query].unsqueeze(1)
+            for u, v in zip(factors[::2], factors[1::2], strict=True)
+        )
+        answer, tangent = torch.func.jvp(lambda *copies: module(*leading, *copies), lora_b, directions)
+        tangents.append(tangent.detach())
+    return answer.detach(), torch.stack(tangents)
