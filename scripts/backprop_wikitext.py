@@ -61,6 +61,7 @@ def backprop(
         model=model,
         out=bundle,
         adapter=opened.adapter,
+        estimator="antithetic",
         copies=1,
         batch_size=batch_size,
         sequence_length=opened.contract.sequence_length,

@@ -36,8 +36,9 @@ from prge.optimizers import Adam
 def export_program(arguments: argparse.Namespace, scheme: str, copies: int, folder: Path) -> dict[str, Any]:
     """Write `program.pte` and its contract; answers the lowering's report."""
     from server_export.lowering import lower
-    from server_export.program import build_program, example_inputs
+    from server_export.program import STEP_METHOD, build_program
     from server_export.settings import ExportConfig
+    from server_export.tangent.program import export_programs
 
     folder.mkdir(parents=True)
     config = ExportConfig(
@@ -45,6 +46,7 @@ def export_program(arguments: argparse.Namespace, scheme: str, copies: int, fold
         out=folder,
         target_modules=arguments.target_modules,
         rank=arguments.rank,
+        estimator="antithetic",
         queries=arguments.queries,
         copies=copies,
         batch_size=arguments.batch_size,
@@ -53,10 +55,10 @@ def export_program(arguments: argparse.Namespace, scheme: str, copies: int, fold
         quantize=scheme,
     )
     built = build_program(config, random_model(arguments.model, arguments.layers))
-    lowered = lower(built.module, example_inputs(built.contract))
+    lowered = lower(export_programs(built))
     (folder / "program.pte").write_bytes(lowered.buffer)
     (folder / "contract.json").write_text(json.dumps(built.contract.to_json()))
-    return lowered.report.to_json()
+    return lowered.reports[STEP_METHOD].to_json()
 
 
 def load(folder: Path) -> ExecutorchEngine:

@@ -21,7 +21,8 @@ from prge.examples import Example
 from prge.sampling import Sampler
 from server_export.eager_engine import EagerEngine
 from server_export.lowering import lower
-from server_export.program import BuiltProgram, example_inputs
+from server_export.program import BuiltProgram
+from server_export.tangent.program import export_programs
 from tests.rows import choice, completion
 from tests.server_export.programs import build
 
@@ -83,7 +84,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ExecutorchEng
     for copies in (1, 2, QUERIES, 2 * QUERIES):
         folder = tmp_path_factory.mktemp("programs")
         built = _program(copies)
-        lowered = lower(built.module, example_inputs(built.contract))
+        lowered = lower(export_programs(built))
         (folder / "program.pte").write_bytes(lowered.buffer)
         found[copies] = ExecutorchEngine.load(Bundle(folder, built.contract, {}), check=False)
     return found

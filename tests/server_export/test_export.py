@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_bundle_holds_the_program_that_was_asked_for(llama_bundle: Path, llama_f
     inputs = example_inputs(built.contract, seed=9)
     with torch.no_grad():
         expected = built.module(*inputs)
-    actual = run_program(llama_bundle / "program.pte", inputs)
+    (actual,) = run_program(llama_bundle / "program.pte", inputs)
     torch.testing.assert_close(actual, expected, atol=0.02, rtol=0)
 
 
@@ -91,12 +92,16 @@ def test_existing_folder_is_kept_unless_overwriting_is_asked_for(
 def test_failed_verification_leaves_nothing(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lower_another(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> lowering.LoweredProgram:
-        for parameter in module.parameters():
-            parameter.mul_(1.01)
-        lowered = lowering_function(module, inputs)
-        for parameter in module.parameters():
-            parameter.div_(1.01)
+    def lower_another(
+        programs: Mapping[str, torch.export.ExportedProgram],
+    ) -> lowering.LoweredProgram:
+        # The graphs share the module's parameters, which the verification is to find unharmed.
+        weights = {id(weight): weight for graph in programs.values() for weight in graph.parameters()}
+        for weight in weights.values():
+            weight.mul_(1.01)
+        lowered = lowering_function(programs)
+        for weight in weights.values():
+            weight.div_(1.01)
         return lowered
 
     lowering_function = lowering.lower
@@ -122,7 +127,8 @@ def test_encoder_with_chat_of_progress(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*argv, "--queries", "1", "--batch-size", "2", "--pooling", "first"]) == 0
     bundle = open_bundle(tmp_path / "bundle")
     assert bundle.contract.readout == "pooled"
-    assert (bundle.contract.copies, bundle.contract.width) == (2, 64)
+    assert (bundle.contract.kind, bundle.contract.queries, bundle.contract.width) == ("tangent", 1, 64)
+    assert bundle.manifest["score"]["batch_size"] == bundle.contract.computed_rows == 4
     assert bundle.manifest["readout"]["pooling"] == "first"
     output = capsys.readouterr().out
     for word in ("loading", "lowering", "verifying", "writing", "delegates", "readout pooled"):

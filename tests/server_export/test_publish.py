@@ -32,6 +32,14 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.export
 ROOT = Path(__file__).parents[2]
 RANK = 4
+SETTINGS: dict[str, Any] = {
+    "estimator": "antithetic",
+    "rank": RANK,
+    "copies": 2,
+    "batch_size": 2,
+    "sequence_length": LENGTH,
+    "positions": 3,
+}
 HEAD = {
     "weight": np.random.default_rng(5).standard_normal((3, 64)).astype(np.float32),
     "bias": np.array([0.5, -1, 2], np.float32),
@@ -60,9 +68,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("publish")
     for architecture in ("llama", "gpt2", "bert"):
         base = save_model(root / architecture, architecture)
-        config = ExportConfig(
-            str(base), root / "unused", rank=RANK, copies=2, batch_size=2, sequence_length=LENGTH, positions=3
-        )
+        config = ExportConfig(str(base), root / "unused", **SETTINGS)
         built = build_program(config, load_model(str(base)))
         write_adapter(root / f"{architecture}-start", built)
         trained_folder(
@@ -79,8 +85,7 @@ def bundle(saved: Path) -> Bundle:
     """A real bundle of the tiny llama."""
     from server_export.export import ExportConfig, export
 
-    settings = {"rank": RANK, "copies": 2, "batch_size": 2, "sequence_length": LENGTH, "positions": 3}
-    return open_bundle(export(ExportConfig(model=str(saved / "llama"), out=saved / "bundle", **settings)))
+    return open_bundle(export(ExportConfig(model=str(saved / "llama"), out=saved / "bundle", **SETTINGS)))
 
 
 @pytest.fixture(scope="session")
@@ -189,7 +194,8 @@ def test_program_peft_and_merged_model_agree(
 def run(program: Path, inputs: list[Any]) -> Any:
     from server_export.verify import run_program
 
-    return run_program(program / "program.pte", inputs)
+    (answer,) = run_program(program / "program.pte", inputs)
+    return answer
 
 
 def test_an_inference_program_gives_the_logits_of_the_asked_position(
