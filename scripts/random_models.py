@@ -22,8 +22,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(name: str, layers: int | None = None, seed: int = 0) -> Any:
-    """A `LoadedModel` of that architecture in float32; `layers` makes it shallower."""
+def random_model(name: str, layers: int | None = None, seed: int = 0, scaled: bool = False) -> Any:
+    """A `LoadedModel` of that architecture in float32.
+
+    Args:
+        name: of a configuration.
+        layers: makes it shallower.
+        seed: of the weights.
+        scaled: whether logits and attention scores vary as a trained model's do. Without, the usual
+            initialization: all tokens about equally probable, all positions about equally attended.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -35,4 +43,14 @@ def random_model(name: str, layers: int | None = None, seed: int = 0) -> Any:
     config = AutoConfig.for_model(**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    if scaled:
+        with torch.no_grad():
+            for path, layer in model.named_modules():
+                if isinstance(layer, torch.nn.Linear) and path != "lm_head":
+                    deviation = layer.in_features**-0.5
+                    layer.weight.normal_(
+                        0, 2 * deviation if path.endswith(("q_proj", "k_proj")) else deviation
+                    )
+            # The head shares the table: logits with a deviation of 3.
+            model.get_input_embeddings().weight.normal_(0, 3 * config.hidden_size**-0.5)
     return prepare_model(model, name, True, None)

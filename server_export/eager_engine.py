@@ -1,4 +1,4 @@
-"""A stack program in torch eager: the oracle that the engine and the estimators are compared with."""
+"""A program in torch eager: the oracle that the engine and the estimators are compared with."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from prge.contract import Contract
 from prge.engine import Array
 from prge.errors import EngineError
 from server_export.program import StackProgram
+from server_export.tangent.exact import exact_answers
 
 
 class _KeepDouble(TorchFunctionMode):
@@ -31,7 +32,7 @@ class EagerEngine:
 
     Args:
         module: the program; it is converted to `dtype` in place.
-        contract: of the program.
+        contract: of a method of the program; tangents come from `torch.func.jvp`.
         dtype: torch.float32, or torch.float64 for exact references; a quantized program takes float32 only.
     """
 
@@ -49,11 +50,12 @@ class EagerEngine:
         """Run the program once; output arrays have the contract's dtypes, or float64 in a float64 engine."""
         tensors = self._tensors(inputs)
         with torch.no_grad(), _KeepDouble():
-            output = self._module(*tensors)
-        return {self._contract.outputs[0].name: output.numpy().copy()}
+            outputs = exact_answers(self._module, self._contract, tensors)
+        names = (spec.name for spec in self._contract.outputs)
+        return {name: output.numpy().copy() for name, output in zip(names, outputs, strict=True)}
 
     def gradients(self, inputs: Mapping[str, Array], weights: Array) -> dict[str, NDArray[Any]]:
-        """Exact gradient of sum(weights * output) with respect to every `lora_b` input, by input name.
+        """Exact gradient of sum(weights * output) by every `lora_b` input of a stack contract, by input name.
 
         Args:
             inputs: as for `forward`.

@@ -90,6 +90,17 @@ def quantize(module: nn.Module, scheme: str) -> QuantizationReport:
     )
 
 
+def dequantize(module: nn.Module) -> None:
+    """Give a program's quantized linear layers their weights as floats, in place.
+
+    Weights keep their rounding, activations lose theirs: what is left is smooth and has derivatives.
+    """
+    for _, layer in _linear_layers(module.model):
+        restore = getattr(layer.weight, "dequantize", None)
+        if type(layer.weight) is not nn.Parameter and restore is not None:
+            layer.weight = nn.Parameter(restore(), requires_grad=False)
+
+
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
