@@ -34,9 +34,8 @@ EXPORT = {
 RUN = {
     "steps": STEPS,
     "optimizer": "adam",
-    "learning-rate": 0.03,
+    "learning-rate": 0.01,
     "schedule": "cosine",
-    "epsilon": 0.01,
     "evaluate-every": 100,
     "checkpoint-every": 50,
 }
