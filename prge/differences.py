@@ -12,7 +12,7 @@ program was exported with changes its speed and nothing else:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -183,8 +183,8 @@ class Differences:
         return stack
 
 
-def perturbed(adapter: Adapter, variant: Variant, directions: Directions) -> FloatArray:
-    """The adapter's values moved along one direction, f32 [size]."""
+def perturbed(adapter: Adapter, variant: Variant, directions: Callable[[int], FloatArray]) -> FloatArray:
+    """The adapter's values moved along one direction, f32 [size]; `directions` makes that of a query."""
     if variant.scale == 0:
         return adapter.values
     moved = directions(variant.query)

@@ -89,6 +89,11 @@ class RankOneDirections:
     modules: tuple[AdaptedModule, ...]
     shared: bool = False
 
+    def __call__(self, query: int, example: int = 0) -> FloatArray:
+        """Direction of one query and example, f32 [size of the adapter]."""
+        products = [np.outer(u[query, example], v[query, example]) for _, u, v in self.factors()]
+        return np.concatenate([product.ravel() for product in products]).astype(np.float32)
+
     def factors(self) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
         """Every module with its u [queries, examples, rank] and v [queries, examples, out_features]."""
         start = 0

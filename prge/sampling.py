@@ -53,11 +53,15 @@ class Sampler:
         """Examples of one step."""
         return self.per_call * self.calls
 
-    def batches(self, step: int) -> list[Batch]:
-        """The batches of step `step`, counted from 0."""
+    def chosen(self, step: int) -> list[Example]:
+        """The examples of step `step`, counted from 0, in the order of its batches."""
         count = len(self.examples)
         cursor = range(step * self.per_step, (step + 1) * self.per_step)
-        chosen = [self.examples[row_order(self.seed, i // count, count)[i % count]] for i in cursor]
+        return [self.examples[row_order(self.seed, i // count, count)[i % count]] for i in cursor]
+
+    def batches(self, step: int) -> list[Batch]:
+        """The batches of step `step`, counted from 0."""
+        chosen = self.chosen(step)
         return [
             make_batch(chosen[start : start + self.per_call], self.contract, pad=self.pad)
             for start in range(0, len(chosen), self.per_call)

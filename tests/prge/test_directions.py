@@ -143,6 +143,15 @@ def test_rows_take_the_directions_of_their_example_and_padding_none() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
+def test_one_direction_is_what_its_scalar_alone_makes_of_the_gradient(shared: bool) -> None:
+    directions = RankOneDirections(1, 2, 3, 4, MODULES, shared)
+    scalars = np.zeros((3, 4))
+    scalars[1, 2] = 12
+    np.testing.assert_array_equal(directions(1, 2), directions.gradient(scalars))
+    assert directions(0).dtype == np.float32
+
+
+@pytest.mark.parametrize("shared", [False, True])
 def test_gradient_is_the_mean_of_scalar_times_rank_one_direction(shared: bool) -> None:
     directions = RankOneDirections(1, 2, 3, 4, MODULES, shared)
     scalars = np.random.default_rng(0).normal(size=(3, 4))

@@ -32,6 +32,12 @@ def test_accumulated_calls_take_consecutive_rows() -> None:
     assert [batch.rows for batch in together] == [batch.rows for batch in alone]
 
 
+def test_chosen_examples_are_those_of_the_batches() -> None:
+    sampler = Sampler(random_completions(12), NumpyEngine(batch_size=2).contract, seed=1, calls=3)
+    batches = [batch.rows for batch in sampler.batches(2)]
+    assert [example.row for example in sampler.chosen(2)] == [row for rows in batches for row in rows]
+
+
 def test_candidates_of_an_example_stay_in_one_call() -> None:
     examples = [long_choice(row, [1], [[2, 3], [4, 5], [6, 7]], 0) for row in range(1, 5)]
     sampler = Sampler(examples, NumpyEngine(batch_size=7).contract, seed=0)
