@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,112 +12,30 @@ import pytest
 
 from device_runner import evaluate as evaluate_verb
 from device_runner import run as run_verb
-from device_runner.programs import Programs
 from device_runner.replay import main as replay
 from device_runner.run import run, with_stored_settings
 from device_runner.run_settings import RunSettings
-from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, Bundle, file_sha256, open_bundle
-from prge.contract import FORMAT
-from prge.engine import Array
+from prge.bundle import MANIFEST, Bundle, open_bundle
 from prge.errors import ConfigError
 from prge.journal import Journal
 from prge.settings import parse_settings
-from tests.bundles import write_manifest
-from tests.device_runner.tiny_tokenizers import byte_level_backend, encoder_backend
+from tests.device_runner.numpy_device import BATCH, QUERIES, Device, Killed, write_films
 from tests.numpy_engine import NumpyEngine, NumpyTangentEngine
-from tests.templates import write_template
 
-QUERIES, BATCH, STEPS = 3, 4, 12
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-class Device:
-    """Stands for the engine: loads models in numpy, and ends the process after some calls."""
-
-    def __init__(self, encoder: bool) -> None:
-        backend = encoder_backend() if encoder else byte_level_backend()
-        self.backend = backend
-        self.vocabulary = backend.get_vocab_size()
-        self.encoder = encoder
-        self.loads: list[str] = []
-        self.calls_left: int | None = None
-
-    def model(self, batch_size: int) -> NumpyEngine:
-        """The same weights for any number of rows."""
-        size = {"vocabulary": self.vocabulary, "sequence_length": 16, "positions": 8}
-        return NumpyEngine(1, batch_size, encoder=self.encoder, **size)
-
-    def load(self, method: str) -> NumpyEngine | NumpyTangentEngine:
-        self.loads.append(method)
-        engine = self.model(7) if method == "score" else self.model(BATCH).tangent(QUERIES)
-        forward = engine.forward
-
-        def counted(inputs: Mapping[str, Array]) -> dict[str, Array]:
-            if self.calls_left is not None:
-                self.calls_left -= 1
-                if self.calls_left < 0:
-                    raise Killed
-            return {name: array.astype(np.float32) for name, array in forward(inputs).items()}
-
-        engine.forward = counted  # type: ignore[method-assign]
-        return engine
-
-    def write_bundle(self, folder: Path) -> Path:
-        """A bundle of this model; its program is only a name."""
-        step, score = self.model(BATCH).tangent(QUERIES).contract, self.model(7).contract
-        write_template(folder / ADAPTER, step.modules)
-        (folder / TOKENIZER).mkdir()
-        self.backend.save(str(folder / TOKENIZER / "tokenizer.json"))
-        (folder / PROGRAM).write_bytes(b"numpy")
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        manifest = {
-            "format": FORMAT,
-            "contract": step.to_json(),
-            "score": score.to_json(),
-            "queries": QUERIES,
-            "model": {"name_or_path": "numpy"},
-            "tokenizer": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-            "files": {
-                str(path.relative_to(folder)): {"sha256": file_sha256(path), "bytes": path.stat().st_size}
-                for path in files
-            },
-        }
-        write_manifest(folder, manifest)
-        return folder
+STEPS = 12
 
 
 @pytest.fixture(params=[False, True], ids=["decoder", "encoder"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device(request.param)
-
-    def open_programs(bundle: Bundle, threads: int | None = None, keep: bool = False) -> Programs:
-        return Programs(bundle, device.load, keep)
-
-    monkeypatch.setattr(run_verb, "open_programs", open_programs)
+    device.replaces(monkeypatch, run_verb)
     return device
 
 
 @pytest.fixture
 def settings(device: Device, tmp_path: Path) -> RunSettings:
     """A short run; an encoder's is a classification, a decoder's learns texts."""
-    random = np.random.default_rng(0)
-    words = ["good", "bad", "great", "terrible", "film", "dog", "cat", "town"]
-    drawn = random.integers(0, 8, (60, 3)).tolist()
-    # The middle word tells the label, in nine rows of ten.
-    labels = [int(middle % 2 != (random.random() < 0.1)) for _, middle, _ in drawn]
-    rows = [
-        {"text": " ".join(words[word] for word in row), "label": label}
-        for row, label in zip(drawn, labels, strict=True)
-    ]
-    for name, part in (("train", rows[:40]), ("dev", rows[40:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    (tmp_path / "task.yaml").write_text(
-        'name: films\ntemplate: "{text}"\nlabel_words: {0: " No", 1: " Yes"}\ncolumns: {label: label}\n'
-        "metric: accuracy\n"
-    )
+    write_films(tmp_path)
     return RunSettings(
         bundle=device.write_bundle(tmp_path / "bundle"),
         train=tmp_path / "train.jsonl",
