@@ -33,6 +33,7 @@ EXPORT = (*DEVICE, "torchao", "transformers", "peft")
 
 NEEDS: Mapping[str, Sequence[str]] = {
     "inspect": CORE,
+    "probe": DEVICE,
     "run": DEVICE,
     "eval": DEVICE,
     "replay": CORE,

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
+from device_runner.probe import noise_note, quantization
 from device_runner.programs import Programs, open_programs
 from device_runner.run_inputs import (
     FINAL,
     JOURNAL,
     Heads,
     RunInputs,
+    fit_heads,
     learning_rates,
     make_estimator,
     new_state,
@@ -45,8 +45,6 @@ from prge.checkpoint import (
 )
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
-from prge.evaluation import pooled_states
-from prge.head import fit_cross_fitted, fit_head
 from prge.journal import Journal, Record
 from prge.sampling import Sampler
 from prge.settings import parse_settings, settings_to_yaml
@@ -123,9 +121,12 @@ def _train(
         )
         return found
 
+    sampler = Sampler(inputs.train, programs.step.contract, settings.seed, settings.calls, pad)
+    if settings.resume is None:
+        _tell_noise(settings, inputs, programs.step, sampler, state, watcher)
     train(
         programs.step,
-        Sampler(inputs.train, programs.step.contract, settings.seed, settings.calls, pad),
+        sampler,
         make_estimator(settings),
         learning_rates(settings),
         state,
@@ -140,6 +141,23 @@ def _train(
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
     return write_final(settings, inputs, state)
+
+
+def _tell_noise(
+    settings: RunSettings,
+    inputs: RunInputs,
+    engine: Engine,
+    sampler: Sampler,
+    state: TrainingState,
+    watcher: Watcher,
+) -> None:
+    """Say how noisy differences in quantized activations are; a run goes on without the answer too."""
+    if engine.contract.is_tangent or quantization(inputs.bundle) is None:
+        return
+    try:
+        watcher.say(noise_note(settings, engine, state.adapter, sampler, state.training_classifier))
+    except Exception as error:
+        watcher.say(f"the noise of differences was not measured: {error}")
 
 
 def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
@@ -180,27 +198,14 @@ def prepare_heads(settings: RunSettings, inputs: RunInputs, engine: Engine, jour
         return Heads()
     heads = Heads.from_journal(journal, contract.width)
     if heads is None:
-        heads = Heads(inputs.start_head) if inputs.start_head else _fitted_heads(settings, inputs, engine)
+        folds = 0 if settings.head_learning_rate else settings.head_folds
+        heads = (
+            Heads(inputs.start_head)
+            if inputs.start_head
+            else fit_heads(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id, folds)
+        )
         journal.append(heads.to_record())
     return heads
-
-
-def _fitted_heads(settings: RunSettings, inputs: RunInputs, engine: Engine) -> Heads:
-    rows = [example.row for example in inputs.train]
-    labels = np.array([example.label for example in inputs.train])
-    classes = inputs.train[0].candidates
-    states = pooled_states(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id)
-    try:
-        head = fit_head(states, labels, classes)
-        if not settings.head_folds or settings.head_learning_rate:
-            return Heads(head)
-        return Heads(head, fit_cross_fitted(states, labels, rows, classes, settings.head_folds))
-    except ValueError as error:
-        raise ConfigError(
-            "the classification head can't be fitted",
-            [str(error)],
-            remedy="give more rows of every class, or fewer --head-folds",
-        ) from None
 
 
 def write_final(settings: RunSettings, inputs: RunInputs, state: TrainingState) -> Path:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from device_runner.build import BuildOptions, load_examples
 from device_runner.data import Selection
@@ -17,10 +19,12 @@ from prge.adapter import Adapter, read_peft
 from prge.bundle import Bundle, file_sha256
 from prge.checkpoint import HEAD, TrainingState, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule
-from prge.errors import RunError
+from prge.engine import Engine
+from prge.errors import ConfigError, RunError
 from prge.estimators import Estimator
+from prge.evaluation import pooled_states
 from prge.examples import Example
-from prge.head import CrossFittedHeads, Head
+from prge.head import CrossFittedHeads, Head, fit_cross_fitted, fit_head
 from prge.journal import Journal, Record, decode_array, encode_array
 from prge.optimizers import make_optimizer, schedule
 from prge.tangents import Tangents
@@ -185,6 +189,29 @@ class Heads:
 
         folds = [decode(values) for values in record["folds"]]
         return cls(decode(record["values"]), CrossFittedHeads(folds) if folds else None)
+
+
+def fit_heads(
+    engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int, folds: int = 0
+) -> Heads:
+    """Fit an encoder's head on examples, and with `folds` those that score the examples in its stead.
+
+    Raises:
+        ConfigError: a class has too few rows.
+    """
+    rows = [example.row for example in examples]
+    labels = np.array([example.label for example in examples])
+    classes = examples[0].candidates
+    states = pooled_states(engine, adapter, examples, pad)
+    try:
+        head = fit_head(states, labels, classes)
+        return Heads(head, fit_cross_fitted(states, labels, rows, classes, folds) if folds else None)
+    except ValueError as error:
+        raise ConfigError(
+            "the classification head can't be fitted",
+            [str(error)],
+            remedy="give more rows of every class" + (", or fewer --head-folds" if folds else ""),
+        ) from None
 
 
 def adapter_folder(path: Path) -> Path:

@@ -201,7 +201,7 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             remedy="leave --estimator out, or export with --estimator "
             + ("tangent" if estimator == "tangent" else "antithetic"),
         )
-    queries = settings.queries or int(contract.queries or bundle.manifest.get("queries") or 4)
+    queries = settings.queries or suggested_queries(bundle)
     if contract.is_tangent and queries != contract.queries:
         raise ConfigError(
             "the settings don't fit the bundle:",
@@ -209,3 +209,8 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             remedy=f"leave --queries out, or export with --queries {queries}",
         )
     return replace(settings, estimator=estimator, queries=queries)
+
+
+def suggested_queries(bundle: Bundle) -> int:
+    """Random directions a step that a bundle was exported for."""
+    return int(bundle.contract.queries or bundle.manifest.get("queries") or 4)

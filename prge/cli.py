@@ -26,6 +26,7 @@ class Verb:
 VERBS = {
     "export": Verb("server_export.export", "turn a model into a bundle that a device can train", "export"),
     "inspect": Verb("device_runner.inspect_bundle", "show what a bundle holds and needs", "device"),
+    "probe": Verb("device_runner.probe", "measure the signal of estimators and step sizes", "device"),
     "run": Verb("device_runner.run", "fine-tune the adapter of a bundle", "device"),
     "eval": Verb("device_runner.evaluate", "measure an adapter on rows of a task", "device"),
     "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", "device"),

@@ -1,0 +1,483 @@
+"""`prge probe`: how much of what each estimator and step size measures is signal, on real rows.
+
+tangent bundle   the exact derivative of every (batch, query) is the reference of the differences along it
+stack bundle     there is no reference; scalars at a step size are compared with those at its neighbour
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from device_runner.build import BuildOptions, load_examples
+from device_runner.data import Selection
+from device_runner.programs import Programs, open_programs
+from device_runner.run_inputs import adapter_folder, fit_heads, make_estimator
+from device_runner.run_settings import RunSettings, suggested_queries
+from device_runner.task import load_task
+from device_runner.telemetry import reported
+from device_runner.tokenizer import bundle_tokenizer
+from prge.adapter import Adapter, read_peft
+from prge.bundle import Bundle, open_bundle
+from prge.checkpoint import HEAD, read_head
+from prge.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
+from prge.directions import RankOneDirections
+from prge.engine import Engine
+from prge.errors import ConfigError, EngineError
+from prge.estimators import Estimator
+from prge.evaluation import score
+from prge.examples import Batch, Example
+from prge.head import Classifier, Head
+from prge.sampling import Sampler
+from prge.settings import parse_settings
+from prge.tangents import Tangents
+
+Float64Array = NDArray[np.float64]
+
+DESCRIPTION = "Measure on real rows how much signal each estimator and step size has, and recommend one."
+
+# To a smooth loss two step sizes this near are one; rounding falls out differently.
+NEIGHBOUR = math.sqrt(2)
+POOR = 0.9
+STEPS_OF_A_NOTE = 4
+_LEAST_NOISE = 1e-6
+_WITHOUT_NOISE = "exact tangents have no such noise: prge export --estimator tangent"
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """Measure estimators and step sizes on a bundle."""
+
+    bundle: Path
+    """Folder that `prge export` wrote."""
+    data: Path
+    """Rows to measure on, such as training rows: jsonl, csv or tsv."""
+    task: str | None = None
+    """Task name or YAML file; without one, rows hold text, prompt and completion, or messages."""
+    adapter: Path | None = None
+    """Run, checkpoint or PEFT folder to measure at; default: the adapter that the bundle came with. An
+    encoder's head comes from it too, and is fitted on the rows where it has none."""
+    batches: int = 4
+    """Batches to measure, each along every query's direction."""
+    epsilons: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+    """Lengths of a perturbation to try, in units of the adapter's values."""
+    seed: int = 42
+    """Seed of directions and row order."""
+    limit: int | None = None
+    """Most rows to read."""
+    shuffle_seed: int | None = None
+    """Shuffle the file before the limit; the same rows on every machine."""
+    overflow: Literal["error", "truncate", "split"] = "truncate"
+    """What to do with a row that is too long for the program; whatever is cut is reported."""
+    threads: int | None = None
+    """Threads of the engine; default: performance cores."""
+    json: Path | None = None
+    """File to write the result to as JSON."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name} is {getattr(self, name)}, must be at least {least}"
+            for name, least in (("batches", 1), ("seed", 0), ("threads", 1))
+            if getattr(self, name) is not None and getattr(self, name) < least
+        ]
+        problems += [
+            f"--epsilons has {epsilon}, must be above 0 and finite"
+            for epsilon in self.epsilons
+            if not 0 < epsilon < math.inf
+        ]
+        if not self.epsilons:
+            problems.append("--epsilons is empty, give at least one")
+        if problems:
+            raise ConfigError(
+                "these settings can't be used:", problems, remedy="`prge probe --help` explains them"
+            )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far scalars follow a reference: found = slope * reference + what is left.
+
+    `r` is their correlation about zero. Directions have no sign of their own, so the mean of true scalars is
+    zero, and a mean that differs from it is an error as any other. It is 0 where there is nothing to compare.
+    """
+
+    r: float
+    slope: float
+
+    @property
+    def signal_to_noise(self) -> float:
+        """Power of what follows the reference over power of what is left; at most 1e6."""
+        signal = max(self.r, 0.0) ** 2
+        return signal / max(1 - signal, _LEAST_NOISE)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One estimator at one step size: how it agrees with the reference, and what a scalar costs in rows.
+
+    `between`, where the reference is a neighbour: see Neighbours.
+    """
+
+    estimator: str
+    epsilon: float
+    agreement: Agreement
+    rows_per_scalar: float
+    between: Agreement | None = None
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """How scalars at a step size agree with their neighbour's, and what a scalar costs in rows.
+
+    `agreement` is of the two. `between` is of the slopes from the one step to the other with the first ones:
+    these have no part of the way in common. Where rounding makes the loss a staircase, or the steps are so
+    large that the loss has levelled off, neighbours agree all the same, and these don't.
+    """
+
+    agreement: Agreement
+    between: Agreement
+    rows_per_scalar: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a probe found; `quantization` is None for float32 weights and activations."""
+
+    is_tangent: bool
+    quantization: str | None
+    batches: int
+    examples: int
+    queries: int
+    readings: tuple[Reading, ...]
+    tangent_rows_per_scalar: float | None = None
+
+    @property
+    def best(self) -> Reading:
+        """The reading with the largest signal to noise, as far as can be told; of equal ones the first."""
+        return max(self.readings, key=lambda reading: (reading.between or reading.agreement).r)
+
+    def recommendation(self) -> str:
+        """Which estimator to take, and which step size."""
+        best, agreement = self.best, self.best.agreement
+        which = f"{best.estimator} at epsilon {best.epsilon:g}"
+        if self.is_tangent:
+            measured = f"signal to noise {_signal_text(agreement)}, r {agreement.r:.3f}"
+            return (
+                f"Take the tangents: they are exact and need no epsilon. Of the differences, {which} has the "
+                f"most signal: {measured}."
+            )
+        quantized = self.quantization is not None and agreement.r < POOR
+        remedy = (
+            f" Int8 activations ({self.quantization}) make differences noisy; {_WITHOUT_NOISE}." * quantized
+        )
+        between = agreement.r if best.between is None else best.between.r
+        if between <= 0:
+            return f"No step size agrees with its neighbour: these differences hold no signal.{remedy}"
+        flags = f"--estimator {best.estimator} --epsilon {best.epsilon:g}"
+        poorly = ", and that poorly" if agreement.r < POOR else ""
+        figures = f"r {agreement.r:.3f}, between {between:.3f}"
+        return f"Take {flags}: of these it agrees best with its neighbour{poorly} ({figures}).{remedy}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON's own types; what a bundle of its kind has no value for is null."""
+        return {
+            "reference": "tangent" if self.is_tangent else "neighbour",
+            "quantization": self.quantization,
+            "batches": self.batches,
+            "examples": self.examples,
+            "queries": self.queries,
+            "tangent_rows_per_scalar": self.tangent_rows_per_scalar,
+            "readings": [self._reading_json(reading) for reading in self.readings],
+            "best": self._reading_json(self.best),
+            "recommendation": self.recommendation(),
+        }
+
+    def _reading_json(self, reading: Reading) -> dict[str, Any]:
+        agreement = reading.agreement
+        return {
+            "estimator": reading.estimator,
+            "epsilon": reading.epsilon,
+            "neighbour": None if self.is_tangent else reading.epsilon * NEIGHBOUR,
+            "r": agreement.r,
+            "slope": agreement.slope,
+            "r_between": None if reading.between is None else reading.between.r,
+            "signal_to_noise": agreement.signal_to_noise if self.is_tangent else None,
+            "rows_per_scalar": reading.rows_per_scalar,
+        }
+
+    def text(self) -> str:
+        """The table with what it means, and the recommendation."""
+        size = f"{self.batches} batches of {self.examples // self.batches} examples, {self.queries} queries"
+        lines = [f"{size}: {self.batches * self.queries} scalars"]
+        if self.is_tangent:
+            lines += [
+                "r and slope: of differences with the exact derivatives along the same directions, which are "
+                "products u v^T;",
+                "the directions of a stack program have independent signs",
+            ]
+        else:
+            lines += [
+                f"r and slope: of the scalars at {NEIGHBOUR:.3g} epsilon with those at epsilon. That is "
+                "agreement, not truth: an",
+                "error that both share goes unseen. r between: of the slopes from the one step to the other; "
+                "they share less",
+            ]
+        last = "signal/noise" if self.is_tangent else "r between"
+        rows = [["estimator", "epsilon", "r", "slope", last, "rows/scalar"]]
+        if self.tangent_rows_per_scalar is not None:
+            rows.append(["tangent", "-", "exact", "-", "-", f"{self.tangent_rows_per_scalar:.3g}"])
+        for reading in self.readings:
+            agreement, between = reading.agreement, reading.between
+            row = [reading.estimator, f"{reading.epsilon:g}", f"{agreement.r:.3f}", f"{agreement.slope:.3f}"]
+            row += [_signal_text(agreement) if between is None else f"{between.r:.3f}"]
+            rows.append([*row, f"{reading.rows_per_scalar:.3g}"])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        ]
+        return "\n".join([*lines, "", *table, "", self.recommendation()])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge probe --help`."""
+    settings = parse_settings(
+        ProbeSettings, argv, "prge probe", positional=["bundle"], description=DESCRIPTION
+    )
+    report = probe(settings)
+    print(report.text())
+    if settings.json:
+        with reported(settings.json):
+            settings.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def probe(settings: ProbeSettings) -> Report:
+    """Measure every estimator and step size of the settings.
+
+    Raises:
+        PrgeError: bad input, or derivatives that are not finite.
+    """
+    bundle = open_bundle(settings.bundle)
+    contract = bundle.contract
+    queries = suggested_queries(bundle)
+    if settings.batches * queries < 2:
+        raise ConfigError(
+            "one scalar can't be correlated:",
+            [f"--batches is {settings.batches}, the bundle has {queries} query"],
+            remedy="give --batches 16",
+        )
+    tokenizer = bundle_tokenizer(bundle)
+    task = load_task(settings.task) if settings.task else None
+    selection = Selection(0, settings.limit, settings.shuffle_seed)
+    options = BuildOptions(overflow=settings.overflow)
+    examples, data = load_examples(settings.data, tokenizer, contract, task, selection, options)
+    source = adapter_folder(settings.adapter) if settings.adapter else bundle.adapter
+    adapter = read_peft(source, contract.modules, bundle.adapter)
+    sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
+    print(data.text())
+    programs = open_programs(bundle, settings.threads)
+    head = _head(source, programs.score, adapter, examples, tokenizer.pad_id)
+    if contract.is_tangent:
+        readings = _against_tangents(programs, adapter, sampler, settings, head)
+    else:
+        steps = [sampler.batches(step) for step in range(settings.batches)]
+        readings = _against_neighbours(programs.step, adapter, steps, queries, settings, head)
+    return Report(
+        contract.is_tangent,
+        quantization(bundle),
+        settings.batches,
+        settings.batches * sampler.per_step,
+        queries,
+        tuple(sorted(readings, key=lambda reading: reading.estimator)),
+        contract.computed_rows / queries if contract.is_tangent else None,
+    )
+
+
+def compare(found: Float64Array, reference: Float64Array) -> Agreement:
+    """How far scalars follow a reference of the same shape; scalars that are not finite don't at all."""
+    y, x = found.ravel(), reference.ravel()
+    lengths = float(np.linalg.norm(y)), float(np.linalg.norm(x))
+    if not all(0 < length < math.inf for length in lengths):
+        return Agreement(0.0, 0.0)
+    r = float((y / lengths[0]) @ (x / lengths[1]))
+    return Agreement(min(max(r, -1.0), 1.0), r * lengths[0] / lengths[1])
+
+
+def neighbours_agree(
+    estimators: tuple[Estimator, Estimator],
+    engine: Engine,
+    adapter: Adapter,
+    steps: Sequence[Sequence[Batch]],
+    seed: int,
+    classifier: Classifier | None = None,
+) -> Neighbours:
+    """Compare the scalars of an estimator with those of its neighbour.
+
+    Args:
+        estimators: the same one at a step size and at NEIGHBOUR times that.
+        engine: runs a stack program.
+        adapter: where the gradient is asked for.
+        steps: the batches of each step to measure.
+        seed: of the directions.
+        classifier: scores an encoder's states.
+    """
+    here, beyond = (
+        [
+            estimator.measure(engine, adapter, batches, seed, step, classifier)
+            for step, batches in enumerate(steps)
+        ]
+        for estimator in estimators
+    )
+    near, far = (np.stack([measurement.scalars for measurement in side]) for side in (here, beyond))
+    between = (NEIGHBOUR * far - near) / (NEIGHBOUR - 1)
+    rows = sum(measurement.rows for measurement in here)
+    return Neighbours(compare(far, near), compare(between, near), rows / near.size)
+
+
+def noise_note(
+    settings: RunSettings, engine: Engine, adapter: Adapter, sampler: Sampler, head: Classifier | None
+) -> str:
+    """One line on the noise that a run's differences have in int8 activations, from its first steps.
+
+    Args:
+        settings: of the run, settled.
+        engine: runs the steps.
+        adapter: where the run starts.
+        sampler: answers the run's batches.
+        head: the classifier of the training rows, or None.
+    """
+    epsilons = (settings.epsilon, settings.epsilon * NEIGHBOUR)
+    plain = replace(settings, clip=0.0, normalize=False)
+    first, second = (make_estimator(replace(plain, epsilon=epsilon)) for epsilon in epsilons)
+    steps = [sampler.batches(step) for step in range(STEPS_OF_A_NOTE)]
+    agreement = neighbours_agree((first, second), engine, adapter, steps, settings.seed, head).agreement
+    sizes = " and ".join(f"{epsilon:.3g}" for epsilon in epsilons)
+    note = f"int8 activations: differences at epsilon {sizes} agree with r = {agreement.r:.2f}"
+    return f"{note}; {_WITHOUT_NOISE}" if agreement.r < POOR else note
+
+
+def _signal_text(agreement: Agreement) -> str:
+    ratio = agreement.signal_to_noise
+    return f"{ratio:.3g}" if ratio < 0.99 / _LEAST_NOISE else f">{0.99 / _LEAST_NOISE:.0g}"
+
+
+def quantization(bundle: Bundle) -> str | None:
+    """The bundle's quantization scheme; None for float32."""
+    block = bundle.manifest.get("quantization")
+    scheme = block.get("scheme") if isinstance(block, Mapping) else None
+    return None if scheme in (None, "fp32") else str(scheme)
+
+
+def _head(
+    source: Path, engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int
+) -> Head | None:
+    """An encoder's head: the one beside its adapter, else fitted on the examples."""
+    contract = engine.contract
+    if not contract.is_encoder:
+        return None
+    if not (source / HEAD).is_file():
+        return fit_heads(engine, adapter, examples, pad).head
+    head = Head(examples[0].candidates, contract.width)
+    read_head(source / HEAD, head)
+    return head
+
+
+def _rules(queries: int, epsilon: float) -> dict[str, Rule]:
+    return {"antithetic": Antithetic(queries, epsilon), "one-sided": OneSided(queries, epsilon)}
+
+
+def _against_neighbours(
+    engine: Engine,
+    adapter: Adapter,
+    steps: Sequence[Sequence[Batch]],
+    queries: int,
+    settings: ProbeSettings,
+    head: Head | None,
+) -> list[Reading]:
+    """A reading for every estimator and epsilon, on a stack program."""
+    readings = []
+    for epsilon in settings.epsilons:
+        beyond = _rules(queries, epsilon * NEIGHBOUR)
+        for name, rule in _rules(queries, epsilon).items():
+            pair = (Differences(rule), Differences(beyond[name]))
+            both = neighbours_agree(pair, engine, adapter, steps, settings.seed, head)
+            readings.append(Reading(name, epsilon, both.agreement, both.rows_per_scalar, both.between))
+    return readings
+
+
+def _against_tangents(
+    programs: Programs, adapter: Adapter, sampler: Sampler, settings: ProbeSettings, head: Head | None
+) -> list[Reading]:
+    """A reading for every estimator and epsilon, on the two programs of a tangent bundle.
+
+    As many batches share their directions as the program for scoring takes in one call.
+    """
+    contract, scoring = programs.step.contract, programs.score.contract
+    together = max(scoring.rows // contract.batch_size, 1)
+    numbers = range(settings.batches)
+    groups = [numbers[start : start + together] for start in numbers[::together]]
+    # All tangents before all scores: either program is loaded once.
+    exact = np.concatenate(
+        [_tangents(programs.step, adapter, sampler, group, settings.seed, head) for group in groups], -1
+    )
+    if not np.isfinite(exact).all():
+        raise EngineError(
+            "the program's derivatives are not finite at this adapter",
+            remedy="give another --adapter; without one, the one that the bundle came with is measured",
+        )
+    rules = {
+        (name, epsilon): rule
+        for epsilon in settings.epsilons
+        for name, rule in _rules(contract.queries, epsilon).items()
+    }
+    variants = {variant for rule in rules.values() for variant in rule.variants()}
+    losses = [
+        _losses(programs.score, adapter, sampler, group, settings.seed, variants, head) for group in groups
+    ]
+    readings = []
+    for (name, epsilon), rule in rules.items():
+        needed = rule.variants()
+        parts = [rule.scalars(np.stack([table[variant] for variant in needed])) for table in losses]
+        rows = len(needed) * contract.batch_size / contract.queries
+        readings.append(Reading(name, epsilon, compare(np.concatenate(parts, -1), exact), rows))
+    return readings
+
+
+def _tangents(
+    engine: Engine, adapter: Adapter, sampler: Sampler, group: range, seed: int, head: Head | None
+) -> Float64Array:
+    """Exact derivatives of the mean losses of some batches, f64 [queries, batches]."""
+    batches = [batch for step in group for batch in sampler.batches(step)]
+    measured = Tangents(shared=True).measure(engine, adapter, batches, seed, group.start, head)
+    return measured.scalars.reshape(engine.contract.queries, len(group), -1).mean(-1)
+
+
+def _losses(
+    engine: Engine,
+    adapter: Adapter,
+    sampler: Sampler,
+    group: range,
+    seed: int,
+    variants: set[Variant],
+    head: Head | None,
+) -> dict[Variant, Float64Array]:
+    """Mean losses of some batches under every variant, f64 [batches]."""
+    examples = [example for step in group for example in sampler.chosen(step)]
+    queries = sampler.contract.queries
+    directions = RankOneDirections(seed, group.start, queries, 1, adapter.modules, shared=True)
+    found = {}
+    for variant in variants:
+        moved = Adapter(adapter.modules, perturbed(adapter, variant, directions))
+        scored = score(engine, moved, examples, head, sampler.pad)
+        found[variant] = scored.losses.reshape(len(group), -1).mean(-1)
+    return found

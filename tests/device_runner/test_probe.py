@@ -1,0 +1,308 @@
+"""`prge probe`, with models in numpy for the engine: exact ones, and ones that round."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from device_runner import probe as probe_verb
+from device_runner import run as run_verb
+from device_runner.probe import Agreement, ProbeSettings, Reading, Report, compare, probe
+from device_runner.run import run
+from device_runner.run_settings import RunSettings
+from prge.cli import main
+from prge.errors import ConfigError, EngineError
+from tests.device_runner.numpy_device import BATCH, QUERIES, Device, write_films
+
+SMALL, LARGE = 1e-3, 1e-1
+
+
+@pytest.fixture
+def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Probe a device, with some settings changed."""
+    write_films(tmp_path)
+
+    def run_probe(device: Device, scheme: str = "fp32", **changes: Any) -> Report:
+        device.replaces(monkeypatch, probe_verb, run_verb)
+        bundle = tmp_path / "bundle"
+        if not bundle.exists():
+            device.write_bundle(bundle, scheme)
+        task = str(tmp_path / "task.yaml") if device.encoder else None
+        settings = ProbeSettings(bundle, tmp_path / "train.jsonl", task, epsilons=(SMALL, LARGE))
+        return probe(replace(settings, **changes))
+
+    return run_probe
+
+
+def agreements(report: Report) -> dict[tuple[str, float], Agreement]:
+    return {(reading.estimator, reading.epsilon): reading.agreement for reading in report.readings}
+
+
+@pytest.mark.parametrize("scored", [7, 2 * BATCH, 40], ids="scored{}".format)
+@pytest.mark.parametrize("encoder", [False, True], ids=["decoder", "encoder"])
+def test_small_differences_of_an_exact_program_are_its_tangents(
+    measure: Any, encoder: bool, scored: int
+) -> None:
+    """Whatever batches share their directions because they are scored in one call."""
+    report = measure(Device(encoder, scored=scored), batches=5)
+    found = agreements(report)
+    assert found["antithetic", SMALL].r > 0.9999
+    assert found["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
+    assert found["one-sided", SMALL].r > 0.99
+    assert found["one-sided", LARGE].r < found["one-sided", SMALL].r
+    assert (report.best.estimator, report.best.epsilon) == ("antithetic", SMALL)
+    assert (report.batches, report.examples, report.queries) == (5, 5 * BATCH, QUERIES)
+
+
+def test_rounding_is_found_to_drown_small_steps(measure: Any) -> None:
+    found = agreements(measure(Device(grid=0.1), batches=8))
+    assert found["antithetic", SMALL].r < 0.5 < 0.8 < found["antithetic", LARGE].r
+    assert found["antithetic", SMALL].signal_to_noise < 1 < found["antithetic", LARGE].signal_to_noise
+
+
+def test_tangents_come_before_scores_so_that_no_program_loads_twice(measure: Any) -> None:
+    device = Device()
+    measure(device, batches=6)
+    assert device.loads == ["forward", "score"]
+
+
+def test_rows_of_a_scalar(measure: Any) -> None:
+    report = measure(Device())
+    rows = {reading.estimator: reading.rows_per_scalar for reading in report.readings}
+    assert rows == {"antithetic": 2 * BATCH, "one-sided": BATCH * (1 + QUERIES) / QUERIES}
+    assert report.tangent_rows_per_scalar == BATCH * (1 + QUERIES) / QUERIES
+
+
+@pytest.mark.parametrize("encoder", [False, True], ids=["decoder", "encoder"])
+@pytest.mark.parametrize("copies", [2, 2 * QUERIES])
+def test_neighbours_agree_on_an_exact_stack_program(measure: Any, encoder: bool, copies: int) -> None:
+    report = measure(Device(encoder, copies))
+    found = agreements(report)
+    assert found["antithetic", SMALL].r > 0.9999
+    assert found["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
+    assert report.best.epsilon == SMALL
+    assert report.tangent_rows_per_scalar is None
+    calls = -(-(1 + QUERIES) // copies)
+    rows = {reading.estimator: reading.rows_per_scalar for reading in report.readings}
+    assert rows == {"antithetic": 2 * BATCH, "one-sided": calls * copies * BATCH / QUERIES}
+
+
+def test_slopes_between_neighbours_disagree_where_a_stack_program_rounds(measure: Any) -> None:
+    """Far below the rounding, neighbours stand on the same stair of the loss and agree for that reason."""
+    found = measure(Device(copies=2, grid=0.1), "8da4w", batches=8)
+    between = {(reading.estimator, reading.epsilon): reading.between.r for reading in found.readings}
+    assert agreements(found)["antithetic", SMALL].r > 0.6
+    assert between["antithetic", SMALL] < 0.3 < 0.8 < between["antithetic", LARGE]
+    assert found.best.epsilon == LARGE
+    assert "agreement, not truth" in found.text()
+
+
+def test_the_head_of_an_encoder_is_its_adapters_or_fitted(measure: Any, tmp_path: Path) -> None:
+    device = Device(encoder=True)
+    fitted = measure(device)
+    assert device.loads == ["score", "forward", "score"]
+    task, train = str(tmp_path / "task.yaml"), tmp_path / "train.jsonl"
+    settings = RunSettings(tmp_path / "bundle", train, tmp_path / "run", task=task, steps=1, quiet=True)
+    run(replace(settings, learning_rate=1e-9, head_folds=0))
+    device.loads.clear()
+    # The same head, since a run fits it on the same rows.
+    found = measure(device, adapter=tmp_path / "run")
+    assert device.loads == ["forward", "score"]
+    for key, agreement in agreements(found).items():
+        assert agreement.r == pytest.approx(agreements(fitted)[key].r, abs=1e-3)
+
+
+def test_derivatives_that_are_not_finite(measure: Any) -> None:
+    device = Device()
+    model = device.model
+
+    def broken(batch_size: int, copies: int = 1) -> Any:
+        engine = model(batch_size, copies)
+        engine.lora_a[:] = np.nan
+        return engine
+
+    device.model = broken  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="not finite"):
+        measure(device)
+
+
+def test_one_scalar_cant_be_correlated(measure: Any, tmp_path: Path) -> None:
+    measure(Device(copies=2))
+    manifest = json.loads((tmp_path / "bundle/manifest.json").read_text())
+    from tests.bundles import write_manifest
+
+    write_manifest(tmp_path / "bundle", {**manifest, "queries": 1})
+    with pytest.raises(ConfigError, match="--batches is 1"):
+        measure(Device(copies=2), batches=1)
+
+
+def test_compare() -> None:
+    random = np.random.default_rng(0)
+    reference, noise = random.normal(size=(2, 4, 5000))
+    same = compare(2 * reference, reference)
+    assert (same.r, same.slope) == (pytest.approx(1), pytest.approx(2))
+    assert same.signal_to_noise == pytest.approx(1e6)
+    noisy = compare(reference + noise / 2, reference)
+    assert noisy.signal_to_noise == pytest.approx(4, rel=0.05)
+    assert compare(-reference, reference).signal_to_noise == 0
+    # The mean of true scalars is zero: a constant is noise too.
+    assert compare(reference + 2, reference).r == pytest.approx(1 / 5**0.5, abs=0.02)
+    for nothing in (0 * reference, np.full_like(reference, np.nan), np.full_like(reference, np.inf)):
+        assert compare(nothing, reference) == Agreement(0, 0)
+        assert compare(reference, nothing) == Agreement(0, 0)
+
+
+def report(is_tangent: bool, quantization: str | None, *rs: float) -> Report:
+    readings = [
+        Reading("antithetic", 10.0**-k, Agreement(r, 1.0), 8.0, None if is_tangent else Agreement(r, 1.0))
+        for k, r in enumerate(rs, 1)
+    ]
+    return Report(is_tangent, quantization, 4, 16, 4, tuple(readings), 5.0 if is_tangent else None)
+
+
+def test_recommendation_for_a_tangent_bundle() -> None:
+    text = report(True, "8da4w", 0.5, 0.8, 0.6).recommendation()
+    assert "Take the tangents" in text
+    assert "antithetic at epsilon 0.01 has the most signal: signal to noise 1.78, r 0.800" in text
+    assert "prge export" not in text
+
+
+def test_recommendation_for_a_stack_bundle() -> None:
+    text = report(False, None, 0.5, 0.8).recommendation()
+    assert "--estimator antithetic --epsilon 0.01" in text and "r 0.800" in text
+    assert "prge export" not in text
+    assert "prge export" not in report(False, "8da4w", 0.91).recommendation()
+    assert "prge export --estimator tangent" in report(False, "8da4w", 0.5, 0.89).recommendation()
+    nothing = report(False, "8da4w", -0.5, 0.0).recommendation()
+    assert nothing.startswith("No step size agrees") and "prge export --estimator tangent" in nothing
+
+
+def test_table() -> None:
+    lines = report(True, None, 1.0, 0.8).text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("estimator"))
+    assert [line.split() for line in lines[start : start + 4]] == [
+        ["estimator", "epsilon", "r", "slope", "signal/noise", "rows/scalar"],
+        ["tangent", "-", "exact", "-", "-", "5"],
+        ["antithetic", "0.1", "1.000", "1.000", ">1e+06", "8"],
+        ["antithetic", "0.01", "0.800", "1.000", "1.78", "8"],
+    ]
+    assert len({len(line) for line in lines[start : start + 4]}) == 1
+    assert "signal/noise" not in report(False, None, 0.9).text()
+
+
+@pytest.mark.parametrize("copies", [None, 2])
+def test_command_line_and_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], copies: int | None
+) -> None:
+    device = Device(copies=copies)
+    device.replaces(monkeypatch, probe_verb)
+    write_films(tmp_path)
+    bundle = device.write_bundle(tmp_path / "bundle", "8da8w")
+    words = [bundle, "--data", tmp_path / "train.jsonl", "--epsilons", "1e-3", "0.05", "--batches", 2]
+    assert main(["probe", *map(str, words), "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert capsys.readouterr().out.rstrip().endswith(found["recommendation"])
+    assert [reading["epsilon"] for reading in found["readings"]] == [1e-3, 0.05, 1e-3, 0.05]
+    assert found["best"] in found["readings"]
+    assert found["reference"] == ("tangent" if copies is None else "neighbour")
+    assert found["quantization"] == "8da8w"
+    for reading in found["readings"]:
+        assert (reading["signal_to_noise"] is None) == (copies is not None)
+        assert (reading["neighbour"] is None) == (reading["r_between"] is None) == (copies is None)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--epsilons", "0", "1e-2"], "--epsilons has 0"),
+        (["--epsilons", "-1"], "--epsilons has -1"),
+        (["--epsilons"], "--epsilons is empty"),
+        (["--epsilons", "small"], "--epsilons must be"),
+        (["--batches", "0"], "--batches is 0"),
+        (["--limit", "0"], "limit is 0"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--adapter", "nowhere"], "nowhere"),
+        (["--task", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
+    write_films(tmp_path)
+    bundle = Device().write_bundle(tmp_path / "bundle")
+    assert main(["probe", str(bundle), "--data", str(tmp_path / "train.jsonl"), *words]) == 2
+    message = capsys.readouterr().err
+    assert part in message and message.startswith("prge probe: error: ")
+
+
+def test_a_class_without_rows(measure: Any, tmp_path: Path) -> None:
+    rows = [line for line in (tmp_path / "train.jsonl").read_text().splitlines() if '"label": 0' in line]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    with pytest.raises(ConfigError, match="can't be fitted"):
+        measure(Device(encoder=True))
+
+
+class TestNoteOfARun:
+    """A new run on quantized activations says how noisy its differences are."""
+
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> RunSettings:
+        write_films(tmp_path)
+        return RunSettings(tmp_path / "bundle", tmp_path / "train.jsonl", tmp_path / "run", steps=2)
+
+    @pytest.mark.parametrize("changes", [{}, {"estimator": "one-sided"}, {"directions": "gaussian"}], ids=str)
+    def test_noise_is_told_once(
+        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    ) -> None:
+        device = Device(copies=2, grid=0.05)
+        device.replaces(monkeypatch, run_verb)
+        device.write_bundle(settings.bundle, "8da4w")
+        settings = replace(settings, epsilon=SMALL, quiet=True, **changes)
+        run(settings)
+        run(replace(settings, resume=settings.out))
+        lines = [
+            line for line in (settings.out / "log.txt").read_text().splitlines() if "int8 activations" in line
+        ]
+        assert len(lines) == 1
+        assert "differences at epsilon 0.001 and 0.00141 agree with r = " in lines[0]
+        assert lines[0].endswith("exact tangents have no such noise: prge export --estimator tangent")
+
+    def test_differences_without_noise_need_no_other_program(
+        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device = Device(copies=2)
+        device.replaces(monkeypatch, run_verb)
+        device.write_bundle(settings.bundle, "8da4w")
+        run(replace(settings, epsilon=SMALL, quiet=True))
+        assert "agree with r = 1.00\n" in (settings.out / "log.txt").read_text()
+
+    @pytest.mark.parametrize(("copies", "scheme"), [(2, "fp32"), (None, "8da4w")])
+    def test_nothing_is_told_where_there_is_no_noise(
+        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, copies: int | None, scheme: str
+    ) -> None:
+        device = Device(copies=copies)
+        device.replaces(monkeypatch, run_verb)
+        device.write_bundle(settings.bundle, scheme)
+        run(replace(settings, quiet=True))
+        assert "int8" not in (settings.out / "log.txt").read_text()
+
+    def test_a_run_goes_on_where_it_cant_be_measured(
+        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device = Device(copies=2)
+        device.replaces(monkeypatch, run_verb)
+        device.write_bundle(settings.bundle, "8da4w")
+
+        def broken(*_: object) -> str:
+            raise RuntimeError("no memory")
+
+        monkeypatch.setattr(run_verb, "noise_note", broken)
+        final = run(replace(settings, quiet=True))
+        assert final.is_dir()
+        assert (
+            "the noise of differences was not measured: no memory" in (settings.out / "log.txt").read_text()
+        )
