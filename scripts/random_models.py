@@ -47,10 +47,7 @@ def random_model(name: str, layers: int | None = None, seed: int = 0, scaled: bo
         with torch.no_grad():
             for path, layer in model.named_modules():
                 if isinstance(layer, torch.nn.Linear) and path != "lm_head":
-                    deviation = layer.in_features**-0.5
-                    layer.weight.normal_(
-                        0, 2 * deviation if path.endswith(("q_proj", "k_proj")) else deviation
-                    )
+                    layer.weight.normal_(0, layer.in_features**-0.5)
             # The head shares the table: logits with a deviation of 3.
             model.get_input_embeddings().weight.normal_(0, 3 * config.hidden_size**-0.5)
     return prepare_model(model, name, True, None)

@@ -97,13 +97,17 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
     Raises:
         BundleError: ExecuTorch refuses one.
     """
-    from executorch.exir import to_edge_transform_and_lower
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
     with _collector_paused(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
         try:
             edge = to_edge_transform_and_lower(
-                dict(programs), partitioner=[_partitioner()], transform_passes=[_remove_clones]
+                dict(programs),
+                partitioner=[_partitioner()],
+                transform_passes=[_simplify],
+                # Both cost much time: the program is checked by running it, and no tensor has an odd layout.
+                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             )
             shares = {method: _shares(edge.exported_program(method).graph_module) for method in programs}
             executorch = edge.to_executorch()
@@ -143,14 +147,16 @@ def _partitioner() -> Any:
     return partitioner
 
 
-def _remove_clones(graph_module: torch.fx.GraphModule) -> Any:
-    """Drop copies that only change strides: all tensors of a program are contiguous."""
+def _simplify(graph_module: torch.fx.GraphModule) -> Any:
+    """Drop copies that only change strides, and the provenance that every later pass would copy."""
     from torch.fx.passes.infra.pass_base import PassResult
 
     for node in list(graph_module.graph.nodes):
-        if _name(node).rpartition("::")[2] in ("clone", "_clone_dim_order"):
+        if _name(node).rpartition("::")[2] == "clone":
             node.replace_all_uses_with(node.args[0])
             graph_module.graph.erase_node(node)
+        else:
+            node.meta.pop("from_node", None)
     graph_module.recompile()
     return PassResult(graph_module, True)
 
