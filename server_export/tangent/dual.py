@@ -37,6 +37,8 @@ class Builder:
         self.graph = graph
         self.queries = queries
         self._constants: dict[Any, Node] = {}
+        self._shapes: dict[Node, tuple[int, ...]] = {}
+        self._reshaped: dict[tuple[Node, tuple[int, ...]], Node] = {}
 
     @property
     def slots(self) -> int:
@@ -63,9 +65,22 @@ class Builder:
         """A constant of zeros."""
         return self.constant(torch.zeros(shape), ("zeros", shape))
 
+    def know_shape(self, node: Node | None, *shape: int) -> None:
+        """Note the shape of a node, so that reshaping it to the same one costs nothing."""
+        if node is not None:
+            self._shapes[node] = shape
+
     def reshape(self, source: Node, *shape: int) -> Node:
-        """The same numbers in another shape."""
-        return self.call(aten.reshape.default, source, list(shape))
+        """The same numbers in another shape: none, one or an earlier operator."""
+        while source.target is aten.reshape.default and source.args[0] in self._shapes:
+            source = source.args[0]
+        if self._shapes.get(source) == shape:
+            return source
+        if (source, shape) not in self._reshaped:
+            node = self.call(aten.reshape.default, source, list(shape))
+            self._reshaped[source, shape] = node
+            self.know_shape(node, *shape)
+        return self._reshaped[source, shape]
 
     def product(self, left: Node | Number | None, right: Node | Number | None) -> Any:
         """left * right of nodes, numbers, or None for one."""
@@ -108,6 +123,10 @@ class Dual:
         self._primal = primal
         self._unscaled, self._factor = tangents, factor
         self._tangents = tangents if factor is None else None
+        builder.know_shape(stack, builder.slots, *shape)
+        builder.know_shape(primal, 1, *shape)
+        if factor is None:
+            builder.know_shape(tangents, builder.queries, *shape)
 
     @classmethod
     def stacked(cls, builder: Builder, shape: tuple[int, ...], stack: Node, bias: Node | None = None) -> Dual:
@@ -138,6 +157,7 @@ class Dual:
             self._primal = self.builder.call(aten.slice.Tensor, self._raw(), 0, 0, 1)
             if self._bias is not None and self._stack is None:
                 self._primal = self.builder.call(aten.add.Tensor, self._primal, self._bias)
+            self.builder.know_shape(self._primal, 1, *self.shape)
         return self._primal
 
     @property
@@ -145,6 +165,7 @@ class Dual:
         """Slots 1 to queries, [queries, *shape]."""
         if self._tangents is None:
             self._tangents = self.builder.product(self._factor, self.unscaled)
+            self.builder.know_shape(self._tangents, self.builder.queries, *self.shape)
         return self._tangents
 
     @property
@@ -167,6 +188,7 @@ class Dual:
                 self._stack = self.builder.call(aten.cat.default, [self.primal, self.tangents])
             else:
                 self._stack = self.builder.call(aten.add.Tensor, self._unbiased, self._padded_bias())
+            self.builder.know_shape(self._stack, self.builder.slots, *self.shape)
         return self._stack
 
     def each(self, shape: tuple[int, ...], make: Callable[[Node, int], Node]) -> Dual:
@@ -196,7 +218,8 @@ class Dual:
         for name in str(self._bias.target).split("."):
             bias = getattr(bias, name)
         assert isinstance(bias, torch.Tensor)
-        padded = torch.zeros(self.builder.slots, *[1] * (len(self.shape) - 1), bias.shape[-1])
+        shape = (self.builder.slots, *[1] * (len(self.shape) - 1), bias.shape[-1])
+        padded = torch.zeros(shape, dtype=bias.dtype)
         padded[0] = bias.detach()
         return self.builder.constant(padded, ("bias", str(self._bias.target), len(self.shape)))
 
