@@ -1,6 +1,7 @@
 """One rule per operator: from the duals of its arguments to the dual of its result.
 
 A rule is called only if some argument depends on the adapter; the others are plain nodes, numbers or None.
+What a rule can't differentiate it refuses with NotImplementedError.
 Operators that are linear in the dual act on all slots in one call where these lie in one tensor already.
 Derivatives are written in operators that XNNPACK takes, so that they stay in its delegate.
 """
@@ -12,6 +13,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from server_export.tangent.dual import Builder, Dual, Number, aten
@@ -74,6 +76,8 @@ def _transpose(builder: Builder, node: Node, source: Dual, first: int, second: i
 
 @rule(aten.t.default)
 def _matrix_transpose(builder: Builder, node: Node, source: Dual) -> Dual:
+    if len(source.shape) < 2:
+        return source
     return source.each(_shape(node), lambda slots, _: builder.call(aten.transpose.int, slots, -2, -1))
 
 
@@ -104,7 +108,18 @@ def _index_select(builder: Builder, node: Node, source: Dual, dim: int, index: N
 
 @rule(aten.index.Tensor)
 def _index(builder: Builder, node: Node, source: Dual, indices: list[Node | None]) -> Dual:
-    return source.each(_shape(node), lambda slots, _: builder.call(node.target, slots, [None, *indices]))
+    places = [dim for dim, index in enumerate(indices) if index is not None]
+    apart = places[-1] - places[0] >= len(places)
+    rank = len(_shape(node))
+    looked_up = rank - len(source.shape) + len(places)
+
+    def pick(slots: Node, _: int) -> Node:
+        picked = builder.call(node.target, slots, [None, *indices])
+        # Indices with a dimension between them put theirs in front, before the slots too.
+        order = [looked_up, *range(looked_up), *range(looked_up + 1, rank + 1)]
+        return builder.call(aten.permute.default, picked, order) if apart else picked
+
+    return source.each(_shape(node), pick)
 
 
 @rule(aten.gather.default)
@@ -140,6 +155,8 @@ def _identity(builder: Builder, node: Node, source: Dual, **_: Any) -> Dual:
 @rule(aten.linear.default)
 def _linear(builder: Builder, node: Node, source: Dual, weight: Node, bias: Node | None = None) -> Dual:
     """One call over all slots, so that the weight exists once and quantized rows have their own scales."""
+    if isinstance(weight, Dual) or isinstance(bias, Dual):
+        raise NotImplementedError("a layer whose own weights depend on the adapter")
     shape = _shape(node)
     if shape[-1] == 1 and bias is None and not source.is_stacked:
         # A sum or mean: joining the slots would cost more than it.
@@ -354,7 +371,11 @@ def _where(builder: Builder, node: Node, condition: Node, left: Value, right: Va
     shape = _shape(node)
     sides = [side.aligned(len(shape)) if isinstance(side, Dual) else side for side in (left, right)]
     primals = [side.primal if isinstance(side, Dual) else side for side in sides]
-    tangents = [side.tangents if isinstance(side, Dual) else builder.zeros(1) for side in sides]
+    active = [side.shape for side in sides if isinstance(side, Dual)]
+    # A constant side may be what the result has its shape from.
+    is_full = torch.broadcast_shapes(_shape(node.args[0]), *active) == shape
+    zeros = builder.zeros(1) if is_full else builder.zeros(1, *shape)
+    tangents = [side.tangents if isinstance(side, Dual) else zeros for side in sides]
     return Dual.of_parts(
         builder,
         shape,

@@ -85,12 +85,15 @@ def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
 def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> Value:
     rule = RULES.get(str(node.target))
     arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    if rule is None or any(isinstance(value, Factors) for value in arguments[:1]):
-        raise BundleError(
-            f"the operator {node.target} in {_origin(node)} has no forward-mode derivative here",
-            remedy="export with --estimator antithetic, and please report it with the name of the model",
-        )
-    return rule(builder, node, *arguments, **named)
+    try:
+        if rule is not None and not any(isinstance(value, Factors) for value in arguments[:1]):
+            return rule(builder, node, *arguments, **named)
+    except NotImplementedError:
+        pass
+    raise BundleError(
+        f"the operator {node.target} in {_origin(node)} has no forward-mode derivative here",
+        remedy="export with --estimator antithetic, and please report it with the name of the model",
+    )
 
 
 def _outputs(builder: Builder, node: Node, values: Mapping[Node, Value]) -> tuple[Node, Node]:

@@ -89,8 +89,9 @@ def test_existing_folder_is_kept_unless_overwriting_is_asked_for(
 
 
 @pytest.mark.export
+@pytest.mark.parametrize("estimator", ["antithetic", "tangent"])
 def test_failed_verification_leaves_nothing(
-    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimator: str
 ) -> None:
     def lower_another(
         programs: Mapping[str, torch.export.ExportedProgram],
@@ -107,7 +108,7 @@ def test_failed_verification_leaves_nothing(
     lowering_function = lowering.lower
     monkeypatch.setattr(lowering, "lower", lower_another)
     with pytest.raises(BundleError, match="differs from the model by"):
-        export(make_export_config(str(llama_folder), tmp_path / "bundle"))
+        export(make_export_config(str(llama_folder), tmp_path / "bundle", estimator=estimator))
     assert list(tmp_path.iterdir()) == []
 
 

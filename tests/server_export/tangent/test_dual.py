@@ -1,0 +1,130 @@
+"""What a value with tangents puts off, and that putting it off saves work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from server_export.tangent.dual import Builder, Dual
+from tests.server_export.tangent.graphs import Function, random, shapes_of, with_tangents
+
+aten = torch.ops.aten
+
+QUERIES = 5
+
+
+def wide_operators(module: nn.Module) -> list[str]:
+    """Names of the operators of a module's graph that work on all tangents of a [2, 4] input."""
+    graph = with_tangents(module, (random(2, 4),), queries=QUERIES)
+    shapes = shapes_of(graph, (random(2, 4), random(QUERIES, 2, 4)))
+    return [
+        str(node.target).split(".")[1]
+        for node, shape in shapes.items()
+        if node.op == "call_function" and shape[0] >= QUERIES
+    ]
+
+
+def test_bias_and_slope_cost_one_slot() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double()
+    # The slope meets the tangents once, right before the slots are joined for the next layer.
+    assert wide_operators(layers) == ["cat", "linear", "slice", "mul", "cat", "linear", "slice"]
+
+
+def test_slopes_are_multiplied_before_they_meet_the_tangents() -> None:
+    assert wide_operators(Function(lambda x: torch.tanh(torch.exp(x) * 3).sigmoid())) == ["mul"]
+
+
+def test_constants_are_added_to_the_primal_alone() -> None:
+    assert wide_operators(Function(lambda x: (x + 1) - 2 + 3)) == []
+
+
+def test_bias_of_a_value_that_is_needed_whole_is_padded_with_zeros() -> None:
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    found = wide_operators(Function(lambda x: first(x) + second(x)))
+    assert found == ["cat", "linear", "linear", "add", "add", "add", "slice"]
+
+
+@pytest.fixture
+def builder() -> Builder:
+    return Builder(GraphModule({}, Graph()), Graph(), QUERIES)
+
+
+def run(builder: Builder, value: Any, *inputs: torch.Tensor) -> Any:
+    builder.graph.output(value)
+    with torch.no_grad():
+        return GraphModule(builder.graph_module, builder.graph)(*inputs)
+
+
+def placeholders(builder: Builder, *names: str) -> list[Node]:
+    return [builder.graph.placeholder(name) for name in names]
+
+
+def test_stack_is_the_primal_and_its_scaled_tangents(builder: Builder) -> None:
+    primal, tangents, factor = placeholders(builder, "primal", "tangents", "factor")
+    dual = Dual.of_parts(builder, (3,), primal, tangents, factor)
+    assert not dual.is_stacked
+    inputs = random(1, 3), random(QUERIES, 3), random(1, 3, seed=1)
+    expected = torch.cat([inputs[0], inputs[1] * inputs[2]])
+    torch.testing.assert_close(run(builder, dual.stack, *inputs), expected)
+
+
+def test_forms_are_made_once(builder: Builder) -> None:
+    (stack,) = placeholders(builder, "stack")
+    dual = Dual.stacked(builder, (3,), stack)
+    assert dual.stack is stack
+    assert dual.primal is dual.primal
+    assert dual.tangents is dual.unscaled
+    assert len(builder.graph.nodes) == 3
+
+
+@pytest.mark.parametrize("order", [("stack", "primal"), ("primal", "stack")])
+def test_bias_reaches_the_primal_and_no_tangent(builder: Builder, order: tuple[str, str]) -> None:
+    (stack,) = placeholders(builder, "stack")
+    builder.graph_module.register_buffer("bias", random(3))
+    dual = Dual.stacked(builder, (2, 3), stack, builder.graph.get_attr("bias"))
+    forms = {name: getattr(dual, name) for name in order}
+    value = random(1 + QUERIES, 2, 3)
+    whole, primal, tangents = run(builder, (forms["stack"], forms["primal"], dual.tangents), value)
+    expected = value.clone()
+    expected[0] += builder.graph_module.bias
+    torch.testing.assert_close(whole, expected)
+    torch.testing.assert_close(primal, expected[:1])
+    torch.testing.assert_close(tangents, expected[1:])
+
+
+def test_alignment_puts_ones_between_slots_and_dimensions(builder: Builder) -> None:
+    (stack,) = placeholders(builder, "stack")
+    dual = Dual.stacked(builder, (3,), stack)
+    assert dual.aligned(1) is dual
+    aligned = dual.aligned(3)
+    assert aligned.shape == (1, 1, 3)
+    assert run(builder, aligned.stack, random(1 + QUERIES, 3)).shape == (1 + QUERIES, 1, 1, 3)
+
+
+def test_products_with_numbers_and_with_nothing(builder: Builder) -> None:
+    (x,) = placeholders(builder, "x")
+    assert builder.product(None, x) is x
+    assert builder.product(2, None) == 2
+    assert builder.product(2, 3) == 6
+    assert run(builder, builder.product(2, x), torch.tensor([4.0])).tolist() == [8.0]
+
+
+def test_equal_constants_are_stored_once(builder: Builder) -> None:
+    assert builder.ones(1, 4) is builder.ones(1, 4)
+    assert builder.ones(1, 4) is not builder.ones(4, 1)
+    assert builder.zeros(1, 4) is not builder.ones(1, 4)
+
+
+def test_sum_and_repetition(builder: Builder) -> None:
+    (x,) = placeholders(builder, "x")
+    value = random(2, 3, dtype=torch.float32)
+    total, repeated = run(builder, (builder.total(x, 3), builder.repeated(x, 2, (2, 3))), value)
+    torch.testing.assert_close(total, value.sum(1, keepdim=True))
+    assert torch.equal(repeated, value.repeat(2, 1))
