@@ -1,4 +1,4 @@
-"""One real bundle and its rows, exported once for all end-to-end tests of a session."""
+"""Real bundles and their rows, exported once for all end-to-end tests of a session."""
 
 from __future__ import annotations
 
@@ -34,15 +34,21 @@ def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> Path:
     return path
 
 
+def export(model: Path, bundle: Path, *words: object) -> Path:
+    """Export a model: 4 queries, 4 rows."""
+    prge(
+        "export", "--model", model, "--out", bundle, "--target-modules", "all-linear", "--rank", 2,
+        "--queries", 4, "--batch-size", 4, "--sequence-length", 32, "--positions", 4, *words,
+    )  # fmt: skip
+    return bundle
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model`, `bundle` (8 copies x 4 rows), `train.jsonl`, `dev.jsonl` and `task.yaml`."""
+    """A folder with `model`, `bundle` (4 tangents x 4 rows), `train.jsonl`, `dev.jsonl` and `task.yaml`."""
     folder = tmp_path_factory.mktemp("workshop")
     save_model(folder / "model", "llama")
-    prge(
-        "export", "--model", folder / "model", "--out", folder / "bundle", "--target-modules", "all-linear",
-        "--rank", 2, "--queries", 4, "--batch-size", 4, "--sequence-length", 32, "--positions", 4,
-    )  # fmt: skip
+    export(folder / "model", folder / "bundle")
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"text": f"{words[i % 4]} {words[i // 4 % 4]}", "label": i % 4 // 2} for i in range(40)]
     write_rows(folder / "train.jsonl", rows[:24])
@@ -52,6 +58,19 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "metric: accuracy\n"
     )
     return folder
+
+
+@pytest.fixture(scope="session")
+def stack_bundle(workshop: Path) -> Path:
+    """The workshop's model as a stack program: 8 copies x 4 rows."""
+    return export(workshop / "model", workshop / "stack", "--estimator", "antithetic")
+
+
+@pytest.fixture(scope="session")
+def quantized_bundle(workshop: Path) -> Path:
+    """A model of one layer as a tangent program with int4 weights."""
+    save_model(workshop / "shallow", "llama", num_hidden_layers=1)
+    return export(workshop / "shallow", workshop / "quantized", "--quantize", "8da4w")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 
 from prge.journal import Journal
 
-KILLS = 25
+KILLS = {"bundle": 25, "stack_bundle": 6, "quantized_bundle": 6}
 
 PARENT = """
 import os, random, signal, sys, time
@@ -26,9 +26,9 @@ from executorch.extension.pybindings import _C
 from device_runner.run import run
 from device_runner.run_settings import RunSettings
 
-workshop, folder, kills, encoder = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), False
+workshop, bundle, folder, kills = *map(Path, sys.argv[1:4]), int(sys.argv[4])
 settings = dict(
-    bundle=workshop / "bundle", train=workshop / "train.jsonl", dev=workshop / "dev.jsonl",
+    bundle=bundle, train=workshop / "train.jsonl", dev=workshop / "dev.jsonl",
     task=str(workshop / "task.yaml"), steps=60, evaluate_every=10, checkpoint_every=7, learning_rate=0.02,
     threads=1, quiet=True,
 )
@@ -80,11 +80,15 @@ print(killed)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.export
-def test_killed_25_times_it_ends_in_the_same_bits(workshop: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PARENT, str(workshop), str(tmp_path), str(KILLS)]
+@pytest.mark.parametrize("kind", KILLS)
+def test_killed_many_times_it_ends_in_the_same_bits(
+    workshop: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    bundle = workshop / "bundle" if kind == "bundle" else request.getfixturevalue(kind)
+    command = [sys.executable, "-c", PARENT, *map(str, (workshop, bundle, tmp_path, KILLS[kind]))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == KILLS
+    assert int(done.stdout) == KILLS[kind]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for name in ("final/adapter_model.safetensors", "journal.jsonl"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name

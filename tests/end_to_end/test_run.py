@@ -45,7 +45,7 @@ def test_a_run_folder_holds_everything(done: Path) -> None:
     summary = json.loads((done / "run.json").read_text())
     assert summary["run"]["status"] == "completed"
     assert summary["train"]["steps"] == 12
-    assert summary["train"]["rows"] == 12 * 32
+    assert summary["train"]["rows"] == 12 * 4 * (1 + 4)
     assert summary["train"]["memory"]["peak_bytes"] > 0
 
 
@@ -90,14 +90,42 @@ def test_eval_repeats_the_last_evaluation_of_the_run(done: Path, workshop: Path,
 @pytest.mark.parametrize(
     "words",
     [
+        ["--share-directions"],
+        ["--clip", 0.5, "--calls", 2, "--optimizer", "momentum", "--schedule", "cosine"],
+    ],
+)
+def test_tangents(run_words: list[object], words: list[object], tmp_path: Path) -> None:
+    prge("run", *run_words, *words)
+    assert "the same bits" in prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout
+
+
+def test_kept_programs_change_no_bit(run_words: list[object], done: Path, tmp_path: Path) -> None:
+    prge("run", *run_words, "--keep-programs")
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (done / name).read_bytes()
+
+
+def test_a_quantized_model_learns(run_words: list[object], quantized_bundle: Path, tmp_path: Path) -> None:
+    words = ["--bundle", quantized_bundle, "--steps", 100, "--evaluate-every", 20, "--select", "loss"]
+    prge("run", *run_words, *words)
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["event"] == "evaluation"]
+    assert min(losses) < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
         ["--estimator", "one-sided"],
         ["--estimator", "one-sided", "--baseline", "leave-one-out", "--normalize", "--optimizer", "sgd"],
         ["--directions", "gaussian", "--optimizer", "momentum", "--schedule", "cosine", "--calls", 2],
         ["--queries", 3, "--warmup", 2, "--schedule", "linear"],
     ],
 )
-def test_estimators_and_optimizers(run_words: list[object], words: list[object], tmp_path: Path) -> None:
-    prge("run", *run_words, *words)
+def test_differences_and_optimizers(
+    run_words: list[object], stack_bundle: Path, words: list[object], tmp_path: Path
+) -> None:
+    prge("run", *run_words, "--bundle", stack_bundle, *words)
     assert (tmp_path / "run/final/adapter_model.safetensors").is_file()
 
 
