@@ -27,6 +27,12 @@ _HEAD = """
 `head.safetensors` is the classification head: `scores = pooled @ weight.T + bias`, where `pooled` is the
 {pooling} of the last hidden states.
 """
+# Settings of a run that say nothing of it, by its estimator.
+_IDLE = {
+    "tangent": {"epsilon", "baseline", "normalize", "directions"},
+    "antithetic": {"baseline", "normalize", "share_directions", "keep_programs"},
+    "one-sided": {"share_directions", "keep_programs"},
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def model_card(facts: CardFacts) -> str:
             "",
             f"# {facts.name}",
             "",
-            f"{what}, trained with forward passes only by prge (P-RGE, arXiv 2409.15520).",
+            f"{what}, trained with forward passes only by prge ({_method(facts.run)}).",
             "",
             "```python",
             use,
@@ -95,6 +101,20 @@ def model_card(facts: CardFacts) -> str:
     )
 
 
+def _method(run: Mapping[str, Any]) -> str:
+    if _estimator(run) == "tangent":
+        return "exact derivatives along random directions"
+    return "P-RGE, arXiv 2409.15520"
+
+
+def _estimator(run: Mapping[str, Any]) -> str:
+    return str(_mapping(_mapping(run.get("run")).get("settings")).get("estimator"))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _facts(facts: CardFacts, base: str) -> Iterator[tuple[str, str]]:
     yield "base model", base
     for key, name in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "target modules")):
@@ -102,8 +122,13 @@ def _facts(facts: CardFacts, base: str) -> Iterator[tuple[str, str]]:
             yield name, _text(facts.adapter[key])
     if facts.bundle_sha256:
         yield "bundle", facts.bundle_sha256
-    for block in ("run", "train"):
-        yield from _flat(facts.run.get(block), "")
+    idle = _IDLE.get(_estimator(facts.run), set())
+    run = dict(_mapping(facts.run.get("run")))
+    if "settings" in run:
+        settings = _mapping(run["settings"])
+        run["settings"] = {name: value for name, value in settings.items() if name not in idle}
+    yield from _flat(run, "")
+    yield from _flat(facts.run.get("train"), "")
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
