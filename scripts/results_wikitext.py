@@ -21,7 +21,7 @@ FIGURES = ("before", "after", "dev", "seconds")
 TRAIN_PASSAGES, DEV_PASSAGES, DEV_LIMIT = 800, 100, 20
 SHAPE = {"sequence-length": 64, "positions": 63, "prepend-bos": "always"}
 ADAPTER = {"target-modules": "all-linear", "rank": 8, "alpha": 16}
-STEP = {"queries": 8, "batch-size": 2}
+STEP = {"estimator": "antithetic", "queries": 8, "batch-size": 2}
 # Chosen on development rows with seed 42.
 TRAINING: dict[str, dict[str, Any]] = {
     "fp32": {"learning-rate": 1e-3, "epsilon": 1e-2},
