@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import save_model
+from tests.tiny_models import SHALLOW, save_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,7 @@ def export(model: Path, bundle: Path, *words: object) -> Path:
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model`, `bundle` (4 tangents x 4 rows), `train.jsonl`, `dev.jsonl` and `task.yaml`."""
     folder = tmp_path_factory.mktemp("workshop")
-    save_model(folder / "model", "llama")
+    save_model(folder / "model", "llama", **SHALLOW["llama"])
     export(folder / "model", folder / "bundle")
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"text": f"{words[i % 4]} {words[i // 4 % 4]}", "label": i % 4 // 2} for i in range(40)]
@@ -68,9 +68,8 @@ def stack_bundle(workshop: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def quantized_bundle(workshop: Path) -> Path:
-    """A model of one layer as a tangent program with int4 weights."""
-    save_model(workshop / "shallow", "llama", num_hidden_layers=1)
-    return export(workshop / "shallow", workshop / "quantized", "--quantize", "8da4w")
+    """The workshop's model as a tangent program with int4 weights."""
+    return export(workshop / "model", workshop / "quantized", "--quantize", "8da4w")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from prge.adapter import read_arrays
 from tests.end_to_end.conftest import prge
-from tests.tiny_models import save_model
+from tests.tiny_models import SHALLOW, save_model
 
 pytestmark = pytest.mark.export
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.export
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle of a tiny BERT."""
     folder = tmp_path_factory.mktemp("encoder")
-    save_model(folder / "model", "bert")
+    save_model(folder / "model", "bert", **SHALLOW["bert"])
     prge(
         "export", "--model", folder / "model", "--out", folder / "bundle", "--queries", 2, "--batch-size", 4,
         "--sequence-length", 16,
