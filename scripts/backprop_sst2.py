@@ -35,8 +35,6 @@ from prge.journal import Journal
 from prge.sampling import row_order
 from prge.settings import read_settings
 
-DEV_ROWS = 500
-
 
 def pooled(model: Any, examples: Sequence[Example], pad: int) -> torch.Tensor:
     """Mean-pooled states of the examples, f32 [examples, width]."""
@@ -78,7 +76,7 @@ def backprop(
     chosen_rows = Selection(settings.train_start, settings.train_limit, settings.shuffle_seed)
     train = rows("train.tsv", bundle.contract, chosen_rows)
     longer = open_bundle(bundle_folder).contract
-    dev = rows("dev.tsv", longer, Selection(limit=DEV_ROWS))
+    dev = rows("dev.tsv", longer, Selection())
     with Journal(run / "journal.jsonl", writable=False) as journal:
         heads = Heads.from_journal(journal, bundle.contract.width)
     assert heads is not None and heads.head is not None
@@ -118,7 +116,7 @@ def backprop(
     if test:
         model.load_state_dict(best[2])
         found = evaluate(model, heads, rows("test-labeled.tsv", longer, Selection()), pad)
-        result["test_accuracy"] = found["accuracy"]
+        result["test_accuracy"], result["test_loss"] = found["accuracy"], found["loss"]
     return {**result, "curve": curve}
 
 

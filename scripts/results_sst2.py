@@ -3,9 +3,11 @@
     python scripts/results_sst2.py --model MODEL --data SST2_FOLDER --out results
 
 MODEL is a folder or hub id of all-MiniLM-L6-v2, SST2_FOLDER holds train.tsv, dev.tsv and test-labeled.tsv.
-1,000 training rows of train.tsv, 500 development rows of dev.tsv, the 1,821 test rows read once per seed. A
-seed changes the frozen lora_a, the directions and the order of rows. Training rows are phrases, the others
-sentences, so these go through a longer program of the same adapter. Prints JSON.
+A seed draws 1,000 training rows of train.tsv, another 1,000 without their labels for the frozen lora_a
+(scripts/principal_adapter.py), the directions and the order of rows. All methods of a scheme compute the same
+number of rows. The 872 rows of dev.tsv choose settings with the first seed, the 1,821 test rows are read once
+per run. Training rows are phrases, the others sentences, so these go through a longer program of the same
+adapter. Prints JSON.
 """
 
 from __future__ import annotations
@@ -15,21 +17,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from studies import prge, summarize
+from studies import prge, principal_adapter, summarize
 
-SPLIT = {"shuffle_seed": 1, "train_limit": 1000}
+ROWS = 1000
 # The layer whose gradient agrees most between training and development rows.
-ADAPTER = {"target_modules": "layer.2.attention.self.value", "rank": 32, "alpha": 64}
+TARGET = "layer.2.attention.self.value"
+RANK = 1
 STEP = {"queries": 16, "batch_size": 1}
+ROWS_OF_A_STEP = {"tangent": 17, "antithetic": 32}
 # Chosen on development rows with the first seed.
-TRAINING = {"optimizer": "adam", "learning_rate": 5e-3, "schedule": "linear", "epsilon": 1e-2, "clip": 0.8}
-CHECKPOINTS = 250
+COMMON = {"optimizer": "adam", "schedule": "linear"}
+TRAINING: dict[str, dict[str, Any]] = {
+    "tangent": {"learning_rate": 1.6e-2, "clip": 1.0},
+    "antithetic": {"learning_rate": 1.6e-2, "clip": 1.0, "epsilon": 1e-2},
+}
+POINTS = 8
 TRAIN_LENGTH, TEST_LENGTH = 24, 64
-BACKPROP_RATES = (1e-3, 3e-3, 1e-2)
+BACKPROP_RATES = (1e-2, 3e-2, 1e-1)
 
 
 def main() -> None:
-    """Read the flags, run every seed, print JSON."""
+    """Read the flags, run every method, scheme and seed, print JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,99 +45,163 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test-labeled.tsv")
     parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--quantize", nargs="+", default=["fp32", "8da4w"])
+    parser.add_argument("--estimators", nargs="+", default=["tangent", "antithetic"])
+    parser.add_argument("--rows", type=int, default=68_000, help="rows that every run computes, about")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quantize", default="fp32")
+    parser.add_argument("--dev-only", action="store_true", help="leave the test rows alone, for tuning")
     arguments = parser.parse_args()
-    runs: list[dict[str, Any]] = []
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"settings": {"common": {**COMMON, **STEP}, **TRAINING}}
+    for scheme in arguments.quantize:
+        for estimator in arguments.estimators:
+            runs = [forward_only(arguments, scheme, estimator, seed) for seed in arguments.seeds]
+            results[f"{estimator}-{scheme}"] = summarize(runs, figures(arguments, "seconds"))
+        frozen = [unchanged(arguments, scheme, seed) for seed in arguments.seeds]
+        results[f"frozen-{scheme}"] = summarize(frozen, figures(arguments))
+    references: list[dict[str, Any]] = []
     for seed in arguments.seeds:
         # Like everything else, the rate of backpropagation is chosen with the first seed.
-        rates = (runs[0]["backprop_rate"],) if runs else BACKPROP_RATES
-        runs.append(study(arguments, seed, rates))
-    names = ("frozen", "forward_only", "backprop")
-    result = summarize(runs, [*names, *(f"{name}_dev" for name in names), "seconds"])
-    means = [result[name]["mean"] for name in ("frozen", "forward_only", "backprop")]
-    result["recovered"] = (means[1] - means[0]) / (means[2] - means[0])
-    result["settings"] = {**SPLIT, **ADAPTER, **STEP, **TRAINING, "steps": arguments.steps}
-    text = json.dumps(result, indent=2)
+        rates = (references[0]["learning_rate"],) if references else BACKPROP_RATES
+        references.append(backpropagation(arguments, seed, rates))
+    results["backpropagation"] = summarize(references, figures(arguments))
+    if not arguments.dev_only:
+        results["recovered"] = {
+            name: recovered(results, name) for name in results if name.startswith(("tangent", "antithetic"))
+        }
+    text = json.dumps(results, indent=2)
     (arguments.out / "results.json").write_text(text + "\n", encoding="utf-8")
     print(text)
 
 
-def study(arguments: argparse.Namespace, seed: int, rates: tuple[float, ...]) -> dict[str, Any]:
-    """One seed: the frozen encoder, forward passes alone, backpropagation."""
-    import torch
-    from backprop_sst2 import DEV_ROWS, backprop
+def figures(arguments: argparse.Namespace, *more: str) -> list[str]:
+    """Names of the figures that a table has."""
+    test = [] if arguments.dev_only else ["test_accuracy", "test_loss"]
+    return ["dev_accuracy", "dev_loss", *test, *more]
 
-    out, dev = arguments.out, (arguments.data / "dev.tsv", DEV_ROWS)
-    bundle, longer = (export(arguments, seed, length) for length in (TRAIN_LENGTH, TEST_LENGTH))
-    run, frozen = out / f"run-{seed}", out / f"frozen-{seed}"
-    flags = {**SPLIT, **TRAINING, "steps": arguments.steps, "checkpoint_every": CHECKPOINTS}
+
+def recovered(results: dict[str, Any], name: str) -> float:
+    """Part of backpropagation's gain in test accuracy over the frozen fp32 encoder."""
+    start = results["frozen-fp32"]["test_accuracy"]["mean"]
+    gain: float = results[name]["test_accuracy"]["mean"] - start
+    return gain / (results["backpropagation"]["test_accuracy"]["mean"] - start)
+
+
+def forward_only(arguments: argparse.Namespace, scheme: str, estimator: str, seed: int) -> dict[str, Any]:
+    """One run by forward passes, its development curve and its scores."""
+    run = run_folder(arguments, scheme, estimator, seed)
+    steps = arguments.rows // ROWS_OF_A_STEP[estimator]
     if not (run / "final").exists():
-        train = arguments.data / "train.tsv"
-        flags["threads"] = arguments.threads
-        prge("run", bundle=bundle, train=train, task="sst2", out=run, seed=seed, **flags)
-    if not frozen.exists():
-        prge("replay", run, out=frozen, step=0)
+        prge(
+            "run",
+            bundle=bundle(arguments, scheme, estimator, seed, TRAIN_LENGTH),
+            train=arguments.data / "train.tsv",
+            task="sst2",
+            out=run,
+            seed=seed,
+            shuffle_seed=seed,
+            train_limit=ROWS,
+            steps=steps,
+            checkpoint_every=steps // POINTS,
+            threads=arguments.threads,
+            **COMMON,
+            **TRAINING[estimator],
+        )
+    records = []
+    for step in [steps * part // POINTS for part in range(POINTS + 1)]:
+        adapter = run.with_name(f"{run.name}-{step}")
+        if not adapter.exists():
+            prge("replay", run, out=adapter, step=step)
+        found = score(arguments, scheme, seed, adapter, "dev")
+        rows = step * ROWS_OF_A_STEP[estimator]
+        records.append({"event": "evaluation", "step": step, "rows": rows, **found})
+    lines = [json.dumps(record) + "\n" for record in records]
+    run.with_name(f"{run.name}.jsonl").write_text("".join(lines))
+    seconds = json.loads((run / "run.json").read_text())["train"]["seconds"]
+    return {"seed": seed, **scores(arguments, scheme, seed, run), "seconds": seconds}
+
+
+def unchanged(arguments: argparse.Namespace, scheme: str, seed: int) -> dict[str, Any]:
+    """The encoder with its fitted head, before any step."""
+    run = run_folder(arguments, scheme, arguments.estimators[0], seed)
+    return {"seed": seed, **scores(arguments, scheme, seed, run.with_name(f"{run.name}-0"))}
+
+
+def backpropagation(arguments: argparse.Namespace, seed: int, rates: tuple[float, ...]) -> dict[str, Any]:
+    """The reference in PyTorch on the rows, adapter and heads of the seed's fp32 run."""
+    import torch
+    from backprop_sst2 import backprop
+
     torch.set_num_threads(arguments.threads)
-    common = (longer, run, arguments.model, arguments.data)
+    run = run_folder(arguments, "fp32", arguments.estimators[0], seed)
+    common = (
+        bundle(arguments, "fp32", "antithetic", seed, TEST_LENGTH),
+        run,
+        arguments.model,
+        arguments.data,
+    )
     rate = rates[0]
     if len(rates) > 1:
         tuned = [backprop(*common, rate, epochs=4, test=False) for rate in rates]
         rate = min(tuned, key=lambda found: found["dev_loss"])["learning_rate"]
-    reference = backprop(*common, rate, epochs=4, test=True)
-    lines = [json.dumps(record) + "\n" for record in reference["curve"]]
-    (out / f"backprop-{seed}.jsonl").write_text("".join(lines))
-    curve(arguments, longer, run, seed, dev)
-    test = (arguments.data / "test-labeled.tsv", None)
+    found = backprop(*common, rate, epochs=4, test=not arguments.dev_only)
+    lines = [json.dumps(record) + "\n" for record in found.pop("curve")]
+    (arguments.out / f"backprop-{seed}.jsonl").write_text("".join(lines))
+    return {"seed": seed, **found}
+
+
+def scores(arguments: argparse.Namespace, scheme: str, seed: int, adapter: Path) -> dict[str, Any]:
+    """Loss and accuracy of an adapter on development and, unless tuning, test rows."""
     return {
-        "seed": seed,
-        "frozen": score(arguments, longer, frozen, *test)["accuracy"],
-        "forward_only": score(arguments, longer, run, *test)["accuracy"],
-        "backprop": reference["test_accuracy"],
-        "frozen_dev": score(arguments, longer, frozen, *dev)["loss"],
-        "forward_only_dev": score(arguments, longer, run, *dev)["loss"],
-        "backprop_dev": reference["dev_loss"],
-        "backprop_rate": rate,
-        "seconds": json.loads((run / "run.json").read_text())["train"]["seconds"],
+        f"{name}_{figure}": found[figure]
+        for name in (["dev"] if arguments.dev_only else ["dev", "test"])
+        for found in [score(arguments, scheme, seed, adapter, name)]
+        for figure in ("accuracy", "loss")
     }
 
 
-def curve(arguments: argparse.Namespace, bundle: Path, run: Path, seed: int, dev: tuple[Path, int]) -> None:
-    """Write the development curve of a run: its adapter is made again from the journal at some steps."""
-    steps = [arguments.steps * part // 8 for part in range(9)]
-    records = []
-    for step in steps:
-        adapter = arguments.out / f"step-{seed}-{step}"
-        if not adapter.exists():
-            prge("replay", run, out=adapter, step=step)
-        found = score(arguments, bundle, adapter, *dev)
-        rows = step * 2 * STEP["queries"] * STEP["batch_size"]
-        records.append({"event": "evaluation", "step": step, "rows": rows, **found})
-    lines = [json.dumps(record) + "\n" for record in records]
-    (arguments.out / f"forward-only-{seed}.jsonl").write_text("".join(lines))
-
-
-def export(arguments: argparse.Namespace, seed: int, length: int) -> Path:
-    """The bundle of a seed and length, exported unless it is there."""
-    bundle = Path(arguments.out / f"bundle-{seed}-{length}")
-    if not bundle.exists():
-        flags = {**ADAPTER, **STEP, "quantize": arguments.quantize}
-        prge("export", model=arguments.model, out=bundle, seed=seed, sequence_length=length, **flags)
-    return bundle
-
-
-def score(
-    arguments: argparse.Namespace, bundle: Path, adapter: Path, data: Path, limit: int | None
-) -> dict[str, Any]:
-    """Loss and accuracy of an adapter on the first rows of a file."""
-    result = arguments.out / f"eval-{arguments.seeds[0]}.json"
-    flags = {"task": "sst2", "json": result, "threads": arguments.threads}
-    if limit is not None:
-        flags["limit"] = limit
-    prge("eval", bundle=bundle, data=data, adapter=adapter, **flags)
+def score(arguments: argparse.Namespace, scheme: str, seed: int, adapter: Path, name: str) -> dict[str, Any]:
+    """Loss and accuracy of an adapter on the rows of a file, kept beside the adapter's folder."""
+    result = adapter.with_name(f"{adapter.name}-{name}.json")
+    if not result.exists():
+        prge(
+            "eval",
+            bundle=bundle(arguments, scheme, "antithetic", seed, TEST_LENGTH),
+            data=arguments.data / {"dev": "dev.tsv", "test": "test-labeled.tsv"}[name],
+            adapter=adapter,
+            task="sst2",
+            json=result,
+            threads=arguments.threads,
+        )
     found: dict[str, Any] = json.loads(result.read_text())
     return found
+
+
+def run_folder(arguments: argparse.Namespace, scheme: str, estimator: str, seed: int) -> Path:
+    """Folder of one run."""
+    return Path(arguments.out / f"run-{estimator}-{scheme}-{seed}")
+
+
+def bundle(arguments: argparse.Namespace, scheme: str, estimator: str, seed: int, length: int) -> Path:
+    """The bundle of a seed, exported unless it is there."""
+    adapter = Path(arguments.out / f"start-{seed}")
+    if not adapter.exists():
+        principal_adapter(
+            model=arguments.model,
+            data=arguments.data / "train.tsv",
+            task="sst2",
+            shuffle_seed=seed,
+            start=ROWS,
+            limit=ROWS,
+            target_modules=TARGET,
+            rank=RANK,
+            out=adapter,
+        )
+    folder = Path(arguments.out / f"bundle-{estimator}-{scheme}-{seed}-{length}")
+    if not folder.exists():
+        flags = {"estimator": estimator, "quantize": scheme, "sequence_length": length, "adapter": adapter}
+        prge("export", model=arguments.model, out=folder, **flags, **STEP)
+    return folder
 
 
 if __name__ == "__main__":

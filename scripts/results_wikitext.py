@@ -3,8 +3,10 @@
     python scripts/results_wikitext.py --model MODEL --data wikitext.json --out results --backprop
 
 `--data` is a JSON list of passages: the first 800 are trained on, the next 100 choose the step, the others
-are the test rows, read once per seed by `prge eval`. A seed changes the frozen lora_a, the directions and the
-order of rows. Calls the verbs export, run and eval as a user would and prints the table as JSON.
+are the test rows, read once per seed by `prge eval`. The frozen lora_a are principal directions over the
+first 100 training passages (scripts/principal_adapter.py); a seed changes the directions and the order of
+rows. All runs compute the same number of rows. Calls the verbs export, run and eval as a user would and
+prints the table as JSON.
 """
 
 from __future__ import annotations
@@ -14,25 +16,25 @@ import json
 from pathlib import Path
 from typing import Any
 
-from studies import evaluations, prge, summarize
+from studies import evaluations, prge, principal_adapter, summarize
 
 FIGURES = ("before", "after", "dev", "seconds")
 
 TRAIN_PASSAGES, DEV_PASSAGES, DEV_LIMIT = 800, 100, 20
+DIRECTION_PASSAGES, DIRECTION_TOKENS = 100, 128
 SHAPE = {"sequence-length": 64, "positions": 63, "prepend-bos": "always"}
-ADAPTER = {"target-modules": "all-linear", "rank": 8, "alpha": 16}
-STEP = {"estimator": "antithetic", "queries": 8, "batch-size": 2}
+TARGET, RANK = "all-linear", 1
+STEP = {"queries": 8, "batch-size": 2}
+ROWS_OF_A_STEP = {"tangent": 18, "antithetic": 32}
 # Chosen on development rows with seed 42.
-TRAINING: dict[str, dict[str, Any]] = {
-    "fp32": {"learning-rate": 1e-3, "epsilon": 1e-2},
-    "8da4w": {"learning-rate": 1e-3, "epsilon": 2e-2},
-}
-COMMON = {"optimizer": "adam", "schedule": "linear", "evaluate-every": 250, "checkpoint-every": 250}
+COMMON = {"optimizer": "adam", "schedule": "linear", "learning-rate": 1e-2}
+TRAINING: dict[str, dict[str, Any]] = {"tangent": {}, "antithetic": {"epsilon": 1e-2}}
+POINTS = 8
 BACKPROP: dict[str, Any] = {"batch_size": 16, "learning_rate": 1e-2, "evaluate_every": 100}
 
 
 def main() -> None:
-    """Read the flags, run every scheme and seed, print JSON."""
+    """Read the flags, run every estimator, scheme and seed, print JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,8 +42,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="JSON list of passages")
     parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
-    parser.add_argument("--quantize", nargs="*", choices=sorted(TRAINING), default=["fp32", "8da4w"])
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--quantize", nargs="*", default=["fp32", "8da4w"])
+    parser.add_argument(
+        "--estimators", nargs="*", choices=sorted(TRAINING), default=["tangent", "antithetic"]
+    )
+    parser.add_argument("--rows", type=int, default=64_000, help="rows that every run computes, about")
     parser.add_argument("--backprop", action="store_true", help="train by backpropagation too (fp32)")
     parser.add_argument("--backprop-steps", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1)
@@ -50,14 +55,15 @@ def main() -> None:
     files = split(arguments.data, arguments.out)
     results: dict[str, Any] = {}
     for scheme in arguments.quantize:
-        runs = [train(arguments, scheme, seed, files) for seed in arguments.seeds]
-        results[scheme] = {
-            **summarize(runs, FIGURES),
-            "settings": {**ADAPTER, **STEP, **COMMON, **TRAINING[scheme]},
-        }
+        for estimator in arguments.estimators:
+            runs = [train(arguments, estimator, scheme, seed, files) for seed in arguments.seeds]
+            results[f"{estimator}-{scheme}"] = {
+                **summarize(runs, FIGURES),
+                "settings": {**STEP, **COMMON, **TRAINING[estimator]},
+            }
     if arguments.backprop:
         runs = [reference(arguments, seed, files) for seed in arguments.seeds]
-        results["backprop"] = {**summarize(runs, FIGURES), "settings": {**ADAPTER, **BACKPROP}}
+        results["backprop"] = {**summarize(runs, FIGURES), "settings": BACKPROP}
     text = json.dumps(results, indent=2)
     (arguments.out / "results.json").write_text(text + "\n", encoding="utf-8")
     print(text)
@@ -81,22 +87,37 @@ def split(data: Path, out: Path) -> dict[str, Path]:
     return files
 
 
-def export(arguments: argparse.Namespace, scheme: str, seed: int) -> Path:
-    """The bundle of a scheme and seed, exported unless it is there."""
-    bundle = Path(arguments.out / f"bundle-{scheme}-{seed}")
+def export(arguments: argparse.Namespace, estimator: str, scheme: str, files: dict[str, Path]) -> Path:
+    """The bundle of an estimator and scheme, exported unless it is there."""
+    adapter = Path(arguments.out / "start")
+    if not adapter.exists():
+        principal_adapter(
+            model=arguments.model,
+            data=files["train"],
+            limit=DIRECTION_PASSAGES,
+            sequence_length=DIRECTION_TOKENS,
+            target_modules=TARGET,
+            rank=RANK,
+            out=adapter,
+        )
+    bundle = Path(arguments.out / f"bundle-{estimator}-{scheme}")
     if not bundle.exists():
-        flags = {**SHAPE, **ADAPTER, **STEP, "quantize": scheme, "seed": seed}
+        flags = {**SHAPE, **STEP, "adapter": adapter, "estimator": estimator, "quantize": scheme}
         prge("export", model=arguments.model, out=bundle, **flags)
     return bundle
 
 
-def train(arguments: argparse.Namespace, scheme: str, seed: int, files: dict[str, Path]) -> dict[str, Any]:
+def train(
+    arguments: argparse.Namespace, estimator: str, scheme: str, seed: int, files: dict[str, Path]
+) -> dict[str, Any]:
     """Export, run unless it was done, and score one seed by `prge`."""
-    bundle = export(arguments, scheme, seed)
-    run = arguments.out / f"run-{scheme}-{seed}"
+    bundle = export(arguments, estimator, scheme, files)
+    run = arguments.out / f"run-{estimator}-{scheme}-{seed}"
+    steps = arguments.rows // ROWS_OF_A_STEP[estimator]
     chosen = {"overflow": "split", "shuffle-seed": 0, "dev-limit": DEV_LIMIT}
-    length = {"steps": arguments.steps, "seed": seed, "threads": arguments.threads}
-    flags = {**chosen, **COMMON, **TRAINING[scheme], **length}
+    every = {"evaluate-every": steps // POINTS, "checkpoint-every": steps // POINTS}
+    length = {"steps": steps, "seed": seed, "threads": arguments.threads}
+    flags = {**chosen, **every, **COMMON, **TRAINING[estimator], **length}
     if not (run / "final").exists():
         prge("run", bundle=bundle, train=files["train"], dev=files["dev"], out=run, **flags)
     records = evaluations(run)
@@ -125,7 +146,7 @@ def reference(arguments: argparse.Namespace, seed: int, files: dict[str, Path]) 
     from backprop_wikitext import backprop
 
     torch.set_num_threads(arguments.threads)
-    bundle = export(arguments, "fp32", seed)
+    bundle = export(arguments, "antithetic", "fp32", files)
     out = arguments.out / f"backprop-{seed}"
     length = {"seed": seed, "steps": arguments.backprop_steps, "dev_limit": DEV_LIMIT}
     found = backprop(arguments.model, bundle, files["train"], files["dev"], out, **length, **BACKPROP)

@@ -13,7 +13,16 @@ from typing import Any
 
 def prge(verb: str, *words: object, **flags: Any) -> None:
     """Call a verb; its output goes to the error stream, so that a study prints JSON alone."""
-    command = [sys.executable, "-m", "prge.cli", verb, *map(str, words)]
+    _call("-m", "prge.cli", verb, *words, **flags)
+
+
+def principal_adapter(**flags: Any) -> None:
+    """Make an adapter to start from; see scripts/principal_adapter.py."""
+    _call(Path(__file__).with_name("principal_adapter.py"), **flags)
+
+
+def _call(*words: object, **flags: Any) -> None:
+    command = [sys.executable, *map(str, words)]
     for name, value in flags.items():
         values = value if isinstance(value, list | tuple) else [value]
         command += [f"--{name.replace('_', '-')}", *map(str, values)]
