@@ -19,7 +19,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def prge(*words: object, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
     """Run one verb of the command line in a process of its own."""
     command = [sys.executable, "-m", "prge.cli", *map(str, words)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    # Threads of torch spin while they wait, which costs other processes of a small machine their time.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
     if check and done.returncode:
         raise AssertionError(

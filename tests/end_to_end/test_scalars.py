@@ -26,6 +26,8 @@ from server_export.tangent.program import export_programs
 from tests.rows import choice, completion
 from tests.server_export.programs import build
 
+torch.set_num_threads(1)
+
 QUERIES = 3
 ROWS: dict[str, Sequence[Example]] = {
     "completions": [completion(row, [1, row + 3, row + 7, 9, row + 11], 2) for row in range(1, 9)],
