@@ -31,7 +31,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "tangent": {"learning_rate": 1.6e-2, "clip": 1.0},
     "antithetic": {"learning_rate": 1.6e-2, "clip": 1.0, "epsilon": 1e-2},
 }
-POINTS = 8
+POINTS = 4
 TRAIN_LENGTH, TEST_LENGTH = 24, 64
 BACKPROP_RATES = (1e-2, 3e-2, 1e-1)
 
