@@ -14,7 +14,7 @@ import json
 import statistics
 from pathlib import Path
 
-COLOURS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7")
+COLOURS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00")
 
 
 def read_curve(pattern: str, value: str) -> dict[float, list[float]]:
