@@ -28,8 +28,8 @@ ROWS_OF_A_STEP = {"tangent": 17, "antithetic": 32}
 # Chosen on development rows with the first seed.
 COMMON = {"optimizer": "adam", "schedule": "linear"}
 TRAINING: dict[str, dict[str, Any]] = {
-    "tangent": {"learning_rate": 1.6e-2, "clip": 1.0},
-    "antithetic": {"learning_rate": 1.6e-2, "clip": 1.0, "epsilon": 1e-2},
+    "tangent": {"learning_rate": 1.2e-2, "clip": 1.0},
+    "antithetic": {"learning_rate": 1.2e-2, "clip": 1.0, "epsilon": 1e-2},
 }
 POINTS = 4
 TRAIN_LENGTH, TEST_LENGTH = 24, 64
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--quantize", nargs="+", default=["fp32", "8da4w"])
     parser.add_argument("--estimators", nargs="+", default=["tangent", "antithetic"])
-    parser.add_argument("--rows", type=int, default=68_000, help="rows that every run computes, about")
+    parser.add_argument("--rows", type=int, default=153_000, help="rows that every run computes, about")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dev-only", action="store_true", help="leave the test rows alone, for tuning")
     arguments = parser.parse_args()
