@@ -45,6 +45,7 @@ _ENLARGING = {
 
 def rewrite(graph_module: GraphModule) -> None:
     """Rewrite the graph of an unlifted exported program in place; all its nodes carry `meta["val"]`."""
+    _unwrap_quantized_weights(graph_module)
     constants = _Constants(graph_module)
     _remove_identities(graph_module)
     constants.fold()
@@ -58,6 +59,18 @@ def rewrite(graph_module: GraphModule) -> None:
     _remove_unused_attributes(graph_module)
     graph_module.graph.lint()
     graph_module.recompile()
+
+
+def _unwrap_quantized_weights(graph_module: GraphModule) -> None:
+    """Make constants of the codes, scales and zero points that are read from quantized weights."""
+    for node in list(graph_module.graph.nodes):
+        if node.target is torch.ops.export.access_subclass_inner_tensor.default:
+            weight, part = node.args
+            name = f"{str(weight.target).replace('.', '_')}_{part}"
+            if not hasattr(graph_module, name):
+                tensor = getattr(_attribute(graph_module, str(weight.target)), part)
+                graph_module.register_buffer(name, tensor.detach())
+            _build(node, partial(Graph.get_attr, qualified_name=name))
 
 
 class _Constants:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import warnings
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from prge.errors import BundleError
+from server_export.edge import edge_program, to_core
 from server_export.graph_rewriting import rewrite
 
 _BOOKKEEPING = ("getitem", "executorch_call_delegate", "alloc")
@@ -76,7 +78,7 @@ def export_graph(
             rewrite(graph_module)
             if transform is not None:
                 graph_module, inputs = transform(graph_module), transformed_inputs
-            exported = torch.export.export(graph_module, inputs, strict=False)
+            exported = torch.export.export(to_core(graph_module), inputs, strict=False)
     except BundleError:
         raise
     except Exception as error:
@@ -97,18 +99,15 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
     Raises:
         BundleError: ExecuTorch refuses one.
     """
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+    from executorch.exir import EdgeCompileConfig, EdgeProgramManager
 
+    # Both cost much time: the program is checked by running it, and no tensor has an odd layout.
+    config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
     with _collector_paused(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
         try:
-            edge = to_edge_transform_and_lower(
-                dict(programs),
-                partitioner=[_partitioner()],
-                transform_passes=[_simplify],
-                # Both cost much time: the program is checked by running it, and no tensor has an odd layout.
-                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-            )
+            methods = {method: edge_program(program, config) for method, program in programs.items()}
+            edge = EdgeProgramManager(methods, compile_config=config).to_backend(_partitioner())
             shares = {method: _shares(edge.exported_program(method).graph_module) for method in programs}
             executorch = edge.to_executorch()
         except Exception as error:
@@ -141,24 +140,12 @@ def _partitioner() -> Any:
     from executorch.exir.backend.compile_spec_schema import CompileSpec
     from executorch.exir.backend.partitioner import DelegationSpec
 
+    # It warns of conversions that keep less than XNNPACK could take; this one keeps all of it.
+    logging.getLogger(XnnpackPartitioner.__module__).setLevel(logging.ERROR)
     partitioner = XnnpackPartitioner()
     options = [CompileSpec("dqlinear_partitioner", b"")]
     partitioner.delegation_spec = DelegationSpec(partitioner.delegation_spec.backend_id, options)
     return partitioner
-
-
-def _simplify(graph_module: torch.fx.GraphModule) -> Any:
-    """Drop copies that only change strides, and the provenance that every later pass would copy."""
-    from torch.fx.passes.infra.pass_base import PassResult
-
-    for node in list(graph_module.graph.nodes):
-        if _name(node).rpartition("::")[2] == "clone":
-            node.replace_all_uses_with(node.args[0])
-            graph_module.graph.erase_node(node)
-        else:
-            node.meta.pop("from_node", None)
-    graph_module.recompile()
-    return PassResult(graph_module, True)
 
 
 @contextmanager
