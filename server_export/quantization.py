@@ -1,7 +1,8 @@
 """Quantization of the frozen base: linear layers by torchao, a large embedding table by rows.
 
     8da8w   int8 weights per output channel, int8 dynamic activations per token
-    8da4w   int4 weights in groups of 32 input channels, int8 dynamic activations per token
+    8da4w   int4 weights in groups of 32 input channels, int8 dynamic activations per token; a group's scale
+            is fitted to its weights (HQQ, Badri and Shaji 2023, without its zero points)
 
 Both are what XNNPACK computes on integers. `lora_a` and `lora_b` stay float32.
 """
@@ -21,6 +22,7 @@ from server_export.lora_fa import replace_module
 GROUP_SIZE = 32
 # Below this an int8 table saves nothing that anybody would notice.
 EMBEDDING_BYTES = 1 << 20
+_ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -108,23 +110,45 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _quantize_linear(model: nn.Module, names: set[str], dtype: torch.dtype, group_size: int | None) -> None:
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig
     from torchao.quantization.granularity import PerAxis, PerGroup
+    from torchao.quantization.quantize_.workflows import IntxChooseQParamsAlgorithm
 
-    if not names:
-        return
-    granularity = PerAxis(0) if group_size is None else PerGroup(group_size)
-    settings = Int8DynamicActivationIntxWeightConfig(
-        weight_dtype=dtype,
-        weight_granularity=granularity,
-        # XNNPACK stores the scales of groups so: the eager model is to have the same.
-        weight_scale_dtype=None if group_size is None else torch.bfloat16,
-    )
-    # The head shares its weight with the embedding in many models: quantizing one must leave the other.
+    if group_size is None:
+        settings = Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=PerAxis(0))
+    else:
+        settings = Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=dtype,
+            weight_granularity=PerGroup(group_size),
+            # XNNPACK stores the scales of groups so: the eager model is to have the same.
+            weight_scale_dtype=torch.bfloat16,
+            # Scales fitted to the weights instead of spanning the largest: int4 then costs stories260K 4 %
+            # in perplexity instead of 26 %.
+            intx_choose_qparams_algorithm=IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY,
+        )
     for name in names:
+        # A new parameter: the head shares its weight with the embedding in many models.
         layer = model.get_submodule(name)
-        layer.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
-    quantize_(model, settings, lambda layer, name: name in names)
+        layer.weight = nn.Parameter(_quantized(layer.weight.detach(), settings), requires_grad=False)
+
+
+def _quantized(weight: torch.Tensor, settings: Any) -> torch.Tensor:
+    """torchao's tensor for a weight [out, in], made of some rows after the other.
+
+    Rows don't depend on each other, and a few stay in the processor's cache: ten times as fast.
+    """
+    from torchao.quantization import quantize_
+
+    parts = []
+    for rows in weight.split(_ROWS_AT_ONCE):
+        layer = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        layer.weight = nn.Parameter(rows.contiguous(), requires_grad=False)
+        quantize_(layer, settings)
+        parts.append(layer.weight)
+    names, facts = parts[0].__tensor_flatten__()
+    tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    whole: torch.Tensor = type(parts[0]).__tensor_unflatten__(tensors, facts, weight.shape, weight.stride())
+    return whole
 
 
 def _quantize_embedding(model: nn.Module) -> str:

@@ -38,6 +38,18 @@ def test_layers_that_groups_do_not_divide_fall_back_and_are_listed() -> None:
     assert layers.up_proj.weight.block_size == (1, 32)
 
 
+def test_int4_scales_fit_the_weights_better_than_ones_that_span_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 600, bias=False)).requires_grad_(False)
+    weight = model[0].weight.clone()
+    quantization._quantize_linear(model, {"0"}, torch.int4, 32)
+    groups = weight.reshape(600, 2, 32)
+    spanning = (groups.abs().amax(2, keepdim=True) / 7.5).bfloat16().float()
+    rounded = (groups / spanning).round().clamp(-8, 7) * spanning
+    error = (model[0].weight.dequantize() - weight).pow(2).mean()
+    assert error < 0.95 * (rounded.reshape(weight.shape) - weight).pow(2).mean()
+
+
 def test_only_the_base_is_quantized() -> None:
     built = build("llama", quantize="8da8w")
     layer = built.module.model.model.layers[0].self_attn.q_proj
