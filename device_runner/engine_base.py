@@ -210,6 +210,18 @@ def contract_problems(
     return problems
 
 
+def probing_inputs(contract: Contract) -> dict[str, Array]:
+    """Inputs that a contract allows and that reach every weight: the same ones at every call."""
+    random = np.random.default_rng(0)
+    limits = _index_limits(contract) | {"attention_mask": 1}
+    return {
+        spec.name: random.integers(0, limits[spec.name], spec.shape) + (spec.name == "attention_mask")
+        if spec.name in limits
+        else 0.1 * random.standard_normal(spec.shape, np.float32)
+        for spec in contract.inputs
+    }
+
+
 def foreign_program(path: Path, problems: Sequence[str]) -> BundleError:
     """The error for a program with such problems."""
     return BundleError(

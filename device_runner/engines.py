@@ -31,7 +31,7 @@ class Backend:
         method: str = STEP_METHOD,
         share_weights: bool = False,
     ) -> ProgramEngine:
-        """Load a method of a bundle's program; see the engines' own `load`. torch's can't share weights.
+        """Load a method of a bundle's program; see the engines' own `load` and, to share, `can_share`.
 
         Raises:
             BundleError, EngineError: see the engines' own `load`.
@@ -55,6 +55,14 @@ class Backend:
         else:
             from device_runner.executorch_engine import check_method
         check_method(bundle, method)
+
+    def can_share(self, bundle: Bundle) -> bool:
+        """Whether this engine can load a bundle's methods side by side with the weights in memory once."""
+        if self.name != "native":
+            return False
+        from device_runner.native.engine import can_share
+
+        return can_share(bundle)
 
     def set_threads(self, threads: int | None) -> int:
         """Set the size of the process's thread pool, unless it is None, and return it.

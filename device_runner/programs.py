@@ -88,9 +88,10 @@ def open_programs(
     backend = choose(engine)
     for method in bundle.methods:
         backend.check_method(bundle, method)
+    share = keep and backend.can_share(bundle)
 
     def load(method: str) -> Engine:
-        return backend.load(bundle, threads, check=False, method=method, share_weights=keep)
+        return backend.load(bundle, threads, check=False, method=method, share_weights=share)
 
     notes = f"the engine is torch's: {backend.reason}" if backend.reason else ""
     return Programs(bundle, load, keep, backend.set_threads(threads), backend.name, notes)

@@ -4,7 +4,9 @@
     load      threads, then program, then method, and its inputs and outputs against the contract
     forward   the arrays' own memory in, fresh numpy arrays out; other Python threads go on meanwhile
 
-Engines that share weights hold those once that they have in common and pack alike.
+Engines that share weights hold those once that they have in common and pack alike. The runtime knows a weight
+by the bytes of its values alone: one with the same bytes and another shape or scale gets the wrong packing, in
+silence. So sharing is off unless `can_share` has compared the answers.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,13 @@ from device_runner.engine_base import (
     contract_problems,
     foreign_program,
     load_error,
+    probing_inputs,
 )
 from device_runner.native.build import library
 from prge.bundle import STEP_METHOD, Bundle
 from prge.contract import Contract
 from prge.engine import Array
-from prge.errors import EngineError
+from prge.errors import EngineError, PrgeError
 
 _TEXT_BYTES = 1 << 14
 _MOST_AXES = 16
@@ -74,7 +77,8 @@ class NativeEngine(ProgramEngine):
             check: whether a child process loads the program and runs it once first, so that a program on
                 which the engine aborts gives an error. Costs one more load and one forward.
             method: one of the bundle's.
-            share_weights: whether packed weights go where other engines that share theirs find them.
+            share_weights: whether packed weights go where other engines that share theirs find them; only
+                after `can_share` said so.
 
         Raises:
             BundleError: the engine refuses the program or aborts on it, or the program is not the manifest's.
@@ -129,12 +133,47 @@ def check_method(bundle: Bundle, method: str) -> None:
             loaded = _Method(program, method, share_weights=False)
             if not foreign:
                 # Some damage shows only here: the engine follows a bad index into foreign memory.
-                loaded.run(
-                    [np.zeros(spec.shape, spec.dtype) for spec in contract.inputs],
-                    [np.empty(spec.shape, spec.dtype) for spec in contract.outputs],
-                )
+                zeros = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in contract.inputs}
+                _answer(loaded, contract, zeros)
 
     check_in_child(path, attempt)
+
+
+def can_share(bundle: Bundle) -> bool:
+    """Whether a bundle has several methods whose answers stay the same bits with shared weights.
+
+    Found in a forked child, like `check_method`, by running each method both ways.
+
+    Raises:
+        EngineError: the libraries can't be had.
+    """
+    prepare()
+    path, methods = bundle.program, bundle.methods
+
+    def attempt() -> None:
+        program = _Program(path)
+        inputs = {name: probing_inputs(contract) for name, contract in methods.items()}
+        alone = [
+            _answer(_Method(program, name, False), methods[name], arrays) for name, arrays in inputs.items()
+        ]
+        loaded = {name: _Method(program, name, True) for name in methods}
+        together = [_answer(loaded[name], methods[name], arrays) for name, arrays in inputs.items()]
+        if alone != together:
+            raise RefusedError("the answers differ")
+
+    if len(methods) < 2 or not hasattr(os, "fork"):
+        return False
+    try:
+        check_in_child(path, attempt)
+    except PrgeError:
+        return False
+    return True
+
+
+def _answer(method: _Method, contract: Contract, inputs: Mapping[str, Array]) -> list[bytes]:
+    outputs = [np.empty(spec.shape, spec.dtype) for spec in contract.outputs]
+    method.run([inputs[spec.name] for spec in contract.inputs], outputs)
+    return [output.tobytes() for output in outputs]
 
 
 def set_threads(threads: int | None) -> int:

@@ -295,7 +295,7 @@ def test_each_method_of_a_program_is_loaded_by_itself(backend: Backend, tmp_path
         folder = Path({str(tmp_path)!r})
         try:
             wrong = replace(bundle, scoring=replace(bundle.scoring, batch_size=6))
-                open_programs(wrong, engine=backend.name).score.forward({{}})
+            open_programs(wrong, engine=backend.name).score.forward({{}})
         except BundleError as error:
             print(error)
         for keep in (False, True):
