@@ -5,8 +5,8 @@
     forward   the arrays' own memory in, fresh numpy arrays out; other Python threads go on meanwhile
 
 Engines that share weights hold those once that they have in common and pack alike. The runtime knows a weight
-by the bytes of its values alone: one with the same bytes and another shape or scale gets the wrong packing, in
-silence. So sharing is off unless `can_share` has compared the answers.
+by the bytes of its values alone: one with the same bytes and another shape or scale silently gets the wrong
+packing. So sharing is off unless `can_share` has compared the answers.
 """
 
 from __future__ import annotations
