@@ -17,7 +17,9 @@ pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler"),
 ]
 # Ends with 3 if anything imported torch.
-WITHOUT_TORCH = "import sys; from prge.cli import main; code = main(); sys.exit(3 * ('torch' in sys.modules) or code)"
+WITHOUT_TORCH = (
+    "import sys; from prge.cli import main; code = main(); sys.exit(3 * ('torch' in sys.modules) or code)"
+)
 
 
 def native(*words: object) -> str:
