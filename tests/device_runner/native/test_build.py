@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,44 @@ def test_any_compiler_and_package_can_be_named() -> None:
     command = build.compile_command(f"{CROSS} -march=armv8.2-a", Path("/arm"), Path("out.so"), "$ORIGIN")
     assert command[:2] == [CROSS, "-march=armv8.2-a"]
     assert "-L/arm/lib" in command and "-Wl,-rpath,$ORIGIN" in command and "/arm/include" in command
+
+
+def test_a_check_of_the_runtime_that_fails_ends_the_call_and_not_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the calling thread; the runtime's own way out would be to abort."""
+    source = tmp_path / "failing.cpp"
+    source.write_text(f"""
+        #include "{build.SOURCE}"
+        extern "C" __attribute__((visibility("default"))) int fail(int where, char* text, size_t capacity) {{
+          start();
+          return Call(text, capacity).run([&] {{
+            if (where == 0) ET_CHECK_MSG(false, "no such place");
+            if (where == 1) (void)et::EValue(static_cast<int64_t>(1)).toTensor();
+            throw 1;
+            return et::Error::Ok;
+          }});
+        }}
+    """)
+    monkeypatch.setattr(build, "SOURCE", source)
+    package = build.stock_package()
+    build.build(str(build.find_compiler()), package, tmp_path / "failing.so", str(package / "lib"))
+    code = """
+        import ctypes, sys
+        fail = ctypes.CDLL(sys.argv[1]).fail
+        for where in range(3):
+            text = ctypes.create_string_buffer(1000)
+            print(fail(where, text, ctypes.c_size_t(1000)), text.value.decode().replace("\\n", "|"))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path / "failing.so"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second, third = done.stdout.splitlines()
+    assert first.startswith("-1 [failing.cpp:") and "no such place" in first
+    assert second.startswith("-1 [") and "ensor" in second
+    assert all("would end the process" in line for line in (first, second))
+    assert third == "-1 an exception left the engine|"
+    assert done.stderr == ""
