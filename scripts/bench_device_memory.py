@@ -3,9 +3,10 @@
     python scripts/bench_device_memory.py --json memory.json
 
 Every figure is of a child that imports what `prge run` imports, opens a program and its tokenizer where it
-has one, loads it on one engine and runs it twice. Anonymous memory that this adds is the model's:
-packed weights, workspace, values. All else is the engine's overhead: interpreter, packages, libraries, mapped
-files. Medians of `--repeats` children. The keys at the top are the worst of the programs under `programs`.
+has one, loads it on one engine and runs it twice. The model's are anonymous memory that this adds (packed
+weights, workspace, values) and resident pages of the program's file (weights read where they lie, such
+as the table of embeddings). All else is the engine's overhead: interpreter, packages, libraries. Medians of
+`--repeats` children. The keys at the top are the worst of the programs under `programs`.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ def measure(folder: Path, engine: str, threads: int) -> dict[str, float]:
     loaded.forward(inputs)
     last = time.perf_counter()
     after = memory()
+    mapped = mapped_bytes(bundle.program)
     del kept
     model = after["RssAnon"] - before["RssAnon"]
     return {
-        "overhead_mb": (after["VmRSS"] - model) / MIB,
+        "overhead_mb": (after["VmRSS"] - model - mapped) / MIB,
         "model_mb": model / MIB,
+        "model_mapped_mb": mapped / MIB,
         "peak_mb": after["VmHWM"] / MIB,
         "import_seconds": ready - begin,
         "load_seconds": done - ready,
@@ -83,6 +86,18 @@ def memory() -> dict[str, int]:
     """Memory of this process in bytes, as /proc/self/status has it."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+
+
+def mapped_bytes(path: Path) -> int:
+    """Resident bytes of this process's mappings of a file."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):  # a mapping's first line: addresses, rights, ..., path
+            inside = line.endswith(f" {path.resolve()}")
+        elif inside and words[0] == "Rss:":
+            found += int(words[1]) * 1024
+    return found
 
 
 def in_children(folder: Path, engine: str, threads: int, repeats: int) -> dict[str, float]:
