@@ -134,9 +134,7 @@ def _runtime() -> Any:
     problems = []
     for name in ("_C", "_portable_lib"):  # executorch 1.5, executorch 1.4
         try:
-            # Where the native engine came first, the module says that it takes over the log.
-            with captured_stderr():
-                return importlib.import_module(f"executorch.extension.pybindings.{name}")
+            return importlib.import_module(f"executorch.extension.pybindings.{name}")
         except ImportError as error:
             problems.append(str(error))
     raise EngineError(

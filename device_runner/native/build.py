@@ -139,8 +139,18 @@ def compile_command(compiler: str, package: Path, output: Path, run_path: str) -
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where built libraries are kept.
+
+    Raises:
+        EngineError: XDG_CACHE_HOME is not set and the user has no home.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise EngineError(
+            f"there is no place to keep the native engine: {error}",
+            remedy="let XDG_CACHE_HOME name a folder, or PRGE_NATIVE_LIBRARY a library built elsewhere",
+        ) from None
     return Path(base) / "prge" / "native"
 
 

@@ -74,9 +74,10 @@ void on_log(
     size_t length) {
   std::unique_lock<std::mutex> lock(log_mutex);
   if (log_readers == 0) {
+    const auto emit = emit_before;
     lock.unlock();
-    if (emit_before != nullptr) {
-      emit_before(timestamp, level, file, function, line, message, length);
+    if (emit != nullptr) {
+      emit(timestamp, level, file, function, line, message, length);
     }
     return;
   }
@@ -100,12 +101,29 @@ void on_abort() {
   std::abort();
 }
 
+// Stand before what the table has, without register_pal: that logs, and another user of the runtime in this
+// process, such as its Python module, may have taken the table over since.
+void take_over() {
+  auto* table = const_cast<et::PalImpl*>(et::get_pal_impl());
+  if (table->emit_log_message != on_log) {
+    emit_before = table->emit_log_message;
+    table->emit_log_message = on_log;
+  }
+  if (table->abort != on_abort) {
+    abort_before = table->abort;
+    table->abort = on_abort;
+  }
+}
+
 // Collects the log of one call, and gives it to the caller's buffer if the call failed.
 class Call {
  public:
   Call(char* text, size_t capacity) : text_(text), capacity_(capacity) {
+    static const bool initialized = (et::runtime_init(), true);
+    (void)initialized;
     ++depth;
     const std::lock_guard<std::mutex> lock(log_mutex);
+    take_over();
     if (log_readers++ == 0) {
       log_text.clear();
     }
@@ -276,21 +294,6 @@ et::Error run(MethodHandle& handle, void* const* inputs, void* const* outputs) {
   return et::Error::Ok;
 }
 
-struct Start {
-  Start() {
-    et::runtime_init();
-    const et::PalImpl* table = et::get_pal_impl();
-    emit_before = table->emit_log_message;
-    abort_before = table->abort;
-    et::register_pal(
-        et::PalImpl::create(nullptr, on_abort, nullptr, nullptr, on_log, nullptr, nullptr, __FILE__));
-  }
-};
-
-void start() {
-  static const Start once;
-}
-
 } // namespace
 
 #pragma GCC visibility push(default)
@@ -298,7 +301,6 @@ extern "C" {
 
 // Threads of the process's pool; a count above 0 first gives it another size, before any method is loaded.
 int prge_threads(int count, int* found, char* text, size_t capacity) {
-  start();
   return Call(text, capacity).run([&] {
     auto* pool = executorch::extension::threadpool::get_threadpool();
     if (pool == nullptr) {
@@ -314,7 +316,6 @@ int prge_threads(int count, int* found, char* text, size_t capacity) {
 
 // Map a file and verify its tables.
 int prge_open(const char* path, void** program, char* text, size_t capacity) {
-  start();
   return Call(text, capacity).run([&] {
     auto file = std::make_shared<File>();
     auto loader = MmapDataLoader::from(path, MmapDataLoader::MlockConfig::NoMlock);

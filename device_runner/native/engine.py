@@ -29,6 +29,7 @@ from device_runner.engine_base import (
     captured_stderr,
     check_threads,
     contract_problems,
+    explain,
     foreign_program,
     load_error,
     probing_inputs,
@@ -189,7 +190,7 @@ def set_threads(threads: int | None) -> int:
             if check_threads(threads, count.value):
                 _call("prge_threads", threads, ctypes.byref(count))
         except RefusedError as error:
-            raise EngineError(f"the engine has no threads: {error}{error.log}") from None
+            raise EngineError(f"the engine has no threads: {explain(error)}") from None
     return count.value
 
 

@@ -93,6 +93,18 @@ def test_a_cache_that_cant_be_written_is_named(
         build.library()
 
 
+def test_a_user_without_a_home_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Android, where a shell's user is in no table."""
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(EngineError, match="let XDG_CACHE_HOME name a folder"):
+        build.library()
+
+
 def test_a_package_without_libraries_is_told(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"no libraries to link: libexecutorch\.so or its headers"):
         build.build("g++", tmp_path, tmp_path / "out.so", "$ORIGIN")
@@ -140,7 +152,6 @@ def test_a_check_of_the_runtime_that_fails_ends_the_call_and_not_the_process(
     source.write_text(f"""
         #include "{build.SOURCE}"
         extern "C" __attribute__((visibility("default"))) int fail(int where, char* text, size_t capacity) {{
-          start();
           return Call(text, capacity).run([&] {{
             if (where == 0) ET_CHECK_MSG(false, "no such place");
             if (where == 1) (void)et::EValue(static_cast<int64_t>(1)).toTensor();
