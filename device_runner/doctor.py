@@ -99,6 +99,7 @@ def examine() -> Iterator[Check]:
     yield engine
     yield threads
     checks = [
+        ("native", _check_native),
         ("memory", _check_memory),
         ("disk", _check_disk),
         *[(name, _finder(name)) for name in ("jinja2", "torchao", "transformers", "peft", "matplotlib")],
@@ -210,6 +211,17 @@ def _check_engine() -> tuple[Check, Check]:
         found = f"loads, but without XnnpackBackend: it has {', '.join(backends) or 'none'}"
         return Check("engine", "missing", found, pip_command(["engine"])), threads
     return Check("engine", "ok", f"loads, with {', '.join(sorted(backends))}"), threads
+
+
+def _check_native() -> Check:
+    """Whether the engine without torch can be had; compiles it, as its first use would."""
+    from device_runner.native.build import library
+    from prge.errors import EngineError
+
+    try:
+        return Check("native", "ok", f"the engine without torch: {library()}")
+    except EngineError as error:
+        return Check("native", "warn", error.what, error.remedy.replace("\n", " "))
 
 
 def _probe_engine() -> dict[str, Any] | str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from device_runner.build import BuildOptions, load_examples
 from device_runner.data import Selection
-from device_runner.executorch_engine import ExecutorchEngine
+from device_runner.engines import EngineName, choose
 from device_runner.run_inputs import adapter_folder
 from device_runner.scoring import evaluate, extract_answers, mean_token_f1
 from device_runner.task import load_task
@@ -54,6 +54,9 @@ class EvaluateSettings:
     """jsonl file to write: a line per row with its loss, scores and prediction."""
     json: Path | None = None
     """File to write the result to as JSON."""
+    engine: EngineName = "auto"
+    """native: the stock libraries, without torch; torch: the runtime's Python module; auto: native where
+    it is built or can be."""
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
 
@@ -98,7 +101,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             )
         head = Head(examples[0].candidates, contract.width)
         read_head(source / HEAD, head)
-    engine = ExecutorchEngine.load(bundle, settings.threads, method=bundle.score_method)
+    engine = choose(settings.engine).load(bundle, settings.threads, method=bundle.score_method)
     record, found = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
     del record["value"]
     answers: list[str] = []

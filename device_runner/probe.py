@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from device_runner.build import BuildOptions, load_examples
 from device_runner.data import Selection
+from device_runner.engines import EngineName
 from device_runner.programs import Programs, open_programs
 from device_runner.run_inputs import adapter_folder, fit_heads, make_estimator
 from device_runner.run_settings import RunSettings, suggested_queries
@@ -76,6 +77,9 @@ class ProbeSettings:
     """Shuffle the file before the limit; the same rows on every machine."""
     overflow: Literal["error", "truncate", "split"] = "truncate"
     """What to do with a row that is too long for the program; whatever is cut is reported."""
+    engine: EngineName = "auto"
+    """native: the stock libraries, without torch; torch: the runtime's Python module; auto: native where
+    it is built or can be."""
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
     json: Path | None = None
@@ -285,7 +289,7 @@ def probe(settings: ProbeSettings) -> Report:
     adapter = read_peft(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
-    programs = open_programs(bundle, settings.threads)
+    programs = open_programs(bundle, settings.threads, engine=settings.engine)
     head = _head(source, programs.score, adapter, examples, tokenizer.pad_id)
     if contract.is_tangent:
         readings = _against_tangents(programs, adapter, sampler, settings, head)

@@ -1,14 +1,14 @@
 """The programs of a bundle as engines that load when they are called, one in memory at a time.
 
 stack bundle     one method takes steps and scores
-tangent bundle   two methods; with both loaded the weights would be in memory twice
+tangent bundle   two methods; with both loaded, weights that the engine can't share are in memory twice
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from device_runner.executorch_engine import ExecutorchEngine, check_method, set_threads
+from device_runner.engines import EngineName, choose
 from prge.bundle import STEP_METHOD, Bundle
 from prge.contract import Contract
 from prge.engine import Array, Engine
@@ -22,12 +22,22 @@ class Programs:
         load: gives the engine of a method.
         keep: whether a loaded method stays when the other one is called.
         threads: size of the engines' thread pool.
+        engine: name of what loads them.
+        notes: what a user should know of that choice.
     """
 
     def __init__(
-        self, bundle: Bundle, load: Callable[[str], Engine], keep: bool = False, threads: int = 1
+        self,
+        bundle: Bundle,
+        load: Callable[[str], Engine],
+        keep: bool = False,
+        threads: int = 1,
+        engine: str = "",
+        notes: str = "",
     ) -> None:
         self.threads = threads
+        self.engine = engine
+        self.notes = notes
         self.step: Engine = _LazyEngine(self, STEP_METHOD, bundle.contract)
         self.score: Engine = _LazyEngine(self, bundle.score_method, bundle.score_contract)
         self._load = load
@@ -61,21 +71,27 @@ class _LazyEngine:
         return self._programs.loaded(self._method).forward(inputs)
 
 
-def open_programs(bundle: Bundle, threads: int | None = None, keep: bool = False) -> Programs:
+def open_programs(
+    bundle: Bundle, threads: int | None = None, keep: bool = False, engine: EngineName = "auto"
+) -> Programs:
     """Check every method of a bundle in a child process; from then on they load when they are called.
 
     Args:
         bundle: an opened bundle.
         threads: size of the engine's thread pool; by default what the runtime picks.
         keep: see Programs.
+        engine: see device_runner.engines.
 
     Raises:
-        BundleError, EngineError: as ExecutorchEngine.load.
+        BundleError, EngineError: as device_runner.engines.Backend.load.
     """
+    backend = choose(engine)
     for method in bundle.methods:
-        check_method(bundle, method)
+        backend.check_method(bundle, method)
+    share = keep and backend.can_share(bundle)
 
     def load(method: str) -> Engine:
-        return ExecutorchEngine.load(bundle, threads, check=False, method=method)
+        return backend.load(bundle, threads, check=False, method=method, share_weights=share)
 
-    return Programs(bundle, load, keep, set_threads(threads))
+    notes = f"the engine is torch's: {backend.reason}" if backend.reason else ""
+    return Programs(bundle, load, keep, backend.set_threads(threads), backend.name, notes)

@@ -92,9 +92,11 @@ def run(settings: RunSettings) -> Path:
         inputs = read_inputs(bundle, settings)
         with Journal(settings.out / JOURNAL) as journal:
             begin(journal, inputs.identity, settings)
-            programs = open_programs(bundle, settings.threads, settings.keep_programs)
-            with Watcher(settings, inputs, programs.threads, journal) as watcher, _graceful_stop(watcher):
+            programs = open_programs(bundle, settings.threads, settings.keep_programs, settings.engine)
+            with Watcher(settings, inputs, programs, journal) as watcher, _graceful_stop(watcher):
                 watcher.say(inputs.report)
+                if programs.notes:
+                    watcher.say(programs.notes)
                 return _train(settings, inputs, programs, journal, watcher)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from device_runner.engines import EngineName
 from prge.bundle import Bundle
 from prge.directions import Distribution
 from prge.errors import ConfigError
@@ -102,11 +103,14 @@ class RunSettings:
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
+    engine: EngineName = "auto"
+    """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
+    The same bits. auto: native where it is built or can be, else torch."""
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
     keep_programs: bool = False
     """Tangent bundles: keep the programs for steps and for scoring loaded side by side. Evaluations begin
-    sooner, and the weights are in memory twice."""
+    sooner, and the weights are in memory twice, but for those that the native engine can share."""
     quiet: bool = False
     """Print no progress."""
 

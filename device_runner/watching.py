@@ -8,6 +8,7 @@ from types import TracebackType
 
 import numpy as np
 
+from device_runner.programs import Programs
 from device_runner.run_inputs import RunInputs
 from device_runner.run_settings import RunSettings
 from device_runner.telemetry import Progress, RunLog, write_summary
@@ -21,10 +22,12 @@ METRICS = ("accuracy", "f1", "perplexity")
 class Watcher:
     """Implements prge.training.Observer; `stopped` is set when the user asks for an end."""
 
-    def __init__(self, settings: RunSettings, inputs: RunInputs, threads: int, journal: Journal) -> None:
+    def __init__(
+        self, settings: RunSettings, inputs: RunInputs, programs: Programs, journal: Journal
+    ) -> None:
         self.settings = settings
         self.inputs = inputs
-        self.threads = threads
+        self.programs = programs
         self.stopped = False
         self.log = RunLog(settings.out, keep_through=journal.steps)
         self.progress = Progress(settings.steps, quiet=settings.quiet)
@@ -130,7 +133,8 @@ class Watcher:
                 "program": manifest["files"]["program.pte"],
                 "model": manifest["model"],
                 "quantization": manifest.get("quantization"),
-                "threads": self.threads,
+                "engine": self.programs.engine,
+                "threads": self.programs.threads,
             },
             train={
                 "steps": self.steps,

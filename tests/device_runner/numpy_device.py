@@ -77,7 +77,9 @@ class Device:
             array = np.round(array / self.grid) * self.grid
         return array.astype(np.float32)
 
-    def open_programs(self, bundle: Bundle, threads: int | None = None, keep: bool = False) -> Programs:
+    def open_programs(
+        self, bundle: Bundle, threads: int | None = None, keep: bool = False, engine: str = "auto"
+    ) -> Programs:
         """Stands for device_runner.programs.open_programs."""
         return Programs(bundle, self.load, keep)
 

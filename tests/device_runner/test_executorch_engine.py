@@ -1,4 +1,4 @@
-"""The ExecuTorch engine on a small hand-made program: same numbers, clear refusals, no crash."""
+"""Both engines on a small hand-made program: same numbers, clear refusals, no crash."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from prge.errors import BundleError, EngineError
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
+from device_runner.engines import Backend  # noqa: E402
 from device_runner.executorch_engine import ExecutorchEngine  # noqa: E402
 from device_runner.telemetry import run_lock  # noqa: E402
 
@@ -74,6 +76,7 @@ def random_inputs(contract: Contract, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
+@lru_cache
 def toy_program(contract: Contract, scoring: Contract | None = None) -> bytes:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
@@ -108,6 +111,11 @@ def toy_bytes() -> bytes:
     return toy_program(CONTRACT)
 
 
+@pytest.fixture(params=["torch", "native"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return Backend(request.param)
+
+
 @pytest.fixture
 def bundle(tmp_path: Path, toy_bytes: bytes) -> Bundle:
     return write_bundle(tmp_path / "bundle", toy_bytes, CONTRACT)
@@ -119,8 +127,8 @@ def expected(inputs: dict[str, np.ndarray], copies: int = 2) -> np.ndarray:
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_a_forward_gives_what_torch_gives(bundle: Bundle, check: bool) -> None:
-    engine = ExecutorchEngine.load(bundle, check=check)
+def test_a_forward_gives_what_torch_gives(backend: Backend, bundle: Bundle, check: bool) -> None:
+    engine = backend.load(bundle, check=check)
     assert engine.contract == CONTRACT and engine.threads >= 1
     for seed in range(3):
         inputs = random_inputs(CONTRACT, seed)
@@ -131,25 +139,25 @@ def test_a_forward_gives_what_torch_gives(bundle: Bundle, check: bool) -> None:
     assert engine.calls == 3 and engine.seconds > 0
 
 
-def test_later_forwards_dont_change_earlier_answers(bundle: Bundle) -> None:
-    engine = ExecutorchEngine.load(bundle, check=False)
+def test_later_forwards_dont_change_earlier_answers(backend: Backend, bundle: Bundle) -> None:
+    engine = backend.load(bundle, check=False)
     first = engine.forward(random_inputs(CONTRACT, 0))["logprobs"]
     kept = first.copy()
     engine.forward(random_inputs(CONTRACT, 1))
     assert np.array_equal(first, kept)
 
 
-def test_the_same_inputs_give_the_same_bits(bundle: Bundle) -> None:
-    engine = ExecutorchEngine.load(bundle, check=False)
+def test_the_same_inputs_give_the_same_bits(backend: Backend, bundle: Bundle) -> None:
+    engine = backend.load(bundle, check=False)
     answers = [engine.forward(random_inputs(CONTRACT))["logprobs"].tobytes() for _ in range(3)]
-    other = ExecutorchEngine.load(bundle, check=True)
+    other = backend.load(bundle, check=True)
     assert {*answers, other.forward(random_inputs(CONTRACT))["logprobs"].tobytes()} == {answers[0]}
 
 
 def test_any_order_layout_and_read_only_arrays_are_taken(
-    bundle: Bundle, recwarn: pytest.WarningsRecorder
+    backend: Backend, bundle: Bundle, recwarn: pytest.WarningsRecorder
 ) -> None:
-    engine = ExecutorchEngine.load(bundle, check=False)
+    engine = backend.load(bundle, check=False)
     inputs = random_inputs(CONTRACT)
     want = engine.forward(inputs)["logprobs"]
     strange = {name: np.asfortranarray(array) for name, array in reversed(inputs.items())}
@@ -174,8 +182,10 @@ def test_any_order_layout_and_read_only_arrays_are_taken(
         ("extra", np.zeros(1), r"no input extra"),
     ],
 )
-def test_a_wrong_input_is_named(bundle: Bundle, name: str, value: Any, message: str) -> None:
-    engine = ExecutorchEngine.load(bundle, check=False)
+def test_a_wrong_input_is_named(
+    backend: Backend, bundle: Bundle, name: str, value: Any, message: str
+) -> None:
+    engine = backend.load(bundle, check=False)
     good = random_inputs(CONTRACT)
     bad = {**good, name: value}
     if value is None:
@@ -186,9 +196,11 @@ def test_a_wrong_input_is_named(bundle: Bundle, name: str, value: Any, message: 
     assert engine.calls == 1
 
 
-def test_a_failing_kernel_is_told_in_words(bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_kernel_is_told_in_words(
+    backend: Backend, bundle: Bundle, capfd: pytest.CaptureFixture[str]
+) -> None:
     wide = replace(CONTRACT, vocabulary_size=1000)
-    engine = ExecutorchEngine.load(Bundle(bundle.folder, wide, bundle.manifest), check=False)
+    engine = backend.load(Bundle(bundle.folder, wide, bundle.manifest), check=False)
     with pytest.raises(
         EngineError, match=r"an argument is invalid \(ExecuTorch 0x12\); the engine says: .*999"
     ):
@@ -197,11 +209,11 @@ def test_a_failing_kernel_is_told_in_words(bundle: Bundle, capfd: pytest.Capture
     assert "cpp:" not in capfd.readouterr().err
 
 
-def test_loading_is_silent(bundle: Bundle) -> None:
+def test_loading_is_silent(backend: Backend, bundle: Bundle) -> None:
     code = textwrap.dedent(f"""
         from prge.bundle import open_bundle
-        from device_runner.executorch_engine import ExecutorchEngine
-        print(ExecutorchEngine.load(open_bundle({str(bundle.folder)!r}), threads=1).threads)
+        from device_runner.engines import Backend
+        print(Backend({backend.name!r}).load(open_bundle({str(bundle.folder)!r}), threads=1).threads)
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.stdout, done.stderr) == ("1\n", "")
@@ -224,28 +236,29 @@ def test_the_driver_imports_no_compiler_stack(bundle: Bundle) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
-def test_threads_are_one_number_for_all_engines_in_use(bundle: Bundle) -> None:
+def test_threads_are_one_number_for_all_engines_in_use(backend: Backend, bundle: Bundle) -> None:
     code = textwrap.dedent(f"""
         from prge.bundle import open_bundle
         from prge.errors import EngineError
-        from device_runner.executorch_engine import ExecutorchEngine
+        from device_runner.engines import Backend
         import numpy as np
+        backend = Backend({backend.name!r})
         bundle = open_bundle({str(bundle.folder)!r})
         inputs = {{spec.name: np.zeros(spec.shape, spec.dtype) for spec in bundle.contract.inputs}}
-        first = ExecutorchEngine.load(bundle, threads=3)
+        first = backend.load(bundle, threads=3)
         first.forward(inputs)
-        second = ExecutorchEngine.load(bundle, threads=3)
-        third = ExecutorchEngine.load(bundle)
+        second = backend.load(bundle, threads=3)
+        third = backend.load(bundle)
         assert first.threads == second.threads == third.threads == 3
         for engine in (first, second, third):
             engine.forward(inputs)
         try:
-            ExecutorchEngine.load(bundle, threads=1)
+            backend.load(bundle, threads=1)
         except EngineError as error:
             print(error)
         del first, second, third, engine
         for threads in (1, 4, 2) * 20:
-            engine = ExecutorchEngine.load(bundle, threads=threads, check=threads == 4)
+            engine = backend.load(bundle, threads=threads, check=threads == 4)
             assert engine.threads == threads
             engine.forward(inputs)
             del engine
@@ -256,12 +269,12 @@ def test_threads_are_one_number_for_all_engines_in_use(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, -2])
-def test_a_number_of_threads_that_cant_be_is_refused(bundle: Bundle, threads: int) -> None:
+def test_a_number_of_threads_that_cant_be_is_refused(backend: Backend, bundle: Bundle, threads: int) -> None:
     with pytest.raises(EngineError, match="at least 1"):
-        ExecutorchEngine.load(bundle, threads=threads, check=False)
+        backend.load(bundle, threads=threads, check=False)
 
 
-def test_each_method_of_a_program_is_loaded_by_itself(tmp_path: Path) -> None:
+def test_each_method_of_a_program_is_loaded_by_itself(backend: Backend, tmp_path: Path) -> None:
     """In a process of its own: what checks a method must come before an engine runs."""
     scoring = replace(CONTRACT, copies=1, batch_size=5)
     folder = write_bundle(tmp_path / "bundle", toy_program(CONTRACT, scoring), CONTRACT).folder
@@ -272,25 +285,27 @@ def test_each_method_of_a_program_is_loaded_by_itself(tmp_path: Path) -> None:
         from dataclasses import replace
         from pathlib import Path
         import numpy as np
-        from device_runner.executorch_engine import ExecutorchEngine
+        from device_runner.engines import Backend
         from device_runner.programs import open_programs
         from prge.bundle import open_bundle
         from prge.errors import BundleError
+        backend = Backend({backend.name!r})
         bundle = open_bundle({str(folder)!r})
         bundle = replace(bundle, scoring=replace(bundle.contract, copies=1, batch_size=5))
         folder = Path({str(tmp_path)!r})
         try:
-            open_programs(replace(bundle, scoring=replace(bundle.scoring, batch_size=6))).score.forward({{}})
+            wrong = replace(bundle, scoring=replace(bundle.scoring, batch_size=6))
+            open_programs(wrong, engine=backend.name).score.forward({{}})
         except BundleError as error:
             print(error)
         for keep in (False, True):
-            programs = open_programs(bundle, 2, keep)
+            programs = open_programs(bundle, 2, keep, backend.name)
             assert programs.threads == 2
             for number, name in enumerate(("step", "score", "score", "step")):
                 outputs = getattr(programs, name).forward(dict(np.load(folder / f"{{name}}.npz")))
                 np.save(folder / f"{{name}}{{keep}}{{number}}.npy", outputs["logprobs"])
             del programs
-        engine = ExecutorchEngine.load(bundle, method=bundle.score_method)
+        engine = backend.load(bundle, method=bundle.score_method)
         assert engine.contract == bundle.scoring
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
@@ -304,23 +319,25 @@ def test_each_method_of_a_program_is_loaded_by_itself(tmp_path: Path) -> None:
             np.testing.assert_allclose(found, want, atol=1e-5)
 
 
-def refuse(folder: Path, program: bytes, match: str | None = None) -> BundleError:
+def refuse(backend: Backend, folder: Path, program: bytes, match: str | None = None) -> BundleError:
     with pytest.raises(BundleError, match=match) as caught:
-        ExecutorchEngine.load(write_bundle(folder, program, CONTRACT))
+        backend.load(write_bundle(folder, program, CONTRACT))
     return caught.value
 
 
-def test_random_bytes_dont_end_the_driver(tmp_path: Path) -> None:
+def test_random_bytes_dont_end_the_driver(backend: Backend, tmp_path: Path) -> None:
     for seed in range(4):
         noise = np.random.default_rng(seed).bytes(5000)
-        error = refuse(tmp_path / str(seed), noise)
+        error = refuse(backend, tmp_path / str(seed), noise)
         assert error.remedy
 
 
 def test_an_abort_of_the_engine_names_its_signal(tmp_path: Path, toy_bytes: bytes) -> None:
     # The engine logs the file's identifier, and the log's bytes must be UTF-8 or the process ends.
     damaged = toy_bytes[:4] + b"\xff\xfe\xfd\xfc" + toy_bytes[8:]
-    refuse(tmp_path / "bundle", damaged, match=r"the engine aborts on this program \(SIGABRT\)")
+    refuse(
+        Backend("torch"), tmp_path / "bundle", damaged, match=r"the engine aborts on this program \(SIGABRT\)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,16 +350,18 @@ def test_an_abort_of_the_engine_names_its_signal(tmp_path: Path, toy_bytes: byte
     ],
 )
 def test_a_truncated_program_is_refused(
-    tmp_path: Path, toy_bytes: bytes, keep: float, match: str | None
+    backend: Backend, tmp_path: Path, toy_bytes: bytes, keep: float, match: str | None
 ) -> None:
-    refuse(tmp_path / "bundle", toy_bytes[: int(len(toy_bytes) * keep)], match)
+    refuse(backend, tmp_path / "bundle", toy_bytes[: int(len(toy_bytes) * keep)], match)
 
 
-def test_zeros_are_refused(tmp_path: Path) -> None:
-    refuse(tmp_path / "bundle", bytes(5000), match=r"damaged or of another format \(ExecuTorch 0x23\)")
+def test_zeros_are_refused(backend: Backend, tmp_path: Path) -> None:
+    refuse(
+        backend, tmp_path / "bundle", bytes(5000), match=r"damaged or of another format \(ExecuTorch 0x23\)"
+    )
 
 
-def test_flipped_bytes_never_end_the_driver(tmp_path: Path, toy_bytes: bytes) -> None:
+def test_flipped_bytes_never_end_the_driver(backend: Backend, tmp_path: Path, toy_bytes: bytes) -> None:
     """Whatever the engine makes of damaged tables, the driver gets an error or an engine."""
     generator = np.random.default_rng(3)
     refused = 0
@@ -351,41 +370,42 @@ def test_flipped_bytes_never_end_the_driver(tmp_path: Path, toy_bytes: bytes) ->
         for place in generator.integers(40, 2500, 3):
             damaged[place] ^= int(generator.integers(1, 256))
         try:
-            ExecutorchEngine.load(write_bundle(tmp_path / str(case), bytes(damaged), CONTRACT))
+            backend.load(write_bundle(tmp_path / str(case), bytes(damaged), CONTRACT))
         except (BundleError, EngineError):
             refused += 1
     assert refused > 5
 
 
-def test_a_program_of_another_bundle_is_refused(tmp_path: Path, toy_bytes: bytes) -> None:
+def test_a_program_of_another_bundle_is_refused(backend: Backend, tmp_path: Path, toy_bytes: bytes) -> None:
     other = replace(CONTRACT, copies=4, positions=2)
     for check in (True, False):
         wrong = write_bundle(tmp_path / str(check), toy_bytes, other)
         with pytest.raises(BundleError) as caught:
-            ExecutorchEngine.load(wrong, check=check)
+            backend.load(wrong, check=check)
         assert "input tokens is int64 [4, 6], not int64 [8, 6]" in str(caught.value)
         assert "input lora_b.head is float32 [2, 2, 16], not float32 [4, 2, 16]" in str(caught.value)
         assert "output logprobs is float32 [4, 3], not float32 [8, 2]" in str(caught.value)
 
 
-def test_another_number_of_modules_is_refused(tmp_path: Path, toy_bytes: bytes) -> None:
+def test_another_number_of_modules_is_refused(backend: Backend, tmp_path: Path, toy_bytes: bytes) -> None:
     other = replace(CONTRACT, modules=(*CONTRACT.modules, AdaptedModule("more", 2, 8, 16)))
     with pytest.raises(BundleError, match="it has 4 inputs, the contract 5"):
-        ExecutorchEngine.load(write_bundle(tmp_path / "bundle", toy_bytes, other))
+        backend.load(write_bundle(tmp_path / "bundle", toy_bytes, other))
 
 
-def test_a_program_that_is_gone_is_told(bundle: Bundle) -> None:
+def test_a_program_that_is_gone_is_told(backend: Backend, bundle: Bundle) -> None:
     shutil.move(bundle.program, bundle.folder / "elsewhere")
     with pytest.raises(
         BundleError, match=r"can't be opened \(ExecuTorch 0x22\); the engine says: .*No such file"
     ):
-        ExecutorchEngine.load(bundle)
+        backend.load(bundle)
 
 
 def test_a_child_that_hangs_is_ended(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    import device_runner.child_check
     import device_runner.executorch_engine as module
 
-    monkeypatch.setattr(module, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(device_runner.child_check, "CHECK_SECONDS", 0.2)
     monkeypatch.setattr(module, "_load", lambda *_: __import__("time").sleep(60))
     with pytest.raises(BundleError, match="hangs"):
         ExecutorchEngine.load(bundle)

@@ -142,12 +142,12 @@ def test_evaluation_loads_the_program_for_scoring_alone(
     run(settings)
     device.loads.clear()
 
-    class Engine:
+    class Backend:
         @staticmethod
         def load(bundle: Bundle, threads: int | None, method: str) -> NumpyEngine | NumpyTangentEngine:
             return device.load(method)
 
-    monkeypatch.setattr(evaluate_verb, "ExecutorchEngine", Engine)
+    monkeypatch.setattr(evaluate_verb, "choose", lambda engine: Backend)
     assert settings.dev is not None
     found = evaluate_verb.run(
         evaluate_verb.EvaluateSettings(settings.bundle, settings.dev, settings.task, adapter=settings.out)

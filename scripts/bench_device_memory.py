@@ -1,0 +1,201 @@
+"""What an engine costs on a device besides the model: resident memory and time to load, in fresh processes.
+
+    python scripts/bench_device_memory.py --json memory.json
+
+Every figure is of a child that imports what `prge run` imports, opens a program and its tokenizer where it
+has one, loads it on one engine and runs it twice. The model's are anonymous memory that this adds (packed
+weights, workspace, values) and resident pages of the program's file (weights read where they lie, such
+as the table of embeddings). All else is the engine's overhead: interpreter, packages, libraries. Medians of
+`--repeats` children. The keys at the top are the worst of the programs under `programs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO_MODEL = ROOT / "server_export" / "demo_data" / "model"
+DEMO = (
+    "--target-modules o_proj down_proj --queries 4 --batch-size 4 --sequence-length 32 --positions 2".split()
+)
+LARGE = "smollm2-135m"
+EXPORT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from bench_device_memory import export_large
+export_large(Path(sys.argv[2]), None if sys.argv[3] == "None" else int(sys.argv[3]))
+"""
+ENGINES = ("native", "torch")
+MIB = 1 << 20
+
+
+def measure(folder: Path, engine: str, threads: int) -> dict[str, float]:
+    """Load a program in this process on an engine, and run it twice."""
+    begin = time.perf_counter()
+    import device_runner.run  # noqa: F401, what the driver holds
+    from device_runner.engine_base import probing_inputs
+    from device_runner.engines import Backend
+    from device_runner.tokenizer import bundle_tokenizer
+    from prge.bundle import Bundle, open_bundle
+    from prge.contract import Contract
+
+    if (folder / "contract.json").is_file():
+        contract = Contract.from_json(json.loads((folder / "contract.json").read_text()))
+        bundle, kept = Bundle(folder, contract, {}), None
+    else:
+        bundle = open_bundle(folder)
+        kept = bundle_tokenizer(bundle)
+    inputs = probing_inputs(bundle.contract)
+    backend = Backend(engine)
+    backend.set_threads(threads)
+    before = memory()
+    ready = time.perf_counter()
+    loaded = backend.load(bundle, threads, check=False)
+    done = time.perf_counter()
+    loaded.forward(inputs)
+    first = time.perf_counter()
+    loaded.forward(inputs)
+    last = time.perf_counter()
+    after = memory()
+    mapped = mapped_bytes(bundle.program)
+    del kept
+    model = after["RssAnon"] - before["RssAnon"]
+    return {
+        "overhead_mb": (after["VmRSS"] - model - mapped) / MIB,
+        "model_mb": model / MIB,
+        "model_mapped_mb": mapped / MIB,
+        "peak_mb": after["VmHWM"] / MIB,
+        "import_seconds": ready - begin,
+        "load_seconds": done - ready,
+        "first_forward_seconds": first - done,
+        "forward_seconds": last - first,
+        "torch_imported": float("torch" in sys.modules),
+    }
+
+
+def memory() -> dict[str, int]:
+    """Memory of this process in bytes, as /proc/self/status has it."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+
+
+def mapped_bytes(path: Path) -> int:
+    """Resident bytes of this process's mappings of a file."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):  # a mapping's first line: addresses, rights, ..., path
+            inside = line.endswith(f" {path.resolve()}")
+        elif inside and words[0] == "Rss:":
+            found += int(words[1]) * 1024
+    return found
+
+
+def in_children(folder: Path, engine: str, threads: int, repeats: int) -> dict[str, float]:
+    """Medians of `measure` in processes of their own."""
+    command = [sys.executable, __file__, "--measure", str(folder), engine, "--threads", str(threads)]
+    found = [json.loads(_output(command).splitlines()[-1]) for _ in range(repeats)]
+    return {name: round(statistics.median(child[name] for child in found), 4) for name in found[0]}
+
+
+def export_demo(folder: Path) -> None:
+    """Write the demo's bundle."""
+    _output([sys.executable, "-m", "prge.cli", "export", "--model", DEMO_MODEL, "--out", folder, *DEMO])
+
+
+def export_large(folder: Path, layers: int | None) -> None:
+    """Write a program of SmolLM2-135M's shape with random int4 weights, and its contract."""
+    from random_models import random_model
+
+    from server_export.lowering import lower
+    from server_export.program import build_program
+    from server_export.settings import ExportConfig
+    from server_export.tangent.program import export_programs
+
+    config = ExportConfig(
+        model=LARGE,
+        out=folder,
+        target_modules=["q_proj", "v_proj"],
+        estimator="antithetic",
+        queries=4,
+        batch_size=1,
+        sequence_length=64,
+        positions=4,
+        quantize="8da4w",
+    )
+    built = build_program(config, random_model(LARGE, layers))
+    folder.mkdir(parents=True)
+    (folder / "program.pte").write_bytes(lower(export_programs(built)).buffer)
+    (folder / "contract.json").write_text(json.dumps(built.contract.to_json()))
+
+
+def _output(command: list[object]) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{command} ended with {done.returncode}\n{done.stderr}")
+    return done.stdout
+
+
+def main() -> int:
+    """Export what is missing, measure, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--folder", type=Path, help="keeps the exported programs; those in it are used again")
+    parser.add_argument("--layers", type=int, help="makes the large model shallower; 0: leave it out")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3, help="children a figure")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        folder, engine = arguments.measure
+        print(json.dumps(measure(Path(folder), engine, arguments.threads)))
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        base = arguments.folder or Path(temporary)
+        base.mkdir(parents=True, exist_ok=True)
+        folders = {"demo": base / "demo"}
+        if not folders["demo"].is_dir():
+            export_demo(folders["demo"])
+        if arguments.layers != 0:
+            name = LARGE if arguments.layers is None else f"{LARGE}-{arguments.layers}-layers"
+            folders[f"{name}-8da4w"] = base / name
+            if not folders[f"{name}-8da4w"].is_dir():
+                # In a process of its own, so that its memory is free when the figures are taken.
+                layers = "None" if arguments.layers is None else str(arguments.layers)
+                _output([sys.executable, "-c", EXPORT, ROOT / "scripts", base / name, layers])
+        programs = {
+            name: {
+                engine: in_children(folder, engine, arguments.threads, arguments.repeats)
+                for engine in ENGINES
+            }
+            | {"program_mb": round((folder / "program.pte").stat().st_size / MIB, 2)}
+            for name, folder in folders.items()
+        }
+    figures = {
+        "native_overhead_mb": max(found["native"]["overhead_mb"] for found in programs.values()),
+        "torch_overhead_mb": max(found["torch"]["overhead_mb"] for found in programs.values()),
+        "load_seconds_native": max(found["native"]["load_seconds"] for found in programs.values()),
+        "threads": arguments.threads,
+        "programs": programs,
+    }
+    text = json.dumps(figures, indent=2)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

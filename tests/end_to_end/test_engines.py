@@ -1,0 +1,60 @@
+"""A whole run on each engine: the same bits, and no torch in the native one's process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from device_runner.native.build import find_compiler
+from tests.end_to_end.conftest import REPOSITORY, prge
+
+pytestmark = [
+    pytest.mark.export,
+    pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler"),
+]
+# Ends with 3 if anything imported torch.
+WITHOUT_TORCH = (
+    "import sys; from prge.cli import main; code = main(); sys.exit(3 * ('torch' in sys.modules) or code)"
+)
+
+
+def native(*words: object) -> str:
+    """Run a verb that may not import torch."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--keep-programs", "true"]], ids=["one", "both"])
+def test_a_run_without_torch_gives_the_bits_of_one_with_it(
+    run_words: list[object], tmp_path: Path, options: list[object]
+) -> None:
+    native("run", *run_words, *options)
+    other = ["--out", tmp_path / "other"]
+    prge("run", *run_words, *other, "--engine", "torch")
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+    engines = [
+        json.loads((tmp_path / run / "run.json").read_text())["run"]["engine"] for run in ("run", "other")
+    ]
+    assert engines == ["native", "torch"]
+
+
+def test_scoring_and_probing_need_no_torch(workshop: Path) -> None:
+    rows = ["--task", workshop / "task.yaml", "--data", workshop / "dev.jsonl"]
+    found = native("eval", "--bundle", workshop / "bundle", *rows, "--engine", "native")
+    assert found == prge("eval", "--bundle", workshop / "bundle", *rows, "--engine", "torch").stdout
+    assert "estimator" in native("probe", "--bundle", workshop / "bundle", *rows, "--batches", 2)
+
+
+def test_a_run_may_go_on_with_the_other_engine(run_words: list[object], tmp_path: Path) -> None:
+    prge("run", *run_words, "--engine", "torch")
+    journal = (tmp_path / "run/journal.jsonl").read_bytes()
+    native("run", "--resume", tmp_path / "run", "--engine", "native")
+    assert (tmp_path / "run/journal.jsonl").read_bytes() == journal
+    assert json.loads((tmp_path / "run/run.json").read_text())["run"]["engine"] == "native"
