@@ -2,6 +2,7 @@
 
 stack bundle     one method takes steps and scores
 tangent bundle   two methods; with both loaded the weights would be in memory twice
+cut step         trunk and step share no layer, so these two stay together; the method that scores has all
 """
 
 from __future__ import annotations
@@ -9,35 +10,51 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from device_runner.executorch_engine import ExecutorchEngine, check_method, set_threads
-from prge.bundle import STEP_METHOD, Bundle
+from device_runner.trunk_cache import TrunkCache
+from device_runner.trunk_engine import TrunkEngine
+from prge.bundle import PROGRAM, TRUNK_METHOD, Bundle
 from prge.contract import Contract
 from prge.engine import Array, Engine
 
 
 class Programs:
-    """The engines `step` and `score` of a bundle; those of a stack bundle are one.
+    """The engines `step` and `score` of a bundle; those of a stack bundle may be one.
+
+    The step of a bundle with a trunk is both of its methods in one engine.
 
     Args:
         bundle: whose contracts the engines have before anything is loaded.
         load: gives the engine of a method.
         keep: whether a loaded method stays when the other one is called.
         threads: size of the engines' thread pool.
+        cache: keeps what a trunk made.
     """
 
     def __init__(
-        self, bundle: Bundle, load: Callable[[str], Engine], keep: bool = False, threads: int = 1
+        self,
+        bundle: Bundle,
+        load: Callable[[str], Engine],
+        keep: bool = False,
+        threads: int = 1,
+        cache: TrunkCache | None = None,
     ) -> None:
         self.threads = threads
-        self.step: Engine = _LazyEngine(self, STEP_METHOD, bundle.contract)
+        self.step: Engine = _LazyEngine(self, bundle.step_method, bundle.contract)
+        self.trunk: TrunkEngine | None = None
+        if bundle.trunk is not None:
+            below = _LazyEngine(self, TRUNK_METHOD, bundle.trunk)
+            program = str(bundle.manifest.get("files", {}).get(PROGRAM, {}).get("sha256"))
+            self.step = self.trunk = TrunkEngine(below, self.step, program, cache)
         self.score: Engine = _LazyEngine(self, bundle.score_method, bundle.score_contract)
         self._load = load
         self._keep = keep
+        self._whole = {bundle.score_method} if bundle.trunk else set(bundle.methods)
         self._loaded: dict[str, Engine] = {}
 
     def loaded(self, method: str) -> Engine:
         """The engine of a method, loaded now unless it is already."""
         if method not in self._loaded:
-            if not self._keep:
+            if not self._keep and (method in self._whole or not self._whole.isdisjoint(self._loaded)):
                 self._loaded.clear()
             self._loaded[method] = self._load(method)
         return self._loaded[method]
@@ -61,13 +78,15 @@ class _LazyEngine:
         return self._programs.loaded(self._method).forward(inputs)
 
 
-def open_programs(bundle: Bundle, threads: int | None = None, keep: bool = False) -> Programs:
+def open_programs(
+    bundle: Bundle, threads: int | None = None, keep: bool = False, cache: TrunkCache | None = None
+) -> Programs:
     """Check every method of a bundle in a child process; from then on they load when they are called.
 
     Args:
         bundle: an opened bundle.
         threads: size of the engine's thread pool; by default what the runtime picks.
-        keep: see Programs.
+        keep, cache: see Programs.
 
     Raises:
         BundleError, EngineError: as ExecutorchEngine.load.
@@ -78,4 +97,4 @@ def open_programs(bundle: Bundle, threads: int | None = None, keep: bool = False
     def load(method: str) -> Engine:
         return ExecutorchEngine.load(bundle, threads, check=False, method=method)
 
-    return Programs(bundle, load, keep, set_threads(threads))
+    return Programs(bundle, load, keep, set_threads(threads), cache)

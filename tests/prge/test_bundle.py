@@ -69,7 +69,7 @@ def test_a_tangent_bundle_scores_with_a_method_of_its_own(tmp_path: Path) -> Non
     [
         (None, "no method score"),
         ({}, "contract can't be read"),
-        (TANGENT.to_json(), "score carries derivatives"),
+        (TANGENT.to_json(), "score is a program for steps only"),
         (replace(SCORE, sequence_length=15).to_json(), "sequence_length is 16 and only 15"),
         (replace(SCORE, modules=SCORE.modules[:1]).to_json(), "modules is"),
         (replace(SCORE, vocabulary_size=63).to_json(), "vocabulary_size is 64 and 63"),
