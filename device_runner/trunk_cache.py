@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -95,7 +96,8 @@ class TrunkCache:
             partial.write_bytes(_digest(key, payload) + payload)
             os.replace(partial, path)
         except OSError:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             self.limit = self.bytes_kept
             return
         self._sizes[path.name] = size
