@@ -78,7 +78,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "unlisted_files": sorted(present - set(files) - {MANIFEST}),
         "rows_per_call": contract.rows,
         "adapter_parameters": adapter_size(contract.modules),
-        "memory": memory_estimate(contract, _mapping(manifest.get("lowering"))),
+        "memory": memory_estimate(contract, _lowering_of_steps(manifest)),
         "score_memory": memory_estimate(scoring, score_lowering) if scoring else None,
     }
 
@@ -120,6 +120,15 @@ def bytes_text(count: Any) -> str:
     return f"{size:.2f} GiB"
 
 
+def _lowering_of_steps(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all that is loaded for steps: a trunk has an arena beside the one of the step above it."""
+    lowering, trunk = (_mapping(manifest.get(name)) for name in ("lowering", "trunk_lowering"))
+    planned = [block.get("planned_memory_bytes") for block in (lowering, trunk)]
+    if all(isinstance(count, int) for count in planned):
+        lowering["planned_memory_bytes"] = sum(planned)
+    return lowering
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
@@ -142,9 +151,7 @@ def _text(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _interface(contract)
     if trunk:
         rows = f"{trunk.rows}, once for a row of the training data"
-        yield from _section(
-            "program below the first adapted layer", {"kind": trunk.kind, "rows a call": rows}
-        )
+        yield from _section("program below the adapter", {"kind": trunk.kind, "rows a call": rows})
         yield from _interface(trunk)
     if scoring:
         rows = f"{scoring.batch_size}, without derivatives"

@@ -157,7 +157,8 @@ def read_trunk(manifest: Mapping[str, Any], contract: Contract) -> Contract | No
     """
     block = manifest.get("trunk")
     trunk = None if block is None else Contract.from_json(block)
-    if trunk != (contract.divided(contract.cut)[0] if contract.cut else None):
+    expected = contract.divided(contract.cut)[0] if contract.cut else None
+    if trunk != expected or contract.kind == "trunk":
         raise BundleError(
             f"the methods {TRUNK_METHOD} and {UPPER_METHOD} don't belong together",
             remedy="export the bundle again",
