@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportConfig", "export", "main"]
 
-_DOES = {"forward": "train", "score": "score", "trunk": "below the adapter", "step": "train above it"}
+_DOES = {"forward": "train", "score": "score", "trunk": "run below the adapter", "step": "train above it"}
 
 
 def main(argv: Sequence[str]) -> int:
