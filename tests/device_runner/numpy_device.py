@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from device_runner.programs import Programs
+from device_runner.trunk_cache import TrunkCache
 from prge.bundle import ADAPTER, PROGRAM, TOKENIZER, Bundle, file_sha256
 from prge.contract import FORMAT
 from prge.engine import Array
@@ -77,7 +78,13 @@ class Device:
             array = np.round(array / self.grid) * self.grid
         return array.astype(np.float32)
 
-    def open_programs(self, bundle: Bundle, threads: int | None = None, keep: bool = False) -> Programs:
+    def open_programs(
+        self,
+        bundle: Bundle,
+        threads: int | None = None,
+        keep: bool = False,
+        cache: TrunkCache | None = None,
+    ) -> Programs:
         """Stands for device_runner.programs.open_programs."""
         return Programs(bundle, self.load, keep)
 
