@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.adapter import adapter_size
-from prge.bundle import MANIFEST, PROGRAM, check_file, read_contracts, read_manifest
+from prge.bundle import MANIFEST, PROGRAM, check_file, read_contracts, read_manifest, read_trunk
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.errors import BundleError
 from prge.settings import parse_settings
@@ -21,10 +21,10 @@ RUNTIME_SOURCE = "resident set of Python 3.11 with torch 2.13.0 and ExecuTorch 1
 
 _SECTIONS = (
     *("lora", "readout", "quantization", "tokenizer"),
-    *("lowering", "score_lowering", "verification", "versions"),
+    *("lowering", "score_lowering", "trunk_lowering", "verification", "versions"),
 )
 _SHOWN_ELSEWHERE = {
-    *("folder", "manifest_sha256", "format", "model", "contract", "score", "queries", "files"),
+    *("folder", "manifest_sha256", "format", "model", "contract", "score", "trunk", "queries", "files"),
     *("unlisted_files", "rows_per_call", "adapter_parameters", "memory", "score_memory"),
 }
 
@@ -78,7 +78,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "unlisted_files": sorted(present - set(files) - {MANIFEST}),
         "rows_per_call": contract.rows,
         "adapter_parameters": adapter_size(contract.modules),
-        "memory": memory_estimate(contract, _mapping(manifest.get("lowering"))),
+        "memory": memory_estimate(contract, _lowering_of_steps(manifest)),
         "score_memory": memory_estimate(scoring, score_lowering) if scoring else None,
     }
 
@@ -120,6 +120,15 @@ def bytes_text(count: Any) -> str:
     return f"{size:.2f} GiB"
 
 
+def _lowering_of_steps(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all that is loaded for steps: a trunk has an arena beside the one of the step above it."""
+    lowering, trunk = (_mapping(manifest.get(name)) for name in ("lowering", "trunk_lowering"))
+    planned = [block.get("planned_memory_bytes") for block in (lowering, trunk)]
+    if all(isinstance(count, int) for count in planned):
+        lowering["planned_memory_bytes"] = sum(planned)
+    return lowering
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
@@ -134,11 +143,16 @@ def _problem(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None
 
 def _text(report: Mapping[str, Any]) -> Iterator[str]:
     contract, scoring = read_contracts(report)
+    trunk = read_trunk(report, contract)
     yield f"bundle {report['folder']}"
     yield f"  manifest {report['manifest_sha256']}"
     yield from _section("model", report.get("model"))
     yield from _section("program", _program_facts(report, contract))
     yield from _interface(contract)
+    if trunk:
+        rows = f"{trunk.rows}, once for a row of the training data"
+        yield from _section("program below the adapter", {"kind": trunk.kind, "rows a call": rows})
+        yield from _interface(trunk)
     if scoring:
         rows = f"{scoring.batch_size}, without derivatives"
         yield from _section("program for scoring", {"kind": scoring.kind, "rows a call": rows})

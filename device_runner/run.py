@@ -3,6 +3,7 @@
 config.yaml      the settings            checkpoints/step-N/   PEFT folder and optimizer state
 journal.jsonl    what each step learnt   final/                PEFT folder of the best step
 metrics.jsonl    what to plot            run.json, log.txt     what, where, how it ended
+trunk_cache/     what a bundle's trunk made of training rows; may be deleted at any time
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from device_runner.run_inputs import (
 from device_runner.run_settings import RunSettings, settled
 from device_runner.scoring import evaluate
 from device_runner.telemetry import run_lock
+from device_runner.trunk_cache import TrunkCache
 from device_runner.watching import Watcher
 from prge.adapter import write_peft
 from prge.atomic import write_file
-from prge.bundle import open_bundle
+from prge.bundle import Bundle, open_bundle
 from prge.checkpoint import (
     HEAD,
     TrainingState,
@@ -52,6 +54,7 @@ from prge.training import train
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+TRUNK_CACHE = "trunk_cache"
 DESCRIPTION = "Fine-tune the adapter of a bundle by forward passes on the stock engine."
 
 
@@ -92,7 +95,8 @@ def run(settings: RunSettings) -> Path:
         inputs = read_inputs(bundle, settings)
         with Journal(settings.out / JOURNAL) as journal:
             begin(journal, inputs.identity, settings)
-            programs = open_programs(bundle, settings.threads, settings.keep_programs, settings.engine)
+            cache = _trunk_cache(settings, bundle)
+            programs = open_programs(bundle, settings.threads, settings.keep_programs, settings.engine, cache)
             with Watcher(settings, inputs, programs, journal) as watcher, _graceful_stop(watcher):
                 watcher.say(inputs.report)
                 if programs.notes:
@@ -139,10 +143,19 @@ def _train(
         score if inputs.dev else None,
         lambda: watcher.stopped,
     )
+    if programs.trunk is not None:
+        watcher.say(f"trunk: {programs.trunk.computed} rows computed, {programs.trunk.reused} from the cache")
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
     return write_final(settings, inputs, state)
+
+
+def _trunk_cache(settings: RunSettings, bundle: Bundle) -> TrunkCache | None:
+    """Where a run keeps what its bundle's trunk made of rows; with room for none it still rounds them."""
+    if bundle.trunk is None:
+        return None
+    return TrunkCache(settings.out / TRUNK_CACHE, settings.trunk_cache_bytes, settings.trunk_cache_dtype)
 
 
 def _tell_noise(

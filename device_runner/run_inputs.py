@@ -36,7 +36,10 @@ FINAL = "final"
 # What may differ between the parts of one run: where things lie (hashes tell what they are), how fast it goes
 # and how it looks.
 _NOT_IDENTITY = frozenset(
-    "bundle train dev task adapter out resume engine threads keep_programs quiet".split()
+    {
+        *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
+        *("engine", "threads", "keep_programs", "trunk_cache_bytes", "quiet"),
+    }
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from device_runner.engines import EngineName
+from device_runner.trunk_cache import Precision
 from prge.bundle import Bundle
 from prge.directions import Distribution
 from prge.errors import ConfigError
@@ -111,6 +112,11 @@ class RunSettings:
     keep_programs: bool = False
     """Tangent bundles: keep the programs for steps and for scoring loaded side by side. Evaluations begin
     sooner, and the weights are in memory twice, but for those that the native engine can share."""
+    trunk_cache_bytes: int = 1 << 30
+    """Bundles with a trunk: bytes of the run folder that may keep what the trunk made of training rows; 0:
+    computed every time."""
+    trunk_cache_dtype: Precision = "float32"
+    """Bundles with a trunk: precision of what is kept. float16 takes half the room and rounds the states."""
     quiet: bool = False
     """Print no progress."""
 
@@ -136,6 +142,7 @@ class RunSettings:
                 ("checkpoint_every", 0),
                 ("patience", 0),
                 ("seed", 0),
+                ("trunk_cache_bytes", 0),
             )
             if getattr(self, name) < least
         ]
@@ -211,6 +218,12 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             "the settings don't fit the bundle:",
             [f"--queries is {queries}, the bundle's tangent program computes {contract.queries}"],
             remedy=f"leave --queries out, or export with --queries {queries}",
+        )
+    if bundle.trunk is None and settings.trunk_cache_dtype != "float32":
+        raise ConfigError(
+            "the settings don't fit the bundle:",
+            [f"--trunk-cache-dtype is {settings.trunk_cache_dtype}, the bundle has no trunk"],
+            remedy="leave it out, or export with --trunk-cache",
         )
     return replace(settings, estimator=estimator, queries=queries)
 

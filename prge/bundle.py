@@ -1,7 +1,8 @@
 """Reading a bundle: the folder that an export writes and a device needs.
 
     manifest.json   contract, model, quantization, versions, verification, sha256 of every other file
-    program.pte     the program: the method `forward` takes steps, a tangent program's `score` scores
+    program.pte     the program: the method `forward` takes steps, and `score` scores where that can't;
+                    a step that is cut is `trunk`, what no adapter changes, and `step`, what is above
     adapter/        the adapter to start from, a PEFT folder (lora_A and lora_B)
     tokenizer/      tokenizer.json and, where the model has one, chat_template.jinja
 
@@ -26,29 +27,39 @@ ADAPTER = "adapter"
 TOKENIZER = "tokenizer"
 STEP_METHOD = "forward"
 SCORE_METHOD = "score"
+TRUNK_METHOD = "trunk"
+UPPER_METHOD = "step"
 
 
 @dataclass(frozen=True)
 class Bundle:
     """An opened bundle whose files have the hashes that its manifest names.
 
-    `contract` is of the method that takes steps, `scoring` of the one that scores where that is another one.
+    `contract` is of the method that takes steps, `scoring` of the one that scores where that is another one,
+    `trunk` of the one that a step which is cut continues.
     """
 
     folder: Path
     contract: Contract
     manifest: Mapping[str, Any]
     scoring: Contract | None = None
+    trunk: Contract | None = None
 
     @property
     def methods(self) -> dict[str, Contract]:
         """The methods of the program with their contracts."""
-        return {STEP_METHOD: self.contract} | ({SCORE_METHOD: self.scoring} if self.scoring else {})
+        named = {TRUNK_METHOD: self.trunk, self.step_method: self.contract, SCORE_METHOD: self.scoring}
+        return {method: contract for method, contract in named.items() if contract is not None}
+
+    @property
+    def step_method(self) -> str:
+        """The method that takes steps."""
+        return UPPER_METHOD if self.trunk else STEP_METHOD
 
     @property
     def score_method(self) -> str:
         """The method that scores examples."""
-        return SCORE_METHOD if self.scoring else STEP_METHOD
+        return SCORE_METHOD if self.scoring else self.step_method
 
     @property
     def score_contract(self) -> Contract:
@@ -135,22 +146,41 @@ def open_bundle(folder: Path | str) -> Bundle:
     for name in files:
         check_file(folder, manifest, name)
     contract, scoring = read_contracts(manifest)
-    return Bundle(folder, contract, manifest, scoring)
+    return Bundle(folder, contract, manifest, scoring, read_trunk(manifest, contract))
+
+
+def read_trunk(manifest: Mapping[str, Any], contract: Contract) -> Contract | None:
+    """The contract of the trunk that a step's program continues, if it continues one.
+
+    Raises:
+        BundleError: it can't be read, or is not the one that the step was cut from.
+    """
+    block = manifest.get("trunk")
+    trunk = None if block is None else Contract.from_json(block)
+    expected = contract.divided(contract.cut)[0] if contract.cut else None
+    if trunk != expected or contract.kind == "trunk":
+        raise BundleError(
+            f"the methods {TRUNK_METHOD} and {UPPER_METHOD} don't belong together",
+            remedy="export the bundle again",
+        )
+    return trunk
 
 
 def read_contracts(manifest: Mapping[str, Any]) -> tuple[Contract, Contract | None]:
     """The contract of the method that takes steps, and of the one that scores where that is another one.
 
     Raises:
-        BundleError: one can't be read, a tangent program lacks the second, or the two are not of one model.
+        BundleError: one can't be read, a program that can't score lacks the second, or the two are not of one
+            model.
     """
     contract = Contract.from_json(manifest.get("contract", {}))
     block = manifest.get("score")
     if block is None:
-        if not contract.is_tangent:
+        if contract.can_score:
             return contract, None
         raise BundleError(
-            f"the manifest describes no method {SCORE_METHOD}, and a tangent program can't score",
+            f"the manifest describes no method {SCORE_METHOD}, and a program for steps like this one can't "
+            "score",
             remedy="export the bundle again",
         )
     scoring = Contract.from_json(block)
@@ -159,13 +189,13 @@ def read_contracts(manifest: Mapping[str, Any]) -> tuple[Contract, Contract | No
         for name in ("readout", "width", "vocabulary_size", "label_tokens", "modules")
         if getattr(contract, name) != getattr(scoring, name)
     ]
-    if scoring.is_tangent:
-        problems.append(f"{SCORE_METHOD} carries derivatives")
+    if not scoring.can_score:
+        problems.append(f"{SCORE_METHOD} is a program for steps only")
     if scoring.sequence_length < contract.sequence_length:
         problems.append(f"sequence_length is {contract.sequence_length} and only {scoring.sequence_length}")
     if problems:
         raise BundleError(
-            f"the methods {STEP_METHOD} and {SCORE_METHOD} don't belong together: " + "; ".join(problems),
+            f"the methods for steps and {SCORE_METHOD} don't belong together: " + "; ".join(problems),
             remedy="export the bundle again",
         )
     return contract, scoring

@@ -22,12 +22,23 @@ beside it, exact ones. Its rows are those of one copy, and it has
 
     logprobs, dlogprobs     f32 [rows, positions], [queries, rows, positions]
     pooled, dpooled         f32 [rows, width], [queries, rows, width]
+
+A stack program with `shared_rows` takes the row of an example once for all its copies: `batch_size` rows of
+tokens, attention_mask, positions and targets, and the outputs of `rows` rows. It can't score.
+
+A program with a `cut` is the upper part of one of these. It takes in the place of the tokens what the lower
+part, which no adapter changes, made of them. A trunk program is that lower part:
+
+    trunk.<number>  f32 [batch_size, ...]                 in the trunk's outputs and the upper part's inputs
+
+    tokens          i64 [batch_size, sequence_length]     the trunk's inputs
+    attention_mask  i64 [batch_size, sequence_length]     encoders only; the upper part takes it too
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prge.errors import BundleError
@@ -35,7 +46,8 @@ from prge.errors import BundleError
 FORMAT = 1
 LORA_B_PREFIX = "lora_b."
 U_PREFIX, V_PREFIX = "u.", "v."
-KINDS = ("stack", "tangent")
+TRUNK_PREFIX = "trunk."
+KINDS = ("stack", "tangent", "trunk")
 READOUTS = ("logprobs", "verbalizer", "pooled")
 
 
@@ -70,7 +82,7 @@ class Contract:
     `readout` is `logprobs` (over the vocabulary), `verbalizer` (over `label_tokens` only: targets are
     indices into that list) or `pooled` (an encoder's states; the head lives in the driver).
     `alpha` is already folded into the program's frozen `lora_a`. A tangent program has one copy, a stack
-    program no queries of its own.
+    program no queries of its own. `cut` is what crosses from a trunk to the program above it.
     """
 
     kind: str
@@ -84,6 +96,8 @@ class Contract:
     label_tokens: tuple[int, ...]
     modules: tuple[AdaptedModule, ...]
     queries: int = 0
+    shared_rows: bool = False
+    cut: tuple[TensorSpec, ...] = ()
 
     def __post_init__(self) -> None:
         problems = [
@@ -95,8 +109,17 @@ class Contract:
             problems.append(f"kind is {self.kind!r}, this version knows {', '.join(KINDS)}")
         if self.is_tangent and self.queries < 1:
             problems.append(f"queries is {self.queries}, a tangent program needs at least 1")
-        if self.is_tangent and self.copies != 1:
-            problems.append(f"copies is {self.copies}, a tangent program has 1")
+        if self.kind != "stack" and self.copies != 1:
+            problems.append(f"copies is {self.copies}, a {self.kind} program has 1")
+        if self.kind != "stack" and self.shared_rows:
+            problems.append(f"shared_rows is true, a {self.kind} program has no copies to share rows")
+        if self.kind == "trunk" and not self.cut:
+            problems.append("cut is empty, a trunk program answers something")
+        problems += [
+            f"{spec.name} is {spec.dtype} {list(spec.shape)}, must be float32 of {self.batch_size} rows"
+            for spec in self.cut
+            if spec.dtype != "float32" or spec.shape[:1] != (self.batch_size,)
+        ]
         if not self.is_tangent and self.queries:
             problems.append(f"queries is {self.queries}, a {self.kind} program has 0")
         if self.readout not in READOUTS:
@@ -117,8 +140,13 @@ class Contract:
 
     @property
     def rows(self) -> int:
-        """Rows of tokens in one call: copies x batch_size."""
+        """Rows that one call answers: copies x batch_size."""
         return self.copies * self.batch_size
+
+    @property
+    def given_rows(self) -> int:
+        """Rows of tokens that one call is given."""
+        return self.batch_size if self.shared_rows else self.rows
 
     @property
     def computed_rows(self) -> int:
@@ -131,6 +159,11 @@ class Contract:
         return self.kind == "tangent"
 
     @property
+    def can_score(self) -> bool:
+        """Whether every row that it answers can be another example."""
+        return self.kind == "stack" and not self.shared_rows and not self.cut
+
+    @property
     def is_encoder(self) -> bool:
         """Whether the program answers pooled states instead of log-probabilities."""
         return self.readout == "pooled"
@@ -138,21 +171,23 @@ class Contract:
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The program's inputs in calling order."""
-        tokens = TensorSpec("tokens", "int64", (self.rows, self.sequence_length))
+        rows = self.given_rows
+        tokens = TensorSpec("tokens", "int64", (rows, self.sequence_length))
+        first = (tokens,) if self.kind == "trunk" else self.cut or (tokens,)
         if self.is_encoder:
             rest = [TensorSpec("attention_mask", "int64", tokens.shape)]
         else:
-            rest = [
-                TensorSpec(name, "int64", (self.rows, self.positions)) for name in ("positions", "targets")
-            ]
+            rest = [TensorSpec(name, "int64", (rows, self.positions)) for name in ("positions", "targets")]
+        if self.kind == "trunk":
+            return (*first, *rest) if self.is_encoder else first
         if not self.is_tangent:
             lora_b = [
                 TensorSpec(module.input_name, "float32", (self.copies, module.rank, module.out_features))
                 for module in self.modules
             ]
-            return (tokens, *rest, *lora_b)
+            return (*first, *rest, *lora_b)
         return (
-            tokens,
+            *first,
             *rest,
             *(TensorSpec(m.input_name, "float32", (m.rank, m.out_features)) for m in self.modules),
             *(
@@ -165,11 +200,23 @@ class Contract:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The program's outputs in order."""
+        if self.kind == "trunk":
+            return self.cut
         name, width = ("pooled", self.width) if self.is_encoder else ("logprobs", self.positions)
         answer = TensorSpec(name, "float32", (self.rows, width))
         if not self.is_tangent:
             return (answer,)
         return (answer, TensorSpec("d" + name, "float32", (self.queries, *answer.shape)))
+
+    def divided(self, cut: tuple[TensorSpec, ...]) -> tuple[Contract, Contract]:
+        """The contracts of the trunk and of what is above it, when a program is cut there."""
+        trunk = replace(self, kind="trunk", copies=1, queries=0, shared_rows=False, cut=cut)
+        return trunk, replace(self, cut=cut)
+
+    @property
+    def whole(self) -> Contract:
+        """The contract of the program that was cut, which takes tokens."""
+        return replace(self, cut=())
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `contract` block; inputs and outputs are written out for other readers."""
@@ -198,6 +245,11 @@ class Contract:
                 label_tokens=tuple(int(token) for token in block["label_tokens"]),
                 modules=modules,
                 queries=int(block["queries"]),
+                shared_rows=bool(block.get("shared_rows", False)),
+                cut=tuple(
+                    TensorSpec(str(spec["name"]), str(spec["dtype"]), tuple(map(int, spec["shape"])))
+                    for spec in block.get("cut", ())
+                ),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BundleError(

@@ -141,7 +141,7 @@ class Differences:
                 variant = chunk[min(copy, len(chunk) - 1)]
                 stack.fill(copy, perturbed(adapter, variant, directions))
             for batch in batches:
-                inputs = batch.inputs(contract.copies, contract.is_encoder)
+                inputs = batch.inputs(contract.given_rows // contract.batch_size, contract.is_encoder)
                 begin = time.perf_counter()
                 outputs = engine.forward({**inputs, **stack.inputs})
                 engine_seconds += time.perf_counter() - begin

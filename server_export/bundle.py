@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from prge import __version__
-from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, file_sha256, manifest_sha256
-from prge.contract import FORMAT
+from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, TRUNK_METHOD, file_sha256, manifest_sha256
+from prge.contract import FORMAT, TensorSpec
 from server_export.lowering import LoweringReport
-from server_export.program import SCORE_METHOD, STEP_METHOD, BuiltProgram
+from server_export.program import SCORE_METHOD, BuiltProgram
 from server_export.settings import ExportConfig
 from server_export.tokenization import tokenizer_block, write_tokenizer
 from server_export.verify import Verification
@@ -66,14 +66,20 @@ def write_bundle(
     tokenizer: Any,
     lowering: Mapping[str, LoweringReport],
     verification: Verification,
+    cut: tuple[TensorSpec, ...] = (),
 ) -> dict[str, Any]:
-    """Fill `folder`, which holds the program already, with everything else; returns the manifest."""
+    """Fill `folder`, which holds the program already, with everything else; returns the manifest.
+
+    `cut` is what crosses from a program's trunk to its step.
+    """
+    trunk, contract = built.contract.divided(cut) if cut else (None, built.contract)
     write_adapter(folder / ADAPTER, built)
     write_tokenizer(tokenizer, folder / TOKENIZER)
     manifest = {
         "format": FORMAT,
-        "contract": built.contract.to_json(),
+        "contract": contract.to_json(),
         "score": None if built.score_contract is None else built.score_contract.to_json(),
+        "trunk": None if trunk is None else trunk.to_json(),
         "queries": config.queries,
         "lora": {
             "rank": built.rank,
@@ -89,8 +95,9 @@ def write_bundle(
         },
         "quantization": built.quantization.to_json(),
         "tokenizer": tokenizer_block(tokenizer, config.prepend_bos, built.contract.vocabulary_size),
-        "lowering": lowering[STEP_METHOD].to_json(),
+        "lowering": lowering[built.step_method].to_json(),
         "score_lowering": lowering[SCORE_METHOD].to_json() if SCORE_METHOD in lowering else None,
+        "trunk_lowering": lowering[TRUNK_METHOD].to_json() if TRUNK_METHOD in lowering else None,
         "verification": verification.to_json(),
         "versions": _versions(),
         "files": _files(folder),

@@ -6,6 +6,7 @@ load -> insert LoRA-FA -> quantize the frozen base -> trace, with tangents -> lo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportConfig", "export", "main"]
 
-_DOES = {"forward": "train", "score": "score"}
+_DOES = {"forward": "train", "score": "score", "trunk": "run below the adapter", "step": "train above it"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,8 +73,7 @@ def _build(config: ExportConfig) -> tuple[BuiltProgram, Any]:
 def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path) -> Path:
     from server_export.bundle import write_bundle, write_program
     from server_export.lowering import lower
-    from server_export.program import STEP_METHOD
-    from server_export.tangent.program import export_programs
+    from server_export.tangent.program import cut_of, export_programs
     from server_export.verify import verify
 
     with new_folder(out, overwrite=config.overwrite) as folder:
@@ -81,10 +81,11 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
             programs = export_programs(built)
             sizes = {name: len(graph.graph.nodes) for name, graph in programs.items()}
             note(", ".join(f"{size:,} nodes to {_DOES[name]}" for name, size in sizes.items()))
+        cut = cut_of(programs, built)
         with _stage("lowering") as note:
             lowered = lower(programs)
             program = write_program(folder, lowered.buffer)
-            report = lowered.reports[STEP_METHOD]
+            report = lowered.reports[built.step_method]
             outside = ", ".join(f"{count} {name}" for name, count in report.outside.items()) or "nothing"
             share = f"{report.delegated_share:.1%} of the operators"
             note(f"{report.delegates} delegates hold {share}; outside: {outside}")
@@ -96,7 +97,7 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
                 part, allowed = verification.tangent_difference, verification.tangent_tolerance
                 note(f"tangents by {part:.2g} of the largest (allowed {allowed:.2g})")
         with _stage("writing"):
-            manifest = write_bundle(folder, config, built, tokenizer, lowered.reports, verification)
+            manifest = write_bundle(folder, config, built, tokenizer, lowered.reports, verification, cut)
     _summarize(out, manifest)
     return out
 
@@ -148,3 +149,6 @@ def _summarize(out: Path, manifest: dict[str, Any]) -> None:
         f"  a step computes {rows} rows ({each}) of {contract['sequence_length']} tokens{reads}; "
         f"readout {contract['readout']}"
     )
+    if contract["cut"]:
+        numbers = sum(math.prod(spec["shape"]) for spec in contract["cut"])
+        print(f"  a trunk cache holds {4 * numbers // batch:,} bytes for a row in float32")

@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -51,46 +51,56 @@ class LoweredProgram:
     reports: dict[str, LoweringReport]
 
 
-Transformation = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
-
-
-def export_graph(
-    module: nn.Module,
-    inputs: tuple[torch.Tensor, ...],
-    transform: Transformation | None = None,
-    transformed_inputs: tuple[torch.Tensor, ...] = (),
-) -> torch.export.ExportedProgram:
-    """The rewritten graph of a module with static shapes.
-
-    Args:
-        module: the program.
-        inputs: tensors of the shapes to trace with.
-        transform: what is done to the rewritten graph before it is traced again, if anything.
-        transformed_inputs: what the transformed graph takes.
+def export_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    """The rewritten graph of a module with static shapes, those of `inputs`.
 
     Raises:
         BundleError: torch.export can't trace it.
     """
+    return retraced(rewritten_graph(module, inputs), inputs)
+
+
+def rewritten_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
+    """The graph of a module in operators that XNNPACK takes; its nodes carry `meta["val"]`.
+
+    Raises:
+        BundleError: torch.export can't trace it.
+    """
+    with _tracing():
+        exported = torch.export.export(module, inputs, strict=False)
+        graph_module = exported.module(check_guards=False)
+        rewrite(graph_module)
+    return graph_module
+
+
+def retraced(
+    graph_module: torch.fx.GraphModule, inputs: tuple[torch.Tensor, ...]
+) -> torch.export.ExportedProgram:
+    """A rewritten graph, ready to be lowered.
+
+    Raises:
+        BundleError: torch.export can't trace it.
+    """
+    with _tracing():
+        exported = torch.export.export(to_core(graph_module), inputs, strict=False)
+    for node in exported.graph.nodes:
+        # ExecuTorch's passes copy all of it for every node, again and again: most of the time of a lowering.
+        node.meta = {key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")}
+    return exported
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """What torch.export can't trace becomes a BundleError."""
     try:
         with torch.no_grad(), _collector_paused():
-            exported = torch.export.export(module, inputs, strict=False)
-            graph_module = exported.module(check_guards=False)
-            rewrite(graph_module)
-            if transform is not None:
-                graph_module, inputs = transform(graph_module), transformed_inputs
-            exported = torch.export.export(to_core(graph_module), inputs, strict=False)
-    except BundleError:
-        raise
+            yield
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise BundleError(
             f"torch.export can't trace the program: {type(error).__name__}: {lines[0]}",
             remedy="the architecture isn't supported; take another checkpoint, and please report it",
         ) from error
-    for node in exported.graph.nodes:
-        # ExecuTorch's passes copy all of it for every node, again and again: most of the time of a lowering.
-        node.meta = {key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")}
-    return exported
 
 
 def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgram:

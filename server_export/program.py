@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from prge.bundle import SCORE_METHOD as SCORE_METHOD
+from prge.bundle import STEP_METHOD as STEP_METHOD
+from prge.bundle import UPPER_METHOD
 from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError
 from server_export import attention, readout
+from server_export.blocks import blocks_below, in_top_blocks
 from server_export.loading import LoadedModel, StartAdapter, load_adapter, load_model, parameter_count
 from server_export.lora_fa import (
     CallInputs,
@@ -30,8 +34,6 @@ from server_export.settings import ExportConfig
 from server_export.tangent.exact import exact_answers
 from server_export.tokenization import label_token_ids, load_tokenizer
 
-# Methods of a program file
-STEP_METHOD, SCORE_METHOD = "forward", "score"
 # Random float32 models of all tested architectures differ by less than 2e-6 here.
 MODEL_TOLERANCE = 1e-3
 
@@ -105,10 +107,10 @@ class StackProgram(nn.Module):
 class BuiltProgram:
     """A program ready to be lowered, with what its bundle says about it.
 
-    `contract` is that of a training step, `score_contract` that of the program which scores rows beside a
-    tangent program; a stack program scores with itself. `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank]
-    are the adapter to start from, unscaled. `float_answers` holds by method the outputs for
-    `example_inputs(contract)` before the base was quantized; nothing where it wasn't.
+    `contract` is that of a training step, `score_contract` that of the program which scores rows where a
+    step's can't. With `has_trunk` the step is to be cut into a trunk and what is above it. `lora_a` f32
+    [rank, in] and `lora_b` f32 [out, rank] are the adapter to start from, unscaled. `float_answers` holds by
+    method the outputs for `example_inputs(contract)` before the base was quantized; nothing where it wasn't.
     """
 
     module: StackProgram
@@ -122,13 +124,19 @@ class BuiltProgram:
     lora_b: Mapping[str, torch.Tensor]
     had_conv1d: bool
     parameters: int
+    has_trunk: bool = False
     float_answers: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     quantization: QuantizationReport = field(default_factory=QuantizationReport)
 
     @property
+    def step_method(self) -> str:
+        """The method that takes steps."""
+        return UPPER_METHOD if self.has_trunk else STEP_METHOD
+
+    @property
     def contracts(self) -> dict[str, Contract]:
-        """Contract of every method of the program file."""
-        contracts = {STEP_METHOD: self.contract}
+        """Contract of every method of the program file, a step's as it is before it is cut."""
+        contracts = {self.step_method: self.contract}
         return contracts if self.score_contract is None else {**contracts, SCORE_METHOD: self.score_contract}
 
 
@@ -168,10 +176,7 @@ def build_program(
     stack = _contract(config, loaded, kind, modules, label_tokens)
     module = StackProgram(loaded.model, inputs, stack, config.pooling, position_ids).eval()
     reference.check(module)
-    contract, score_contract = stack, None
-    if config.estimator == "tangent":
-        contract = replace(stack, kind="tangent", queries=config.queries)
-        score_contract = replace(stack, batch_size=config.score_batch_size or contract.computed_rows)
+    contract, score_contract = _method_contracts(config, stack, blocks_below(loaded.model, list(lora_a)))
     built = BuiltProgram(
         module=module,
         contract=contract,
@@ -184,6 +189,7 @@ def build_program(
         lora_b=lora_b,
         had_conv1d=had_conv1d,
         parameters=parameters,
+        has_trunk=config.trunk_cache,
     )
     if config.quantize == "fp32":
         return built
@@ -207,7 +213,7 @@ def example_inputs(contract: Contract, seed: int = 0, lora_b_scale: float = 0.02
         if spec.name == "tokens":
             values.append(draw(contract.vocabulary_size, spec.shape))
         elif spec.name == "attention_mask":
-            lengths = draw(contract.sequence_length, (contract.rows, 1)) + 1
+            lengths = draw(contract.sequence_length, (spec.shape[0], 1)) + 1
             values.append((torch.arange(contract.sequence_length) < lengths).long())
         elif spec.name == "positions":
             values.append(draw(contract.sequence_length, spec.shape))
@@ -292,6 +298,9 @@ def _adapter(
         return start.rank, start.alpha, start.target_modules, lora_a, lora_b
     targets = normal_targets(config.target_modules or default_target_modules(model))
     names_here = match_target_modules(model, targets)
+    if config.adapt_layers is not None:
+        # Whole names mean the same layers to PEFT, however the targets were chosen.
+        targets = names_here = in_top_blocks(model, names_here, config.adapt_layers)
     lora_a = initial_lora_a(model, names_here, config.rank, config.seed)
     lora_b = {name: torch.zeros(model.get_submodule(name).out_features, config.rank) for name in names_here}
     return config.rank, config.alpha, targets, lora_a, lora_b
@@ -316,6 +325,22 @@ def _contract(
         label_tokens=tuple(label_tokens),
         modules=modules,
     )
+
+
+def _method_contracts(config: ExportConfig, stack: Contract, below: int) -> tuple[Contract, Contract | None]:
+    """Contracts of a step, not cut yet, and of scoring; `below` blocks lie under the first adapted layer."""
+    if config.trunk_cache and not below:
+        raise ConfigError(
+            "there is no trunk to cache:",
+            ["no block lies below the first adapted layer"],
+            remedy="adapt upper blocks only, with --adapt-layers top:k, or leave --trunk-cache out",
+        )
+    if config.estimator == "tangent":
+        contract = replace(stack, kind="tangent", queries=config.queries)
+        return contract, replace(stack, batch_size=config.score_batch_size or contract.computed_rows)
+    if stack.copies > 1 and below:
+        return replace(stack, shared_rows=True), replace(stack, copies=1, batch_size=stack.rows)
+    return stack, stack if config.trunk_cache else None
 
 
 def position_numbers(loaded: LoadedModel, length: int) -> torch.Tensor:

@@ -39,6 +39,14 @@ class ExportConfig:
     """Linear layers to adapt, with PEFT's meaning: names or name endings, a regular expression, or
     `all-linear`. Without it PEFT's usual choice for the architecture."""
 
+    adapt_layers: str | None = None
+    """`top:k`: adapt the target modules in the top k blocks only. What lies below then runs once for an
+    example, whatever the number of copies."""
+
+    trunk_cache: bool = False
+    """Export what lies below the first adapted block as a method of its own, so that a run computes it once
+    for every example and keeps the result. Needs adapters in upper blocks only, as with `--adapt-layers`."""
+
     rank: int = 8
     """Rank of the adapter."""
 
@@ -102,6 +110,8 @@ class ExportConfig:
         for name, estimator in (("copies", "antithetic"), ("score_batch_size", "tangent")):
             if getattr(self, name) is not None and self.estimator != estimator:
                 problems.append(f"{name} belongs to estimator {estimator}, but estimator is {self.estimator}")
+        if self.adapt_layers is not None and self.adapter is not None:
+            problems.append("adapt_layers is for a new adapter, but adapter is given and brings its layers")
         if not self.alpha > 0:
             problems.append(f"alpha is {self.alpha}, must be above 0")
         if self.quantize.lower() in WEIGHT_ONLY:

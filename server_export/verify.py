@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from prge.bundle import TRUNK_METHOD
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.errors import BundleError
 from server_export.program import STEP_METHOD, BuiltProgram, example_inputs
@@ -64,10 +65,25 @@ def run_program(
         ) from None
 
 
+Answers = tuple[torch.Tensor, ...]
+
+
+def run_step(
+    run: Callable[[Sequence[torch.Tensor], str], Answers], built: BuiltProgram, inputs: Sequence[torch.Tensor]
+) -> Answers:
+    """Outputs of a step before it was cut, for its inputs, by `run(inputs, method)`; a trunk goes first."""
+    if not built.has_trunk:
+        return run(inputs, built.step_method)
+    crossing = run(inputs[: 2 if built.contract.is_encoder else 1], TRUNK_METHOD)
+    return run((*crossing, *inputs[1:]), built.step_method)
+
+
 def verify(
     path: Path, built: BuiltProgram, programs: Mapping[str, torch.export.ExportedProgram]
 ) -> Verification:
     """Compare every method of a program in the engine with the module that it was lowered from.
+
+    A step that was cut runs its trunk first and is compared with the module as a whole.
 
     Tangents are compared with PyTorch's own, those of a quantized module with its graph in eager mode.
 
@@ -76,12 +92,11 @@ def verify(
             difference.
     """
     found = [
-        _differences(path, built, method, contract, programs[method])
-        for method, contract in built.contracts.items()
+        _differences(path, built, method, contract, programs) for method, contract in built.contracts.items()
     ]
     answers = max((pairs[0] for pairs in found), key=lambda pair: pair[0] / pair[1])
     tangents = found[0][1] if built.contract.is_tangent else (None, None)
-    _check_adapter(path, built.contract)
+    _check_adapter(path, built)
     return Verification(*answers, built.contract.rows, *tangents)
 
 
@@ -90,16 +105,23 @@ def _differences(
     built: BuiltProgram,
     method: str,
     contract: Contract,
-    program: torch.export.ExportedProgram,
+    programs: Mapping[str, torch.export.ExportedProgram],
 ) -> list[tuple[float, float]]:
     """Difference and tolerance of every output of one method."""
     inputs = example_inputs(contract)
-    if contract.is_tangent and built.float_answers:
+
+    def eager(inputs: Sequence[torch.Tensor], method: str) -> Answers:
         with torch.no_grad():
-            expected = program.module(check_guards=False)(*inputs)
+            return programs[method].module(check_guards=False)(*inputs)
+
+    def engine(inputs: Sequence[torch.Tensor], method: str) -> Answers:
+        return run_program(path, inputs, method)
+
+    if contract.is_tangent and built.float_answers:
+        expected = run_step(eager, built, inputs)
     else:
         expected = exact_answers(built.module, contract, inputs)
-    actual = run_program(path, inputs, method)
+    actual = run_step(engine, built, inputs) if method == built.step_method else engine(inputs, method)
     pairs = []
     for index, (spec, ours, theirs) in enumerate(zip(contract.outputs, actual, expected, strict=True)):
         if ours.shape != theirs.shape or not bool(torch.isfinite(ours).all()):
@@ -124,11 +146,16 @@ def _differences(
     return pairs
 
 
-def _check_adapter(path: Path, contract: Contract) -> None:
+def _check_adapter(path: Path, built: BuiltProgram) -> None:
     """Raise BundleError unless the adapter moves the answers of every copy or along every direction."""
+    contract = built.contract
     inputs = example_inputs(contract)
+
+    def answers_to(inputs: Sequence[torch.Tensor]) -> Answers:
+        return run_step(lambda values, method: run_program(path, values, method), built, inputs)
+
     if contract.is_tangent:
-        _, tangents = run_program(path, inputs)
+        _, tangents = answers_to(inputs)
         dead = [query for query in range(contract.queries) if not bool(tangents[query].any())]
         if dead:
             raise BundleError(
@@ -138,11 +165,11 @@ def _check_adapter(path: Path, contract: Contract) -> None:
     elif contract.copies > 1:
         same = [
             value
-            if spec.name.startswith(LORA_B_PREFIX)
+            if spec.name.startswith(LORA_B_PREFIX) or contract.shared_rows
             else value[: contract.batch_size].repeat(contract.copies, 1)
             for spec, value in zip(contract.inputs, inputs, strict=True)
         ]
-        answers = run_program(path, same)[0].reshape(contract.copies, -1)
+        answers = answers_to(same)[0].reshape(contract.copies, -1)
         dead = [copy for copy in range(1, contract.copies) if torch.equal(answers[copy], answers[0])]
         if dead:
             raise BundleError(

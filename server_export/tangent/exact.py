@@ -21,10 +21,13 @@ def exact_answers(
         contract: of the program.
         inputs: in the contract's order.
     """
-    if not contract.is_tangent:
-        with torch.no_grad():
-            return (module(*inputs),)
     count = len(contract.modules)
+    if not contract.is_tangent:
+        leading = inputs[:-count]
+        if contract.shared_rows:
+            leading = [rows.repeat(contract.copies, 1) for rows in leading]
+        with torch.no_grad():
+            return (module(*leading, *inputs[-count:]),)
     leading, factors = inputs[: -3 * count], inputs[-2 * count :]
     # A copy for every row, since every row has directions of its own.
     lora_b = tuple(

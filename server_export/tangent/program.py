@@ -1,14 +1,20 @@
-"""The graphs of a built program's methods, tangents included."""
+"""The graphs of a built program's methods: rows shared, cut into trunk and step, with tangents."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule
 
-from prge.contract import Contract
-from server_export.lowering import export_graph
-from server_export.program import BuiltProgram, StackProgram, example_inputs
+from prge.bundle import TRUNK_METHOD
+from prge.contract import TRUNK_PREFIX, Contract, TensorSpec
+from server_export.lowering import retraced, rewritten_graph
+from server_export.program import BuiltProgram, example_inputs
+from server_export.row_sharing import share_rows
 from server_export.tangent.transform import RankOne, differentiate
+from server_export.trunk import split
 
 
 def export_programs(built: BuiltProgram) -> dict[str, torch.export.ExportedProgram]:
@@ -16,19 +22,49 @@ def export_programs(built: BuiltProgram) -> dict[str, torch.export.ExportedProgr
 
     Raises:
         BundleError: the model can't be traced, or an operator of it has no forward-mode derivative.
+        ConfigError: the step can't be cut into trunk and step.
     """
-    return {method: _export(built.module, contract) for method, contract in built.contracts.items()}
+    programs = {}
+    for method, contract in built.contracts.items():
+        plain = replace(contract, kind="stack", queries=0, shared_rows=False)
+        graph_module = rewritten_graph(built.module, example_inputs(plain))
+        if built.has_trunk and method == built.step_method:
+            trunk, graph_module = _cut(graph_module, contract)
+            trunk_contract, contract = contract.divided(_crossing(trunk))
+            programs[TRUNK_METHOD] = retraced(trunk, example_inputs(trunk_contract))
+        programs[method] = retraced(_transformed(graph_module, contract), example_inputs(contract))
+    return programs
 
 
-def _export(module: StackProgram, contract: Contract) -> torch.export.ExportedProgram:
-    if not contract.is_tangent:
-        return export_graph(module, example_inputs(contract))
-    count = len(contract.modules)
+def cut_of(
+    programs: Mapping[str, torch.export.ExportedProgram], built: BuiltProgram
+) -> tuple[TensorSpec, ...]:
+    """What crosses from the exported trunk to the step above it; nothing in a program without trunk."""
+    return _crossing(programs[TRUNK_METHOD].graph_module) if built.has_trunk else ()
 
-    def with_tangents(graph_module: GraphModule) -> GraphModule:
-        names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
-        seeds = dict.fromkeys(names[-count:], RankOne(contract.rows))
-        return differentiate(graph_module, seeds, contract.queries)
 
-    single = example_inputs(module.contract)
-    return export_graph(module, single, with_tangents, example_inputs(contract))
+def _crossing(trunk: GraphModule) -> tuple[TensorSpec, ...]:
+    (output,) = (node for node in trunk.graph.nodes if node.op == "output")
+    shapes = [tuple(node.meta["val"].shape) for node in output.args[0]]
+    return tuple(TensorSpec(f"{TRUNK_PREFIX}{index}", "float32", shape) for index, shape in enumerate(shapes))
+
+
+def _cut(graph_module: GraphModule, contract: Contract) -> tuple[GraphModule, GraphModule]:
+    names = _placeholders(graph_module)
+    inputs = names[:2] if contract.is_encoder else names[:1]
+    trunk, step = split(graph_module, inputs, names[-len(contract.modules) :])
+    return (share_rows(trunk, (), contract.copies) if contract.shared_rows else trunk), step
+
+
+def _transformed(graph_module: GraphModule, contract: Contract) -> GraphModule:
+    """A graph of all rows as what its contract says: rows shared by copies, or tangents beside them."""
+    adapter = _placeholders(graph_module)[-len(contract.modules) :]
+    if contract.shared_rows:
+        return share_rows(graph_module, adapter, contract.copies)
+    if contract.is_tangent:
+        return differentiate(graph_module, dict.fromkeys(adapter, RankOne(contract.rows)), contract.queries)
+    return graph_module
+
+
+def _placeholders(graph_module: GraphModule) -> list[str]:
+    return [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from device_runner.programs import Programs
+from device_runner.trunk_cache import TrunkCache
 from prge.bundle import ADAPTER, PROGRAM, TOKENIZER, Bundle, file_sha256
 from prge.contract import FORMAT
 from prge.engine import Array
@@ -78,7 +79,12 @@ class Device:
         return array.astype(np.float32)
 
     def open_programs(
-        self, bundle: Bundle, threads: int | None = None, keep: bool = False, engine: str = "auto"
+        self,
+        bundle: Bundle,
+        threads: int | None = None,
+        keep: bool = False,
+        engine: str = "auto",
+        cache: TrunkCache | None = None,
     ) -> Programs:
         """Stands for device_runner.programs.open_programs."""
         return Programs(bundle, self.load, keep)

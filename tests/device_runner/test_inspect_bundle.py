@@ -9,6 +9,7 @@ import pytest
 
 from device_runner.inspect_bundle import RUNTIME_BYTES, bytes_text, inspect, main, memory_estimate
 from prge.bundle import ADAPTER, PROGRAM
+from prge.contract import TensorSpec
 from prge.errors import BundleError
 from tests.bundles import FILES, make_bundle, make_contract
 
@@ -151,3 +152,28 @@ def test_a_tangent_bundle_shows_both_programs(tmp_path: Path, capsys: pytest.Cap
 )
 def test_bytes_text(count: int | None, text: str) -> None:
     assert bytes_text(count) == text
+
+
+def test_a_bundle_that_was_cut_shows_all_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = (TensorSpec("trunk.0", "float32", (2, 16, 12)),)
+    trunk, step = make_contract(shared_rows=True).divided(cut)
+    folder = make_bundle(
+        tmp_path / "bundle",
+        contract=step.to_json(),
+        trunk=trunk.to_json(),
+        trunk_lowering={"planned_memory_bytes": 1 << 20, "constant_bytes": 5 << 20},
+        score=make_contract(copies=1, batch_size=7).to_json(),
+    )
+    assert main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "8 = 4 copies x 2 examples",
+        "in  trunk.0          float32  [2, 16, 12]",
+        "program below the adapter",
+        "2, once for a row of the training data",
+        "out trunk.0          float32  [2, 16, 12]",
+        "trunk_lowering",
+    ):
+        assert words in text, words
+    # Trunk and step are in memory together.
+    assert inspect(folder)["memory"]["planned_arena_bytes"] == 4 << 20

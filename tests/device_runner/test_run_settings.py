@@ -51,6 +51,7 @@ def test_a_stack_program_takes_any_difference_and_any_number_of_queries() -> Non
         (TANGENT, {"queries": 4}, "--queries is 4, .*computes 3.*export with --queries 4"),
         (TANGENT, {"epsilon": 0.02}, "--epsilon belongs to --estimator antithetic or one-sided"),
         (TANGENT, {"directions": "gaussian"}, "--directions belongs to --estimator antithetic or one-sided"),
+        (STACK, {"trunk_cache_dtype": "float16"}, "the bundle has no trunk.*export with --trunk-cache"),
         (STACK, {"share_directions": True}, "--share-directions belongs to --estimator tangent"),
     ],
 )

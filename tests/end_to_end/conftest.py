@@ -73,6 +73,25 @@ def quantized_bundle(workshop: Path) -> Path:
     return export(workshop / "model", workshop / "quantized", "--quantize", "8da4w")
 
 
+@pytest.fixture(scope="session")
+def deep_model(workshop: Path) -> Path:
+    """A model like the workshop's, with two blocks."""
+    return save_model(workshop / "deep", "llama")
+
+
+@pytest.fixture(scope="session")
+def trunk_bundle(workshop: Path, deep_model: Path) -> Path:
+    """A tangent program of the upper block, cut from what is below."""
+    return export(deep_model, workshop / "trunk", "--adapt-layers", "top:1", "--trunk-cache")
+
+
+@pytest.fixture(scope="session")
+def stack_trunk_bundle(workshop: Path, deep_model: Path) -> Path:
+    """The same with 8 copies."""
+    upper = ["--adapt-layers", "top:1", "--trunk-cache"]
+    return export(deep_model, workshop / "stack_trunk", "--estimator", "antithetic", *upper)
+
+
 @pytest.fixture
 def run_words(workshop: Path, tmp_path: Path) -> list[object]:
     """Words of a short `prge run` into `tmp_path / "run"`."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, manifest_sha256, open_bundle
+from prge.contract import Contract, TensorSpec
 from prge.errors import BundleError
 from tests.bundles import FILES, make_bundle, make_contract, read_json, write_manifest
 
@@ -69,7 +70,7 @@ def test_a_tangent_bundle_scores_with_a_method_of_its_own(tmp_path: Path) -> Non
     [
         (None, "no method score"),
         ({}, "contract can't be read"),
-        (TANGENT.to_json(), "score carries derivatives"),
+        (TANGENT.to_json(), "score is a program for steps only"),
         (replace(SCORE, sequence_length=15).to_json(), "sequence_length is 16 and only 15"),
         (replace(SCORE, modules=SCORE.modules[:1]).to_json(), "modules is"),
         (replace(SCORE, vocabulary_size=63).to_json(), "vocabulary_size is 64 and 63"),
@@ -80,6 +81,43 @@ def test_a_tangent_bundle_needs_a_method_that_scores_the_same_model(
 ) -> None:
     folder = make_bundle(tmp_path / "bundle", contract=TANGENT.to_json(), score=score)
     with pytest.raises(BundleError, match=told):
+        open_bundle(folder)
+
+
+CUT = (TensorSpec("trunk.0", "float32", (2, 16, 12)),)
+TRUNK, STEP = make_contract(shared_rows=True).divided(CUT)
+
+
+def test_a_bundle_that_was_cut_has_three_methods(tmp_path: Path) -> None:
+    blocks = {"contract": STEP.to_json(), "score": SCORE.to_json(), "trunk": TRUNK.to_json()}
+    bundle = open_bundle(make_bundle(tmp_path / "bundle", **blocks))
+    assert bundle.methods == {"trunk": TRUNK, "step": STEP, "score": SCORE}
+    assert (bundle.step_method, bundle.score_method) == ("step", "score")
+
+
+@pytest.mark.parametrize(
+    ("contract", "trunk"),
+    [
+        (STEP, None),
+        (STEP.whole, TRUNK),
+        (STEP, replace(TRUNK, sequence_length=15)),
+        (STEP, replace(TRUNK, cut=(*CUT, *CUT))),
+        (STEP, STEP),
+        (TRUNK, TRUNK),
+    ],
+)
+def test_trunk_and_step_that_dont_belong_together_are_refused(
+    tmp_path: Path, contract: Contract, trunk: Contract | None
+) -> None:
+    blocks = {"contract": contract.to_json(), "score": SCORE.to_json()}
+    folder = make_bundle(tmp_path / "bundle", **blocks, trunk=trunk.to_json() if trunk else None)
+    with pytest.raises(BundleError, match="trunk and step don't belong together"):
+        open_bundle(folder)
+
+
+def test_a_program_for_steps_only_needs_a_method_that_scores(tmp_path: Path) -> None:
+    folder = make_bundle(tmp_path / "bundle", contract=STEP.whole.to_json())
+    with pytest.raises(BundleError, match="no method score"):
         open_bundle(folder)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prge.contract import AdaptedModule, Contract
+from prge.contract import AdaptedModule, Contract, TensorSpec
 from prge.errors import BundleError
 from tests.bundles import make_contract
 
@@ -61,15 +61,58 @@ def test_outputs_of_a_tangent_encoder() -> None:
     ]
 
 
+STATES = TensorSpec("trunk.0", "float32", (2, 16, 12))
+
+
+def test_shared_rows_are_given_once_and_answered_for_every_copy() -> None:
+    contract = make_contract(shared_rows=True)
+    assert [spec.shape for spec in contract.inputs] == [(2, 16), (2, 3), (2, 3), (4, 4, 8), (4, 4, 6)]
+    assert contract.outputs == make_contract().outputs
+    assert (contract.given_rows, contract.rows, contract.computed_rows) == (2, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shared_rows": True}, {"kind": "tangent", "copies": 1, "queries": 3}],
+    ids=["stack", "tangent"],
+)
+def test_a_cut_program_takes_states_in_the_place_of_tokens(changes: dict[str, Any]) -> None:
+    whole = make_contract(**changes)
+    trunk, step = whole.divided((STATES,))
+    assert [spec.name for spec in trunk.inputs] == ["tokens"]
+    assert trunk.outputs == (STATES,)
+    assert (trunk.kind, trunk.rows) == ("trunk", 2)
+    assert step.inputs == (STATES, *whole.inputs[1:])
+    assert step.outputs == whole.outputs
+    assert step.whole == whole
+
+
+def test_both_parts_of_a_cut_encoder_take_the_mask() -> None:
+    trunk, step = make_contract(readout="pooled", positions=0, width=12, shared_rows=True).divided((STATES,))
+    assert [spec.name for spec in trunk.inputs] == ["tokens", "attention_mask"]
+    assert [spec.name for spec in step.inputs][:2] == ["trunk.0", "attention_mask"]
+
+
+def test_only_a_stack_program_of_free_rows_can_score() -> None:
+    assert make_contract().can_score
+    assert not make_contract(shared_rows=True).can_score
+    assert not make_contract(kind="tangent", copies=1, queries=3).can_score
+    trunk, step = make_contract(copies=1).divided((STATES,))
+    assert not trunk.can_score and not step.can_score
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
+        {"shared_rows": True},
+        {"copies": 1, "cut": (STATES,)},
+        {"kind": "trunk", "copies": 1, "cut": (STATES,)},
         {"kind": "tangent", "copies": 1, "queries": 3},
         {"readout": "verbalizer", "label_tokens": (5, 9)},
         {"readout": "pooled", "positions": 0, "width": 3},
     ],
-    ids=["logprobs", "tangent", "verbalizer", "pooled"],
+    ids=["logprobs", "shared rows", "cut", "trunk", "tangent", "verbalizer", "pooled"],
 )
 def test_round_trip_through_json(changes: dict[str, Any]) -> None:
     contract = make_contract(**changes)
@@ -87,6 +130,10 @@ def test_round_trip_through_json(changes: dict[str, Any]) -> None:
         ({"kind": "tangent", "copies": 1}, "queries is 0"),
         ({"kind": "tangent", "copies": 4, "queries": 2}, "copies is 4"),
         ({"queries": 2}, "queries is 2"),
+        ({"kind": "tangent", "copies": 1, "queries": 2, "shared_rows": True}, "shared_rows is true"),
+        ({"kind": "trunk", "copies": 1}, "cut is empty"),
+        ({"cut": (TensorSpec("trunk.0", "float32", (3, 16)),)}, "must be float32 of 2 rows"),
+        ({"cut": (TensorSpec("trunk.0", "int64", (2, 16)),)}, "trunk.0 is int64"),
         ({"readout": "logits"}, "readout is 'logits'"),
         ({"readout": "pooled", "width": 0}, "width is 0"),
         ({"positions": 0}, "positions is 0"),
@@ -120,6 +167,12 @@ def test_missing_key_is_refused(key: str) -> None:
 def test_value_of_another_type_is_refused(key: str, value: Any) -> None:
     with pytest.raises(BundleError, match="can't be read"):
         Contract.from_json({**make_contract().to_json(), key: value})
+
+
+def test_a_block_of_an_older_version_has_no_cut() -> None:
+    block = make_contract().to_json()
+    del block["shared_rows"], block["cut"]
+    assert Contract.from_json(block) == make_contract()
 
 
 def test_block_that_is_no_mapping_is_refused() -> None:
