@@ -42,7 +42,8 @@ def shared(built: BuiltProgram) -> GraphModule:
 
 
 def nodes_of(graph_module: GraphModule, name: str) -> list[Node]:
-    return [node for node in graph_module.graph.nodes if name in str(node.target)]
+    nodes = graph_module.graph.nodes
+    return [node for node in nodes if node.op == "call_function" and name in str(node.target)]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
