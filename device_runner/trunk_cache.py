@@ -45,6 +45,7 @@ class TrunkCache:
         self.folder = folder
         self.limit = limit
         self.precision = precision
+        self.bytes_kept = 0
         self._sizes: dict[str, int] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -52,18 +53,13 @@ class TrunkCache:
                 if path.name.endswith(f"{_SUFFIX}.partial"):
                     path.unlink(missing_ok=True)
                 elif path.suffix == _SUFFIX:
-                    self._sizes[path.name] = path.stat().st_size
+                    self._add(path.name, path.stat().st_size)
         except OSError as error:
             raise storage_error(folder, error) from None
         for name in list(self._sizes):
             if self.bytes_kept <= limit:
                 break
             self._remove(name)
-
-    @property
-    def bytes_kept(self) -> int:
-        """Bytes of all files."""
-        return sum(self._sizes.values())
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -100,7 +96,7 @@ class TrunkCache:
                 partial.unlink(missing_ok=True)
             self.limit = self.bytes_kept
             return
-        self._sizes[path.name] = size
+        self._add(path.name, size)
 
     def get(self, key: str, specs: Sequence[TensorSpec]) -> list[FloatArray] | None:
         """A row's values, float32 [*shape[1:]] for every spec; None if they aren't there."""
@@ -129,9 +125,14 @@ class TrunkCache:
             return np.float16
         return np.float32
 
+    def _add(self, name: str, size: int) -> None:
+        self._sizes[name] = size
+        self.bytes_kept += size
+
     def _remove(self, name: str) -> None:
-        (self.folder / name).unlink(missing_ok=True)
-        del self._sizes[name]
+        with suppress(OSError):
+            (self.folder / name).unlink(missing_ok=True)
+        self.bytes_kept -= self._sizes.pop(name)
 
 
 def _digest(key: str, payload: bytes) -> bytes:
