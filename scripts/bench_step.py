@@ -5,7 +5,8 @@
 The programs have the same random weights and run the same step (antithetic, the same directions and rows;
 the tangent program, the same rows), interleaved in one process; figures are medians. The `limit` of a program
 is one with the same matrix products on the same rows and nothing else. A second process runs the parallel
-XX JSON: the keys of the first scheme at the top, every scheme under `schemes`.
+program alone for its peak memory. Prints JSON: the keys of the first scheme at the top, every scheme under
+`schemes`.
 """
 
 from __future__ import annotations

@@ -72,14 +72,15 @@ def matrix_products(
 
 
 def _products(graph: Graph) -> Iterator[Node]:
+    constant: set[Node] = set()
     for node in graph.nodes:
-        if node.target is aten.linear.default:
-            is_product = node.all_input_nodes[1].meta["val"].shape[0] > 1
-        else:
-            is_product = node.target is aten.bmm.default and all(
-                value.op != "get_attr" for value in node.all_input_nodes
-            )
-        if is_product:
+        operands = node.all_input_nodes
+        if node.op == "get_attr" or (operands and constant.issuperset(operands)):
+            constant.add(node)
+        elif node.target is aten.linear.default:
+            if operands[1].meta["val"].shape[0] > 1:
+                yield node
+        elif node.target is aten.bmm.default and constant.isdisjoint(operands):
             yield node
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from prge.errors import BundleError
 from server_export.graph_rewriting import rewrite
+from server_export.permuting import join_transpositions
 
 _BOOKKEEPING = ("getitem", "executorch_call_delegate", "alloc")
 
@@ -57,6 +58,7 @@ def export_graph(
     inputs: tuple[torch.Tensor, ...],
     transform: Transformation | None = None,
     transformed_inputs: tuple[torch.Tensor, ...] = (),
+    slots: int = 1,
 ) -> torch.export.ExportedProgram:
     """The rewritten graph of a module with static shapes.
 
@@ -65,6 +67,7 @@ def export_graph(
         inputs: tensors of the shapes to trace with.
         transform: what is done to the rewritten graph before it is traced again, if anything.
         transformed_inputs: what the transformed graph takes.
+        slots: how many values it has for each of the graph's.
 
     Raises:
         BundleError: torch.export can't trace it.
@@ -73,7 +76,7 @@ def export_graph(
         with torch.no_grad(), _collector_paused():
             exported = torch.export.export(module, inputs, strict=False)
             graph_module = exported.module(check_guards=False)
-            rewrite(graph_module)
+            rewrite(graph_module, slots)
             if transform is not None:
                 graph_module, inputs = transform(graph_module), transformed_inputs
             exported = torch.export.export(graph_module, inputs, strict=False)
@@ -88,6 +91,7 @@ def export_graph(
     for node in exported.graph.nodes:
         # ExecuTorch's passes copy all of it for every node, again and again: most of the time of a lowering.
         node.meta = {key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")}
+    join_transpositions(exported.graph_module)
     return exported
 
 
