@@ -3,7 +3,7 @@
 constants       rotary tables, masks, position embeddings, 1 + weight: computed here, not on the device
 mean, layer_norm    a mean over the last dimension becomes a linear layer with a constant row 1/d:
                 XNNPACK has no such mean, and every normalization would end a delegate
-rotary embedding    a product with one matrix per position, where there are many rows
+rotary embedding    a product with one matrix per position, where these are small
 split, select, unsqueeze, squeeze, pow    slices, reshapes and products
 gelu            its tanh form, which XNNPACK would take for the exact one
 dropout, casts to the same type, assertions    removed
@@ -45,12 +45,14 @@ _ENLARGING = {
     aten.repeat_interleave.self_int,
 }
 
+# A product costs the square of a head's width, written out it costs the width: wider heads gain nothing.
+_WIDEST_ROTATION = 128
+# Numbers of all positions' matrices, 4 MiB of them: more would be read from memory, not from the cache.
+_LARGEST_ROTATION = 1 << 20
 
-def rewrite(graph_module: GraphModule, slots: int = 1) -> None:
-    """Rewrite the graph of an unlifted exported program in place; all its nodes carry `meta["val"]`.
 
-    `slots` is how many values each of its values will have once it carries tangents.
-    """
+def rewrite(graph_module: GraphModule) -> None:
+    """Rewrite the graph of an unlifted exported program in place; all its nodes carry `meta["val"]`."""
     constants = _Constants(graph_module)
     _remove_identities(graph_module)
     constants.fold()
@@ -60,7 +62,7 @@ def rewrite(graph_module: GraphModule, slots: int = 1) -> None:
             rule(node, constants)
     graph_module.graph.eliminate_dead_code()
     _fill_in_values(graph_module)
-    _rotate(graph_module, constants, slots)
+    _rotate(graph_module, constants)
     graph_module.graph.eliminate_dead_code()
     _fill_in_values(graph_module)
     graph_module.delete_all_unused_submodules()
@@ -161,15 +163,16 @@ def _fill_in_values(graph_module: GraphModule) -> None:
             node.meta["val"] = node.target(*arguments, **named)
 
 
-def _rotate(graph_module: GraphModule, constants: _Constants, slots: int) -> None:
+def _rotate(graph_module: GraphModule, constants: _Constants) -> None:
     """Turn rotary embeddings into one matrix product with a matrix of every position.
 
     Written out, a rotation passes ten times over queries and keys: slices, a negation, two products with
-    tables, a sum, a scale. With few rows that stays in the cache, and the matrices cost more than it.
+    tables, a sum, a scale. Which form a program has must not depend on its rows: the scalars of all numbers
+    of copies are the same.
     """
     for rotation in find_rotations(graph_module):
-        rows, heads, _, width = rotation.source.meta["val"].shape
-        if 2 * slots * rows * heads >= width:
+        length, width = rotation.source.meta["val"].shape[-2:]
+        if width <= _WIDEST_ROTATION and length * width * width <= _LARGEST_ROTATION:
             table = constants.node(rotation.matrices(), rotation.result)
             _build(rotation.result, partial(_turned, rotation.source, table))
     _fill_in_values(graph_module)

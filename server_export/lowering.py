@@ -58,7 +58,6 @@ def export_graph(
     inputs: tuple[torch.Tensor, ...],
     transform: Transformation | None = None,
     transformed_inputs: tuple[torch.Tensor, ...] = (),
-    slots: int = 1,
 ) -> torch.export.ExportedProgram:
     """The rewritten graph of a module with static shapes.
 
@@ -67,7 +66,6 @@ def export_graph(
         inputs: tensors of the shapes to trace with.
         transform: what is done to the rewritten graph before it is traced again, if anything.
         transformed_inputs: what the transformed graph takes.
-        slots: how many values it has for each of the graph's.
 
     Raises:
         BundleError: torch.export can't trace it.
@@ -76,7 +74,7 @@ def export_graph(
         with torch.no_grad(), _collector_paused():
             exported = torch.export.export(module, inputs, strict=False)
             graph_module = exported.module(check_guards=False)
-            rewrite(graph_module, slots)
+            rewrite(graph_module)
             if transform is not None:
                 graph_module, inputs = transform(graph_module), transformed_inputs
             exported = torch.export.export(graph_module, inputs, strict=False)

@@ -31,4 +31,4 @@ def _export(module: StackProgram, contract: Contract) -> torch.export.ExportedPr
         return differentiate(graph_module, seeds, contract.queries)
 
     single = example_inputs(module.contract)
-    return export_graph(module, single, with_tangents, example_inputs(contract), 1 + contract.queries)
+    return export_graph(module, single, with_tangents, example_inputs(contract))
