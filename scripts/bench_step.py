@@ -39,7 +39,7 @@ from prge.optimizers import Adam
 from prge.tangents import Tangents
 
 if TYPE_CHECKING:  # a process that runs a program alone imports no exporter
-    from roofline import ProductProgram
+    from roofline import LargestLayer, ProductProgram
 
     from server_export.limit import Product
 
@@ -54,7 +54,7 @@ class Exported:
     folder: Path
     report: dict[str, Any]
     products: list[Product]
-    product_rate: float
+    largest_layer: LargestLayer
     limit: ProductProgram | None
 
     def step(self, queries: int) -> Step:
@@ -66,7 +66,7 @@ def export_program(
     arguments: argparse.Namespace, scheme: str, copies: int, folder: Path, with_limit: bool = True
 ) -> Exported:
     """Write `program.pte` and its contract."""
-    from roofline import ProductProgram, product_rate
+    from roofline import LargestLayer, ProductProgram
 
     from server_export.limit import matrix_products
     from server_export.lowering import lower
@@ -98,9 +98,9 @@ def export_program(
     report = lowered.reports[STEP_METHOD].to_json()
     del lowered
     limit, inputs, products = matrix_products(programs[STEP_METHOD])
-    rate = 0.0 if is_tangent else product_rate(programs[STEP_METHOD], folder)
+    largest = LargestLayer(programs[STEP_METHOD], folder)
     lowered_limit = ProductProgram(limit, inputs, folder / "limit.pte") if with_limit else None
-    return Exported(folder, report, products, rate, lowered_limit)
+    return Exported(folder, report, products, largest, lowered_limit)
 
 
 def load(folder: Path) -> ExecutorchEngine:
@@ -172,7 +172,7 @@ def run_alone(folder: Path, queries: int, steps: int) -> None:
 
 def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, Any]:
     """Export, interleave and measure one quantization scheme."""
-    from roofline import least_seconds, memory_bandwidth
+    from roofline import least_seconds, memory_bandwidth, product_rates
 
     copies = 2 * arguments.queries
     start = time.perf_counter()
@@ -183,8 +183,10 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
     rounds, difference = measure(parallel, sequential, tangent, arguments.queries, arguments.repeats)
     alone = run_in_child(parallel.folder, arguments.queries)
     bandwidth = memory_bandwidth(set_threads(None))
+    rates = product_rates([sequential.largest_layer, parallel.largest_layer])
     possible = [
-        least_seconds(program.products, program.product_rate, bandwidth) for program in (sequential, parallel)
+        least_seconds(program.products, rate, bandwidth)
+        for program, rate in zip((sequential, parallel), rates, strict=True)
     ]
 
     def median(value: Callable[[Round], float]) -> float:
@@ -219,7 +221,7 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
         "runtime_rss_mb": alone["runtime"] / 1e6,
         "idle_rss_mb": alone["idle"] / 1e6,
         "memory_gb_per_second": bandwidth / 1e9,
-        "product_gflops": {"1": sequential.product_rate / 1e9, str(copies): parallel.product_rate / 1e9},
+        "product_gflops": {"1": rates[0] / 1e9, str(copies): rates[1] / 1e9},
         "export_seconds": export_seconds,
         "repeats": len(rounds),
     }

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from server_export.limit import Product, matrix_products
 from server_export.lowering import lower
 
-_CALLS = 21
+_CALLS = 60
 
 
 class ProductProgram:
@@ -53,17 +53,26 @@ def memory_bandwidth(threads: int, megabytes: int = 128) -> float:
     return moved / min(seconds)
 
 
-def product_rate(program: ExportedProgram, folder: Path) -> float:
-    """Operations per second of the program's largest linear layer alone, its weight as near as it stays."""
+class LargestLayer:
+    """A program's largest linear layer alone, its weight as near as it stays."""
 
-    def largest(products: list[Product]) -> list[Product]:
-        layers = [product for product in products if product.weight_bytes]
-        return [max(_repeated(layers), key=lambda product: product.operations)]
+    def __init__(self, program: ExportedProgram, folder: Path) -> None:
+        def largest(products: list[Product]) -> list[Product]:
+            layers = [product for product in products if product.weight_bytes]
+            return [max(_repeated(layers), key=lambda product: product.operations)]
 
-    single, inputs, chosen = matrix_products(program, largest)
-    run = ProductProgram(single, inputs, folder / "rate.pte")
-    run()
-    return chosen[0].operations / min(run() for _ in range(_CALLS))
+        single, inputs, (layer,) = matrix_products(program, largest)
+        self.operations = layer.operations
+        self.run = ProductProgram(single, inputs, folder / "largest_layer.pte")
+
+
+def product_rates(layers: Sequence[LargestLayer]) -> list[float]:
+    """Operations per second of every layer, measured in turns."""
+    seconds = [[layer.run() for layer in layers] for _ in range(_CALLS)]
+    return [
+        layer.operations / min(column)
+        for layer, column in zip(layers, zip(*seconds, strict=True), strict=True)
+    ]
 
 
 def least_seconds(products: Sequence[Product], rate: float, bandwidth: float) -> float:
