@@ -1,10 +1,12 @@
-"""Time of a training step on the engine: all copies in one call against one copy at a time.
+"""Time of a training step on the engine: against one copy at a time, and against its matrix products alone.
 
-    python scripts/bench_step.py --model smollm2-135m --queries 4 --batch-size 1 --seq-len 64 --json out.json
+    python scripts/bench_step.py --model smollm2-135m --queries 4 --batch-size 2 --seq-len 64 --json out.json
 
-Both programs have the same random weights and run the same step (antithetic, the same directions and rows),
-interleaved in one process; figures are medians. A second process runs the parallel program alone for its peak
-memory. Prints JSON: the keys of the first scheme at the top, every scheme under `schemes`.
+The programs have the same random weights and run the same step (antithetic, the same directions and rows;
+the tangent program, the same rows), interleaved in one process; figures are medians. The `limit` of a program
+is one with the same matrix products on the same rows and nothing else. A second process runs the parallel
+program alone for its peak memory. Prints JSON: the keys of the first scheme at the top, every scheme under
+`schemes`.
 """
 
 from __future__ import annotations
@@ -16,49 +18,89 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from random_models import CONFIGURATIONS, random_model
 
-from device_runner.executorch_engine import ExecutorchEngine
+from device_runner.executorch_engine import ExecutorchEngine, set_threads
 from device_runner.telemetry import PeakMemory, environment
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import Contract
 from prge.differences import Antithetic, Differences
 from prge.engine import Engine
+from prge.estimators import Estimator
 from prge.examples import Example, Slot, TokenSequence, make_batch
 from prge.optimizers import Adam
+from prge.tangents import Tangents
+
+if TYPE_CHECKING:  # a process that runs a program alone imports no exporter
+    from roofline import LargestLayer, ProductProgram
+
+    from server_export.limit import Product
+
+# What bench() exports: the copies of a stack program, or a tangent program.
+TANGENT = 0
 
 
-def export_program(arguments: argparse.Namespace, scheme: str, copies: int, folder: Path) -> dict[str, Any]:
-    """Write `program.pte` and its contract; answers the lowering's report."""
+@dataclass(frozen=True)
+class Exported:
+    """An exported program: where it is, what became of it, its matrix products as a program of their own."""
+
+    folder: Path
+    report: dict[str, Any]
+    products: list[Product]
+    largest_layer: LargestLayer
+    limit: ProductProgram | None
+
+    def step(self, queries: int) -> Step:
+        """One training step on this program."""
+        return Step(load(self.folder), queries)
+
+
+def export_program(
+    arguments: argparse.Namespace, scheme: str, copies: int, folder: Path, with_limit: bool = True
+) -> Exported:
+    """Write `program.pte` and its contract."""
+    from roofline import LargestLayer, ProductProgram
+
+    from server_export.limit import matrix_products
     from server_export.lowering import lower
     from server_export.program import STEP_METHOD, build_program
     from server_export.settings import ExportConfig
     from server_export.tangent.program import export_programs
 
+    is_tangent = copies == TANGENT
     folder.mkdir(parents=True)
     config = ExportConfig(
         model=arguments.model,
         out=folder,
         target_modules=arguments.target_modules,
         rank=arguments.rank,
-        estimator="antithetic",
+        estimator="tangent" if is_tangent else "antithetic",
         queries=arguments.queries,
-        copies=copies,
+        copies=None if is_tangent else copies,
         batch_size=arguments.batch_size,
         sequence_length=arguments.seq_len,
         positions=arguments.positions,
         quantize=scheme,
     )
     built = build_program(config, random_model(arguments.model, arguments.layers))
-    lowered = lower(export_programs(built))
+    # The method that scores rows is no part of a step.
+    programs = export_programs(replace(built, score_contract=None))
+    lowered = lower(programs)
     (folder / "program.pte").write_bytes(lowered.buffer)
     (folder / "contract.json").write_text(json.dumps(built.contract.to_json()))
-    return lowered.reports[STEP_METHOD].to_json()
+    report = lowered.reports[STEP_METHOD].to_json()
+    del lowered
+    limit, inputs, products = matrix_products(programs[STEP_METHOD])
+    largest = LargestLayer(programs[STEP_METHOD], folder)
+    lowered_limit = ProductProgram(limit, inputs, folder / "limit.pte") if with_limit else None
+    return Exported(folder, report, products, largest, lowered_limit)
 
 
 def load(folder: Path) -> ExecutorchEngine:
@@ -74,7 +116,9 @@ class Step:
         contract = engine.contract
         random = np.random.default_rng(0)
         self.engine = engine
-        self.estimator = Differences(Antithetic(queries, 1e-2))
+        self.estimator: Estimator = Differences(Antithetic(queries, 1e-2))
+        if contract.is_tangent:
+            self.estimator = Tangents()
         self.adapter = Adapter.zeros(contract.modules)
         self.adapter.values[:] = random.normal(size=self.adapter.size) * 0.01
         self.optimizer = Adam(self.adapter.size)
@@ -108,64 +152,118 @@ class Step:
         gradient = self.estimator.gradient(found.scalars, 0, 0, self.adapter.modules)
         # A rate of zero keeps both programs on the same values, so that their scalars can be compared.
         self.optimizer.update(self.adapter.values, gradient, 0.0)
-        return time.perf_counter() - start, found.engine_seconds, found.scalars.tolist()
+        return time.perf_counter() - start, found.engine_seconds, found.scalars.ravel().tolist()
 
 
 def run_alone(folder: Path, queries: int, steps: int) -> None:
     """Run one program in a process of its own and print its figures."""
     memory = PeakMemory()
     idle = memory.report()["peak_bytes"]
+    set_threads(None)  # imports the runtime
+    runtime = memory.report()["peak_bytes"]
     step = Step(load(folder), queries)
     timings = [step()[:2] for _ in range(steps)]
-    print(json.dumps({"idle": idle, "peak": memory.report()["peak_bytes"], "timings": timings}))
+    print(
+        json.dumps(
+            {"idle": idle, "runtime": runtime, "peak": memory.report()["peak_bytes"], "timings": timings}
+        )
+    )
 
 
 def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, Any]:
     """Export, interleave and measure one quantization scheme."""
+    from roofline import least_seconds, memory_bandwidth, product_rates
+
     copies = 2 * arguments.queries
     start = time.perf_counter()
-    report = export_program(arguments, scheme, copies, folder / "parallel")
+    parallel = export_program(arguments, scheme, copies, folder / "parallel")
     export_seconds = time.perf_counter() - start
-    export_program(arguments, scheme, 1, folder / "sequential")
-    parallel, sequential = (
-        Step(load(folder / name), arguments.queries) for name in ("parallel", "sequential")
-    )
-    pairs = []
-    difference = 0.0
-    for repetition in range(arguments.repeats + 1):
-        first, second = parallel(), sequential()
-        difference = max(difference, float(np.abs(np.subtract(first[2], second[2])).max()))
-        if repetition:  # the first call of each warms caches up
-            pairs.append((first, second))
-    command = [
-        sys.executable,
-        __file__,
-        "--alone",
-        str(folder / "parallel"),
-        "--queries",
-        str(arguments.queries),
+    sequential = export_program(arguments, scheme, 1, folder / "sequential", with_limit=False)
+    tangent = export_program(arguments, scheme, TANGENT, folder / "tangent")
+    rounds, difference = measure(parallel, sequential, tangent, arguments.queries, arguments.repeats)
+    alone = run_in_child(parallel.folder, arguments.queries)
+    bandwidth = memory_bandwidth(set_threads(None))
+    rates = product_rates([sequential.largest_layer, parallel.largest_layer])
+    possible = [
+        least_seconds(program.products, rate, bandwidth)
+        for program, rate in zip((sequential, parallel), rates, strict=True)
     ]
-    alone = json.loads(
-        subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    )
-    median = statistics.median
+
+    def median(value: Callable[[Round], float]) -> float:
+        return statistics.median(map(value, rounds))
+
+    report = parallel.report
     return {
-        "parallel_speedup": median(second[0] / first[0] for first, second in pairs),
-        "engine_seconds": median(first[1] for first, _ in pairs),
-        "host_seconds": median(first[0] - first[1] for first, _ in pairs),
-        "sequential_engine_seconds": median(second[1] for _, second in pairs),
+        "stack_over_limit": median(lambda seen: seen.parallel[1] / seen.limit),
+        "tangent_over_limit": median(lambda seen: seen.tangent[1] / seen.tangent_limit),
+        "parallel_speedup": median(lambda seen: seen.sequential[0] / seen.parallel[0]),
+        "parallel_speedup_possible": copies * possible[0] / possible[1],
+        "host_share": median(lambda seen: 1 - seen.parallel[1] / seen.parallel[0]),
+        "tangent_host_share": median(lambda seen: 1 - seen.tangent[1] / seen.tangent[0]),
+        "peak_rss_over_weights": (alone["peak"] - alone["runtime"]) / report["constant_bytes"],
+        "engine_seconds": median(lambda seen: seen.parallel[1]),
+        "limit_seconds": median(lambda seen: seen.limit),
+        "tangent_engine_seconds": median(lambda seen: seen.tangent[1]),
+        "tangent_limit_seconds": median(lambda seen: seen.tangent_limit),
+        "host_seconds": median(lambda seen: seen.parallel[0] - seen.parallel[1]),
+        "sequential_engine_seconds": median(lambda seen: seen.sequential[1]),
         "largest_scalar_difference": difference,
         "delegated_share": report["delegated_share"],
         "delegated_products": report["delegated_products"],
         "delegates": report["delegates"],
         "outside": report["outside"],
+        "tangent_delegates": tangent.report["delegates"],
+        "tangent_outside": tangent.report["outside"],
         "program_mb": report["program_bytes"] / 1e6,
+        "weights_mb": report["constant_bytes"] / 1e6,
         "planned_memory_mb": report["planned_memory_bytes"] / 1e6,
         "peak_rss_mb": alone["peak"] / 1e6,
+        "runtime_rss_mb": alone["runtime"] / 1e6,
         "idle_rss_mb": alone["idle"] / 1e6,
+        "memory_gb_per_second": bandwidth / 1e9,
+        "product_gflops": {"1": rates[0] / 1e9, str(copies): rates[1] / 1e9},
         "export_seconds": export_seconds,
-        "repeats": len(pairs),
+        "repeats": len(rounds),
     }
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of interleaved measurements: step and engine seconds, or seconds of a limit."""
+
+    parallel: tuple[float, float]
+    sequential: tuple[float, float]
+    tangent: tuple[float, float]
+    limit: float
+    tangent_limit: float
+
+
+def measure(
+    parallel: Exported, sequential: Exported, tangent: Exported, queries: int, repeats: int
+) -> tuple[list[Round], float]:
+    """Rounds, and the largest difference of a scalar between all copies in one call and one at a time."""
+    assert parallel.limit is not None and tangent.limit is not None
+    one_call, many_calls, tangents = (program.step(queries) for program in (parallel, sequential, tangent))
+    rounds = []
+    difference = 0.0
+    for repetition in range(repeats + 1):
+        first = one_call()
+        limit = parallel.limit()
+        third = tangents()
+        tangent_limit = tangent.limit()
+        second = many_calls()
+        difference = max(difference, float(np.abs(np.subtract(first[2], second[2])).max()))
+        if repetition:  # the first call of each warms caches up
+            rounds.append(Round(first[:2], second[:2], third[:2], limit, tangent_limit))
+    return rounds, difference
+
+
+def run_in_child(folder: Path, queries: int) -> dict[str, Any]:
+    """What `run_alone` prints."""
+    command = [sys.executable, __file__, "--alone", str(folder), "--queries", str(queries)]
+    child = subprocess.run(command, check=True, capture_output=True, text=True)
+    answer: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return answer
 
 
 def main() -> None:
@@ -177,7 +275,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="make the model shallower")
     parser.add_argument("--quantize", nargs="+", default=["fp32", "8da4w"])
     parser.add_argument("--queries", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--positions", type=int, default=1)
     parser.add_argument("--rank", type=int, default=8)

@@ -3,6 +3,7 @@
 constants       rotary tables, masks, position embeddings, 1 + weight: computed here, not on the device
 mean, layer_norm    a mean over the last dimension becomes a linear layer with a constant row 1/d:
                 XNNPACK has no such mean, and every normalization would end a delegate
+rotary embedding    a product with one matrix per position, where these are small
 split, select, unsqueeze, squeeze, pow    slices, reshapes and products
 gelu            its tanh form, which XNNPACK would take for the exact one
 dropout, casts to the same type, assertions    removed
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+
+from server_export.rotation import find_rotations
 
 aten = torch.ops.aten
 
@@ -42,6 +45,11 @@ _ENLARGING = {
     aten.repeat_interleave.self_int,
 }
 
+# A product costs the square of a head's width, written out it costs the width: wider heads gain nothing.
+_WIDEST_ROTATION = 128
+# Numbers of all positions' matrices, 4 MiB of them: more would be read from memory, not from the cache.
+_LARGEST_ROTATION = 1 << 20
+
 
 def rewrite(graph_module: GraphModule) -> None:
     """Rewrite the graph of an unlifted exported program in place; all its nodes carry `meta["val"]`."""
@@ -53,6 +61,9 @@ def rewrite(graph_module: GraphModule) -> None:
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         if rule is not None:
             rule(node, constants)
+    graph_module.graph.eliminate_dead_code()
+    _fill_in_values(graph_module)
+    _rotate(graph_module, constants)
     graph_module.graph.eliminate_dead_code()
     _fill_in_values(graph_module)
     graph_module.delete_all_unused_submodules()
@@ -163,6 +174,33 @@ def _fill_in_values(graph_module: GraphModule) -> None:
         if node.op == "call_function" and "val" not in node.meta:
             arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), value)
             node.meta["val"] = node.target(*arguments, **named)
+
+
+def _rotate(graph_module: GraphModule, constants: _Constants) -> None:
+    """Turn rotary embeddings into one matrix product with a matrix of every position.
+
+    Written out, a rotation passes ten times over queries and keys: slices, a negation, two products with
+    tables, a sum, a scale. Which form a program has must not depend on its rows: the scalars of all numbers
+    of copies are the same.
+    """
+    for rotation in find_rotations(graph_module):
+        length, width = rotation.source.meta["val"].shape[-2:]
+        if width <= _WIDEST_ROTATION and length * width * width <= _LARGEST_ROTATION:
+            table = constants.node(rotation.matrices(), rotation.result)
+            _build(rotation.result, partial(_turned, rotation.source, table))
+    _fill_in_values(graph_module)
+
+
+def _turned(source: Node, table: Node, graph: Graph) -> Node:
+    rows, heads, length, width = source.meta["val"].shape
+
+    def call(target: Any, *arguments: Any) -> Node:
+        return graph.call_function(target, arguments)
+
+    by_position = call(aten.permute.default, source, [2, 0, 1, 3])
+    flat = call(aten.reshape.default, by_position, [length, rows * heads, width])
+    turned = call(aten.reshape.default, call(aten.bmm.default, flat, table), [length, rows, heads, width])
+    return call(aten.permute.default, turned, [1, 2, 0, 3])
 
 
 def _build(node: Node, make: Callable[[Graph], Node]) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from prge.errors import BundleError
 from server_export.edge import edge_program, to_core
 from server_export.graph_rewriting import rewrite
+from server_export.permuting import join_transpositions
 
 _BOOKKEEPING = ("getitem", "executorch_call_delegate", "alloc")
 
@@ -86,6 +87,7 @@ def retraced(
     for node in exported.graph.nodes:
         # ExecuTorch's passes copy all of it for every node, again and again: most of the time of a lowering.
         node.meta = {key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")}
+    join_transpositions(exported.graph_module)
     return exported
 
 

@@ -301,6 +301,8 @@ def _batched_product(builder: Builder, node: Node, left: Value, right: Value) ->
         return builder.repeated(value, count, (batch, *shape))
 
     shape = (batch, rows, width)
+    if not isinstance(right, Dual) and right.op == "get_attr":
+        return left.each(shape, lambda slots, count: _constant_product(builder, slots, right, shape, count))
     if not isinstance(right, Dual):
         return left.each(
             shape,
@@ -320,6 +322,18 @@ def _batched_product(builder: Builder, node: Node, left: Value, right: Value) ->
     return Dual.of_parts(builder, shape, primal, builder.call(aten.add.Tensor, *terms))
 
 
+def _constant_product(
+    builder: Builder, slots: Node, matrices: Node, shape: tuple[int, int, int], count: int
+) -> Node:
+    """Slots [count, batch, rows, inner] times the constant matrices of a batch: slots become rows of it."""
+    batch, rows, width = shape
+    inner = builder.call(aten.permute.default, slots, [1, 0, 2, 3])
+    flat = builder.call(aten.reshape.default, inner, [batch, count * rows, -1])
+    product = builder.call(aten.bmm.default, flat, matrices)
+    product = builder.reshape(product, batch, count, rows, width)
+    return builder.call(aten.permute.default, product, [1, 0, 2, 3])
+
+
 def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, right: Factors) -> Dual:
     """left lora_b and its tangents d(left) lora_b + left u v^T, of [1, rows x length, rank]."""
     queries, rows, rank, out = builder.queries, right.rows, right.rank, right.out
@@ -329,20 +343,45 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
     columns = builder.call(aten.permute.default, right.u, [1, 2, 0])
     projected = builder.call(aten.bmm.default, builder.reshape(inner, rows, length, rank), columns)
     projected = builder.call(aten.permute.default, projected, [2, 0, 1])
+    if isinstance(left, Dual):
+        return _one_product(builder, shape, left, projected, right)
     seed = builder.call(
         aten.mul.Tensor,
         builder.reshape(projected, queries, rows, length, 1),
         builder.reshape(right.v, queries, rows, 1, out),
     )
-    seed = builder.reshape(seed, queries, *shape)
-    if not isinstance(left, Dual):
-        primal = builder.call(aten.bmm.default, left, right.primal)
-        return Dual.of_parts(builder, shape, builder.reshape(primal, 1, *shape), seed)
-    flat = builder.reshape(left.stack, 1, builder.slots * shape[1], rank)
-    product = builder.reshape(builder.call(aten.bmm.default, flat, right.primal), builder.slots, *shape)
-    carried = Dual.stacked(builder, shape, product)
-    tangents = builder.call(aten.add.Tensor, carried.tangents, seed)
-    return Dual.of_parts(builder, shape, carried.primal, tangents)
+    primal = builder.call(aten.bmm.default, left, right.primal)
+    return Dual.of_parts(
+        builder, shape, builder.reshape(primal, 1, *shape), builder.reshape(seed, queries, *shape)
+    )
+
+
+def _one_product(
+    builder: Builder, shape: tuple[int, ...], left: Dual, projected: Node, right: Factors
+) -> Dual:
+    """[left, projected] [lora_b; v] for every slot and row: sums of outputs would pass over all of them."""
+    slots, rows, rank, out = builder.slots, right.rows, right.rank, right.out
+    length = shape[1] // rows
+    seeds = builder.call(aten.cat.default, [builder.zeros(1, rows, length), projected])
+    reduced = builder.call(
+        aten.cat.default,
+        [
+            builder.reshape(left.stack, slots * rows, length, rank),
+            builder.reshape(seeds, slots * rows, length, 1),
+        ],
+        2,
+    )
+    directions = builder.call(aten.cat.default, [builder.zeros(1, rows, out), right.v])
+    matrices = builder.call(
+        aten.cat.default,
+        [
+            builder.repeated(right.primal, slots * rows, (1, rank, out)),
+            builder.reshape(directions, slots * rows, 1, out),
+        ],
+        1,
+    )
+    product = builder.call(aten.bmm.default, reduced, matrices)
+    return Dual.stacked(builder, shape, builder.reshape(product, slots, *shape))
 
 
 @rule(aten.cat.default)

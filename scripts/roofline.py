@@ -1,0 +1,86 @@
+"""What this machine allows: memory bandwidth, rates of matrix products, and the time they need by them.
+
+A machine allows what it did at best, so the least of several times counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+
+from server_export.limit import Product, matrix_products
+from server_export.lowering import lower
+
+_CALLS = 60
+
+
+class ProductProgram:
+    """A lowered program of matrix products on random inputs."""
+
+    def __init__(self, program: ExportedProgram, inputs: Sequence[torch.Tensor], path: Path) -> None:
+        from executorch.extension.pybindings import _C
+
+        path.write_bytes(lower({"forward": program}).buffer)
+        self._program = _C._load_program(str(path))  # its mapped file must outlive the method
+        self._method: Any = self._program.load_method("forward")
+        self._inputs = list(inputs)
+
+    def __call__(self) -> float:
+        """Seconds of one call."""
+        start = time.perf_counter()
+        self._method.call(self._inputs, clone_outputs=False)
+        return time.perf_counter() - start
+
+
+def memory_bandwidth(threads: int, megabytes: int = 128) -> float:
+    """Bytes per second that this many threads read and write together, large arrays copied."""
+    sources = [np.ones(megabytes << 18, np.float32) for _ in range(threads)]
+    targets = [np.zeros_like(source) for source in sources]
+    moved = 2 * sum(source.nbytes for source in sources)
+    with ThreadPoolExecutor(threads) as pool:
+        seconds = []
+        for _ in range(9):
+            start = time.perf_counter()
+            list(pool.map(np.copyto, targets, sources))
+            seconds.append(time.perf_counter() - start)
+    return moved / min(seconds)
+
+
+class LargestLayer:
+    """A program's largest linear layer alone, its weight as near as it stays."""
+
+    def __init__(self, program: ExportedProgram, folder: Path) -> None:
+        def largest(products: list[Product]) -> list[Product]:
+            layers = [product for product in products if product.weight_bytes]
+            return [max(_repeated(layers), key=lambda product: product.operations)]
+
+        single, inputs, (layer,) = matrix_products(program, largest)
+        self.operations = layer.operations
+        self.run = ProductProgram(single, inputs, folder / "largest_layer.pte")
+
+
+def product_rates(layers: Sequence[LargestLayer]) -> list[float]:
+    """Operations per second of every layer, measured in turns."""
+    seconds = [[layer.run() for layer in layers] for _ in range(_CALLS)]
+    return [
+        layer.operations / min(column)
+        for layer, column in zip(layers, zip(*seconds, strict=True), strict=True)
+    ]
+
+
+def least_seconds(products: Sequence[Product], rate: float, bandwidth: float) -> float:
+    """Time of products of which each is bound by its operations or by reading its weight."""
+    return sum(max(product.operations / rate, product.weight_bytes / bandwidth) for product in products)
+
+
+def _repeated(layers: Sequence[Product]) -> list[Product]:
+    """Layers of a size that occurs more than once: a block's, not the vocabulary head."""
+    sizes = [layer.weight_bytes for layer in layers]
+    return [layer for layer in layers if sizes.count(layer.weight_bytes) > 1] or list(layers)

@@ -1,0 +1,107 @@
+"""Rotary embeddings of a graph, as transformers writes them, and the matrices that they are.
+
+    x * cos + cat(-x[half:], x[:half]) * sin        for x [rows, heads, length, width]
+
+At a position this is a linear map of the width, and so is a scale that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One rotary embedding: from `source` [rows, heads, length, width] to `result` of the same shape."""
+
+    source: Node
+    result: Node
+    cos: torch.Tensor
+    sin: torch.Tensor
+    scale: float
+
+    def matrices(self) -> torch.Tensor:
+        """[length, width, width]: the row vector of a position times its matrix is what it becomes."""
+        length, width = self.result.meta["val"].shape[-2:]
+        half = width // 2
+        cos, sin = (table.expand(1, 1, length, width)[0, 0] for table in (self.cos, self.sin))
+        matrices = torch.diag_embed(cos)
+        low, high = torch.arange(half), torch.arange(half, width)
+        matrices[:, high, low] = -sin[:, :half]
+        matrices[:, low, high] = sin[:, half:]
+        return matrices * self.scale
+
+
+def find_rotations(graph_module: GraphModule) -> Iterator[Rotation]:
+    """Every rotary embedding of the graph, with the scale that follows it."""
+    for node in list(graph_module.graph.nodes):
+        if node.target is aten.add.Tensor and not node.kwargs:
+            found = _match(graph_module, *node.args)
+            if found is not None:
+                result, scale = _scaled(node)
+                yield Rotation(found[0], result, found[1], found[2], scale)
+
+
+def _match(
+    graph_module: GraphModule, left: Any, right: Any
+) -> tuple[Node, torch.Tensor, torch.Tensor] | None:
+    straight, turned = _times_table(graph_module, left), _times_table(graph_module, right)
+    if straight is None or turned is None:
+        return None
+    if turned[0].target is not aten.cat.default:
+        straight, turned = turned, straight
+    (source, cos), (turned_source, sin) = straight, turned
+    shape = source.meta["val"].shape
+    if len(shape) != 4 or not _is_turned(turned_source, source, shape[-1]):
+        return None
+    return source, cos, sin
+
+
+def _times_table(graph_module: GraphModule, node: Any) -> tuple[Node, torch.Tensor] | None:
+    """What is multiplied by a constant, and the constant."""
+    if not isinstance(node, Node) or node.target is not aten.mul.Tensor:
+        return None
+    for source, table in (node.args, node.args[::-1]):
+        if isinstance(table, Node) and isinstance(source, Node) and table.op == "get_attr":
+            value: Any = getattr(graph_module, str(table.target), None)
+            is_table = isinstance(value, torch.Tensor) and value.dim() in (2, 3, 4)
+            if is_table and value.shape[:-2].numel() == 1:
+                return source, value.reshape(1, 1, *value.shape[-2:])
+    return None
+
+
+def _is_turned(node: Node, source: Node, width: int) -> bool:
+    """Whether this is cat(-x[half:], x[:half]) of the last dimension."""
+    if node.target is not aten.cat.default or width % 2:
+        return False
+    parts = node.args[0]
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if len(parts) != 2 or dim % 4 != 3 or parts[0].target is not aten.neg.default:
+        return False
+    bounds = [_bounds(part, source, width) for part in (parts[0].args[0], parts[1])]
+    return bounds == [(width // 2, width), (0, width // 2)]
+
+
+def _bounds(node: Any, source: Node, width: int) -> tuple[int, int] | None:
+    if not isinstance(node, Node) or node.target is not aten.slice.Tensor or node.args[0] is not source:
+        return None
+    given: list[Any] = list(node.args[1:])
+    defaults: list[Any] = [0, None, None, 1]
+    dim, start, end, step = given + defaults[len(given) :]
+    if dim % 4 != 3 or step != 1:
+        return None
+    return int(start or 0), min(width, width if end is None else int(end))
+
+
+def _scaled(node: Node) -> tuple[Node, float]:
+    users = list(node.users)
+    if len(users) == 1 and users[0].target is aten.mul.Tensor and isinstance(users[0].args[1], int | float):
+        return users[0], float(users[0].args[1])
+    return node, 1.0
