@@ -79,7 +79,7 @@ def _unwrap_quantized_weights(graph_module: GraphModule) -> None:
             weight, part = node.args
             name = f"{str(weight.target).replace('.', '_')}_{part}"
             if not hasattr(graph_module, name):
-                tensor = getattr(_attribute(graph_module, str(weight.target)), part)
+                tensor = getattr(attribute(graph_module, str(weight.target)), part)
                 graph_module.register_buffer(name, tensor.detach())
             _build(node, partial(Graph.get_attr, qualified_name=name))
 
@@ -110,7 +110,7 @@ class _Constants:
         values: dict[Node, Any] = {}
         for node in self.graph_module.graph.nodes:
             if node.op == "get_attr":
-                tensor = _attribute(self.graph_module, str(node.target))
+                tensor = attribute(self.graph_module, str(node.target))
                 # A quantized weight is a subclass with its own meaning of every operator.
                 if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                     values[node] = tensor
@@ -353,7 +353,8 @@ _RULES: dict[Any, Callable[[Node, _Constants], None]] = {
 }
 
 
-def _attribute(graph_module: GraphModule, name: str) -> Any:
+def attribute(graph_module: GraphModule, name: str) -> Any:
+    """What a get_attr node of the module with this target reads."""
     value: Any = graph_module
     for part in name.split("."):
         value = getattr(value, part)

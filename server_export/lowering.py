@@ -18,6 +18,7 @@ from torch import nn
 from prge.errors import BundleError
 from server_export.edge import edge_program, to_core
 from server_export.graph_rewriting import rewrite
+from server_export.lifting import exported_program
 from server_export.permuting import join_transpositions
 
 _BOOKKEEPING = ("getitem", "executorch_call_delegate", "alloc")
@@ -83,10 +84,7 @@ def retraced(
         BundleError: torch.export can't trace it.
     """
     with _tracing():
-        exported = torch.export.export(to_core(graph_module), inputs, strict=False)
-    for node in exported.graph.nodes:
-        # ExecuTorch's passes copy all of it for every node, again and again: most of the time of a lowering.
-        node.meta = {key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")}
+        exported = exported_program(to_core(graph_module), inputs)
     join_transpositions(exported.graph_module)
     return exported
 
@@ -120,7 +118,10 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
         try:
             methods = {method: edge_program(program, config) for method, program in programs.items()}
             edge = EdgeProgramManager(methods, compile_config=config).to_backend(_partitioner())
-            shares = {method: _shares(edge.exported_program(method).graph_module) for method in programs}
+            modules = {method: edge.exported_program(method).graph_module for method in programs}
+            shares = {method: _shares(module) for method, module in modules.items()}
+            for module in modules.values():
+                _forget_what_delegates_compute(module)
             executorch = edge.to_executorch()
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -170,7 +171,40 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-            gc.collect()
+
+
+def _forget_what_delegates_compute(graph_module: torch.fx.GraphModule) -> None:
+    """Leave delegates that are lowered already with the shapes of their answers.
+
+    Each of the passes that follow would interpret all that is inside of them to learn these shapes.
+    """
+    for node in _delegate_calls(graph_module):
+        lowered = getattr(graph_module, str(node.args[0].target))
+        original = lowered.original_module
+        graph = torch.fx.Graph()
+        inputs = [argument.meta["val"] for argument in node.args[1:]]
+        for index in range(len(inputs)):
+            graph.placeholder(f"input_{index}")
+        graph.output(
+            tuple(
+                graph.call_function(
+                    torch.ops.aten.empty.memory_format,
+                    (list(answer.meta["val"].shape),),
+                    {"dtype": answer.meta["val"].dtype},
+                )
+                for answer in original.graph.output_node().args[0]
+            )
+        )
+        answers = torch.fx.GraphModule(nn.Module(), graph)
+        lowered._original_exported_program = exported_program(
+            answers, [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in inputs]
+        )
+
+
+def _delegate_calls(graph_module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    for node in graph_module.graph.nodes:
+        if "call_delegate" in str(node.target):
+            yield node
 
 
 def _shares(graph_module: torch.fx.GraphModule) -> tuple[float, float, int, dict[str, int]]:
@@ -178,11 +212,10 @@ def _shares(graph_module: torch.fx.GraphModule) -> tuple[float, float, int, dict
     outside = list(_operators(graph_module.graph.nodes))
     inside: list[torch.fx.Node] = []
     delegates = 0
-    for node in graph_module.graph.nodes:
-        if "call_delegate" in str(node.target):
-            delegates += 1
-            lowered = getattr(graph_module, str(node.args[0].target))
-            inside += _operators(lowered.original_module.graph.nodes)
+    for node in _delegate_calls(graph_module):
+        delegates += 1
+        lowered = getattr(graph_module, str(node.args[0].target))
+        inside += _operators(lowered.original_module.graph.nodes)
     products_inside, products_outside = (sum(map(_products, nodes)) for nodes in (inside, outside))
     return (
         len(inside) / max(1, len(inside) + len(outside)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from prge.bundle import TRUNK_METHOD
 from prge.contract import TRUNK_PREFIX, Contract, TensorSpec
 from server_export.lowering import retraced, rewritten_graph
 from server_export.program import BuiltProgram, example_inputs
+from server_export.row_count import TRACED_ROWS, with_rows
 from server_export.row_sharing import share_rows
 from server_export.tangent.transform import RankOne, differentiate
 from server_export.trunk import split
@@ -25,15 +27,37 @@ def export_programs(built: BuiltProgram) -> dict[str, torch.export.ExportedProgr
         ConfigError: the step can't be cut into trunk and step.
     """
     programs = {}
-    for method, contract in built.contracts.items():
-        plain = replace(contract, kind="stack", queries=0, shared_rows=False)
-        graph_module = rewritten_graph(built.module, example_inputs(plain))
+    for method, contract, graph_module in _graphs(built):
         if built.has_trunk and method == built.step_method:
             trunk, graph_module = _cut(graph_module, contract)
             trunk_contract, contract = contract.divided(_crossing(trunk))
             programs[TRUNK_METHOD] = retraced(trunk, example_inputs(trunk_contract))
         programs[method] = retraced(_transformed(graph_module, contract), example_inputs(contract))
     return programs
+
+
+def _graphs(built: BuiltProgram) -> Iterator[tuple[str, Contract, GraphModule]]:
+    """Method, contract and graph of all its rows; methods that differ in their rows alone share a trace."""
+    plain = {
+        method: replace(contract, kind="stack", queries=0, shared_rows=False)
+        for method, contract in built.contracts.items()
+    }
+    alike = Counter(map(_of_any_rows, plain.values()))
+    traces: dict[Contract, GraphModule] = {}
+    for method, contract in plain.items():
+        any_rows = _of_any_rows(contract)
+        graph_module = None
+        if contract.copies == 1 and alike[any_rows] > 1:
+            if any_rows not in traces:
+                traces[any_rows] = rewritten_graph(built.module, example_inputs(any_rows))
+            graph_module = with_rows(traces[any_rows], contract.batch_size)
+        if graph_module is None:
+            graph_module = rewritten_graph(built.module, example_inputs(contract))
+        yield method, built.contracts[method], graph_module
+
+
+def _of_any_rows(contract: Contract) -> Contract:
+    return replace(contract, batch_size=TRACED_ROWS)
 
 
 def cut_of(

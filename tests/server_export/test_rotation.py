@@ -54,7 +54,7 @@ def test_answers_are_the_models(architecture: str) -> None:
         inputs = example_inputs(built.contract, seed)
         with torch.no_grad():
             expected = built.module(*inputs)
-            actual = program.module(check_guards=False)(*inputs)
+            (actual,) = program.module(check_guards=False)(*inputs)
         assert (actual - expected).abs().max() < 2e-5
 
 
