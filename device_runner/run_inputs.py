@@ -36,7 +36,8 @@ FINAL = "final"
 # What may differ between the parts of one run: where things lie (hashes tell what they are), how fast it goes
 # and how it looks.
 _NOT_IDENTITY = frozenset(
-    "bundle train dev task adapter out resume engine threads keep_programs quiet".split()
+    "bundle train dev task adapter out resume engine threads keep_programs quiet "
+    "pause_above_celsius pause_below_battery only_charging".split()
 )
 
 

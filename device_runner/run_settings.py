@@ -111,6 +111,12 @@ class RunSettings:
     keep_programs: bool = False
     """Tangent bundles: keep the programs for steps and for scoring loaded side by side. Evaluations begin
     sooner, and the weights are in memory twice, but for those that the native engine can share."""
+    pause_above_celsius: float | None = None
+    """Pause while the device is hotter than this, until it is three degrees cooler."""
+    pause_below_battery: float | None = None
+    """Pause while the battery holds less than this many percent and is not charged."""
+    only_charging: bool = False
+    """Pause while the battery is not charged."""
     quiet: bool = False
     """Print no progress."""
 
@@ -161,6 +167,8 @@ class RunSettings:
             for name in ("head_learning_rate", "clip")
             if getattr(self, name) < 0
         ]
+        if self.pause_below_battery is not None and not 0 <= self.pause_below_battery <= 100:
+            problems.append(f"--pause-below-battery is {self.pause_below_battery}, must be from 0 up to 100")
         problems += self._without_meaning()
         if self.baseline == "leave-one-out" and self.queries == 1:
             problems.append("--baseline leave-one-out needs --queries of at least 2")

@@ -403,9 +403,9 @@ def _usage() -> str:
     lines = [f"  {name:<{width}}  {action.help}" for name, action in ACTIONS.items()]
     return "\n".join(
         [
-            "Train on a phone that adb reaches.",
-            "",
             "usage: prge android <verb> [flags]",
+            "",
+            "Train on a phone that adb reaches.",
             "",
             *lines,
             "",

@@ -23,6 +23,7 @@ from device_runner.android.adb import Adb, quote
 from device_runner.android.packages import digest
 from device_runner.android.runtime import files_of
 from prge.bundle import file_sha256
+from prge.cli import INTERRUPTED
 from prge.errors import DeviceError
 
 FOLDER = "/data/local/tmp/prge"
@@ -67,8 +68,11 @@ class Phone:
     def __init__(self, adb: Adb, folder: str = FOLDER) -> None:
         self.adb = adb
         self.folder = folder.rstrip("/")
-        if not folder.startswith("/") or not _is_plain(folder):
-            raise DeviceError(f"--folder is {folder!r}", remedy="give an absolute path on the device")
+        # The loader splits its library path at colons and semicolons, and replaces dollar signs.
+        if not folder.startswith("/") or not _is_plain(folder) or set(folder) & set(":;$"):
+            raise DeviceError(
+                f"--folder is {folder!r}", remedy="give an absolute path on the device, without : ; or $"
+            )
 
     def path(self, *parts: str) -> str:
         """A path in prge's folder."""
@@ -206,6 +210,15 @@ class Phone:
     def job(self, name: str) -> Job:
         """How a run stands."""
         check_name(name)
+        for _ in range(10):
+            job = self._job(name)
+            if job.state != "killed" or job.code is not None:
+                break
+            # Its process has just gone, and the one that waited for it may be about to write its code.
+            time.sleep(0.1)
+        return job
+
+    def _job(self, name: str) -> Job:
         job, run = self.path("jobs", name), self.path("runs", name)
         parts = self._parts(
             {
@@ -224,7 +237,8 @@ class Phone:
         if process is None and code is None:
             state = "absent"
         elif code is not None:
-            state = "ended" if code < 128 else "killed"
+            # The shell tells a signal as 128 and its number; the driver ends so by itself on an interrupt.
+            state = "ended" if code < 128 or code == INTERRUPTED else "killed"
         else:
             alive = _began(parts["now"]) is not None and _began(parts["now"]) == _began(parts["then"])
             state = "running" if alive and parts["boot"] == parts["booted"] else "killed"

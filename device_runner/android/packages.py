@@ -90,7 +90,12 @@ def write_lock(path: Path, machine: Machine, lock: Lock) -> None:
 
 def newest(cache: Path, machine: Machine, archive: str | None) -> Lock:
     """What a lock file would name now: Debian's newest packages, and the wheels that prge is tested with."""
-    debian = download_debian([Package(name) for name in DEBIAN], machine, cache, archive)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".newest-") as fresh:
+        # Not from the cache, which may hold older ones.
+        found = download_debian([Package(name) for name in DEBIAN], machine, Path(fresh), archive)
+        kept = cache / "debian" / machine
+        kept.mkdir(parents=True, exist_ok=True)
+        debian = {name: path.rename(kept / path.name) for name, path in found.items()}
     wanted = [_tested(name) for name in WHEELS]
     files = _pip_download(wanted, machine, cache / "newest" / machine)
     wheels = {}

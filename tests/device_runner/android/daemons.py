@@ -132,8 +132,10 @@ def wait_for_device(daemon: Daemon, seconds: float = 30.0) -> None:
         daemon.adb("connect", SERIAL)
         if daemon.adb("-s", SERIAL, "shell", "echo there").stdout.strip() == "there":
             return
+        if daemon.process is not None and daemon.process.poll() is not None:
+            break
         time.sleep(0.1)
-    raise AssertionError("adb does not reach the daemon")
+    raise AssertionError(f"adb does not reach the daemon: {(daemon.home / 'adbd.log').read_text()[-2000:]}")
 
 
 def adbd_folder(folder: Path, cache: Path, machine: str = "amd64") -> Path:
