@@ -221,7 +221,7 @@ def _run(argv: list[str]) -> int:
         return _started(phone, name, words, resumed.wait)
     settings = _parse(AndroidRunSettings, argv, "run")
     phone, name = Phone(Adb(settings.serial), settings.folder), settings.out.name
-    phone.need_runtime()
+    phone.need_this_driver()
     if phone.exists(phone.path("runs", name, "journal.jsonl"), "s") or phone.job(name).state == "running":
         raise DeviceError(
             f"{phone.adb.serial} has a run {name} already",

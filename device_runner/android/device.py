@@ -21,7 +21,7 @@ from typing import Any
 
 from device_runner.android.adb import Adb, quote
 from device_runner.android.packages import digest
-from device_runner.android.runtime import files_of
+from device_runner.android.runtime import MANIFEST, driver_hash, files_of
 from prge.bundle import file_sha256
 from prge.cli import INTERRUPTED
 from prge.errors import DeviceError
@@ -172,6 +172,18 @@ class Phone:
             raise DeviceError(
                 f"{self.adb.serial} has no runtime in {self.folder}",
                 remedy="prge android bundle runtime, then prge android push runtime",
+            )
+
+    def need_this_driver(self) -> None:
+        """Raises DeviceError unless the runtime there has the driver that is installed here."""
+        self.need_runtime()
+        manifest = _json(
+            self.adb.check(f"cat {quote([self.path('runtime', MANIFEST)])}", "reading the runtime")
+        )
+        if manifest.get("driver") != driver_hash():
+            raise DeviceError(
+                f"the runtime on {self.adb.serial} has the driver of another prge",
+                remedy="build it again and push it: prge android bundle runtime, prge android push runtime",
             )
 
     def start(self, name: str, words: Iterable[str]) -> Job:

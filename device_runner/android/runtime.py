@@ -222,14 +222,23 @@ def _take_engine(wheel: Path, work: Path, made: Path, machine: Machine, compiler
     build(f"{compiler} {paths} -s", package, made / "lib" / LIBRARY, "$ORIGIN")
 
 
+def driver_hash() -> str:
+    """Hash of the driver that a runtime built now would have."""
+    return digest("".join(f"{name} {file_sha256(path)}\n" for name, path in _driver().items()))
+
+
+def _driver() -> dict[str, Path]:
+    """Files of the driver by their names in a runtime."""
+    root = HERE.parents[1]
+    found = [path for package in ("prge", "device_runner") for path in (root / package).rglob("*")]
+    names = {str(path.relative_to(root)): path for path in found if path.suffix in (".py", ".yaml")}
+    return {name: names[name] for name in sorted(names) if not set(_DRIVER_LEFT_OUT) & set(Path(name).parts)}
+
+
 def _take_driver(site: Path) -> None:
     """The driver's own packages, and what tells their version."""
-    for package in ("prge", "device_runner"):
-        source = HERE.parents[1] / package
-        for path in sorted(source.rglob("*")):
-            relative = path.relative_to(source)
-            if path.suffix in (".py", ".yaml") and not set(_DRIVER_LEFT_OUT) & set(relative.parts):
-                _put(path, site / package / relative)
+    for name, path in _driver().items():
+        _put(path, site / name)
     about = site / f"prge-{__version__}.dist-info" / "METADATA"
     about.parent.mkdir(parents=True)
     about.write_text(f"Metadata-Version: 2.1\nName: prge\nVersion: {__version__}\n")
@@ -242,8 +251,15 @@ def _put(path: Path, target: Path) -> None:
 
 def _seal(folder: Path, machine: Machine, lock: Lock) -> str:
     """Write manifest and tree hash, and answer the hash."""
+    driver = driver_hash()
     packages = {package.name: package.version for package in (*lock.debian, *lock.wheels)}
-    manifest = {"machine": machine, "prge": __version__, "packages": packages, "files": _hashes(folder)}
+    manifest = {
+        "machine": machine,
+        "prge": __version__,
+        "driver": driver,
+        "packages": packages,
+        "files": _hashes(folder),
+    }
     text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     (folder / TREE).write_text(digest(text) + "\n")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -23,6 +25,13 @@ from tests.end_to_end.conftest import prge
 DEMO = REPOSITORY / "server_export" / "demo_data"
 
 
+def unavailable(reason: str) -> NoReturn:
+    """Skip for this reason; with PRGE_ANDROID_REQUIRED=1 fail."""
+    if os.environ.get("PRGE_ANDROID_REQUIRED"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Debian's adbd for this machine; skips where it can't be had."""
@@ -31,7 +40,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         files = adbd_folder(folder, default_cache())
         network = Network()
     except UnavailableError as error:
-        pytest.skip(str(error))
+        unavailable(str(error))
     home = tmp_path_factory.mktemp("home")
     daemon = Daemon(network, files, home)
     daemon.start()
@@ -44,12 +53,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A runtime for this machine, from the packages of the lock file."""
     if shutil.which("x86_64-linux-gnu-g++") is None:
-        pytest.skip("there is no x86_64-linux-gnu-g++")
+        unavailable("there is no x86_64-linux-gnu-g++")
     out = tmp_path_factory.mktemp("runtime") / "runtime"
     try:
         build_runtime(BundleSettings(out=out, machine="amd64"))
     except PrgeError as error:
-        pytest.skip(f"a runtime can't be built: {error.what}")
+        unavailable(f"a runtime can't be built: {error.what}")
     return out
 
 

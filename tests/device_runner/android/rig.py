@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -135,8 +135,8 @@ def _examine(work: Path) -> dict[str, object]:
         bundle, here = _here(work)
         _say("the root")
         rig = Rig(network, work)
-        rig.start()
         try:
+            rig.start()
             figures = _there(rig, runtime, bundle, here, work)
         finally:
             rig.close()
@@ -150,6 +150,7 @@ def _examine(work: Path) -> dict[str, object]:
         figures["max_scalar_difference"] <= MOST_DIFFERENCE,  # type: ignore[operator]
         figures["max_adapter_difference"] <= 0.05 * figures["largest_adapter_value"],  # type: ignore[operator]
         figures["published"],
+        figures["paused_while_hot"],
         figures["resumed_same_bits"],
     ]
     return {"rig_passed": all(checks), **figures, "seconds": round(time.monotonic() - began)}
@@ -182,13 +183,12 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     _say("run, killed and resumed")
     rig.prge("run", *_run_words(bundle), "--out", "killed")
     journal = rig.phone_folder / "prge" / "runs" / "killed" / "journal.jsonl"
-    deadline = time.monotonic() + 120
-    while not (journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 2):
-        assert time.monotonic() < deadline, "the run takes no steps"
-        time.sleep(0.05)
+    _until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 2, "no steps")
     rig.prge("stop", "killed", "--now")
     rig.prge("run", "--resume", "killed", "--wait")
     rig.prge("pull", "killed", "--out", work / "killed")
+    _say("a run that pauses while the phone is hot")
+    paused = _pauses(rig, bundle)
     _say("publish")
     _prge("publish", there, "--bundle", bundle, "--model", DEMO / "model", "--out", work / "published")
     opened = open_bundle(bundle)
@@ -202,6 +202,7 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
         "max_scalar_difference": _scalar_difference(here, there),
         "max_adapter_difference": float(np.abs(ours - theirs).max()),
         "largest_adapter_value": float(np.abs(ours).max()),
+        "paused_while_hot": paused,
         "published": (work / "published" / "adapter_model.safetensors").is_file(),
         "resumed_same_bits": all(
             (work / "killed" / name).read_bytes() == (there / name).read_bytes()
@@ -209,6 +210,27 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
         ),
         "device": json.loads((there / "run.json").read_text())["meta"],
     }
+
+
+def _pauses(rig: Rig, bundle: Path) -> bool:
+    """Whether a run waits while the phone is hot and goes on by itself; the reason must be in its log."""
+    zone = rig.kernel / "sys/class/thermal/thermal_zone0/temp"
+    run = rig.phone_folder / "prge" / "runs" / "hot"
+    zone.write_text("47000\n")
+    rig.prge("run", *_run_words(bundle), "--pause-above-celsius", 45, "--out", "hot")
+    log = run / "log.txt"
+    _until(lambda: log.is_file() and "paused, too hot: 47.0" in log.read_text(), "no pause in the log")
+    waited = b'"kind":"step"' not in (run / "journal.jsonl").read_bytes()
+    zone.write_text("41500\n")
+    told = rig.prge("status", "hot", "--wait").stdout
+    return waited and "completed" in told and "going on after a pause" in log.read_text()
+
+
+def _until(over: Callable[[], bool], problem: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not over():
+        assert time.monotonic() < deadline, f"{problem} after {seconds:.0f} seconds"
+        time.sleep(0.05)
 
 
 def _run_words(bundle: Path) -> list[object]:
