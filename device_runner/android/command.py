@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from device_runner.android.adb import Adb, quote
-from device_runner.android.device import FOLDER, Job, Phone
+from device_runner.android.device import FOLDER, Job, Phone, check_name
 from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
@@ -142,7 +142,7 @@ class CleanSettings(DeviceSettings):
     data: bool = False
     """Remove rows, bundles and start adapters."""
     all: bool = False
-    """Remove everything, runs included."""
+    """Remove everything of prge, runs included."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,7 @@ def _run(argv: list[str]) -> int:
     if any(word.partition("=")[0] == "--resume" for word in argv):
         resumed = _parse(ResumeSettings, argv, "run")
         phone, name = resumed.phone(), resumed.resume
+        check_name(name)
         if not phone.exists(phone.path("runs", name, "config.yaml"), "f"):
             # Killed before its first record: begin it as it was begun.
             job_settings = phone.path("jobs", name, "settings.yaml")
@@ -288,7 +289,7 @@ def _clean(argv: list[str]) -> int:
     if running:
         raise DeviceError(f"{running[0]} is running", remedy=f"prge android stop {running[0]}")
     if settings.all:
-        phone.remove(phone.folder)
+        phone.remove_all()
         return 0
     for name in settings.names:
         _known(phone, name)

@@ -27,8 +27,11 @@ from prge.cli import INTERRUPTED
 from prge.errors import DeviceError
 
 FOLDER = "/data/local/tmp/prge"
+OWN = "runtime runtime.tree bundles adapters data jobs runs cache tmp".split()
 START_SECONDS = 60.0
 HASH_SECONDS = 600.0
+PULLS = 5
+GROWING = ("journal.jsonl", "metrics.jsonl", "log.txt", "run.json")
 _PART = "prge-part "
 _WORDS = 200
 _RESERVE = 16 << 20
@@ -286,27 +289,37 @@ class Phone:
         """
         check_name(name)
         remote = self.path("runs", name)
-        there = self._hashes(remote) if self.exists(remote, "d") else {}
-        if "journal.jsonl" not in there:
-            known = ", ".join(self.jobs()) or "none"
-            raise DeviceError(f"{self.adb.serial} has no run {name}; it has: {known}")
-        wanted = [file for file in there if file != "run.lock" and (with_log or file != "log.txt")]
         with tempfile.TemporaryDirectory(dir=_parent(out), prefix=".pull-") as staging:
-            made = Path(staging) / "run"
-            made.mkdir()
-            # Running, it goes on writing: a name that a checkpoint had is taken if it is still there.
-            for top in sorted({file.partition("/")[0] for file in wanted}):
-                self.adb.pull(f"{remote}/{top}", made / top)
-            _compare(made, there, self._running(name))
+            for attempt in range(PULLS):
+                made = Path(staging) / str(attempt)
+                made.mkdir()
+                try:
+                    self._pull_once(remote, made, with_log)
+                    break
+                except DeviceError:
+                    # A run goes on writing, and removes old checkpoints: look again.
+                    if attempt + 1 == PULLS or self.job(name).state != "running":
+                        raise
             _replace(made, out)
         return sorted(str(path.relative_to(out)) for path in files_of(out))
 
-    def _running(self, name: str) -> bool:
-        return self.job(name).state == "running"
+    def _pull_once(self, remote: str, made: Path, with_log: bool) -> None:
+        there = self._hashes(remote) if self.exists(remote, "d") else {}
+        if "journal.jsonl" not in there:
+            raise DeviceError(f"{remote} holds no run yet", remedy="prge android logs NAME --console")
+        wanted = [file for file in there if file != "run.lock" and (with_log or file != "log.txt")]
+        for top in sorted({file.partition("/")[0] for file in wanted}):
+            self.adb.pull(f"{remote}/{top}", made / top)
+        _compare(made, there)
 
     def remove(self, *paths: str) -> None:
         """Remove files and folders of prge's folder."""
         self.adb.check(f"rm -rf {quote(paths)}", "removing", HASH_SECONDS)
+
+    def remove_all(self) -> None:
+        """Remove what prge made, and its folder if nothing else is in it."""
+        self.remove(*(self.path(name) for name in OWN))
+        self.adb.shell(f"rmdir {quote([self.folder])}")
 
     def _need_room(self, size: int, remote: str) -> None:
         free = self.free_bytes()
@@ -388,13 +401,11 @@ def _parent(out: Path) -> Path:
     return out.parent
 
 
-def _compare(made: Path, there: Mapping[str, str], running: bool) -> None:
-    """Whether what came is what the device had; a running one's files may have grown meanwhile."""
-    if running:
-        return
+def _compare(made: Path, there: Mapping[str, str]) -> None:
+    """Whether what came is what the device had; files that grow may have grown meanwhile."""
     for path in files_of(made):
         name = str(path.relative_to(made))
-        if there.get(name) != file_sha256(path):
+        if name not in GROWING and there.get(name) != file_sha256(path):
             raise DeviceError(f"{name} is not what the device has", remedy="pull again")
 
 

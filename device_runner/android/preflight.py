@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from device_runner.android.adb import quote
 from device_runner.android.device import Phone
+from device_runner.android.runtime import MANIFEST
 from device_runner.doctor import Check
 from prge.errors import DeviceError
 
@@ -43,7 +44,7 @@ def examine(phone: Phone) -> Iterator[Check]:
     yield _seccomp(shell("grep Seccomp: /proc/self/status").output)
     yield _space(phone)
     yield _folder(phone)
-    yield from _runtime(phone)
+    yield from _runtime(phone, machine)
 
 
 def _kernel(found: str) -> Check:
@@ -89,15 +90,20 @@ def _folder(phone: Phone) -> Check:
     return Check("folder", "ok", phone.folder)
 
 
-def _runtime(phone: Phone) -> Iterator[Check]:
+def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
     """Whether the runtime is there, its loader starts, and engine and driver can be imported."""
     try:
         phone.need_runtime()
     except DeviceError as error:
         yield Check("runtime", "missing", error.what, error.remedy)
         return
-    told = phone.adb.shell(f"cat {quote([phone.path('runtime', 'TREE')])}").output.strip()
-    yield Check("runtime", "ok", f"tree {told[:16]}")
+    manifest = json.loads(phone.adb.check(f"cat {quote([phone.path('runtime', MANIFEST)])}", "reading it"))
+    found = f"prge {manifest['prge']} for {manifest['machine']}"
+    if machine is not None and manifest["machine"] != machine:
+        remedy = f"prge android bundle DIR --machine {machine}, then push it"
+        yield Check("runtime", "missing", found, remedy)
+        return
+    yield Check("runtime", "ok", found)
     loader = phone.adb.shell(f"{quote([phone.path('runtime', 'lib', 'ld.so')])} --version")
     if loader.code:
         remedy = "the device does not let adb's shell run programs of its own; is it a managed one?"
