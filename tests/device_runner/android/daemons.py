@@ -24,7 +24,7 @@ PACKAGES = (
 ).split()
 PORT, SERVER_PORT = 15555, 5137
 SERIAL = f"127.0.0.1:{PORT}"
-SECONDS = 120
+SECONDS = 600
 
 
 class UnavailableError(Exception):

@@ -201,6 +201,7 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
         "steps": STEPS,
         "max_scalar_difference": _scalar_difference(here, there),
         "max_adapter_difference": float(np.abs(ours - theirs).max()),
+        "largest_scalar": _largest_scalar(here),
         "largest_adapter_value": float(np.abs(ours).max()),
         "paused_while_hot": paused,
         "published": (work / "published" / "adapter_model.safetensors").is_file(),
@@ -250,6 +251,13 @@ def _scalar_difference(here: Path, there: Path) -> float:
             assert a["rows"] == b["rows"] and a["seed"] == b["seed"], f"step {step} has other rows or seed"
             largest = max(largest, float(np.abs(np.subtract(a["scalars"], b["scalars"])).max()))
     return largest
+
+
+def _largest_scalar(run: Path) -> float:
+    with Journal(run / "journal.jsonl") as journal:
+        return float(
+            max(np.abs(record["scalars"]).max() for step in range(STEPS) if (record := journal.step(step)))
+        )
 
 
 _DIRECTIONS = """
