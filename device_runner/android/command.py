@@ -25,6 +25,7 @@ from prge.errors import ConfigError, DeviceError, PrgeError
 from prge.settings import parse_settings, settings_to_yaml
 
 Settings = TypeVar("Settings")
+EARLY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -358,6 +359,11 @@ def _started(phone: Phone, name: str, words: list[str], wait: bool) -> int:
     job = phone.start(name, ["-m", "prge.cli", "run", *words])
     if wait:
         job = _waited(phone, name)
+    deadline = time.monotonic() + EARLY_SECONDS
+    # Bad input ends a run before it has a summary: say so at once, if it is quick.
+    while job.state == "running" and not job.summary and time.monotonic() < deadline:
+        time.sleep(0.2)
+        job = phone.job(name)
     print(job.text())
     return _ended_well(phone, job)
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,15 @@ class Phone:
                 return int(words[index - 1]) * 1024
         return None
 
-    def send_folder(self, local: Path, remote: str, *, check: bool = False, everything: bool = False) -> int:
+    def send_folder(
+        self,
+        local: Path,
+        remote: str,
+        *,
+        check: bool = False,
+        everything: bool = False,
+        before: Callable[[], None] = lambda: None,
+    ) -> int:
         """Make a folder of the device equal to a local one, and answer how many files were sent.
 
         Args:
@@ -104,6 +112,7 @@ class Phone:
             remote: folder there; files that it has besides are removed.
             check: compare the files' hashes even if the folder was whole when it was sent last.
             everything: send every file.
+            before: called before anything there is changed.
 
         Raises:
             DeviceError: the device was lost, is full, or kept something else than was sent.
@@ -116,6 +125,7 @@ class Phone:
             told = self.adb.shell(f"[ -d {quote([remote])} ] && cat {quote([mark])}")
             if told.code == 0 and told.output.strip() == tree:
                 return 0
+        before()
         place, mark_word = quote([remote]), quote([mark])
         self.adb.check(f"rm -f {mark_word} && mkdir -p {place}", f"making {remote}")
         there = {} if everything else self._hashes(remote)
@@ -159,10 +169,21 @@ class Phone:
     def send_runtime(self, local: Path, *, check: bool = False, everything: bool = False) -> int:
         """Bring a runtime folder; see `send_folder`."""
         remote = self.path("runtime")
-        sent = self.send_folder(local, remote, check=check, everything=everything)
+        before = self._need_no_run
+        sent = self.send_folder(local, remote, check=check, everything=everything, before=before)
+        if sent:
+            self.remove(self.path("cache"))
         # adb keeps no modes; started through the loader, only that must be executable.
         self.adb.check(f"chmod 755 {quote([f'{remote}/lib/ld.so'])}", "making the loader executable")
         return sent
+
+    def _need_no_run(self) -> None:
+        for name in self.jobs():
+            if self.job(name).state == "running":
+                raise DeviceError(
+                    f"{name} is running with the runtime that this would replace",
+                    remedy=f"wait for it, or end it with `prge android stop {name}`",
+                )
 
     def python(self, code: str, seconds: float = 120.0) -> str:
         """Run Python code in the runtime and answer what it prints; raises DeviceError."""

@@ -187,10 +187,14 @@ def lost(daemon: Daemon, phone: Path) -> str:
     return error.replace(f"there is no device {SERIAL}", f"the device {SERIAL}")
 
 
-def test_stop_and_go_on(daemon: Daemon, phone: Path, run_words: list[object]) -> None:
+def test_stop_and_go_on(daemon: Daemon, phone: Path, run_words: list[object], runtime: Path) -> None:
     daemon.prge("run", *run_words, "--steps", 2000, "--out", "long")
     assert "is running" in daemon.prge("clean", "--all", "--folder", phone, check=2).stderr
+    assert "0 files sent" in daemon.prge("push", runtime, "--folder", phone).stdout
+    (phone / "runtime.tree").unlink()
+    assert "long is running" in daemon.prge("push", runtime, "--folder", phone, check=2).stderr
     told = daemon.prge("stop", "long", "--folder", phone).stdout
+    daemon.prge("push", runtime, "--folder", phone)
     assert "interrupted" in told
     job = status(daemon, phone, "long")
     # Interrupted by SIGTERM, it ends by itself, with its state saved.
@@ -219,6 +223,8 @@ def test_rows_on_the_device_and_errors_of_the_driver(
     rows.write_text("no rows\n")
     failed = daemon.prge("run", *run_words, *there, "--out", "bad", check=2)
     assert "ended with code 2" in failed.stdout and "rows of the phone.jsonl" in failed.stderr
+    daemon.prge("clean", "bad", "--folder", phone)
+    daemon.prge("run", *run_words, *there[:-1], "--out", "bad", check=2)
     assert "not JSON" in daemon.prge("logs", "bad", "--console", "--folder", phone).stdout
 
 
