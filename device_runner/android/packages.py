@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -153,8 +152,11 @@ def download_debian(
         words = [f"{item.name}:{machine}" + (f"={item.version}" if item.version else "") for item in lacking]
         with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as private:
             environment = _private_apt(Path(private), archive)
-            _run(["apt-get", "update"], environment, folder)
-            _run(["apt-get", "download", *words], environment, folder)
+            _run(["apt-get", "update"], environment, Path(private))
+            _run(["apt-get", "download", *words], environment, Path(private))
+            # Renamed, so that no other process sees a part of a file.
+            for path in sorted(Path(private).glob("*.deb")):
+                path.rename(folder / path.name)
         found = _debian_files(packages, folder)
     lacking = [package for package in packages if package.name not in found]
     if lacking:
@@ -216,7 +218,8 @@ def _configured_archive() -> str:
 
 def _pip_download(wanted: Sequence[str], machine: Machine, folder: Path) -> list[Path]:
     """Download wheels for a machine with this Python's pip, and answer their paths."""
-    with tempfile.TemporaryDirectory(prefix="prge-wheels-") as place:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as place:
         words = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
         words += ["--no-deps", "--only-binary", ":all:", "--dest", place]
         words += ["--implementation", "cp", "--python-version", PYTHON.replace(".", "")]
@@ -225,11 +228,7 @@ def _pip_download(wanted: Sequence[str], machine: Machine, folder: Path) -> list
         for platform in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
             words += ["--platform", f"{platform}_{_WHEEL_MACHINES[machine]}"]
         _run([*words, *wanted], {}, Path(place))
-        folder.mkdir(parents=True, exist_ok=True)
-        return [
-            path.rename(folder / path.name) if _same_device(path, folder) else _copied(path, folder)
-            for path in sorted(Path(place).iterdir())
-        ]
+        return [path.rename(folder / path.name) for path in sorted(Path(place).iterdir())]
 
 
 def _tested(name: str) -> str:
@@ -240,14 +239,6 @@ def _tested(name: str) -> str:
         return f"{name}=={importlib.metadata.version(name).partition('+')[0]}"
     except importlib.metadata.PackageNotFoundError:
         return requirement(name)
-
-
-def _same_device(path: Path, folder: Path) -> bool:
-    return path.stat().st_dev == folder.stat().st_dev
-
-
-def _copied(path: Path, folder: Path) -> Path:
-    return Path(shutil.copy(path, folder / path.name))
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:

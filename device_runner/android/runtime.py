@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 import zipfile
@@ -35,7 +36,7 @@ from device_runner.android.packages import (
 from device_runner.native.build import LIBRARY, LINKED, build
 from prge import __version__
 from prge.bundle import file_sha256
-from prge.errors import ConfigError, DeviceError, RunError
+from prge.errors import ConfigError, DeviceError, EngineError, RunError
 
 MANIFEST = "runtime.json"
 TREE = "TREE"
@@ -101,6 +102,12 @@ def build_runtime(settings: BundleSettings) -> Runtime:
     """
     if settings.out.exists():
         raise RunError(f"{settings.out} exists", remedy="remove it, or give another folder")
+    compiler = settings.compiler or f"{_TRIPLETS[settings.machine]}-g++"
+    if shutil.which((shlex.split(compiler) or [""])[0]) is None:
+        raise EngineError(
+            f"there is no compiler {compiler} for {settings.machine}",
+            remedy=f"apt install g++-{_TRIPLETS[settings.machine].replace('_', '-')}, or give --compiler",
+        )
     cache = settings.cache or default_cache()
     cache.mkdir(parents=True, exist_ok=True)
     machine = settings.machine
@@ -119,7 +126,7 @@ def build_runtime(settings: BundleSettings) -> Runtime:
         for name, wheel in wheels.items():
             if name != "executorch":
                 _take_wheel(wheel, made / "site")
-        _take_engine(wheels["executorch"], Path(place) / "engine", made, machine, settings.compiler)
+        _take_engine(wheels["executorch"], Path(place) / "engine", made, compiler)
         _take_driver(made / "site")
         for name in ("run.sh", "job.sh"):
             shutil.copyfile(HERE / name, made / name)
@@ -203,7 +210,7 @@ def _take_wheel(wheel: Path, site: Path) -> None:
             (site / path).write_bytes(archive.read(name))
 
 
-def _take_engine(wheel: Path, work: Path, made: Path, machine: Machine, compiler: str | None) -> None:
+def _take_engine(wheel: Path, work: Path, made: Path, compiler: str) -> None:
     """The stock libraries of the executorch wheel, and prge's own compiled over them."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
@@ -215,7 +222,6 @@ def _take_engine(wheel: Path, work: Path, made: Path, machine: Machine, compiler
     package = work / "executorch"
     for name in LINKED:
         shutil.copyfile(package / "lib" / f"lib{name}.so", made / "lib" / f"lib{name}.so")
-    compiler = compiler or f"{_TRIPLETS[machine]}-g++"
     # Headers write their own path into messages; folders' names must not make two builds differ.
     sources = HERE.parent / "native"
     paths = f"'-ffile-prefix-map={work}=.' '-ffile-prefix-map={sources}=.'"

@@ -11,7 +11,7 @@ import pytest
 from device_runner.android.device import check_name
 from device_runner.android.packages import DEBIAN, LOCK, WHEELS, Lock, Package, read_lock, write_lock
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, driver_hash, open_runtime
-from prge.errors import ConfigError, DeviceError, RunError
+from prge.errors import ConfigError, DeviceError, EngineError, RunError
 
 MOST_MEGABYTES = 140
 
@@ -40,6 +40,11 @@ def test_a_lock_file_keeps_other_machines(tmp_path: Path) -> None:
 def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="exists"):
         build_runtime(BundleSettings(out=tmp_path))
+
+
+def test_a_compiler_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no compiler nothing++ for arm64".replace("+", "[+]")):
+        build_runtime(BundleSettings(out=tmp_path / "runtime", compiler="nothing++"))
 
 
 @pytest.mark.parametrize("name", ["", ".", "../x", "a/b", "-flag", "line\nbreak", "back\\slash"])
