@@ -53,6 +53,7 @@ def test_names_that_a_run_can_not_have(name: str) -> None:
         check_name(name)
 
 
+@pytest.mark.slow
 def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path: Path) -> None:
     manifest = json.loads((runtime / "runtime.json").read_text())
     opened = open_runtime(runtime)
