@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from device_runner.gates import Gates
 from device_runner.probe import noise_note, quantization
 from device_runner.programs import Programs, open_programs
 from device_runner.run_inputs import (
@@ -127,6 +128,7 @@ def _train(
         )
         return found
 
+    gates = Gates(settings)
     sampler = Sampler(inputs.train, programs.step.contract, settings.seed, settings.calls, pad)
     if settings.resume is None:
         _tell_noise(settings, inputs, programs.step, sampler, state, watcher)
@@ -141,7 +143,7 @@ def _train(
         save,
         watcher,
         score if inputs.dev else None,
-        lambda: watcher.stopped,
+        lambda: gates.hold(watcher),
     )
     if programs.trunk is not None:
         watcher.say(f"trunk: {programs.trunk.computed} rows computed, {programs.trunk.reused} from the cache")

@@ -39,6 +39,7 @@ _NOT_IDENTITY = frozenset(
     {
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
         *("engine", "threads", "keep_programs", "trunk_cache_bytes", "quiet"),
+        *("pause_above_celsius", "pause_below_battery", "only_charging"),
     }
 )
 

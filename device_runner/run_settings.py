@@ -117,6 +117,12 @@ class RunSettings:
     computed every time."""
     trunk_cache_dtype: Precision = "float32"
     """Bundles with a trunk: precision of what is kept. float16 takes half the room and rounds the states."""
+    pause_above_celsius: float | None = None
+    """Pause while the device is hotter than this, until it is three degrees cooler."""
+    pause_below_battery: float | None = None
+    """Pause while the battery holds less than this many percent and is not charged."""
+    only_charging: bool = False
+    """Pause while the battery is not charged."""
     quiet: bool = False
     """Print no progress."""
 
@@ -168,6 +174,8 @@ class RunSettings:
             for name in ("head_learning_rate", "clip")
             if getattr(self, name) < 0
         ]
+        if self.pause_below_battery is not None and not 0 <= self.pause_below_battery <= 100:
+            problems.append(f"--pause-below-battery is {self.pause_below_battery}, must be from 0 up to 100")
         problems += self._without_meaning()
         if self.baseline == "leave-one-out" and self.queries == 1:
             problems.append("--baseline leave-one-out needs --queries of at least 2")

@@ -207,6 +207,16 @@ class PeakMemory:
         return {"peak_bytes": self._peak, "method": self.method}
 
 
+def proportional_memory(status: Path = Path("/proc/self/smaps_rollup")) -> Record:
+    """Present memory of this process with shared pages counted in part: `bytes`, or null and the `reason`."""
+    try:
+        return {"bytes": _kilobytes(status)["Pss"], "method": f"Pss of {status}"}
+    except OSError as error:
+        return {"bytes": None, "reason": f"{status}: {error.strerror}"}
+    except KeyError:
+        return {"bytes": None, "reason": f"{status} has no Pss"}
+
+
 class Progress:
     """How far a run is: a bar on a terminal, otherwise a line every few seconds, nothing if quiet."""
 

@@ -11,7 +11,8 @@ import numpy as np
 from device_runner.programs import Programs
 from device_runner.run_inputs import RunInputs
 from device_runner.run_settings import RunSettings
-from device_runner.telemetry import Progress, RunLog, write_summary
+from device_runner.sensors import Sensors
+from device_runner.telemetry import Progress, RunLog, proportional_memory, write_summary
 from prge.errors import DivergenceError, PrgeError
 from prge.estimators import Measurement
 from prge.journal import Journal, Record
@@ -41,6 +42,8 @@ class Watcher:
         self.begin = self.last = time.perf_counter()
         self.final: Record = {}
         self.steps = journal.steps
+        self.paused = 0.0
+        self.sensors = {"start": Sensors().record()}
 
     def __enter__(self) -> Watcher:
         self._summarize("running")
@@ -64,6 +67,12 @@ class Watcher:
         self.progress.note(text)
         for line in text.splitlines():
             self.log.text(line)
+
+    def on_pause(self, seconds: float) -> None:
+        """Leave a pause out of the seconds of the run."""
+        self.paused += seconds
+        self.begin += seconds
+        self.last = time.perf_counter()
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
         """See prge.training.Observer."""
@@ -139,12 +148,14 @@ class Watcher:
             train={
                 "steps": self.steps,
                 "seconds": self.earlier + time.perf_counter() - self.begin,
+                "paused_seconds": self.paused,
                 "rows": self.rows,
                 "largest_tangent": self.largest_tangent,
                 "training_rows": len(self.inputs.train),
                 "development_rows": len(self.inputs.dev),
                 "trained_values": self.inputs.adapter.size,
                 "last_evaluation": self.final or None,
-                "memory": self.log.memory.report(),
+                "memory": {**self.log.memory.report(), "proportional": proportional_memory()},
+                "sensors": {**self.sensors, "last": Sensors().record()},
             },
         )

@@ -48,5 +48,9 @@ class RunError(PrgeError):
     """A run folder that is in use, belongs to other settings, or can't be written."""
 
 
+class DeviceError(PrgeError):
+    """A phone that is not there, does not answer, refuses, or lacks something."""
+
+
 class DivergenceError(PrgeError):
     """The loss is no longer finite, or far above where it began."""

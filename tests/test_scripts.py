@@ -101,3 +101,8 @@ def test_no_suitable_python_is_told(checkout: Path, tmp_path: Path) -> None:
     assert child.returncode == 2
     assert child.stderr == "demo.sh: error: PRGE_PYTHON=/bin/false is no Python 3.10 to 3.13\n"
     assert not (checkout / ".venv").exists()
+
+
+def test_android_takes_one_flag(checkout: Path, tmp_path: Path) -> None:
+    child = start(checkout, "test_android.sh", "--jsn", "x", cwd=tmp_path)
+    assert child.returncode == 2 and "usage: scripts/test_android.sh [--json FILE]" in child.stderr

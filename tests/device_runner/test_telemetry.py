@@ -26,6 +26,7 @@ from device_runner.telemetry import (
     RunLog,
     duration,
     environment,
+    proportional_memory,
     read_metrics,
     reported,
     run_lock,
@@ -226,6 +227,15 @@ def test_peak_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
     memory.sample()
     status.write_text(STATUS.format(rss=100, swap=0), encoding="utf-8")
     assert memory.report() == {"peak_bytes": 900 * 1024, "method": PeakMemory.method}
+
+
+def test_proportional_memory(tmp_path: Path) -> None:
+    rollup = tmp_path / "smaps_rollup"
+    assert proportional_memory(rollup) == {"bytes": None, "reason": f"{rollup}: No such file or directory"}
+    rollup.write_text("aa-bb ---p 00000000 00:00 0 [rollup]\nRss:   9 kB\n")
+    assert proportional_memory(rollup) == {"bytes": None, "reason": f"{rollup} has no Pss"}
+    rollup.write_text("aa-bb ---p 00000000 00:00 0 [rollup]\nRss:   9 kB\nPss:   7 kB\n")
+    assert proportional_memory(rollup)["bytes"] == 7 * 1024
 
 
 def test_peak_memory_of_this_process() -> None:

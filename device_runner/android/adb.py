@@ -1,0 +1,192 @@
+"""adb calls: each with a timeout, words that need quoting quoted, and what fails told as a DeviceError."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prge.errors import DeviceError
+
+QUICK_SECONDS = 60.0
+COPY_SECONDS = 3600.0
+_MARK = "prge-exit-code="
+_NOT_THERE = "connect the phone, unlock it, allow USB debugging; `adb devices` must list it as device"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command on the device printed, and its exit code."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def said(self) -> str:
+        """The last line that it printed as an error, or else at all."""
+        lines = (self.errors.strip() or self.output.strip()).splitlines()
+        return lines[-1] if lines else f"exit code {self.code}"
+
+
+class Adb:
+    """adb for one device; `serial` is what `adb devices` calls it."""
+
+    def __init__(self, serial: str | None = None, quick_seconds: float = QUICK_SECONDS) -> None:
+        """Find the device and wait for nothing: a network device that was lost is connected again.
+
+        Raises:
+            DeviceError: there is no adb, no such device, none at all, more than one, or it is not ready.
+        """
+        self.executable = find_adb()
+        self.quick_seconds = quick_seconds
+        self.serial = serial or os.environ.get("ANDROID_SERIAL") or ""
+        states = self._states()
+        if not self.serial:
+            self.serial = _only(states)
+        state = states.get(self.serial)
+        if state != "device" and ":" in self.serial:
+            self._connect()
+            state = self._states().get(self.serial)
+        if state != "device":
+            raise _not_ready(self.serial, state, states)
+
+    def shell(self, script: str, seconds: float | None = None) -> Answer:
+        """Run a shell script on the device; its exit code is in the answer.
+
+        Raises:
+            DeviceError: the device was lost or did not answer in time.
+        """
+        # adb's own exit code 1 looks like a command's: only what really ended prints the mark.
+        done = self._call(
+            ["shell", f"(\n{script}\n)\ncode=$?; echo; echo {_MARK}$code"], seconds or self.quick_seconds
+        )
+        output, mark, code = done.stdout.decode(errors="replace").rpartition(f"\n{_MARK}")
+        errors = done.stderr.decode(errors="replace")
+        if not mark or not code.strip().isdigit():
+            raise self._lost(errors)
+        return Answer(int(code), output, errors)
+
+    def check(self, script: str, doing: str, seconds: float | None = None) -> str:
+        """Run a shell script that must succeed, and answer what it printed.
+
+        Raises:
+            DeviceError: it did not; `doing` says what it was for.
+        """
+        answer = self.shell(script, seconds)
+        if answer.code:
+            raise failed(doing, answer.said)
+        return answer.output
+
+    def push(self, local: Path, remote: str) -> None:
+        """Copy a file to the device, or what is in a folder into a folder that is there.
+
+        Raises:
+            DeviceError: the device was lost, or can't keep it.
+        """
+        source = _local(local) + ("/." if local.is_dir() else "")
+        self._copy(["push", source, remote], f"copying {local} to {remote}")
+
+    def pull(self, remote: str, local: Path) -> None:
+        """Copy a file or folder from the device; raises DeviceError."""
+        self._copy(["pull", remote, _local(local)], f"copying {remote} to {local}")
+
+    def _copy(self, words: Sequence[str], doing: str) -> None:
+        done = self._call(words, COPY_SECONDS)
+        if done.returncode:
+            text = (done.stderr + b"\n" + done.stdout).decode(errors="replace")
+            lines = [line.strip() for line in text.splitlines() if "error" in line.lower()]
+            said = (lines or text.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise failed(doing, said)
+
+    def _states(self) -> dict[str, str]:
+        done = self._call(["devices"], self.quick_seconds, select=False)
+        rows = [line.split("\t") for line in done.stdout.decode(errors="replace").splitlines()]
+        return {row[0]: row[1].strip() for row in rows if len(row) == 2}
+
+    def _connect(self) -> None:
+        # A connection that has died on the other side stays listed until it is given up.
+        self._call(["disconnect", self.serial], self.quick_seconds, select=False)
+        self._call(["connect", self.serial], self.quick_seconds, select=False)
+
+    def _call(
+        self, words: Sequence[str], seconds: float, select: bool = True
+    ) -> subprocess.CompletedProcess[bytes]:
+        command = [self.executable, *(["-s", self.serial] if select else []), *words]
+        try:
+            return subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise DeviceError(
+                f"adb {words[0]} did not end within {seconds:.0f} seconds",
+                remedy="is the phone still connected? A run on it goes on: `prge android status`",
+            ) from None
+        except OSError as error:
+            raise DeviceError(f"{self.executable} can't be started: {error.strerror or error}") from None
+
+    def _lost(self, errors: str) -> DeviceError:
+        lines = errors.strip().splitlines()
+        said = lines[-1] if lines else "it closed the connection"
+        return DeviceError(f"the device {self.serial} was lost: {said}", remedy=_NOT_THERE)
+
+
+def find_adb() -> str:
+    """Path of adb, or of what PRGE_ADB names.
+
+    Raises:
+        DeviceError: it is not installed.
+    """
+    name = os.environ.get("PRGE_ADB") or "adb"
+    path = shutil.which(name)
+    if path is None:
+        raise DeviceError(
+            f"{name} is not installed", remedy="install Android's platform tools (Debian: apt install adb)"
+        )
+    return path
+
+
+def quote(words: Sequence[object]) -> str:
+    """Words as the device's shell reads them back."""
+    return shlex.join(map(str, words))
+
+
+def failed(doing: str, said: str) -> DeviceError:
+    """The error of something that the device refused."""
+    remedy = ""
+    if "no space left" in said.lower():
+        remedy = "free some storage on the phone; `prge android clean` removes what prge brought"
+    elif "permission denied" in said.lower():
+        remedy = "give a folder that adb's shell may write with --folder"
+    return DeviceError(f"{doing} failed: {said}", remedy=remedy)
+
+
+def _only(states: dict[str, str]) -> str:
+    if len(states) == 1:
+        return next(iter(states))
+    if not states:
+        raise DeviceError("there is no device", remedy=_NOT_THERE)
+    raise DeviceError(
+        "there is more than one device: " + ", ".join(sorted(states)), remedy="choose one with --serial"
+    )
+
+
+def _not_ready(serial: str, state: str | None, states: dict[str, str]) -> DeviceError:
+    if state is None:
+        listed = ", ".join(sorted(set(states) - {serial})) or "none"
+        return DeviceError(f"there is no device {serial}; connected: {listed}", remedy=_NOT_THERE)
+    remedies = {
+        "unauthorized": "unlock the phone and allow this computer in the dialogue that it shows",
+        "offline": "connect the phone again, or start `adb kill-server`",
+    }
+    return DeviceError(f"the device {serial} is {state}", remedy=remedies.get(state, _NOT_THERE))
+
+
+def _local(path: Path) -> str:
+    """A local path as adb reads it: it would take a leading dash for a flag."""
+    text = str(path)
+    return text if text.startswith(("/", "./")) else f"./{text}"

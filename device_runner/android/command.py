@@ -1,0 +1,421 @@
+"""`prge android <verb>`: from a workstation, train on a phone that adb reaches."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from device_runner.android.adb import Adb, quote
+from device_runner.android.device import FOLDER, Job, Phone, check_name
+from device_runner.android.packages import digest
+from device_runner.android.preflight import examine
+from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
+from device_runner.android.runtime import BundleSettings, build_runtime, open_runtime
+from device_runner.run_inputs import adapter_folder
+from device_runner.run_settings import RunSettings
+from prge.bundle import open_bundle
+from prge.errors import ConfigError, DeviceError, PrgeError
+from prge.settings import parse_settings, settings_to_yaml
+
+Settings = TypeVar("Settings")
+EARLY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """Which device, and where on it."""
+
+    serial: str | None = None
+    """The device, as `adb devices` lists it; default: the only one, or ANDROID_SERIAL."""
+    folder: str = FOLDER
+    """prge's folder on the device."""
+
+    def phone(self) -> Phone:
+        """The device, connected."""
+        return Phone(Adb(self.serial), self.folder)
+
+
+@dataclass(frozen=True)
+class DoctorSettings(DeviceSettings):
+    """Check whether a device can train."""
+
+    json: bool = False
+    """Print one JSON object instead of text."""
+
+
+@dataclass(frozen=True)
+class PushSettings(DeviceSettings):
+    """Bring things to a device ahead of a run, which brings by itself all but the runtime."""
+
+    paths: tuple[Path, ...] = ()
+    """Runtimes, bundles, and files of rows."""
+    sync: bool = True
+    """Send only files that the device lacks or has otherwise, by their hashes; --no-sync sends all."""
+    check: bool = False
+    """Compare the files there even if the folder was whole when it was sent."""
+
+
+@dataclass(frozen=True)
+class AndroidRunSettings(RunSettings):
+    """Start a run on a device, detached: it goes on without cable and computer."""
+
+    serial: str | None = None
+    """The device, as `adb devices` lists it; default: the only one, or ANDROID_SERIAL."""
+    folder: str = FOLDER
+    """prge's folder on the device."""
+    data_on_device: bool = False
+    """--train and --dev name files that are on the device already."""
+    wait: bool = False
+    """Wait until the run has ended."""
+
+
+@dataclass(frozen=True)
+class ResumeSettings(DeviceSettings):
+    """Go on with a run that was stopped or killed."""
+
+    resume: str = ""
+    """Name of the run."""
+    wait: bool = False
+    """Wait until the run has ended."""
+
+
+@dataclass(frozen=True)
+class StatusSettings(DeviceSettings):
+    """Tell how runs stand."""
+
+    names: tuple[str, ...] = ()
+    """Runs; default: all."""
+    json: bool = False
+    """Print a JSON list instead of text."""
+    wait: bool = False
+    """Wait until they have ended."""
+
+
+@dataclass(frozen=True)
+class LogsSettings(DeviceSettings):
+    """Print a run's log. It shows a training row."""
+
+    name: str = ""
+    """The run."""
+    lines: int = 40
+    """Lines from its end."""
+    console: bool = False
+    """What the process printed, instead of log.txt."""
+
+
+@dataclass(frozen=True)
+class PullSettings(DeviceSettings):
+    """Bring a run folder here: adapter, checkpoints, journal, figures."""
+
+    name: str = ""
+    """The run."""
+    out: Path | None = None
+    """Folder to make, or an older copy of the run to replace; default: the run's name."""
+    log: bool = False
+    """Bring log.txt too, which shows a training row."""
+
+
+@dataclass(frozen=True)
+class StopSettings(DeviceSettings):
+    """End a run after its step; it can be resumed."""
+
+    name: str = ""
+    """The run."""
+    now: bool = False
+    """Kill it at once; it can be resumed then too."""
+    seconds: float = 120.0
+    """How long to wait for it."""
+
+
+@dataclass(frozen=True)
+class CleanSettings(DeviceSettings):
+    """Remove from the device what was brought to it or made there."""
+
+    names: tuple[str, ...] = ()
+    """Runs to remove."""
+    data: bool = False
+    """Remove rows, bundles and start adapters."""
+    all: bool = False
+    """Remove everything of prge, runs included."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """A verb of `prge android`."""
+
+    help: str
+    main: Callable[[list[str]], int]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one verb; see `prge android --help`."""
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    action = ACTIONS.get(words[0])
+    if action is None:
+        nearest = difflib.get_close_matches(words[0], ACTIONS, n=1)
+        hint = f"did you mean `prge android {nearest[0]}`?" if nearest else "`prge android --help` lists them"
+        raise PrgeError(f"there is no verb {words[0]!r} of prge android", remedy=hint)
+    return action.main(words[1:])
+
+
+def _bundle(argv: list[str]) -> int:
+    settings = _parse(BundleSettings, argv, "bundle", ["out"])
+    runtime = build_runtime(settings)
+    print(f"{runtime.folder}: {runtime.machine}, {runtime.megabytes:.1f} MB, tree {runtime.tree}")
+    return 0
+
+
+def _doctor(argv: list[str]) -> int:
+    settings = _parse(DoctorSettings, argv, "doctor")
+    checks = []
+    for check in examine(settings.phone()):
+        checks.append(check)
+        if not settings.json:
+            print(f"{check.state:<8} {check.name:<12} {check.found}", flush=True)
+            if check.remedy:
+                print(f"{'':<21} {check.remedy}", flush=True)
+    if settings.json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    return 1 if any(check.state == "missing" for check in checks) else 0
+
+
+def _push(argv: list[str]) -> int:
+    settings = _parse(PushSettings, argv, "push", ["paths"])
+    if not settings.paths:
+        raise ConfigError("nothing to push:", ["name runtimes, bundles or files"])
+    phone = settings.phone()
+    how = {"check": settings.check, "everything": not settings.sync}
+    for item in settings.paths:
+        if (item / RUNTIME_MANIFEST).is_file():
+            open_runtime(item)
+            sent = phone.send_runtime(item, **how)
+            print(f"{item} -> {phone.path('runtime')}: {sent} files sent")
+        elif item.is_dir():
+            print(f"{item} -> {_send_bundle(phone, item, **how)}")
+        else:
+            print(f"{item} -> {phone.send_file(item, everything=not settings.sync)}")
+    return 0
+
+
+def _run(argv: list[str]) -> int:
+    if any(word.partition("=")[0] == "--resume" for word in argv):
+        resumed = _parse(ResumeSettings, argv, "run")
+        phone, name = resumed.phone(), resumed.resume
+        check_name(name)
+        if not phone.exists(phone.path("runs", name, "config.yaml"), "f"):
+            # Killed before its first record: begin it as it was begun.
+            job_settings = phone.path("jobs", name, "settings.yaml")
+            if not phone.exists(job_settings, "f"):
+                raise DeviceError(f"{phone.adb.serial} has no run {name} to go on with")
+            words = ["--config", job_settings]
+        else:
+            words = ["--resume", phone.path("runs", name)]
+        return _started(phone, name, words, resumed.wait)
+    settings = _parse(AndroidRunSettings, argv, "run")
+    phone, name = Phone(Adb(settings.serial), settings.folder), settings.out.name
+    phone.need_this_driver()
+    if phone.exists(phone.path("runs", name, "journal.jsonl"), "s") or phone.job(name).state == "running":
+        raise DeviceError(
+            f"{phone.adb.serial} has a run {name} already",
+            remedy=f"go on with it: prge android run --resume {name}; or give another name with --out",
+        )
+    there = _brought(phone, settings)
+    job = phone.path("jobs", name)
+    phone.adb.check(f"mkdir -p {quote([job])}", f"making {job}")
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "settings.yaml"
+        path.write_text(settings_to_yaml(there), encoding="utf-8")
+        phone.adb.push(path, f"{job}/settings.yaml")
+    return _started(phone, name, ["--config", f"{job}/settings.yaml"], settings.wait)
+
+
+def _status(argv: list[str]) -> int:
+    settings = _parse(StatusSettings, argv, "status", ["names"])
+    phone = settings.phone()
+    jobs = [
+        _waited(phone, name) if settings.wait else phone.job(name) for name in settings.names or phone.jobs()
+    ]
+    if settings.json:
+        print(json.dumps([asdict(job) for job in jobs], indent=2))
+    else:
+        print("\n".join(job.text() for job in jobs) or "no runs")
+    return 0
+
+
+def _logs(argv: list[str]) -> int:
+    settings = _parse(LogsSettings, argv, "logs", ["name"])
+    phone = settings.phone()
+    _known(phone, settings.name)
+    place = ("jobs", settings.name, "console.txt") if settings.console else ("runs", settings.name, "log.txt")
+    words = quote([phone.path(*place)])
+    print(phone.adb.check(f"tail -n {settings.lines} {words}", f"reading {place[-1]}"), end="")
+    return 0
+
+
+def _pull(argv: list[str]) -> int:
+    settings = _parse(PullSettings, argv, "pull", ["name"])
+    phone = settings.phone()
+    _known(phone, settings.name)
+    out = settings.out or Path(settings.name)
+    phone.pull_run(settings.name, out, settings.log)
+    print(out / "final" if (out / "final").is_dir() else out)
+    return 0
+
+
+def _stop(argv: list[str]) -> int:
+    settings = _parse(StopSettings, argv, "stop", ["name"])
+    phone = settings.phone()
+    _known(phone, settings.name)
+    print(phone.stop(settings.name, settings.now, settings.seconds).text())
+    return 0
+
+
+def _clean(argv: list[str]) -> int:
+    settings = _parse(CleanSettings, argv, "clean", ["names"])
+    if not (settings.names or settings.data or settings.all):
+        raise ConfigError("nothing to remove:", ["name runs, or give --data or --all"])
+    phone = settings.phone()
+    names = settings.names if not (settings.all or settings.data) else phone.jobs()
+    running = [name for name in names if phone.job(name).state == "running"]
+    if running:
+        raise DeviceError(f"{running[0]} is running", remedy=f"prge android stop {running[0]}")
+    if settings.all:
+        phone.remove_all()
+        return 0
+    for name in settings.names:
+        _known(phone, name)
+        phone.remove(phone.path("runs", name), phone.path("jobs", name))
+    if settings.data:
+        phone.remove(*(phone.path(name) for name in ("data", "bundles", "adapters", "tmp")))
+    return 0
+
+
+ACTIONS = {
+    "bundle": Action("build the folder that a phone needs, for arm64 or amd64", _bundle),
+    "doctor": Action("check whether a phone can train", _doctor),
+    "push": Action("bring the runtime, bundles or rows to a phone", _push),
+    "run": Action("start a run on a phone, or go on with one", _run),
+    "status": Action("tell how runs stand", _status),
+    "logs": Action("print a run's log", _logs),
+    "pull": Action("bring a run folder here", _pull),
+    "stop": Action("end a run; it can be resumed", _stop),
+    "clean": Action("remove runs, rows or everything from a phone", _clean),
+}
+
+
+def _parse(kind: type[Settings], argv: list[str], verb: str, positional: Sequence[str] = ()) -> Settings:
+    help_ = ACTIONS[verb].help
+    description = f"{help_[0].upper()}{help_[1:]}."
+    return parse_settings(kind, argv, f"prge android {verb}", positional, description)
+
+
+def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
+    """Bring what a run needs, and answer its settings as they are on the device."""
+    own = {item.name for item in fields(RunSettings)}
+    plain = RunSettings(**{name: value for name, value in vars(settings).items() if name in own})
+    rows: dict[str, Any] = {"train": plain.train, "dev": plain.dev}
+    for name, path in rows.items():
+        if path is None:
+            continue
+        if settings.data_on_device:
+            if not path.is_absolute() or not phone.exists(str(path), "r"):
+                raise DeviceError(
+                    f"--{name}: {phone.adb.serial} has no readable {path}",
+                    remedy="give an absolute path on the device, or leave --data-on-device out",
+                )
+        else:
+            rows[name] = Path(phone.send_file(path))
+    changes: dict[str, Any] = {**rows, "bundle": Path(_send_bundle(phone, plain.bundle))}
+    changes["out"] = Path(phone.path("runs", plain.out.name))
+    if plain.task and Path(plain.task).is_file():
+        changes["task"] = phone.send_file(Path(plain.task))
+    if plain.adapter:
+        source = adapter_folder(plain.adapter)
+        remote = phone.path("adapters", digest(str(source.resolve()))[:12])
+        phone.send_folder(source, remote)
+        changes["adapter"] = Path(remote)
+    return replace(plain, **changes)
+
+
+def _send_bundle(phone: Phone, folder: Path, check: bool = False, everything: bool = False) -> str:
+    """Bring a bundle; its folder there has its hash in the name."""
+    bundle = open_bundle(folder)
+    remote = phone.path("bundles", bundle.sha256[:12])
+    phone.send_folder(folder, remote, check=check, everything=everything)
+    return remote
+
+
+def _started(phone: Phone, name: str, words: list[str], wait: bool) -> int:
+    job = phone.start(name, ["-m", "prge.cli", "run", *words])
+    if wait:
+        job = _waited(phone, name)
+    deadline = time.monotonic() + EARLY_SECONDS
+    # Bad input ends a run before it has a summary: say so at once, if it is quick.
+    while job.state == "running" and not job.summary and time.monotonic() < deadline:
+        time.sleep(0.2)
+        job = phone.job(name)
+    print(job.text())
+    return _ended_well(phone, job)
+
+
+def _waited(phone: Phone, name: str) -> Job:
+    """The job once it has ended; a device that is lost meanwhile is looked for again for a while."""
+    lost = 0
+    while True:
+        try:
+            job = phone.job(name)
+            lost = 0
+        except DeviceError:
+            lost += 1
+            if lost > 30:
+                raise
+            time.sleep(2)
+            try:
+                phone = Phone(Adb(phone.adb.serial), phone.folder)
+            except DeviceError:
+                continue
+            continue
+        if job.state != "running":
+            return job
+        time.sleep(1)
+
+
+def _ended_well(phone: Phone, job: Job) -> int:
+    """0 for a run that goes on or has ended well, else its exit code, with its last words."""
+    if job.state == "running" or job.code == 0:
+        return 0
+    console = quote([phone.path("jobs", job.name, "console.txt")])
+    print(phone.adb.shell(f"tail -n 15 {console}").output, end="", file=sys.stderr)
+    return job.code or 1
+
+
+def _known(phone: Phone, name: str) -> None:
+    if phone.job(name).state == "absent" and not phone.exists(phone.path("runs", name), "d"):
+        known = ", ".join(phone.jobs()) or "none"
+        raise DeviceError(f"{phone.adb.serial} has no run {name!r}; it has: {known}")
+
+
+def _usage() -> str:
+    width = max(map(len, ACTIONS))
+    lines = [f"  {name:<{width}}  {action.help}" for name, action in ACTIONS.items()]
+    return "\n".join(
+        [
+            "usage: prge android <verb> [flags]",
+            "",
+            "Train on a phone that adb reaches.",
+            "",
+            *lines,
+            "",
+            "`prge android <verb> --help` shows a verb's flags.",
+        ]
+    )

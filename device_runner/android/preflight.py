@@ -1,0 +1,126 @@
+"""`prge android doctor`: what a device has, and what is missing before it can train."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from device_runner.android.adb import quote
+from device_runner.android.device import Phone
+from device_runner.android.runtime import MANIFEST
+from device_runner.doctor import Check
+from prge.errors import DeviceError
+
+MIB = 1 << 20
+OLDEST_KERNEL = (3, 7)
+ENOUGH_BYTES = 300 * MIB
+_MACHINES = {"arm64-v8a": "arm64", "aarch64": "arm64", "x86_64": "amd64"}
+_ENGINE = """
+import json
+from device_runner.native.engine import prepare, set_threads
+import prge.training, device_runner.run
+prepare()
+from device_runner.sensors import Sensors
+from device_runner.telemetry import environment
+print(json.dumps({"threads": set_threads(None), "sensors": Sensors().record(), "where": environment()}))
+"""
+
+
+def examine(phone: Phone) -> Iterator[Check]:
+    """All checks, one after the other; raises DeviceError where the device is lost."""
+    shell = phone.adb.shell
+    model = shell("getprop ro.product.model").output.strip() or "unknown model"
+    release = shell("getprop ro.build.version.release").output.strip() or "unknown version"
+    yield Check("device", "ok", f"{phone.adb.serial}: {model}, Android {release}")
+    # Without Android's own tools, as on other Linux, the kernel's answer has to do.
+    abi = shell("getprop ro.product.cpu.abi").output.strip() or shell("uname -m").output.strip()
+    machine = _MACHINES.get(abi)
+    if machine is None:
+        yield Check("machine", "missing", abi or "unknown", "only 64-bit ARM and x86 are supported")
+    else:
+        yield Check("machine", "ok", f"{abi}: takes a runtime for {machine}")
+    yield _kernel(shell("uname -r").output.strip())
+    yield _seccomp(shell("grep Seccomp: /proc/self/status").output)
+    yield _space(phone)
+    yield _folder(phone)
+    yield from _runtime(phone, machine)
+
+
+def _kernel(found: str) -> Check:
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None:
+        return Check("kernel", "warn", found or "unknown")
+    version = int(numbers[1]), int(numbers[2])
+    if version < OLDEST_KERNEL:
+        oldest = ".".join(map(str, OLDEST_KERNEL))
+        return Check("kernel", "missing", found, f"the runtime's glibc needs Linux {oldest} or newer")
+    return Check("kernel", "ok", found)
+
+
+def _seccomp(found: str) -> Check:
+    words = found.split()
+    if len(words) < 2:
+        return Check("seccomp", "warn", "unknown")
+    if words[1] == "0":
+        return Check("seccomp", "ok", "adb's shell has no filter")
+    return Check(
+        "seccomp", "warn", f"adb's shell has a filter, mode {words[1]}", "the import test below decides"
+    )
+
+
+def _space(phone: Phone) -> Check:
+    free = phone.free_bytes()
+    if free is None:
+        return Check("storage", "warn", "unknown")
+    found = f"{free // MIB} MiB free"
+    if free < ENOUGH_BYTES:
+        return Check("storage", "warn", found, f"{ENOUGH_BYTES // MIB} MiB and the model should be free")
+    return Check("storage", "ok", found)
+
+
+def _folder(phone: Phone) -> Check:
+    """Whether files can be kept in prge's folder and run from there."""
+    place = quote([phone.folder])
+    answer = phone.adb.shell(
+        f"mkdir -p {place} && cd {place} && echo 'exit 7' >.try && chmod 755 .try && rm .try"
+    )
+    if answer.code:
+        return Check("folder", "missing", answer.said, "give a folder that adb's shell may write: --folder")
+    return Check("folder", "ok", phone.folder)
+
+
+def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
+    """Whether the runtime is there, its loader starts, and engine and driver can be imported."""
+    try:
+        phone.need_runtime()
+    except DeviceError as error:
+        yield Check("runtime", "missing", error.what, error.remedy)
+        return
+    manifest = json.loads(phone.adb.check(f"cat {quote([phone.path('runtime', MANIFEST)])}", "reading it"))
+    found = f"prge {manifest['prge']} for {manifest['machine']}"
+    if machine is not None and manifest["machine"] != machine:
+        remedy = f"prge android bundle DIR --machine {machine}, then push it"
+        yield Check("runtime", "missing", found, remedy)
+        return
+    yield Check("runtime", "ok", found)
+    loader = phone.adb.shell(f"{quote([phone.path('runtime', 'lib', 'ld.so')])} --version")
+    if loader.code:
+        remedy = "the device does not let adb's shell run programs of its own; is it a managed one?"
+        yield Check("loader", "missing", loader.said, remedy)
+        return
+    yield Check("loader", "ok", loader.output.strip().splitlines()[0])
+    try:
+        answer = json.loads(phone.python(_ENGINE).strip().splitlines()[-1])
+    except (DeviceError, ValueError, IndexError) as error:
+        yield Check("engine", "missing", str(error), "push the runtime again: prge android push --check")
+        return
+    where = answer["where"]
+    yield Check("engine", "ok", f"loads on {where['cpu']['model']}, {answer['threads']} threads")
+    memory = where["memory_bytes"]
+    yield Check("memory", "ok" if memory else "warn", f"{memory // MIB} MiB" if memory else "unknown")
+    for name, reading in answer["sensors"].items():
+        if reading["value"] is None:
+            yield Check(name, "warn", f"can't be read: {reading['reason']}")
+        else:
+            yield Check(name, "ok", f"{reading['value']} ({reading['source']})")

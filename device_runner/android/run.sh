@@ -1,0 +1,13 @@
+#!/system/bin/sh
+# Python of this runtime with the words given, started through the runtime's own loader.
+D=${0%/*}
+case $D in /*) ;; *) D=$PWD/$D ;; esac
+read -r TREE <"$D/TREE" || TREE=unknown
+unset LD_PRELOAD LD_LIBRARY_PATH PYTHONDONTWRITEBYTECODE
+export PYTHONHOME="$D/py" PYTHONPATH="$D/site" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 LC_ALL=C.UTF-8
+# Compiled modules know their source by time and size, which two runtimes may share: a place for each.
+export PYTHONPYCACHEPREFIX="$D/../cache/$TREE"
+export HOME="$D/.." USER="${USER:-shell}" TMPDIR="${TMPDIR:-$D/../tmp}"
+export PRGE_NATIVE_LIBRARY="$D/lib/libprge_native.so" OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
+mkdir -p "$TMPDIR"
+exec "$D/lib/ld.so" --library-path "$D/lib" "$D/py/bin/python3" "$@"

@@ -1,0 +1,141 @@
+"""What a phone tells of itself: temperature, battery, CPU frequency; or null and why it can't be told."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SYSTEM = Path("/sys")
+_DUMP_SECONDS = 10.0
+_COOLEST, _HOTTEST = -40.0, 150.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A value with where it comes from, or None with the reason."""
+
+    value: float | bool | None
+    source: str = ""
+    reason: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """As run.json holds it."""
+        if self.value is None:
+            return {"value": None, "reason": self.reason}
+        return {"value": self.value, "source": self.source}
+
+
+class Sensors:
+    """Readings of this machine, taken anew by each call."""
+
+    def __init__(self, system: Path = SYSTEM) -> None:
+        self._battery = system / "class" / "power_supply"
+        self._thermal = system / "class" / "thermal"
+        self._processors = system / "devices" / "system" / "cpu"
+
+    def temperature(self) -> Reading:
+        """Hottest thermal zone in degrees Celsius; where none can be read, the battery's temperature."""
+        seen: list[tuple[float, str]] = []
+        for path in sorted(self._thermal.glob("thermal_zone*/temp")):
+            value = _number(path)
+            # Zones give thousandths of a degree; some vendors whole degrees.
+            celsius = None if value is None else value / 1000 if abs(value) >= 1000 else value
+            if celsius is not None and _COOLEST < celsius < _HOTTEST and celsius != 0:
+                seen.append((celsius, str(path)))
+        if seen:
+            return Reading(*max(seen))
+        found = self._of_battery("temp", "temperature")
+        if found.value is None:
+            return Reading(None, reason=f"no thermal zone can be read; {found.reason}")
+        return Reading(float(found.value) / 10, found.source)
+
+    def battery_percent(self) -> Reading:
+        """Charge of the battery."""
+        return self._of_battery("capacity", "level")
+
+    def charging(self) -> Reading:
+        """Whether the battery is charged or full at a charger."""
+        for path in sorted(self._battery.glob("*/status")):
+            if not _is_battery(path.parent):
+                continue
+            text = _text(path)
+            if text is not None and text != "Unknown":
+                return Reading(text in ("Charging", "Full"), str(path))
+        told = _dumped(r"^ *status: *(\d+)", r"^ *(?:AC|USB|Wireless|Dock) powered: *true")
+        if isinstance(told, str):
+            return Reading(None, reason=f"no battery under {self._battery}; {told}")
+        status, powered = told
+        return Reading(status in (2, 5) or powered is not None, "dumpsys battery")
+
+    def frequency(self) -> Reading:
+        """Highest present frequency of the cores in hertz."""
+        values = [
+            (value * 1000, str(path))
+            for path in sorted(self._processors.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
+            if (value := _number(path)) is not None
+        ]
+        if values:
+            return Reading(*max(values))
+        return Reading(None, reason=f"no cpu*/cpufreq/scaling_cur_freq can be read in {self._processors}")
+
+    def record(self) -> dict[str, Any]:
+        """All readings, as run.json holds them."""
+        readings: dict[str, Callable[[], Reading]] = {
+            "temperature_celsius": self.temperature,
+            "battery_percent": self.battery_percent,
+            "charging": self.charging,
+            "cpu_hertz": self.frequency,
+        }
+        return {name: read().record() for name, read in readings.items()}
+
+    def _of_battery(self, file: str, dumped: str) -> Reading:
+        for path in sorted(self._battery.glob(f"*/{file}")):
+            value = _number(path) if _is_battery(path.parent) else None
+            if value is not None:
+                return Reading(value, str(path))
+        told = _dumped(rf"^ *{dumped}: *(-?\d+)")
+        if isinstance(told, str):
+            return Reading(None, reason=f"no battery under {self._battery}; {told}")
+        return Reading(told[0], "dumpsys battery")
+
+
+def _dumped(first: str, *more: str) -> list[float | None] | str:
+    """Numbers that patterns find in what Android's battery service tells, or why it tells nothing."""
+    command = shutil.which("dumpsys")
+    if command is None:
+        return "there is no dumpsys"
+    try:
+        done = subprocess.run(
+            [command, "battery"], capture_output=True, text=True, timeout=_DUMP_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"dumpsys can't be run: {error}"
+    found = [re.search(pattern, done.stdout, re.MULTILINE) for pattern in (first, *more)]
+    if found[0] is None:
+        return "dumpsys battery doesn't tell"
+    return [None if match is None else float(match.group(1)) if match.groups() else 1.0 for match in found]
+
+
+def _is_battery(folder: Path) -> bool:
+    """Whether a power supply is the machine's battery, and not a charger or a mouse's."""
+    return _text(folder / "type") == "Battery" and _text(folder / "scope") != "Device"
+
+
+def _number(path: Path) -> float | None:
+    text = _text(path)
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None

@@ -1,0 +1,92 @@
+"""A real adb daemon, a real runtime on it, and a bundle to train; made once for all tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from device_runner.android.runtime import BundleSettings, build_runtime, default_cache
+from prge.errors import PrgeError
+from tests.device_runner.android.daemons import (
+    REPOSITORY,
+    Daemon,
+    Network,
+    UnavailableError,
+    adbd_folder,
+    end_jobs,
+)
+from tests.end_to_end.conftest import prge
+
+DEMO = REPOSITORY / "server_export" / "demo_data"
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip for this reason; with PRGE_ANDROID_REQUIRED=1 fail."""
+    if os.environ.get("PRGE_ANDROID_REQUIRED"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """Debian's adbd for this machine; skips where it can't be had."""
+    folder = tmp_path_factory.mktemp("adbd")
+    try:
+        files = adbd_folder(folder, default_cache())
+        network = Network()
+    except UnavailableError as error:
+        unavailable(str(error))
+    home = tmp_path_factory.mktemp("home")
+    daemon = Daemon(network, files, home)
+    daemon.start()
+    yield daemon
+    daemon.close()
+    network.close()
+
+
+@pytest.fixture(scope="session")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runtime for this machine, from the packages of the lock file."""
+    if shutil.which("x86_64-linux-gnu-g++") is None:
+        unavailable("there is no x86_64-linux-gnu-g++")
+    out = tmp_path_factory.mktemp("runtime") / "runtime"
+    try:
+        build_runtime(BundleSettings(out=out, machine="amd64"))
+    except PrgeError as error:
+        unavailable(f"a runtime can't be built: {error.what}")
+    return out
+
+
+@pytest.fixture(scope="session")
+def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """prge's folder on the device, with the runtime; its name is one that careless quoting breaks."""
+    folder = tmp_path_factory.mktemp("device") / 'it\'s "a phone" & more'
+    daemon.prge("push", runtime, "--folder", folder)
+    yield folder
+    end_jobs(folder)
+
+
+@pytest.fixture(scope="session")
+def stack_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model as P-RGE's program."""
+    out = tmp_path_factory.mktemp("bundles") / "my bundle"
+    prge(
+        "export", "--model", DEMO / "model", "--out", out, "--target-modules", "o_proj", "--queries", 2,
+        "--batch-size", 2, "--sequence-length", 32, "--positions", 2, "--estimator", "antithetic",
+    )  # fmt: skip
+    return out
+
+
+@pytest.fixture
+def run_words(phone: Path, stack_bundle: Path) -> list[object]:
+    """Words of a short `prge android run`, but for its name."""
+    return [
+        "--folder", phone, "--bundle", stack_bundle, "--train", DEMO / "train.jsonl", "--dev",
+        DEMO / "dev.jsonl", "--dev-limit", 20, "--task", DEMO / "task.yaml", "--steps", 20, "--threads", 1,
+        "--evaluate-every", 10, "--select", "loss", "--checkpoint-every", 10, "--learning-rate", 0.01,
+    ]  # fmt: skip

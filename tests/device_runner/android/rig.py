@@ -1,0 +1,363 @@
+"""A phone's user space without a phone: an arm64 runtime under emulation, as adb's user, reached by adb.
+
+The root is read-only and holds a shell and what the daemon needs, no /lib, /usr, /etc or /tmp, as on Android;
+only adb's own folder can be written. It takes root, and a kernel that starts arm64 programs in an emulator.
+
+    python -m tests.device_runner.android.rig --json android.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from device_runner.android.packages import Package, download_debian, unpack_debian
+from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, default_cache
+from device_runner.run_inputs import adapter_folder
+from prge.adapter import read_peft
+from prge.bundle import open_bundle
+from prge.directions import Directions
+from prge.errors import PrgeError
+from prge.journal import Journal
+from tests.device_runner.android.daemons import (
+    PORT,
+    REPOSITORY,
+    Daemon,
+    Network,
+    UnavailableError,
+    adbd_folder,
+    wait_for_device,
+)
+
+DEMO = REPOSITORY / "server_export" / "demo_data"
+SHELL_USER = 2000
+FOLDER = "/data/local/tmp/prge"
+MOST_MEGABYTES = 140
+MOST_DIFFERENCE = 1e-4
+STEPS = 8
+_LOADER = "ld-linux-aarch64.so.1"
+_CORES = 2
+_CPUINFO = """processor : {number}
+BogoMIPS : 38.40
+Features : fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
+CPU implementer : 0x41
+CPU architecture: 8
+CPU variant : 0x4
+CPU part : 0xd0b
+CPU revision : 1
+
+"""
+_SETUP = """
+set -e
+P=$1
+mount --bind "$P" "$P"
+mount -o remount,ro,bind "$P"
+mount --bind "$2" "$P/data/local/tmp"
+mount -t proc proc "$P/proc"
+mount --bind "$3/cpuinfo" "$P/proc/cpuinfo"
+mount --bind "$3/sys" "$P/sys"
+mount -t tmpfs -o mode=755 tmpfs "$P/dev"
+for node in null zero urandom random; do
+    : >"$P/dev/$node"
+    mount --bind "/dev/$node" "$P/dev/$node"
+done
+mkdir "$P/dev/pts"
+mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts "$P/dev/pts"
+ln -s pts/ptmx "$P/dev/ptmx"
+exec env -i QEMU_CPU=cortex-a76 ADBD_PORT=$4 PATH=/system/bin ANDROID_DATA=/data ANDROID_ROOT=/system \\
+    "$(command -v chroot)" --userspec=2000:2000 --groups=2000,3009 "$P" \\
+    /apex/rt/ld-linux-aarch64.so.1 --library-path /apex/rt /apex/adbd/adbd
+"""
+
+
+class Rig(Daemon):
+    """The arm64 daemon in its root; `phone_folder` is the host's view of adb's folder."""
+
+    def __init__(self, network: Network, work: Path) -> None:
+        self.root, self.phone_folder, self.kernel = work / "root", work / "writable", work / "kernel"
+        _make_root(work, self.root)
+        _make_kernel(self.kernel)
+        self.phone_folder.mkdir()
+        os.chown(self.phone_folder, SHELL_USER, SHELL_USER)
+        self.phone_folder.chmod(0o771)
+        home = work / "home"
+        home.mkdir()
+        super().__init__(network, self.root, home)
+
+    def start(self) -> None:
+        """Mount, start the daemon as adb's user, and wait until adb reaches it."""
+        with (self.home / "adbd.log").open("ab") as log:
+            self.process = self.network.start(
+                ["unshare", "--mount", "--propagation", "private", "sh", "-c", _SETUP, "rig", self.root,
+                 self.phone_folder, self.kernel, PORT],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        wait_for_device(self, 120)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the rig; prints and writes what it found, and answers 0 if all is as it should be."""
+    parser = argparse.ArgumentParser("rig", description="Train in a phone's user space without a phone.")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--fast-passed", choices=("true", "false"), default="false")
+    arguments = parser.parse_args(argv)
+    found: dict[str, object] = {"fast_passed": arguments.fast_passed == "true", "rig_passed": False}
+    with tempfile.TemporaryDirectory(prefix="prge-rig-", ignore_cleanup_errors=True) as work:
+        try:
+            found |= _examine(Path(work))
+        except (UnavailableError, PrgeError, AssertionError) as error:
+            found["problem"] = str(error)
+    text = json.dumps(found, indent=2)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+    return 0 if found["fast_passed"] and found["rig_passed"] else 1
+
+
+def _examine(work: Path) -> dict[str, object]:
+    began = time.monotonic()
+    network = Network()
+    try:
+        _say("two runtimes for arm64")
+        runtime = build_runtime(BundleSettings(out=work / "runtime"))
+        again = build_runtime(BundleSettings(out=work / "again"))
+        bundle, here = _here(work)
+        _say("the root")
+        rig = Rig(network, work)
+        try:
+            rig.start()
+            figures = _there(rig, runtime, bundle, here, work)
+        finally:
+            rig.close()
+    finally:
+        network.close()
+    figures |= {"bundle_mb": round(runtime.megabytes, 1), "bundle_reproducible": runtime.tree == again.tree}
+    checks = [
+        runtime.megabytes <= MOST_MEGABYTES,
+        runtime.tree == again.tree,
+        figures["directions_equal"],
+        figures["max_scalar_difference"] <= MOST_DIFFERENCE,  # type: ignore[operator]
+        figures["max_adapter_difference"] <= 0.05 * figures["largest_adapter_value"],  # type: ignore[operator]
+        figures["published"],
+        figures["paused_while_hot"],
+        figures["resumed_same_bits"],
+    ]
+    return {"rig_passed": all(checks), **figures, "seconds": round(time.monotonic() - began)}
+
+
+def _here(work: Path) -> tuple[Path, Path]:
+    """The demo's bundle for P-RGE, and a short run of it on this machine."""
+    _say("a bundle and a run on this machine")
+    bundle, run = work / "bundle", work / "here"
+    _prge(
+        "export", "--model", DEMO / "model", "--out", bundle, "--target-modules", "o_proj", "down_proj",
+        "--queries", 4, "--batch-size", 4, "--sequence-length", 32, "--positions", 2,
+        "--estimator", "antithetic",
+    )  # fmt: skip
+    _prge("run", *_run_words(bundle), "--out", run, "--quiet")
+    return bundle, run
+
+
+def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> dict[str, object]:
+    """The same run in the rig, pulled and compared."""
+    _say("push")
+    rig.prge("push", runtime.folder)
+    _say("doctor")
+    told = rig.prge("doctor").stdout
+    print(told, file=sys.stderr)
+    _say("run, as user 2000 under emulation")
+    rig.prge("run", *_run_words(bundle), "--out", "there", "--wait")
+    there = work / "there"
+    rig.prge("pull", "there", "--out", there)
+    _say("run, killed and resumed")
+    rig.prge("run", *_run_words(bundle), "--out", "killed")
+    journal = rig.phone_folder / "prge" / "runs" / "killed" / "journal.jsonl"
+    _until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 2, "no steps")
+    rig.prge("stop", "killed", "--now")
+    rig.prge("run", "--resume", "killed", "--wait")
+    rig.prge("pull", "killed", "--out", work / "killed")
+    _say("a run that pauses while the phone is hot")
+    paused = _pauses(rig, bundle)
+    _say("publish")
+    _prge("publish", there, "--bundle", bundle, "--model", DEMO / "model", "--out", work / "published")
+    opened = open_bundle(bundle)
+    ours, theirs = (
+        read_peft(adapter_folder(run), opened.contract.modules, opened.adapter).values
+        for run in (here, there)
+    )
+    return {
+        "directions_equal": _directions_there(rig) == _directions(),
+        "steps": STEPS,
+        "max_scalar_difference": _scalar_difference(here, there),
+        "max_adapter_difference": float(np.abs(ours - theirs).max()),
+        "largest_scalar": _largest_scalar(here),
+        "largest_adapter_value": float(np.abs(ours).max()),
+        "paused_while_hot": paused,
+        "published": (work / "published" / "adapter_model.safetensors").is_file(),
+        "resumed_same_bits": all(
+            (work / "killed" / name).read_bytes() == (there / name).read_bytes()
+            for name in ("journal.jsonl", "final/adapter_model.safetensors")
+        ),
+        "device": json.loads((there / "run.json").read_text())["meta"],
+    }
+
+
+def _pauses(rig: Rig, bundle: Path) -> bool:
+    """Whether a run waits while the phone is hot and goes on by itself; the reason must be in its log."""
+    zone = rig.kernel / "sys/class/thermal/thermal_zone0/temp"
+    run = rig.phone_folder / "prge" / "runs" / "hot"
+    zone.write_text("47000\n")
+    rig.prge("run", *_run_words(bundle), "--pause-above-celsius", 45, "--out", "hot")
+    log = run / "log.txt"
+    _until(lambda: log.is_file() and "paused, too hot: 47.0" in log.read_text(), "no pause in the log")
+    waited = b'"kind":"step"' not in (run / "journal.jsonl").read_bytes()
+    zone.write_text("41500\n")
+    told = rig.prge("status", "hot", "--wait").stdout
+    return waited and "completed" in told and "going on after a pause" in log.read_text()
+
+
+def _until(over: Callable[[], bool], problem: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not over():
+        assert time.monotonic() < deadline, f"{problem} after {seconds:.0f} seconds"
+        time.sleep(0.05)
+
+
+def _run_words(bundle: Path) -> list[object]:
+    return [
+        "--bundle", bundle, "--train", DEMO / "train.jsonl", "--task", DEMO / "task.yaml", "--steps", STEPS,
+        "--threads", 1, "--learning-rate", 0.001, "--optimizer", "sgd",
+    ]  # fmt: skip
+
+
+def _scalar_difference(here: Path, there: Path) -> float:
+    """Largest difference of scalars between two runs; raises AssertionError unless rows and seeds agree."""
+    with Journal(here / "journal.jsonl") as ours, Journal(there / "journal.jsonl") as theirs:
+        largest = 0.0
+        for step in range(STEPS):
+            a, b = ours.step(step), theirs.step(step)
+            assert a is not None and b is not None, f"step {step} is missing"
+            assert a["rows"] == b["rows"] and a["seed"] == b["seed"], f"step {step} has other rows or seed"
+            largest = max(largest, float(np.abs(np.subtract(a["scalars"], b["scalars"])).max()))
+    return largest
+
+
+def _largest_scalar(run: Path) -> float:
+    with Journal(run / "journal.jsonl") as journal:
+        return float(
+            max(np.abs(record["scalars"]).max() for step in range(STEPS) if (record := journal.step(step)))
+        )
+
+
+_DIRECTIONS = """
+import hashlib
+from prge.directions import Directions
+h = hashlib.sha256()
+for kind in ("rademacher", "gaussian"):
+    for step in range(8):
+        for query in range(4):
+            h.update(Directions(kind, 42, step, 8192)(query).tobytes())
+print(h.hexdigest())
+"""
+
+
+def _directions() -> str:
+    found = hashlib.sha256()
+    for kind in ("rademacher", "gaussian"):
+        for step in range(8):
+            for query in range(4):
+                found.update(Directions(kind, 42, step, 8192)(query).tobytes())  # type: ignore[arg-type]
+    return found.hexdigest()
+
+
+def _directions_there(rig: Rig) -> str:
+    command = f"sh {FOLDER}/runtime/run.sh -c '{_DIRECTIONS.replace(chr(39), chr(34))}'"
+    return rig.adb("shell", command).stdout.strip()
+
+
+def _make_root(work: Path, root: Path) -> None:
+    """The read-only tree: shell, tools and daemon with their libraries."""
+    for name in ("system/bin", "apex/rt", "apex/adbd", "data/local/tmp", "proc", "dev", "sys", "sdcard"):
+        (root / name).mkdir(parents=True)
+    (root / "bin").symlink_to("/system/bin")
+    files = adbd_folder(work / "adbd-arm64", default_cache(), "arm64")
+    for path in files.iterdir():
+        shutil.copy(path, root / "apex" / ("adbd" if path.name == "adbd" else "rt") / path.name)
+    names = [Package(name) for name in ("mksh", "toybox", "libcrypt1", "libssl3t64")]
+    system = work / "tools"
+    system.mkdir()
+    unpack_debian(list(download_debian(names, "arm64", default_cache()).values()), system)
+    for path in (system / "usr/lib/aarch64-linux-gnu").glob("*.so*"):
+        # Debian's libcrypto of Android has the same kind of name; neither replaces the other.
+        if path.is_file() and not (root / "apex/rt" / path.name).exists():
+            shutil.copy(path, root / "apex/rt" / path.name)
+    shutil.copy(system / "usr/bin/mksh-static", root / "system/bin/sh")
+    toybox = root / "system/bin/toybox"
+    shutil.copy(system / "usr/bin/toybox", toybox)
+    subprocess.run(
+        ["patchelf", "--set-interpreter", f"/apex/rt/{_LOADER}", "--force-rpath", "--set-rpath", "/apex/rt",
+         str(toybox)], check=True,
+    )  # fmt: skip
+    listed = subprocess.run(
+        ["chroot", str(root), "/system/bin/toybox"], capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        raise UnavailableError(f"arm64 programs can't be run here: {listed.stderr.strip()}")
+    for applet in listed.stdout.split():
+        if applet != "sh":
+            (root / "system/bin" / applet).symlink_to("toybox")
+
+
+def _make_kernel(folder: Path) -> None:
+    """What the kernel of a phone tells of its processor, battery and temperature."""
+    processors = folder / "sys/devices/system/cpu"
+    files = {name: f"0-{_CORES - 1}" for name in ("possible", "present", "online")}
+    files["kernel_max"] = str(_CORES - 1)
+    for core in range(_CORES):
+        files |= {
+            f"cpu{core}/regs/identification/midr_el1": "0x00000000414fd0b1",
+            f"cpu{core}/cpufreq/cpuinfo_max_freq": "2400000",
+            f"cpu{core}/cpufreq/cpuinfo_min_freq": "300000",
+            f"cpu{core}/cpufreq/scaling_cur_freq": "1800000",
+            f"cpu{core}/topology/core_id": str(core),
+            f"cpu{core}/topology/physical_package_id": "0",
+            f"cpu{core}/topology/core_siblings": "3",
+            f"cpu{core}/topology/core_siblings_list": f"0-{_CORES - 1}",
+            f"cpu{core}/topology/thread_siblings": str(1 << core),
+            f"cpu{core}/topology/thread_siblings_list": str(core),
+        }
+    power = "../../../class/power_supply/battery"
+    files |= {f"{power}/type": "Battery", f"{power}/capacity": "81", f"{power}/status": "Discharging"}
+    files |= {f"{power}/temp": "312", "../../../class/thermal/thermal_zone0/temp": "41500"}
+    for name, content in files.items():
+        path = processors / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    blocks = "".join(_CPUINFO.format(number=core) for core in range(_CORES))
+    (folder / "cpuinfo").write_text(f"{blocks}Hardware : test\n")
+
+
+def _prge(*words: object) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "prge.cli", *map(str, words)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"prge {words[0]}: {done.stderr}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

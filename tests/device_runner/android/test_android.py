@@ -1,0 +1,256 @@
+"""`prge android` through the real adb and a real adb daemon, with a real runtime at the other end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from device_runner.run_inputs import adapter_folder
+from prge.adapter import read_peft
+from prge.bundle import open_bundle
+from tests.device_runner.android.conftest import DEMO
+from tests.device_runner.android.daemons import SERIAL, Daemon, wait_for_device
+
+pytestmark = [pytest.mark.export, pytest.mark.slow]
+
+SNIPPET = """
+import sys
+from pathlib import Path
+from device_runner.android.adb import Adb
+from prge.errors import DeviceError
+adb = Adb()
+try:
+    print({code})
+except DeviceError as error:
+    sys.exit(f"{{error.exit_code}} {{error.what}}")
+"""
+
+
+def evaluated(daemon: Daemon, code: str) -> str:
+    """What a Python expression with an `adb` prints, on standard output or as its error."""
+    done = daemon.network.run([sys.executable, "-c", SNIPPET.format(code=code)], env=daemon.environment)
+    return (done.stdout or done.stderr).strip()
+
+
+def steps(run: Path) -> int:
+    """Steps in a run's journal."""
+    journal = run / "journal.jsonl"
+    return journal.read_bytes().count(b'"kind":"step"') if journal.is_file() else 0
+
+
+def wait_for_steps(run: Path, count: int, seconds: float = 60) -> None:
+    """Until a run has taken that many steps."""
+    deadline = time.monotonic() + seconds
+    while steps(run) < count:
+        assert time.monotonic() < deadline, f"{run} has only {steps(run)} steps"
+        time.sleep(0.02)
+
+
+def status(daemon: Daemon, phone: Path, name: str) -> dict[str, object]:
+    """How a run stands."""
+    told = daemon.prge("status", name, "--json", "--folder", phone)
+    (job,) = json.loads(told.stdout)
+    return dict(job)
+
+
+def test_exit_codes_and_texts_come_through(daemon: Daemon) -> None:
+    assert (
+        evaluated(daemon, "[adb.shell(f'exit {n}').code for n in (0, 1, 7, 127, 255)]")
+        == "[0, 1, 7, 127, 255]"
+    )
+    assert evaluated(daemon, "adb.shell('echo out; echo err >&2; exit 3')") == (
+        "Answer(code=3, output='out\\n', errors='err\\n')"
+    )
+    assert evaluated(daemon, "adb.shell('printf x').output") == "x"
+    assert evaluated(daemon, "adb.check('echo no; exit 4', 'trying')") == "2 trying failed: no"
+    assert (
+        evaluated(daemon, "adb.shell('sleep 9', seconds=0.5)") == "2 adb shell did not end within 0 seconds"
+    )
+    missing = evaluated(daemon, "adb.pull('/nowhere', Path('x'))")
+    assert missing.startswith("2 copying /nowhere to x failed") and "No such file" in missing
+
+
+def test_which_device(daemon: Daemon) -> None:
+    environment = dict(daemon.environment)
+    other = daemon.prge("status", "--serial", "nobody", check=2).stderr
+    assert f"there is no device nobody; connected: {SERIAL}" in other
+    daemon.adb("connect", SERIAL.replace("127.0.0.1", "localhost"))
+    del daemon.environment["ANDROID_SERIAL"]
+    try:
+        assert "more than one device" in daemon.prge("status", check=2).stderr
+        daemon.prge("status", "--serial", SERIAL)
+    finally:
+        daemon.environment = environment
+        daemon.adb("disconnect", SERIAL.replace("127.0.0.1", "localhost"))
+
+
+def test_doctor(daemon: Daemon, phone: Path) -> None:
+    checks = json.loads(daemon.prge("doctor", "--json", "--folder", phone).stdout)
+    states = {check["name"]: check["state"] for check in checks}
+    assert states["loader"] == states["engine"] == states["storage"] == states["seccomp"] == "ok"
+    # A machine without a battery says so.
+    battery = next(check for check in checks if check["name"] == "battery_percent")
+    assert battery["state"] == "ok" or "can't be read: no battery" in battery["found"]
+    bare = daemon.prge("doctor", "--folder", phone.with_name("bare"), check=1).stdout
+    assert "has no runtime" in bare and "prge android push" in bare
+
+
+def test_push_sends_what_differs(daemon: Daemon, phone: Path, runtime: Path) -> None:
+    words = ["push", runtime, "--folder", phone]
+    assert "0 files sent" in daemon.prge(*words).stdout
+    (phone / "runtime" / "run.sh").write_text("damaged")
+    (phone / "runtime" / "foreign file").write_text("x")
+    assert "1 files sent" in daemon.prge(*words, "--check").stdout
+    assert not (phone / "runtime" / "foreign file").exists()
+    assert (phone / "runtime" / "run.sh").read_bytes() == (runtime / "run.sh").read_bytes()
+
+
+def test_a_run_with_a_difficult_name(
+    daemon: Daemon, phone: Path, run_words: list[object], stack_bundle: Path, tmp_path: Path
+) -> None:
+    name = 'it\'s "mine" & $(yours)'
+    done = daemon.prge("run", *run_words, "--out", name, "--wait")
+    assert "step 20 of 20" in done.stdout and "completed" in done.stdout
+    again = daemon.prge("run", *run_words, "--out", name, check=2).stderr
+    assert "has a run" in again and "--resume" in again
+    out = tmp_path / "pulled run"
+    daemon.prge("pull", name, "--out", out, "--folder", phone)
+    there = phone / "runs" / name
+    names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert names == {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()} - {
+        "log.txt", "run.lock",
+    }  # fmt: skip
+    assert all((out / name).read_bytes() == (there / name).read_bytes() for name in names)
+    bundle = open_bundle(stack_bundle)
+    assert read_peft(adapter_folder(out), bundle.contract.modules, bundle.adapter).values.any()
+    # Nothing that was pulled tells what the rows say; the log does, and comes if it is asked for.
+    first = json.loads((DEMO / "train.jsonl").read_text().splitlines()[0])
+    text = next(value for value in first.values() if isinstance(value, str) and len(value) > 20)
+    assert not [path for path in out.rglob("*") if path.is_file() and text.encode()[:40] in path.read_bytes()]
+    daemon.prge("pull", name, "--out", out, "--log", "--folder", phone)
+    assert text[:40] in (out / "log.txt").read_text()
+    assert "step 20" in daemon.prge("logs", name, "--folder", phone).stdout
+    (tmp_path / "taken").mkdir()
+    taken = daemon.prge("pull", name, "--out", tmp_path / "taken", "--folder", phone, check=2)
+    assert "is not this run" in taken.stderr
+    daemon.prge("clean", name, "--folder", phone)
+    assert not there.exists()
+    assert "has no run" in daemon.prge("pull", name, "--folder", phone, check=2).stderr
+
+
+def test_killed_three_times_it_ends_in_the_same_bits(
+    daemon: Daemon, phone: Path, run_words: list[object]
+) -> None:
+    words = [*run_words, "--steps", 250]
+    daemon.prge("run", *words, "--out", "whole", "--wait")
+    killed = phone / "runs" / "killed"
+    command = [sys.executable, "-m", "prge.cli", "android", "run", *words, "--out", "killed", "--wait"]
+    client = daemon.network.start(command, env=daemon.environment, stdout=-3, stderr=-3)
+    wait_for_steps(killed, 20)
+    client.send_signal(signal.SIGKILL)
+    client.wait()
+    # The run does not notice.
+    wait_for_steps(killed, 40)
+    job = status(daemon, phone, "killed")
+    assert job["state"] == "running"
+    os.kill(int(str(job["process"])), signal.SIGKILL)
+    told = daemon.prge("status", "killed", "--wait", "--folder", phone).stdout
+    assert "killed with code 137" in told and steps(killed) < 200
+    resumed = daemon.prge("run", "--resume", "killed", "--folder", phone).stdout
+    assert "running" in resumed
+    assert "is running" in daemon.prge("run", "--resume", "killed", "--folder", phone, check=2).stderr
+    daemon.adb("kill-server")
+    assert status(daemon, phone, "killed")["state"] == "running"
+    daemon.kill()
+    before = steps(killed)
+    assert f"the device {SERIAL}" in lost(daemon, phone)
+    wait_for_steps(killed, before + 5)
+    os.kill(int((phone / "jobs" / "killed" / "pid").read_text()), signal.SIGKILL)
+    daemon.start()
+    assert status(daemon, phone, "killed")["code"] == 137
+    daemon.prge("run", "--resume", "killed", "--wait", "--folder", phone)
+    whole = phone / "runs" / "whole"
+    for name in ("final/adapter_model.safetensors", "journal.jsonl"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    assert steps(killed) == 250
+
+
+def lost(daemon: Daemon, phone: Path) -> str:
+    """What is said when the device has gone: once connected again in vain, it is not listed any more."""
+    error = daemon.prge("status", "--folder", phone, check=2).stderr
+    return error.replace(f"there is no device {SERIAL}", f"the device {SERIAL}")
+
+
+def test_stop_and_go_on(daemon: Daemon, phone: Path, run_words: list[object], runtime: Path) -> None:
+    daemon.prge("run", *run_words, "--steps", 2000, "--out", "long")
+    assert "is running" in daemon.prge("clean", "--all", "--folder", phone, check=2).stderr
+    assert "0 files sent" in daemon.prge("push", runtime, "--folder", phone).stdout
+    (phone / "runtime.tree").unlink()
+    assert "long is running" in daemon.prge("push", runtime, "--folder", phone, check=2).stderr
+    told = daemon.prge("stop", "long", "--folder", phone).stdout
+    daemon.prge("push", runtime, "--folder", phone)
+    assert "interrupted" in told
+    job = status(daemon, phone, "long")
+    # Interrupted by SIGTERM, it ends by itself, with its state saved.
+    assert job["code"] == 130 and steps(phone / "runs" / "long") < 2000
+    assert "running" in daemon.prge("run", "--resume", "long", "--folder", phone).stdout
+    daemon.prge("stop", "long", "--now", "--folder", phone)
+    assert status(daemon, phone, "long")["state"] == "killed"
+
+
+def test_rows_on_the_device_and_errors_of_the_driver(
+    daemon: Daemon, phone: Path, run_words: list[object], tmp_path: Path
+) -> None:
+    missing = daemon.prge(
+        "run", *run_words, "--train", "/nowhere/rows.jsonl", "--data-on-device", "--out", "x", check=2
+    )
+    assert "no readable /nowhere/rows.jsonl" in missing.stderr
+    rows = tmp_path / "rows of the phone.jsonl"
+    rows.write_bytes((DEMO / "train.jsonl").read_bytes())
+    dev = tmp_path / "dev.jsonl"
+    dev.write_bytes((DEMO / "dev.jsonl").read_bytes())
+    there = ["--train", rows, "--dev", dev, "--data-on-device", "--wait"]
+    data = sorted(path.name for path in (phone / "data").iterdir())
+    daemon.prge("run", *run_words, *there, "--out", "private")
+    assert sorted(path.name for path in (phone / "data").iterdir()) == data
+    # The driver's own error and exit code come back.
+    rows.write_text("no rows\n")
+    failed = daemon.prge("run", *run_words, *there, "--out", "bad", check=2)
+    assert "ended with code 2" in failed.stdout and "rows of the phone.jsonl" in failed.stderr
+    daemon.prge("clean", "bad", "--folder", phone)
+    daemon.prge("run", *run_words, *there[:-1], "--out", "bad", check=2)
+    assert "not JSON" in daemon.prge("logs", "bad", "--console", "--folder", phone).stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
+def test_a_full_device(daemon: Daemon, runtime: Path, tmp_path: Path) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = daemon.network.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", place])
+    if mounted.returncode:
+        pytest.skip(f"a small file system can't be mounted: {mounted.stderr}")
+    try:
+        full = daemon.prge("push", runtime, "--folder", place / "prge", check=2).stderr
+        assert "MiB free" in full and "prge android clean" in full
+        big = tmp_path / "big"
+        big.write_bytes(bytes(60 << 20))
+        said = evaluated(daemon, f"adb.push(Path({str(big)!r}), {str(place / 'big')!r})")
+        assert said.startswith("2 copying") and "No space left" in said
+    finally:
+        daemon.network.run(["umount", place])
+
+
+def test_the_daemon_comes_back(daemon: Daemon, phone: Path) -> None:
+    daemon.kill()
+    begin = time.monotonic()
+    assert daemon.prge("status", "--folder", phone, check=2).stderr.startswith("prge android: error:")
+    assert time.monotonic() - begin < 20
+    daemon.start()
+    wait_for_device(daemon)
+    daemon.prge("status", "--folder", phone)

@@ -1,0 +1,69 @@
+"""What a runtime is made of, and that a changed one is noticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from device_runner.android.device import check_name
+from device_runner.android.packages import DEBIAN, LOCK, WHEELS, Lock, Package, read_lock, write_lock
+from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, driver_hash, open_runtime
+from prge.errors import ConfigError, DeviceError, EngineError, RunError
+
+MOST_MEGABYTES = 140
+
+
+@pytest.mark.parametrize("machine", ["arm64", "amd64"])
+def test_the_lock_file_names_every_package_and_no_address(machine: str) -> None:
+    lock = read_lock(LOCK, machine)  # type: ignore[arg-type]
+    assert {package.name for package in lock.debian} == set(DEBIAN)
+    assert {package.name.lower() for package in lock.wheels} == {name.lower() for name in WHEELS}
+    for package in (*lock.debian, *lock.wheels):
+        assert package.version and len(package.sha256) == 64
+    assert "://" not in LOCK.read_text()
+
+
+def test_a_lock_file_keeps_other_machines(tmp_path: Path) -> None:
+    path = tmp_path / "lock.json"
+    lock = Lock([Package("a", "1", "0" * 64)], [Package("b", "2", "1" * 64)])
+    write_lock(path, "arm64", lock)
+    write_lock(path, "amd64", Lock([], []))
+    assert read_lock(path, "arm64") == lock
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="--update-lock"):
+        read_lock(path, "arm64")
+
+
+def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="exists"):
+        build_runtime(BundleSettings(out=tmp_path))
+
+
+def test_a_compiler_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no compiler nothing++ for arm64".replace("+", "[+]")):
+        build_runtime(BundleSettings(out=tmp_path / "runtime", compiler="nothing++"))
+
+
+@pytest.mark.parametrize("name", ["", ".", "../x", "a/b", "-flag", "line\nbreak", "back\\slash"])
+def test_names_that_a_run_can_not_have(name: str) -> None:
+    with pytest.raises(DeviceError, match="can't be the name of a run"):
+        check_name(name)
+
+
+@pytest.mark.slow
+def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path: Path) -> None:
+    manifest = json.loads((runtime / "runtime.json").read_text())
+    opened = open_runtime(runtime)
+    assert opened.machine == "amd64" and manifest["driver"] == driver_hash()
+    assert opened.megabytes <= MOST_MEGABYTES
+    assert not [path for path in runtime.rglob("*") if path.is_symlink() or path.name == "__pycache__"]
+    copy = Runtime(tmp_path / "copy", opened.machine, opened.tree)
+    shutil.copytree(runtime, copy.folder)
+    (copy.folder / "site" / "prge" / "training.py").write_text("pass\n")
+    with pytest.raises(DeviceError, match="were changed"):
+        open_runtime(copy.folder)
+    with pytest.raises(DeviceError, match="is no runtime"):
+        open_runtime(tmp_path)
