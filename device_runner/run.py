@@ -111,7 +111,7 @@ def run(settings: RunSettings) -> Path:
 
 
 def with_lengths(settings: RunSettings, bundle: Bundle) -> tuple[RunSettings, str]:
-    """The settings with the lengths that a run uses from its first step to its last, and what to say of them."""
+    """The settings with the lengths that a run uses from first to last, and what to say of them."""
     if len(bundle.lengths) == 1:
         return settings, ""
     lengths, note = chosen_lengths(
