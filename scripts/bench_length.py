@@ -6,21 +6,24 @@ One bundle with methods of several lengths is exported. Steps on the same rows o
 with the shortest method that holds a batch and with the longest, one after the other in one process and in
 turns which goes first; figures are medians of the ratios. Prints JSON, by estimator: `rows_per_second_ratio`
 of training steps and `score_ratio` of scoring, how far the scalars of both are apart, which lengths the steps
-took, and what the programs add to the process's anonymous memory.
+took, and what opening and running the programs of steps takes in time and anonymous memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import numpy as np
 
 from device_runner.build import BuildOptions, load_examples
 from device_runner.data import Selection
+from device_runner.engines import choose
 from device_runner.length_engine import row_lengths
 from device_runner.programs import Programs, open_programs
 from device_runner.run_inputs import fit_heads
@@ -48,6 +52,8 @@ from prge.tangents import Tangents
 
 # An encoder's states have hundreds of features: fitted on fewer rows, a head makes no sense.
 HEAD_ROWS = 1000
+# Rows of a pair that are scored: several calls of them, so that there is something to sort.
+SCORED = 160
 
 
 def export_bundle(arguments: argparse.Namespace, estimator: str, folder: Path) -> Bundle:
@@ -74,13 +80,11 @@ class Steps:
     """Training steps on the programs of some lengths."""
 
     def __init__(self, bundle: Bundle, arguments: argparse.Namespace, lengths: Sequence[int]) -> None:
-        before = anonymous_bytes()
         self.programs = open_programs(
             bundle, arguments.threads, engine=arguments.engine, lengths=lengths, keep=True
         )
         self.engine: Engine = self.programs.step
-        load_all(bundle, self.programs)
-        self.bytes = anonymous_bytes() - before
+        load(self.programs, bundle, bundle.methods)
         self.estimator: Estimator = (
             Tangents() if bundle.contract.is_tangent else Differences(Antithetic(arguments.queries, 1e-2))
         )
@@ -108,12 +112,38 @@ class Steps:
         return time.perf_counter() - start
 
 
-def load_all(bundle: Bundle, programs: Programs) -> None:
-    """Load and run every method that is used once, so that none is loaded while the time is taken."""
-    for method, contract in bundle.methods.items():
+def load(programs: Programs, bundle: Bundle, methods: Iterable[str]) -> None:
+    """Load and run methods of the lengths that are used once, so that none is loaded while time is taken."""
+    for method in methods:
+        contract = bundle.methods[method]
         if contract.sequence_length in programs.lengths:
             inputs = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in contract.inputs}
             programs.loaded(method).forward(inputs)
+
+
+def opened(folder: Path, engine: str, threads: int | None, every: bool) -> dict[str, float]:
+    """Seconds and bytes that programs of steps take, of all lengths or the longest, in a fresh process."""
+    bundle = open_bundle(folder)
+    choose(engine)  # type: ignore[arg-type]
+    if engine == "torch":
+        importlib.import_module("torch")
+    before, start = anonymous_bytes(), time.perf_counter()
+    lengths = bundle.lengths if every else bundle.lengths[-1:]
+    programs = open_programs(bundle, threads, engine=engine, lengths=lengths)  # type: ignore[arg-type]
+    load(programs, bundle, bundle.variants(bundle.step_method))
+    return {"seconds": time.perf_counter() - start, "bytes": anonymous_bytes() - before}
+
+
+def opening(bundle: Bundle, threads: int | None) -> dict[str, Any]:
+    """What opening takes on both engines."""
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, Any] = {}
+    for engine in ("native", "torch"):
+        for name, every in (("fixed", False), ("lengths", True)):
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                measured = pool.submit(opened, bundle.folder, engine, threads, every).result()
+            found.setdefault(engine, {})[name] = measured
+    return found
 
 
 def anonymous_bytes() -> int:
@@ -135,6 +165,7 @@ def bench(arguments: argparse.Namespace, estimator: str, folder: Path) -> dict[s
     examples, _ = load_examples(
         arguments.data, tokenizer, contract, load_task(arguments.task), Selection(0, rows, 0), BuildOptions()
     )
+    open_figures = opening(bundle, arguments.threads)
     fixed = Steps(bundle, arguments, bundle.lengths[-1:])
     short = Steps(bundle, arguments, bundle.lengths)
     if contract.is_encoder:
@@ -146,10 +177,10 @@ def bench(arguments: argparse.Namespace, estimator: str, folder: Path) -> dict[s
     for pair in range(arguments.repeats + 1):
         numbers = range(pair * arguments.steps, (pair + 1) * arguments.steps)
         batches = [batch for number in numbers for batch in sampler.batches(number)]
-        chosen = [example for number in numbers for example in sampler.chosen(number)]
+        scored = [examples[index % len(examples)] for index in range(pair * SCORED, (pair + 1) * SCORED)]
         order = [short, fixed] if pair % 2 else [fixed, short]
         times = {steps: steps.seconds(batches, numbers[0]) for steps in order}
-        scoring = {steps: steps.score_seconds(chosen, steps.adapter) for steps in order}
+        scoring = {steps: steps.score_seconds(scored, steps.adapter) for steps in order}
         if pair == 0:
             # Caches warm up: this pair isn't counted.
             continue
@@ -179,7 +210,7 @@ def bench(arguments: argparse.Namespace, estimator: str, folder: Path) -> dict[s
             "largest": max(tokens),
             "rows": len(examples),
         },
-        "memory_bytes": {"fixed": fixed.bytes, "lengths": short.bytes},
+        "opening": open_figures,
         "program_bytes": bundle.manifest["files"]["program.pte"]["bytes"],
         "engine": short.programs.engine,
         "export_seconds": export_seconds,
