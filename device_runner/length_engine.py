@@ -38,10 +38,10 @@ class LengthEngine:
 
 def row_lengths(inputs: Mapping[str, Array], contract: Contract) -> IntArray:
     """How many tokens of each row its answers depend on, i64 [rows]; all where the inputs aren't right."""
-    specs = {spec.name: spec.shape for spec in contract.inputs}
     rows, length = contract.given_rows, contract.sequence_length
-    wanted = ("tokens", "attention_mask" if contract.is_encoder else "positions")
-    if any(name not in inputs or inputs[name].shape != specs[name] for name in wanted):
+    wanted = {"tokens": length}
+    wanted |= {"attention_mask": length} if contract.is_encoder else {"positions": contract.positions}
+    if any(name not in inputs or inputs[name].shape != (rows, width) for name, width in wanted.items()):
         return np.full(rows, length)
     if contract.is_encoder:
         # From the last one on; a row without any token counts whole.
