@@ -6,6 +6,7 @@ Both are the same runtime and give the same bits. Neither is imported before it 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,13 +57,16 @@ class Backend:
             from device_runner.executorch_engine import check_method
         check_method(bundle, method)
 
-    def can_share(self, bundle: Bundle) -> bool:
-        """Whether this engine can load a bundle's methods side by side with the weights in memory once."""
+    def can_share(self, bundle: Bundle, methods: Sequence[str] | None = None) -> bool:
+        """Whether this engine can load a bundle's methods side by side with the weights in memory once.
+
+        `methods` are some of the bundle's; by default all.
+        """
         if self.name != "native":
             return False
         from device_runner.native.engine import can_share
 
-        return can_share(bundle)
+        return can_share(bundle, methods)
 
     def set_threads(self, threads: int | None) -> int:
         """Set the size of the process's thread pool, unless it is None, and return it.

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from device_runner.build import BuildOptions, load_examples
 from device_runner.data import Selection
 from device_runner.engines import EngineName, choose
+from device_runner.lengths import PROGRAM_BYTES, chosen_lengths
+from device_runner.programs import open_programs
 from device_runner.run_inputs import adapter_folder
 from device_runner.scoring import evaluate, extract_answers, mean_token_f1
 from device_runner.task import load_task
@@ -59,6 +61,8 @@ class EvaluateSettings:
     it is built or can be."""
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
+    program_bytes: int = PROGRAM_BYTES
+    """Bundles exported with --lengths: bytes that loaded programs may take to use more than one length."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +105,19 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             )
         head = Head(examples[0].candidates, contract.width)
         read_head(source / HEAD, head)
-    engine = choose(settings.engine).load(bundle, settings.threads, method=bundle.score_method)
+    lengths, note = chosen_lengths(
+        bundle,
+        None,
+        settings.program_bytes,
+        lambda methods: choose(settings.engine).can_share(bundle, methods),
+        only_scoring=True,
+    )
+    if note:
+        print(note)
+    programs = open_programs(
+        bundle, settings.threads, engine=settings.engine, lengths=lengths, only_scoring=True
+    )
+    engine = programs.score
     record, found = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
     del record["value"]
     answers: list[str] = []

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from prge.adapter import adapter_size
-from prge.bundle import MANIFEST, PROGRAM, check_file, read_contracts, read_manifest, read_trunk
+from prge.bundle import (
+    MANIFEST,
+    PROGRAM,
+    check_file,
+    read_contracts,
+    read_manifest,
+    read_shorter,
+    read_trunk,
+)
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.errors import BundleError
 from prge.settings import parse_settings
@@ -25,6 +33,7 @@ _SECTIONS = (
 )
 _SHOWN_ELSEWHERE = {
     *("folder", "manifest_sha256", "format", "model", "contract", "score", "trunk", "queries", "files"),
+    "lengths",
     *("unlisted_files", "rows_per_call", "adapter_parameters", "memory", "score_memory"),
 }
 
@@ -63,6 +72,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     contract, scoring = read_contracts(manifest)
+    read_shorter(manifest, contract)
     if not isinstance(manifest.get("files"), dict) or PROGRAM not in manifest["files"]:
         raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
     files = {
@@ -157,6 +167,7 @@ def _text(report: Mapping[str, Any]) -> Iterator[str]:
         rows = f"{scoring.batch_size}, without derivatives"
         yield from _section("program for scoring", {"kind": scoring.kind, "rows a call": rows})
         yield from _interface(scoring)
+    yield from _section("programs for shorter rows", dict(_shorter_facts(report)))
     yield from _modules(contract)
     for name in _SECTIONS:
         yield from _section(name, report.get(name))
@@ -181,6 +192,8 @@ def _program_facts(report: Mapping[str, Any], contract: Contract) -> dict[str, A
         "rows a call": _rows(contract),
         "sequence_length": contract.sequence_length,
     }
+    if report.get("lengths"):
+        facts["shorter lengths"] = [block["sequence_length"] for block in report["lengths"]]
     if contract.is_encoder:
         facts["width"] = contract.width
     else:
@@ -191,6 +204,14 @@ def _program_facts(report: Mapping[str, Any], contract: Contract) -> dict[str, A
     facts["suggested queries"] = report.get("queries")
     facts["format"] = report["format"]
     return facts
+
+
+def _shorter_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A line for every method of a shorter length."""
+    for block in report.get("lengths") or ():
+        for method, lowering in _mapping(block.get("lowering")).items():
+            planned = bytes_text(_mapping(lowering).get("planned_memory_bytes"))
+            yield method, f"{block['sequence_length']} tokens, planned arena {planned}"
 
 
 def _rows(contract: Contract) -> str:

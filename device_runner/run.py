@@ -11,9 +11,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from device_runner.engines import choose
 from device_runner.gates import Gates
+from device_runner.lengths import chosen_lengths
 from device_runner.probe import noise_note, quantization
 from device_runner.programs import Programs, open_programs
 from device_runner.run_inputs import (
@@ -91,18 +94,35 @@ def run(settings: RunSettings) -> Path:
     """
     bundle = open_bundle(settings.bundle)
     settings = settled(settings, bundle)
+    settings, note = with_lengths(settings, bundle)
     with run_lock(settings.out):
         _check_folder(settings)
         inputs = read_inputs(bundle, settings)
         with Journal(settings.out / JOURNAL) as journal:
             begin(journal, inputs.identity, settings)
             cache = _trunk_cache(settings, bundle)
-            programs = open_programs(bundle, settings.threads, settings.keep_programs, settings.engine, cache)
+            programs = open_programs(
+                bundle, settings.threads, settings.keep_programs, settings.engine, cache, settings.lengths
+            )
             with Watcher(settings, inputs, programs, journal) as watcher, _graceful_stop(watcher):
                 watcher.say(inputs.report)
-                if programs.notes:
-                    watcher.say(programs.notes)
+                for text in filter(None, (programs.notes, note)):
+                    watcher.say(text)
                 return _train(settings, inputs, programs, journal, watcher)
+
+
+def with_lengths(settings: RunSettings, bundle: Bundle) -> tuple[RunSettings, str]:
+    """The settings with the lengths that a run uses from first to last, and what to say of them."""
+    if len(bundle.lengths) == 1:
+        return settings, ""
+    lengths, note = chosen_lengths(
+        bundle,
+        settings.lengths,
+        settings.program_bytes,
+        lambda methods: choose(settings.engine).can_share(bundle, methods),
+        settings.keep_programs,
+    )
+    return replace(settings, lengths=list(lengths)), note
 
 
 def _train(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from device_runner.engines import EngineName
+from device_runner.lengths import PROGRAM_BYTES, check_lengths
 from device_runner.trunk_cache import Precision
 from prge.bundle import Bundle
 from prge.directions import Distribution
@@ -112,6 +113,11 @@ class RunSettings:
     keep_programs: bool = False
     """Tangent bundles: keep the programs for steps and for scoring loaded side by side. Evaluations begin
     sooner, and the weights are in memory twice, but for those that the native engine can share."""
+    lengths: list[int] | None = None
+    """Bundles exported with --lengths: those to use, and the longest in any case. Default: all, if the
+    programs fit into program_bytes together, else the longest alone."""
+    program_bytes: int = PROGRAM_BYTES
+    """Bundles exported with --lengths: bytes that loaded programs may take to use more than one length."""
     trunk_cache_bytes: int = 1 << 30
     """Bundles with a trunk: bytes of the run folder that may keep what the trunk made of training rows; 0:
     computed every time."""
@@ -148,6 +154,7 @@ class RunSettings:
                 ("checkpoint_every", 0),
                 ("patience", 0),
                 ("seed", 0),
+                ("program_bytes", 0),
                 ("trunk_cache_bytes", 0),
             )
             if getattr(self, name) < least
@@ -233,6 +240,7 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             [f"--trunk-cache-dtype is {settings.trunk_cache_dtype}, the bundle has no trunk"],
             remedy="leave it out, or export with --trunk-cache",
         )
+    check_lengths(bundle, settings.lengths or ())
     return replace(settings, estimator=estimator, queries=queries)
 
 

@@ -2,7 +2,8 @@
 
     manifest.json   contract, model, quantization, versions, verification, sha256 of every other file
     program.pte     the program: the method `forward` takes steps, and `score` scores where that can't;
-                    a step that is cut is `trunk`, what no adapter changes, and `step`, what is above
+                    a step that is cut is `trunk`, what no adapter changes, and `step`, what is above;
+                    `<method>_<length>` is a method for rows of at most so many tokens
     adapter/        the adapter to start from, a PEFT folder (lora_A and lora_B)
     tokenizer/      tokenizer.json and, where the model has one, chat_template.jinja
 
@@ -14,11 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from prge.contract import FORMAT, Contract
+from prge.contract import FORMAT, Contract, TensorSpec, tensor_specs
 from prge.errors import BundleError
 
 MANIFEST = "manifest.json"
@@ -36,7 +37,8 @@ class Bundle:
     """An opened bundle whose files have the hashes that its manifest names.
 
     `contract` is of the method that takes steps, `scoring` of the one that scores where that is another one,
-    `trunk` of the one that a step which is cut continues.
+    `trunk` of the one that a step which is cut continues. `shorter` has the lengths below theirs that every
+    method has a variant for, shortest first, with what crosses its cut.
     """
 
     folder: Path
@@ -44,10 +46,29 @@ class Bundle:
     manifest: Mapping[str, Any]
     scoring: Contract | None = None
     trunk: Contract | None = None
+    shorter: Mapping[int, tuple[TensorSpec, ...]] = field(default_factory=dict)
 
     @property
     def methods(self) -> dict[str, Contract]:
         """The methods of the program with their contracts."""
+        return {name: variant for method in self._longest for name, variant in self.variants(method).items()}
+
+    def variants(self, method: str) -> dict[str, Contract]:
+        """The methods that do what `method` does for rows of different lengths, shortest first, it last."""
+        contract = self._longest[method]
+        shorter = {
+            variant_name(method, length): contract.shortened(length, cut)
+            for length, cut in self.shorter.items()
+        }
+        return {**shorter, method: contract}
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a row in the variants of every method, shortest first."""
+        return (*self.shorter, self.contract.sequence_length)
+
+    @property
+    def _longest(self) -> dict[str, Contract]:
         named = {TRUNK_METHOD: self.trunk, self.step_method: self.contract, SCORE_METHOD: self.scoring}
         return {method: contract for method, contract in named.items() if contract is not None}
 
@@ -85,6 +106,11 @@ class Bundle:
     def sha256(self) -> str:
         """Hash of the manifest, and through it of every file: what a run was made with."""
         return str(self.manifest["manifest_sha256"])
+
+
+def variant_name(method: str, length: int) -> str:
+    """Name of the variant of a method for rows of at most `length` tokens."""
+    return f"{method}_{length}"
 
 
 def file_sha256(path: Path) -> str:
@@ -146,7 +172,37 @@ def open_bundle(folder: Path | str) -> Bundle:
     for name in files:
         check_file(folder, manifest, name)
     contract, scoring = read_contracts(manifest)
-    return Bundle(folder, contract, manifest, scoring, read_trunk(manifest, contract))
+    trunk, shorter = read_trunk(manifest, contract), read_shorter(manifest, contract)
+    return Bundle(folder, contract, manifest, scoring, trunk, shorter)
+
+
+def read_shorter(manifest: Mapping[str, Any], contract: Contract) -> dict[int, tuple[TensorSpec, ...]]:
+    """The lengths below a step's that the methods have variants for, with what crosses a step's cut.
+
+    Raises:
+        BundleError: they can't be read, don't rise up to the step's length, or have another cut.
+    """
+    try:
+        found = {
+            int(block["sequence_length"]): tensor_specs(block.get("cut", ()))
+            for block in manifest.get("lengths") or ()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BundleError(
+            f"the manifest's lengths can't be read: {error!r}", remedy="export the bundle again"
+        ) from None
+    lengths = [*found, contract.sequence_length]
+    expected = [(spec.name, len(spec.shape)) for spec in contract.cut]
+    if lengths != sorted(set(lengths)) or any(
+        [(spec.name, len(spec.shape)) for spec in cut] != expected for cut in found.values()
+    ):
+        raise BundleError(
+            f"the manifest's lengths {', '.join(map(str, lengths))} are not those of one program",
+            remedy="export the bundle again",
+        )
+    for length, cut in found.items():
+        contract.shortened(length, cut)
+    return found
 
 
 def read_trunk(manifest: Mapping[str, Any], contract: Contract) -> Contract | None:

@@ -37,7 +37,7 @@ part, which no adapter changes, made of them. A trunk program is that lower part
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -218,6 +218,10 @@ class Contract:
         """The contract of the program that was cut, which takes tokens."""
         return replace(self, cut=())
 
+    def shortened(self, length: int, cut: tuple[TensorSpec, ...] = ()) -> Contract:
+        """The contract of the same program for rows of `length` tokens; `cut` is what crosses then."""
+        return replace(self, sequence_length=length, cut=cut if self.cut else ())
+
     def to_json(self) -> dict[str, Any]:
         """The manifest's `contract` block; inputs and outputs are written out for other readers."""
         block = asdict(self)
@@ -246,13 +250,17 @@ class Contract:
                 modules=modules,
                 queries=int(block["queries"]),
                 shared_rows=bool(block.get("shared_rows", False)),
-                cut=tuple(
-                    TensorSpec(str(spec["name"]), str(spec["dtype"]), tuple(map(int, spec["shape"])))
-                    for spec in block.get("cut", ())
-                ),
+                cut=tensor_specs(block.get("cut", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BundleError(
                 f"the manifest's contract can't be read: {error!r}",
                 remedy="export the bundle again with this version of prge",
             ) from None
+
+
+def tensor_specs(blocks: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
+    """Read specs as JSON has them; raises KeyError, TypeError or ValueError."""
+    return tuple(
+        TensorSpec(str(spec["name"]), str(spec["dtype"]), tuple(map(int, spec["shape"]))) for spec in blocks
+    )

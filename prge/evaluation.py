@@ -48,7 +48,10 @@ def score(
     head: Classifier | None = None,
     pad: int = 0,
 ) -> Scores:
-    """Score every candidate of every example with one adapter: ceil(sequences / rows) calls."""
+    """Score every candidate of every example with one adapter: ceil(sequences / rows) calls.
+
+    Sequences of about one length go together, so that a program with methods of several takes short ones.
+    """
     contract = engine.contract
     lora_b = stack(adapter, contract.copies)
     totals = [np.zeros(example.candidates) for example in examples]
@@ -58,6 +61,7 @@ def score(
         for index, example in enumerate(examples)
         for sequence in example.sequences
     ]
+    single.sort(key=lambda pair: _tokens(pair[1]), reverse=True)
     for start in range(0, len(single), contract.rows):
         chunk = single[start : start + contract.rows]
         batch = make_batch([example for _, example in chunk], contract, rows=contract.rows, pad=pad)
@@ -81,9 +85,15 @@ def pooled_states(
     contract = engine.contract
     lora_b = stack(adapter, contract.copies)
     states = []
-    for start in range(0, len(examples), contract.rows):
-        chunk = examples[start : start + contract.rows]
-        batch = make_batch(chunk, contract, rows=contract.rows, pad=pad)
+    order = sorted(range(len(examples)), key=lambda index: _tokens(examples[index]), reverse=True)
+    for start in range(0, len(order), contract.rows):
+        chunk = order[start : start + contract.rows]
+        batch = make_batch([examples[index] for index in chunk], contract, rows=contract.rows, pad=pad)
         outputs = engine.forward({**batch.inputs(1, True), **lora_b})
         states.append(outputs["pooled"][: len(chunk)])
-    return np.concatenate(states)
+    return np.concatenate(states)[np.argsort(order)]
+
+
+def _tokens(example: Example) -> int:
+    """Tokens of an example's longest sequence."""
+    return max(len(sequence.tokens) for sequence in example.sequences)

@@ -138,11 +138,11 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
     export_seconds = time.perf_counter() - start
     trunk, upper = load(cut_bundle, TRUNK_METHOD), load(cut_bundle, UPPER_METHOD)
     cache = TrunkCache(folder / "cache", arguments.cache_bytes)
-    engine = TrunkEngine(trunk, upper, "bench", cache)
+    engine = TrunkEngine([trunk], [upper], "bench", cache)
     full = Step(load(full_bundle, STEP_METHOD), arguments.queries)
     cached, anew = (
         Step(engine, arguments.queries),
-        Step(TrunkEngine(trunk, upper, "bench"), arguments.queries),
+        Step(TrunkEngine([trunk], [upper], "bench"), arguments.queries),
     )
     batches = make_batches(full.engine.contract, arguments.repeats + 1)
     # The first batch warms caches up: its pair isn't counted.

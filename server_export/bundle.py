@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from prge import __version__
-from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, TRUNK_METHOD, file_sha256, manifest_sha256
+from prge.bundle import (
+    ADAPTER,
+    MANIFEST,
+    PROGRAM,
+    TOKENIZER,
+    TRUNK_METHOD,
+    file_sha256,
+    manifest_sha256,
+    variant_name,
+)
 from prge.contract import FORMAT, TensorSpec
 from server_export.lowering import LoweringReport
 from server_export.program import SCORE_METHOD, BuiltProgram
@@ -67,10 +77,11 @@ def write_bundle(
     lowering: Mapping[str, LoweringReport],
     verification: Verification,
     cut: tuple[TensorSpec, ...] = (),
+    shorter_cuts: Mapping[int, tuple[TensorSpec, ...]] | None = None,
 ) -> dict[str, Any]:
     """Fill `folder`, which holds the program already, with everything else; returns the manifest.
 
-    `cut` is what crosses from a program's trunk to its step.
+    `cut` is what crosses from a program's trunk to its step, `shorter_cuts` the same by shorter length.
     """
     trunk, contract = built.contract.divided(cut) if cut else (None, built.contract)
     write_adapter(folder / ADAPTER, built)
@@ -80,6 +91,18 @@ def write_bundle(
         "contract": contract.to_json(),
         "score": None if built.score_contract is None else built.score_contract.to_json(),
         "trunk": None if trunk is None else trunk.to_json(),
+        "lengths": [
+            {
+                "sequence_length": length,
+                "cut": [asdict(spec) for spec in (shorter_cuts or {}).get(length, ())],
+                "lowering": {
+                    method: report.to_json()
+                    for method, report in lowering.items()
+                    if method.endswith(variant_name("", length))
+                },
+            }
+            for length in built.shorter
+        ],
         "queries": config.queries,
         "lora": {
             "rank": built.rank,

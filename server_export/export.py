@@ -79,9 +79,12 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
     with new_folder(out, overwrite=config.overwrite) as folder:
         with _stage("tracing") as note:
             programs = export_programs(built)
-            sizes = {name: len(graph.graph.nodes) for name, graph in programs.items()}
+            sizes = {name: len(graph.graph.nodes) for name, graph in programs.items() if name in _DOES}
             note(", ".join(f"{size:,} nodes to {_DOES[name]}" for name, size in sizes.items()))
+            if built.shorter:
+                note(f"the same for rows of {', '.join(map(str, built.shorter))} tokens")
         cut = cut_of(programs, built)
+        shorter_cuts = {length: cut_of(programs, built, length) for length in built.shorter}
         with _stage("lowering") as note:
             lowered = lower(programs)
             program = write_program(folder, lowered.buffer)
@@ -97,7 +100,9 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
                 part, allowed = verification.tangent_difference, verification.tangent_tolerance
                 note(f"tangents by {part:.2g} of the largest (allowed {allowed:.2g})")
         with _stage("writing"):
-            manifest = write_bundle(folder, config, built, tokenizer, lowered.reports, verification, cut)
+            manifest = write_bundle(
+                folder, config, built, tokenizer, lowered.reports, verification, cut, shorter_cuts
+            )
     _summarize(out, manifest)
     return out
 
@@ -145,8 +150,9 @@ def _summarize(out: Path, manifest: dict[str, Any]) -> None:
     each = f"{queries} tangents beside each of {batch}" if queries else f"{copies} copies x {batch}"
     rows = batch * (1 + queries) if queries else copies * batch
     print(f"{out}: {size / 1e6:.1f} MB, program {lowering['program_bytes'] / 1e6:.1f} MB")
+    lengths = [*(block["sequence_length"] for block in manifest["lengths"]), contract["sequence_length"]]
     print(
-        f"  a step computes {rows} rows ({each}) of {contract['sequence_length']} tokens{reads}; "
+        f"  a step computes {rows} rows ({each}) of {', '.join(map(str, lengths))} tokens{reads}; "
         f"readout {contract['readout']}"
     )
     if contract["cut"]:

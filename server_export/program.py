@@ -12,7 +12,7 @@ from torch import nn
 
 from prge.bundle import SCORE_METHOD as SCORE_METHOD
 from prge.bundle import STEP_METHOD as STEP_METHOD
-from prge.bundle import UPPER_METHOD
+from prge.bundle import TRUNK_METHOD, UPPER_METHOD, variant_name
 from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError
 from server_export import attention, readout
@@ -41,7 +41,8 @@ MODEL_TOLERANCE = 1e-3
 class StackProgram(nn.Module):
     """The program before lowering; inputs and outputs are those of its stack contract, in order.
 
-    It takes any number of rows and copies; only its graph is traced with those of a contract.
+    It takes any number of rows and copies, and rows of any length up to the contract's; only its graph is
+    traced with those of a contract.
     """
 
     position_ids: torch.Tensor
@@ -91,10 +92,11 @@ class StackProgram(nn.Module):
         return self.pool(states, mask)
 
     def _call(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        length = tokens.shape[1]
         known = {
-            "position_ids": self.position_ids,
+            "position_ids": self.position_ids[:, :length],
             # Passed with one row: the model's own default has all rows and would be a large constant.
-            "token_type_ids": self.token_type_ids if _has_token_types(self.model) else None,
+            "token_type_ids": self.token_type_ids[:, :length] if _has_token_types(self.model) else None,
             "use_cache": False,
         }
         arguments = {
@@ -108,7 +110,8 @@ class BuiltProgram:
     """A program ready to be lowered, with what its bundle says about it.
 
     `contract` is that of a training step, `score_contract` that of the program which scores rows where a
-    step's can't. With `has_trunk` the step is to be cut into a trunk and what is above it. `lora_a` f32
+    step's can't. With `has_trunk` the step is to be cut into a trunk and what is above it. `shorter` has the
+    lengths below theirs that every method gets a variant for. `lora_a` f32
     [rank, in] and `lora_b` f32 [out, rank] are the adapter to start from, unscaled. `float_answers` holds by
     method the outputs for `example_inputs(contract)` before the base was quantized; nothing where it wasn't.
     """
@@ -125,6 +128,7 @@ class BuiltProgram:
     had_conv1d: bool
     parameters: int
     has_trunk: bool = False
+    shorter: tuple[int, ...] = ()
     float_answers: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     quantization: QuantizationReport = field(default_factory=QuantizationReport)
 
@@ -136,8 +140,29 @@ class BuiltProgram:
     @property
     def contracts(self) -> dict[str, Contract]:
         """Contract of every method of the program file, a step's as it is before it is cut."""
-        contracts = {self.step_method: self.contract}
-        return contracts if self.score_contract is None else {**contracts, SCORE_METHOD: self.score_contract}
+        scoring = {} if self.score_contract is None else self._variants(SCORE_METHOD, self.score_contract)
+        return {**self.steps, **scoring}
+
+    @property
+    def steps(self) -> dict[str, Contract]:
+        """Contracts of the methods that take steps, before they are cut: the longest, then the shorter."""
+        return self._variants(self.step_method, self.contract)
+
+    def longest(self, method: str) -> Contract:
+        """Contract of the method that does what one of `contracts` does, for the longest rows."""
+        if method in self.steps or self.score_contract is None:
+            return self.contract
+        return self.score_contract
+
+    def trunk_method(self, contract: Contract) -> str:
+        """The method below the step of a contract, of whatever length."""
+        if contract.sequence_length == self.contract.sequence_length:
+            return TRUNK_METHOD
+        return variant_name(TRUNK_METHOD, contract.sequence_length)
+
+    def _variants(self, method: str, contract: Contract) -> dict[str, Contract]:
+        shorter = {variant_name(method, length): contract.shortened(length) for length in self.shorter}
+        return {method: contract, **shorter}
 
 
 def build_program(
@@ -190,6 +215,7 @@ def build_program(
         had_conv1d=had_conv1d,
         parameters=parameters,
         has_trunk=config.trunk_cache,
+        shorter=config.shorter_lengths,
     )
     if config.quantize == "fp32":
         return built

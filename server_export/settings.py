@@ -24,7 +24,7 @@ _COUNTS = ("rank", "queries", "copies", "batch_size", "score_batch_size", "seque
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What to export and how. Shapes are fixed by it: a program runs one batch size and one length."""
+    """What to export and how. Shapes are fixed by it: a program runs one batch size and the lengths named."""
 
     model: str
     """Folder or hub id of a transformers causal language model or encoder."""
@@ -74,7 +74,11 @@ class ExportConfig:
     (1 + queries) x batch_size."""
 
     sequence_length: int = 64
-    """Tokens of every row."""
+    """Tokens of the longest row."""
+
+    lengths: list[int] | None = None
+    """Shorter lengths that the program gets methods for, so that a row pays for the next one above its own.
+    The weights are stored once. Without numbers a quarter, a half and three quarters of sequence_length."""
 
     positions: int = 8
     """Log-probabilities that can be read of every row."""
@@ -112,6 +116,11 @@ class ExportConfig:
                 problems.append(f"{name} belongs to estimator {estimator}, but estimator is {self.estimator}")
         if self.adapt_layers is not None and self.adapter is not None:
             problems.append("adapt_layers is for a new adapter, but adapter is given and brings its layers")
+        problems += [
+            f"lengths has {length}, must be from 1 up to sequence_length {self.sequence_length}"
+            for length in self.lengths or ()
+            if not 1 <= length <= self.sequence_length
+        ]
         if not self.alpha > 0:
             problems.append(f"alpha is {self.alpha}, must be above 0")
         if self.quantize.lower() in WEIGHT_ONLY:
@@ -128,6 +137,14 @@ class ExportConfig:
             problems.append(f"label_words are for the verbalizer readout, but readout is {self.readout}")
         if problems:
             raise ConfigError("the export settings can't be used:", problems)
+
+    @property
+    def shorter_lengths(self) -> tuple[int, ...]:
+        """Lengths below sequence_length that every method has a variant for, shortest first."""
+        if self.lengths is None:
+            return ()
+        quarters = [self.sequence_length * part // 4 for part in (1, 2, 3)]
+        return tuple(sorted({n for n in self.lengths or quarters if 0 < n < self.sequence_length}))
 
     @property
     def stack_copies(self) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from prge.bundle import TRUNK_METHOD
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.errors import BundleError
 from server_export.program import STEP_METHOD, BuiltProgram, example_inputs
@@ -69,13 +68,30 @@ Answers = tuple[torch.Tensor, ...]
 
 
 def run_step(
-    run: Callable[[Sequence[torch.Tensor], str], Answers], built: BuiltProgram, inputs: Sequence[torch.Tensor]
+    run: Callable[[Sequence[torch.Tensor], str], Answers],
+    built: BuiltProgram,
+    inputs: Sequence[torch.Tensor],
+    method: str = "",
 ) -> Answers:
-    """Outputs of a step before it was cut, for its inputs, by `run(inputs, method)`; a trunk goes first."""
+    """Outputs of a step before it was cut, for its inputs, by `run(inputs, method)`; a trunk goes first.
+
+    `method` is one of `built.steps`, by default the longest.
+    """
+    method = method or built.step_method
     if not built.has_trunk:
-        return run(inputs, built.step_method)
-    crossing = run(inputs[: 2 if built.contract.is_encoder else 1], TRUNK_METHOD)
-    return run((*crossing, *inputs[1:]), built.step_method)
+        return run(inputs, method)
+    crossing = run(inputs[: 2 if built.contract.is_encoder else 1], built.trunk_method(built.steps[method]))
+    return run((*crossing, *inputs[1:]), method)
+
+
+def lengthened(
+    inputs: Sequence[torch.Tensor], contract: Contract, longest: Contract
+) -> tuple[torch.Tensor, ...]:
+    """Inputs of a program, padded to those of the same program for longer rows."""
+    return tuple(
+        torch.nn.functional.pad(value, (0, above.shape[-1] - below.shape[-1]))
+        for value, below, above in zip(inputs, contract.inputs, longest.inputs, strict=True)
+    )
 
 
 def verify(
@@ -83,7 +99,8 @@ def verify(
 ) -> Verification:
     """Compare every method of a program in the engine with the module that it was lowered from.
 
-    A step that was cut runs its trunk first and is compared with the module as a whole.
+    A step that was cut runs its trunk first and is compared with the module as a whole. A method for shorter
+    rows is held against what the longest one answers for the same rows, padded.
 
     Tangents are compared with PyTorch's own, those of a quantized module with its graph in eager mode.
 
@@ -94,10 +111,15 @@ def verify(
     found = [
         _differences(path, built, method, contract, programs) for method, contract in built.contracts.items()
     ]
-    answers = max((pairs[0] for pairs in found), key=lambda pair: pair[0] / pair[1])
-    tangents = found[0][1] if built.contract.is_tangent else (None, None)
+    answers = max((pairs[0] for pairs in found), key=_part_of_tolerance)
+    tangents = max((pairs[1] for pairs in found if len(pairs) > 1), key=_part_of_tolerance, default=())
     _check_adapter(path, built)
     return Verification(*answers, built.contract.rows, *tangents)
+
+
+def _part_of_tolerance(pair: tuple[float, float]) -> float:
+    difference, tolerance = pair
+    return difference / tolerance
 
 
 def _differences(
@@ -109,6 +131,8 @@ def _differences(
 ) -> list[tuple[float, float]]:
     """Difference and tolerance of every output of one method."""
     inputs = example_inputs(contract)
+    longest = built.longest(method)
+    padded = lengthened(inputs, contract, longest)
 
     def eager(inputs: Sequence[torch.Tensor], method: str) -> Answers:
         with torch.no_grad():
@@ -118,10 +142,10 @@ def _differences(
         return run_program(path, inputs, method)
 
     if contract.is_tangent and built.float_answers:
-        expected = run_step(eager, built, inputs)
+        expected = run_step(eager, built, padded)
     else:
-        expected = exact_answers(built.module, contract, inputs)
-    actual = run_step(engine, built, inputs) if method == built.step_method else engine(inputs, method)
+        expected = exact_answers(built.module, longest, padded)
+    actual = run_step(engine, built, inputs, method) if method in built.steps else engine(inputs, method)
     pairs = []
     for index, (spec, ours, theirs) in enumerate(zip(contract.outputs, actual, expected, strict=True)):
         if ours.shape != theirs.shape or not bool(torch.isfinite(ours).all()):

@@ -140,16 +140,18 @@ def check_method(bundle: Bundle, method: str) -> None:
     check_in_child(path, attempt)
 
 
-def can_share(bundle: Bundle) -> bool:
+def can_share(bundle: Bundle, names: Sequence[str] | None = None) -> bool:
     """Whether a bundle has several methods whose answers stay the same bits with shared weights.
 
-    Found in a forked child, like `check_method`, by running each method both ways.
+    Found in a forked child, like `check_method`, by running each method both ways. `names` are some of the
+    bundle's methods; by default all.
 
     Raises:
         EngineError: the libraries can't be had.
     """
     prepare()
-    path, methods = bundle.program, bundle.methods
+    path, every = bundle.program, bundle.methods
+    methods = {name: every[name] for name in names or every}
 
     def attempt() -> None:
         program = _Program(path)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule
 
-from prge.bundle import TRUNK_METHOD
 from prge.contract import TRUNK_PREFIX, Contract, TensorSpec
 from server_export.lowering import retraced, rewritten_graph
 from server_export.program import BuiltProgram, example_inputs
@@ -28,10 +27,11 @@ def export_programs(built: BuiltProgram) -> dict[str, torch.export.ExportedProgr
     """
     programs = {}
     for method, contract, graph_module in _graphs(built):
-        if built.has_trunk and method == built.step_method:
+        if built.has_trunk and method in built.steps:
             trunk, graph_module = _cut(graph_module, contract)
+            name = built.trunk_method(contract)
             trunk_contract, contract = contract.divided(_crossing(trunk))
-            programs[TRUNK_METHOD] = retraced(trunk, example_inputs(trunk_contract))
+            programs[name] = retraced(trunk, example_inputs(trunk_contract))
         programs[method] = retraced(_transformed(graph_module, contract), example_inputs(contract))
     return programs
 
@@ -61,10 +61,16 @@ def _of_any_rows(contract: Contract) -> Contract:
 
 
 def cut_of(
-    programs: Mapping[str, torch.export.ExportedProgram], built: BuiltProgram
+    programs: Mapping[str, torch.export.ExportedProgram], built: BuiltProgram, length: int | None = None
 ) -> tuple[TensorSpec, ...]:
-    """What crosses from the exported trunk to the step above it; nothing in a program without trunk."""
-    return _crossing(programs[TRUNK_METHOD].graph_module) if built.has_trunk else ()
+    """What crosses from the exported trunk to the step above it; nothing in a program without trunk.
+
+    `length` is that of a shorter variant.
+    """
+    if not built.has_trunk:
+        return ()
+    contract = built.contract if length is None else built.contract.shortened(length)
+    return _crossing(programs[built.trunk_method(contract)].graph_module)
 
 
 def _crossing(trunk: GraphModule) -> tuple[TensorSpec, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +85,8 @@ class Device:
         keep: bool = False,
         engine: str = "auto",
         cache: TrunkCache | None = None,
+        lengths: Collection[int] | None = None,
+        only_scoring: bool = False,
     ) -> Programs:
         """Stands for device_runner.programs.open_programs."""
         return Programs(bundle, self.load, keep)

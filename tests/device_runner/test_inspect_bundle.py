@@ -54,6 +54,16 @@ def test_json_is_the_manifest_and_what_follows_from_it(
     assert content["score_memory"] is None
 
 
+def test_methods_for_shorter_rows_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lowering = {"forward_4": {"planned_memory_bytes": 2048}}
+    block = {"sequence_length": 4, "cut": [], "lowering": lowering}
+    assert main([str(make_bundle(tmp_path / "bundle", lengths=[block]))]) == 0
+    text = capsys.readouterr().out
+    assert "shorter lengths    4\n" in text
+    assert "forward_4  4 tokens, planned arena 2.0 KiB" in text
+    assert "\nother" not in text
+
+
 def test_memory_estimate_adds_up() -> None:
     memory = memory_estimate(make_contract(), {"constant_bytes": 1000, "planned_memory_bytes": 100})
     assert memory["total_bytes"] == RUNTIME_BYTES + 1000 + 100 + STACK_BYTES

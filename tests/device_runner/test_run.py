@@ -15,12 +15,11 @@ from device_runner import run as run_verb
 from device_runner.replay import main as replay
 from device_runner.run import run, with_stored_settings
 from device_runner.run_settings import RunSettings
-from prge.bundle import MANIFEST, Bundle, open_bundle
+from prge.bundle import MANIFEST, open_bundle
 from prge.errors import ConfigError
 from prge.journal import Journal
 from prge.settings import parse_settings
 from tests.device_runner.numpy_device import BATCH, QUERIES, Device, Killed, write_films
-from tests.numpy_engine import NumpyEngine, NumpyTangentEngine
 
 STEPS = 12
 
@@ -141,13 +140,7 @@ def test_evaluation_loads_the_program_for_scoring_alone(
 ) -> None:
     run(settings)
     device.loads.clear()
-
-    class Backend:
-        @staticmethod
-        def load(bundle: Bundle, threads: int | None, method: str) -> NumpyEngine | NumpyTangentEngine:
-            return device.load(method)
-
-    monkeypatch.setattr(evaluate_verb, "choose", lambda engine: Backend)
+    device.replaces(monkeypatch, evaluate_verb)
     assert settings.dev is not None
     found = evaluate_verb.run(
         evaluate_verb.EvaluateSettings(settings.bundle, settings.dev, settings.task, adapter=settings.out)

@@ -67,7 +67,7 @@ def trunk() -> Trunk:
 
 @pytest.fixture
 def cached(trunk: Trunk, tmp_path: Path) -> TrunkEngine:
-    return TrunkEngine(trunk, Step(), "program", TrunkCache(tmp_path / "cache", 1 << 20))
+    return TrunkEngine([trunk], [Step()], "program", TrunkCache(tmp_path / "cache", 1 << 20))
 
 
 def test_it_is_the_program_that_was_cut(cached: TrunkEngine) -> None:
@@ -75,7 +75,7 @@ def test_it_is_the_program_that_was_cut(cached: TrunkEngine) -> None:
 
 
 def test_answers_are_those_without_a_cache(trunk: Trunk, cached: TrunkEngine) -> None:
-    plain = TrunkEngine(trunk, Step(), "program")
+    plain = TrunkEngine([trunk], [Step()], "program")
     for rows in ((1, 2, 3), (3, 4, 1), (1, 1, 5)):
         expected = plain.forward(tokens(*rows))["logprobs"]
         assert np.array_equal(cached.forward(tokens(*rows))["logprobs"], expected)
@@ -98,20 +98,20 @@ def test_equal_rows_of_a_call_are_computed_once(trunk: Trunk, cached: TrunkEngin
 
 def test_a_cache_outlives_its_engine(trunk: Trunk, cached: TrunkEngine, tmp_path: Path) -> None:
     cached.forward(tokens(1, 2, 3))
-    again = TrunkEngine(trunk, Step(), "program", TrunkCache(tmp_path / "cache", 1 << 20))
+    again = TrunkEngine([trunk], [Step()], "program", TrunkCache(tmp_path / "cache", 1 << 20))
     again.forward(tokens(1, 2, 3))
     assert (again.computed, again.reused) == (0, 3)
-    other = TrunkEngine(trunk, Step(), "another program", TrunkCache(tmp_path / "cache", 1 << 20))
+    other = TrunkEngine([trunk], [Step()], "another program", TrunkCache(tmp_path / "cache", 1 << 20))
     other.forward(tokens(1, 2, 3))
     assert other.computed == 3
 
 
 def test_values_are_rounded_before_they_are_kept_too(trunk: Trunk, tmp_path: Path) -> None:
     """So that a run that was resumed, with or without its cache, sees the same bits."""
-    half = TrunkEngine(trunk, Step(), "program", TrunkCache(tmp_path / "half", 1 << 20, "float16"))
+    half = TrunkEngine([trunk], [Step()], "program", TrunkCache(tmp_path / "half", 1 << 20, "float16"))
     first = half.forward(tokens(45, 46, 47))["logprobs"]
     assert np.array_equal(half.forward(tokens(45, 46, 47))["logprobs"], first)
-    none = TrunkEngine(trunk, Step(), "program", TrunkCache(tmp_path / "none", 0, "float16"))
+    none = TrunkEngine([trunk], [Step()], "program", TrunkCache(tmp_path / "none", 0, "float16"))
     assert np.array_equal(none.forward(tokens(45, 46, 47))["logprobs"], first)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,57 @@ def _replace_with_link(folder: Path) -> None:
 def _replace_folder_with_link(folder: Path) -> None:
     shutil.move(folder / ADAPTER, folder.parent / "elsewhere")
     (folder / ADAPTER).symlink_to(folder.parent / "elsewhere")
+
+
+def lengths(*numbers: Any, cut: Any = ()) -> list[dict[str, Any]]:
+    return [{"sequence_length": number, "cut": list(cut)} for number in numbers]
+
+
+def test_every_method_may_have_variants_for_shorter_rows(tmp_path: Path) -> None:
+    folder = make_bundle(
+        tmp_path / "bundle", contract=TANGENT.to_json(), score=SCORE.to_json(), lengths=lengths(4, 8)
+    )
+    bundle = open_bundle(folder)
+    assert bundle.lengths == (4, 8, 16)
+    assert bundle.variants("score") == {
+        "score_4": SCORE.shortened(4),
+        "score_8": SCORE.shortened(8),
+        "score": SCORE,
+    }
+    assert list(bundle.methods) == ["forward_4", "forward_8", "forward", "score_4", "score_8", "score"]
+    assert bundle.methods["forward_4"] == replace(TANGENT, sequence_length=4)
+
+
+def test_variants_of_a_cut_step_have_a_cut_of_their_own(tmp_path: Path) -> None:
+    long, short = (TensorSpec("trunk.0", "float32", (2, length, 3)) for length in (16, 4))
+    trunk, step = TANGENT.divided((long,))
+    folder = make_bundle(
+        tmp_path / "bundle",
+        contract=step.to_json(),
+        score=SCORE.to_json(),
+        trunk=trunk.to_json(),
+        lengths=lengths(4, cut=[asdict(short)]),
+    )
+    methods = open_bundle(folder).methods
+    assert (methods["trunk_4"], methods["step_4"]) == TANGENT.shortened(4).divided((short,))
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        lengths(8, 4),
+        lengths(16),
+        lengths(0),
+        lengths("many"),
+        lengths(4, cut=[{"name": "trunk.0", "dtype": "float32", "shape": [2, 4, 3]}]),
+        [4, 8],
+        {"sequence_length": 4},
+    ],
+)
+def test_lengths_that_cant_be_are_refused(folder: Path, found: Any) -> None:
+    write_manifest(folder, {**read_json(folder), "lengths": found})
+    with pytest.raises(BundleError, match=r"lengths|sequence_length"):
+        open_bundle(folder)
 
 
 def _swap(folder: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
 from prge.adapter import Adapter
+from prge.engine import Array
 from prge.evaluation import pooled_states, score
 from prge.head import Head, fit_head
 from tests.numpy_engine import NumpyEngine
@@ -54,3 +57,21 @@ def test_encoder_with_a_fitted_head() -> None:
     found = score(engine, _adapter(engine), examples, head)
     assert (found.predictions == [e.label for e in examples]).mean() > 0.9
     assert score(engine, _adapter(engine), examples, Head(3, 6)).loss == pytest.approx(np.log(3))
+
+
+def test_rows_of_about_one_length_go_together_and_answers_come_in_order() -> None:
+    lengths: list[list[int]] = []
+
+    class Noting(NumpyEngine):
+        def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+            lengths.append((inputs["tokens"] != 0).sum(1).tolist())
+            return super().forward(inputs)
+
+    engine = Noting(copies=2, batch_size=1, encoder=True)
+    examples = [classified(row, [1] * length, 2, row % 2) for row, length in enumerate((2, 7, 3, 1, 6), 1)]
+    adapter = _adapter(engine)
+    states = pooled_states(engine, adapter, examples)
+    score(engine, adapter, examples, Head(2, 6))
+    assert lengths == [[7, 6], [3, 2], [1, 0]] * 2
+    alone = [pooled_states(NumpyEngine(encoder=True), adapter, [example])[0] for example in examples]
+    np.testing.assert_allclose(states, alone, rtol=1e-9)
