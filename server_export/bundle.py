@@ -11,7 +11,7 @@ from typing import Any
 from prge import __version__
 from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, TRUNK_METHOD, file_sha256, manifest_sha256
 from prge.contract import FORMAT, TensorSpec
-from server_export.lowering import LoweringReport
+from server_export.lowering import LoweredProgram, LoweringReport
 from server_export.program import SCORE_METHOD, BuiltProgram
 from server_export.settings import ExportConfig
 from server_export.tokenization import tokenizer_block, write_tokenizer
@@ -21,10 +21,10 @@ _PREFIX = "base_model.model."
 _PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers")
 
 
-def write_program(folder: Path, buffer: bytes) -> Path:
+def write_program(folder: Path, lowered: LoweredProgram) -> Path:
     """Write the `.pte` into a bundle's folder."""
     path = folder / PROGRAM
-    path.write_bytes(buffer)
+    lowered.write(path)
     return path
 
 

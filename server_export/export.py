@@ -84,8 +84,10 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
         cut = cut_of(programs, built)
         with _stage("lowering") as note:
             lowered = lower(programs)
-            program = write_program(folder, lowered.buffer)
-            report = lowered.reports[built.step_method]
+            program = write_program(folder, lowered)
+            reports = lowered.reports
+            del lowered  # the file is written: its pieces needn't stay in memory beside the model
+            report = reports[built.step_method]
             outside = ", ".join(f"{count} {name}" for name, count in report.outside.items()) or "nothing"
             share = f"{report.delegated_share:.1%} of the operators"
             note(f"{report.delegates} delegates hold {share}; outside: {outside}")
@@ -97,7 +99,7 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
                 part, allowed = verification.tangent_difference, verification.tangent_tolerance
                 note(f"tangents by {part:.2g} of the largest (allowed {allowed:.2g})")
         with _stage("writing"):
-            manifest = write_bundle(folder, config, built, tokenizer, lowered.reports, verification, cut)
+            manifest = write_bundle(folder, config, built, tokenizer, reports, verification, cut)
     _summarize(out, manifest)
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from prge.bundle import TRUNK_METHOD
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.errors import BundleError
+from server_export.process_memory import anonymous_bytes
 from server_export.program import STEP_METHOD, BuiltProgram, example_inputs
 from server_export.quiet import quiet_engine
 from server_export.tangent.exact import exact_answers
@@ -30,6 +31,9 @@ class Verification:
     """Largest difference between engine and eager model over all rows, and what is allowed.
 
     Of tangents the differences are parts of the largest tangent; null in a program without any.
+
+    `workspace_bytes` is by method what the engine took to run it once, besides the program and its packed
+    weights: XNNPACK's workspace, and the planned values that were written. Empty where the system doesn't tell.
     """
 
     max_absolute_difference: float
@@ -37,6 +41,7 @@ class Verification:
     rows: int
     tangent_difference: float | None = None
     tangent_tolerance: float | None = None
+    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `verification` block."""
@@ -44,9 +49,12 @@ class Verification:
 
 
 def run_program(
-    path: Path, inputs: Sequence[torch.Tensor], method: str = STEP_METHOD
+    path: Path,
+    inputs: Sequence[torch.Tensor],
+    method: str = STEP_METHOD,
+    workspaces: dict[str, int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Outputs of a `.pte` in the stock engine.
+    """Outputs of a `.pte` in the stock engine; `workspaces` gets the memory that the call took.
 
     Raises:
         BundleError: the engine refuses the program or the inputs.
@@ -57,7 +65,12 @@ def run_program(
         with quiet_engine():
             program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
             loaded = program.load_method(method)
-        return tuple(loaded.call([tensor.contiguous() for tensor in inputs]))
+        before = None if workspaces is None else anonymous_bytes()
+        answers = tuple(loaded.call([tensor.contiguous() for tensor in inputs]))
+        after = None if before is None else anonymous_bytes()
+        if workspaces is not None and before is not None and after is not None:
+            workspaces[method] = max(0, after - before)
+        return answers
     except RuntimeError as error:
         raise BundleError(
             f"the engine refuses the program that was just lowered: {error}",
@@ -91,13 +104,15 @@ def verify(
         BundleError: they differ by more than the tolerance, an answer isn't finite, or the adapter makes no
             difference.
     """
+    workspaces: dict[str, int] = {}
     found = [
-        _differences(path, built, method, contract, programs) for method, contract in built.contracts.items()
+        _differences(path, built, method, contract, programs, workspaces)
+        for method, contract in built.contracts.items()
     ]
     answers = max((pairs[0] for pairs in found), key=lambda pair: pair[0] / pair[1])
     tangents = found[0][1] if built.contract.is_tangent else (None, None)
     _check_adapter(path, built)
-    return Verification(*answers, built.contract.rows, *tangents)
+    return Verification(*answers, built.contract.rows, *tangents, workspaces)
 
 
 def _differences(
@@ -106,8 +121,9 @@ def _differences(
     method: str,
     contract: Contract,
     programs: Mapping[str, torch.export.ExportedProgram],
+    workspaces: dict[str, int],
 ) -> list[tuple[float, float]]:
-    """Difference and tolerance of every output of one method."""
+    """Difference and tolerance of every output of one method; its engine's memory goes to `workspaces`."""
     inputs = example_inputs(contract)
 
     def eager(inputs: Sequence[torch.Tensor], method: str) -> Answers:
@@ -115,7 +131,7 @@ def _differences(
             return programs[method].module(check_guards=False)(*inputs)
 
     def engine(inputs: Sequence[torch.Tensor], method: str) -> Answers:
-        return run_program(path, inputs, method)
+        return run_program(path, inputs, method, workspaces)
 
     if contract.is_tangent and built.float_answers:
         expected = run_step(eager, built, inputs)
