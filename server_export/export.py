@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from prge.atomic import new_folder
 from prge.errors import RunError
+from server_export.estimate import announce
 from server_export.settings import ExportConfig
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def export(config: ExportConfig) -> Path:
     out = Path(config.out)
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+    announce(config)
     with _stage("loading") as note:
         built, tokenizer = _build(config)
         note(_program_note(built))

@@ -82,21 +82,26 @@ def quantize(module: nn.Module, scheme: str) -> QuantizationReport:
     """Quantize the linear layers of a program, and its embedding table if that is large, in place."""
     if scheme == "fp32":
         return QuantizationReport()
-    layers = dict(_linear_layers(module.model))
-    if scheme == "8da8w":
-        _quantize_linear(module.model, set(layers), torch.int8, None)
-        per_channel: list[str] = []
-    else:
-        per_channel = [name for name, layer in layers.items() if layer.in_features % GROUP_SIZE]
-        _quantize_linear(module.model, set(layers) - set(per_channel), torch.int4, GROUP_SIZE)
-        # XNNPACK takes int4 in groups only.
-        _quantize_linear(module.model, set(per_channel), torch.int8, None)
+    per_channel = quantize_layers(module.model, scheme)
     return QuantizationReport(
         scheme,
         GROUP_SIZE if scheme == "8da4w" else None,
         tuple(name.replace(".base", "").replace(".head", "") for name in per_channel),
         _quantize_embedding(module.model),
     )
+
+
+def quantize_layers(model: nn.Module, scheme: str) -> list[str]:
+    """Quantize all linear layers of a model in place; returns those that groups don't divide."""
+    layers = dict(_linear_layers(model))
+    if scheme == "8da8w":
+        _quantize_linear(model, set(layers), torch.int8, None)
+        return []
+    per_channel = [name for name, layer in layers.items() if layer.in_features % GROUP_SIZE]
+    _quantize_linear(model, set(layers) - set(per_channel), torch.int4, GROUP_SIZE)
+    # XNNPACK takes int4 in groups only.
+    _quantize_linear(model, set(per_channel), torch.int8, None)
+    return per_channel
 
 
 def dequantize(module: nn.Module) -> None:

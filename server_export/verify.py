@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ FP32_TOLERANCE = 1e-4
 QUANTIZED_TOLERANCE = 1.0
 
 
+Answers = tuple[torch.Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Verification:
     """Largest difference between engine and eager model over all rows, and what is allowed.
@@ -33,7 +37,7 @@ class Verification:
     Of tangents the differences are parts of the largest tangent; null in a program without any.
 
     `workspace_bytes` is by method what the engine took to run it once, besides the program and its packed
-    weights: XNNPACK's workspace, and the planned values that were written. Empty where the system doesn't tell.
+    weights: XNNPACK's workspace, and what else it wrote to. Empty where the system doesn't tell.
     """
 
     max_absolute_difference: float
@@ -53,32 +57,50 @@ def run_program(
     inputs: Sequence[torch.Tensor],
     method: str = STEP_METHOD,
     workspaces: dict[str, int] | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> Answers:
     """Outputs of a `.pte` in the stock engine; `workspaces` gets the memory that the call took.
 
     Raises:
         BundleError: the engine refuses the program or the inputs.
     """
+    call = loaded_method(path, method, inputs)
+    before = None if workspaces is None else anonymous_bytes()
+    answers = call()
+    after = None if before is None else anonymous_bytes()
+    if workspaces is not None and before is not None and after is not None:
+        workspaces[method] = max(0, after - before)
+    return answers
+
+
+def loaded_method(path: Path, method: str, inputs: Sequence[torch.Tensor]) -> Callable[[], Answers]:
+    """A method of a `.pte` in the stock engine, to be called with the same inputs again and again.
+
+    Raises:
+        BundleError: the engine refuses the program, or, when it is called, the inputs.
+    """
     from executorch.extension.pybindings import _C
 
+    arguments = [tensor.contiguous() for tensor in inputs]
+    with _refused(), quiet_engine():
+        program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
+        loaded = program.load_method(method)
+
+    def call() -> Answers:
+        with _refused():
+            return tuple(loaded.call(arguments))
+
+    return call
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
     try:
-        with quiet_engine():
-            program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
-            loaded = program.load_method(method)
-        before = None if workspaces is None else anonymous_bytes()
-        answers = tuple(loaded.call([tensor.contiguous() for tensor in inputs]))
-        after = None if before is None else anonymous_bytes()
-        if workspaces is not None and before is not None and after is not None:
-            workspaces[method] = max(0, after - before)
-        return answers
+        yield
     except RuntimeError as error:
         raise BundleError(
             f"the engine refuses the program that was just lowered: {error}",
             remedy="please report it with the name of the model",
         ) from None
-
-
-Answers = tuple[torch.Tensor, ...]
 
 
 def run_step(
@@ -110,9 +132,9 @@ def verify(
         for method, contract in built.contracts.items()
     ]
     answers = max((pairs[0] for pairs in found), key=lambda pair: pair[0] / pair[1])
-    tangents = found[0][1] if built.contract.is_tangent else (None, None)
+    tangent, allowed = found[0][1] if built.contract.is_tangent else (None, None)
     _check_adapter(path, built)
-    return Verification(*answers, built.contract.rows, *tangents, workspaces)
+    return Verification(*answers, built.contract.rows, tangent, allowed, workspaces)
 
 
 def _differences(

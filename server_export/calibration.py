@@ -1,0 +1,122 @@
+"""How fast the engine is on this machine: two seconds of a model's products and of what lies between them.
+
+Nothing is stored. What else the machine does is left out: the fast calls count. Layers that are larger than a
+bound are measured at it: their rate no longer depends on it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from prge.costs import Outline, Work
+
+_SECONDS = 0.6
+_MOST_CALLS = 200
+_LARGEST_LAYER = 1 << 23
+_MOST_TOKENS = 640
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the engine does in a second.
+
+    `layers` and `products` are multiply-accumulates, of frozen layers and of two computed values; `passes` are
+    numbers that other operators write.
+    """
+
+    layers: float
+    products: float
+    passes: float
+
+    def seconds(self, work: Work) -> float:
+        """What one call of a method takes."""
+        return work.layers / self.layers + work.products / self.products + work.passes / self.passes
+
+    def to_json(self) -> dict[str, float]:
+        """The rates by name."""
+        return asdict(self)
+
+
+class _Layers(nn.Module):
+    """x f32 [rows, tokens, width] -> the same shape, through two frozen layers."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+class _Products(nn.Module):
+    """q, k f32 [rows x heads, tokens, head width] -> mixed values of that shape, without a softmax."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.bmm(q, k.transpose(1, 2)), k)
+
+
+class _Passes(nn.Module):
+    """x f32 -> the same shape, through four operators that take numbers one by one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.sigmoid(x) * x + x) * x
+
+
+def calibrate(outline: Outline, scheme: str, rows: int, length: int) -> Rates:
+    """Measure the engine with its default threads.
+
+    Args:
+        outline: the model, whose shapes are taken.
+        scheme: of its frozen layers.
+        rows: that a call computes.
+        length: tokens of a row.
+    """
+    from server_export.lowering import export_graph, lower
+    from server_export.quantization import quantize_layers
+
+    rows = max(1, min(rows, _MOST_TOKENS // length))
+    inner = outline.inner
+    width = min(outline.width, max(32, _LARGEST_LAYER // inner // 32 * 32))
+    heads = (rows * outline.heads, length, outline.head_width)
+    layers = _Layers(width, inner).eval().requires_grad_(False)
+    if scheme != "fp32":
+        quantize_layers(layers, scheme)
+    modules: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+        "layers": (layers, (torch.randn(rows, length, width),)),
+        "products": (_Products(), (torch.randn(heads), torch.randn(heads))),
+        "passes": (_Passes(), (torch.randn(rows, length, inner),)),
+    }
+    graphs = {name: export_graph(module, inputs) for name, (module, inputs) in modules.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "calibration.pte")
+        lower(graphs).write(path)
+        seconds = {name: _seconds(path, name, inputs) for name, (_, inputs) in modules.items()}
+    tokens = rows * length
+    return Rates(
+        layers=2 * tokens * width * inner / seconds["layers"],
+        products=2 * tokens * outline.heads * outline.head_width * length / seconds["products"],
+        passes=4 * tokens * inner / seconds["passes"],
+    )
+
+
+def _seconds(path: Path, method: str, inputs: tuple[torch.Tensor, ...]) -> float:
+    """What one call takes when nothing else wants the processor: the fastest tenth begins there."""
+    from server_export.verify import loaded_method
+
+    call: Callable[[], object] = loaded_method(path, method, inputs)
+    call()
+    taken: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while len(taken) < 3 or (time.perf_counter() < end and len(taken) < _MOST_CALLS):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 10]
