@@ -138,12 +138,16 @@ class RunMemory:
 
 @dataclass(frozen=True)
 class Work:
-    """What one call computes: multiply-accumulates of frozen layers, of products of two computed values, and
-    numbers that all other operators read or write."""
+    """What one call computes.
+
+    `layers` and `products` are multiply-accumulates, of frozen layers and of two computed values; `passes` are
+    numbers that other operators write, `answers` logits that are normalized outside the delegate.
+    """
 
     layers: int
     products: int
     passes: int
+    answers: int
 
     @property
     def operations(self) -> int:
@@ -259,8 +263,9 @@ def work_of(outline: Outline, contract: Contract, part: str = "whole") -> Work:
     once = 0 if part == "step" else contract.batch_size if shared else contract.rows
     rows = {True: once, False: 0 if part == "trunk" else contract.computed_rows}
     layers = sum(layer.numbers * rows[layer.below] * length for layer in outline.layers)
-    if outline.head is not None:
-        layers += _used_head(outline.head, contract).numbers * rows[False] * contract.positions
+    head = _used_head(outline.head, contract) if outline.head else None
+    if head is not None:
+        layers += head.numbers * rows[False] * contract.positions
     products = passes = 0
     heads = outline.heads * outline.head_width
     for below, blocks in ((True, outline.blocks_below), (False, outline.blocks - outline.blocks_below)):
@@ -270,14 +275,15 @@ def work_of(outline: Outline, contract: Contract, part: str = "whole") -> Work:
         products += round(tokens * 2 * heads * length * (1 + tangents))
         passes += round(tokens * _passes(outline, length) * (1 + 0.5 * tangents))
     adapted = sum(module.rank * (module.in_features + module.out_features) for module in contract.modules)
-    return Work(layers, products + adapted * rows[False] * length, passes)
+    answers = head.outputs * rows[False] * contract.positions if head else 0
+    return Work(layers, products + adapted * rows[False] * length, passes, answers)
 
 
 def export_memory(outline: Outline, weights: Weights, scheme: str, stored_bytes: int, methods: int) -> int:
     """Peak memory of an export.
 
-    While it loads, the model in float32 lies beside the mapped files of `stored_bytes`. While it lowers, every
-    method has a copy of the model, quantized to a byte a number, and what the engine is to pack.
+    While it loads, the model in float32 lies beside the mapped files of `stored_bytes`. While it lowers,
+    every method has a copy of the model, quantized to a byte a number, and what the engine is to pack.
     """
     model = 4 * outline.parameters
     quantized = sum(layer.numbers for layer in outline.layers) + weights.table + weights.other

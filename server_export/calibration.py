@@ -17,7 +17,7 @@ from torch import nn
 
 from prge.costs import Outline, Work
 
-_SECONDS = 0.6
+_SECONDS = 0.5
 _MOST_CALLS = 200
 _LARGEST_LAYER = 1 << 23
 _MOST_TOKENS = 640
@@ -27,17 +27,18 @@ _MOST_TOKENS = 640
 class Rates:
     """What the engine does in a second.
 
-    `layers` and `products` are multiply-accumulates, of frozen layers and of two computed values; `passes` are
-    numbers that other operators write.
+    As `prge.costs.Work`: multiply-accumulates of `layers` and `products`, numbers of `passes` and `answers`.
     """
 
     layers: float
     products: float
     passes: float
+    answers: float
 
     def seconds(self, work: Work) -> float:
         """What one call of a method takes."""
-        return work.layers / self.layers + work.products / self.products + work.passes / self.passes
+        pairs = zip(asdict(work).values(), asdict(self).values(), strict=True)
+        return float(sum(amount / rate for amount, rate in pairs))
 
     def to_json(self) -> dict[str, float]:
         """The rates by name."""
@@ -70,6 +71,13 @@ class _Passes(nn.Module):
         return (torch.sigmoid(x) * x + x) * x
 
 
+class _Answers(nn.Module):
+    """logits f32 [rows, tokens] -> their logarithms of probabilities."""
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(logits, dim=-1)
+
+
 def calibrate(outline: Outline, scheme: str, rows: int, length: int) -> Rates:
     """Measure the engine with its default threads.
 
@@ -82,6 +90,7 @@ def calibrate(outline: Outline, scheme: str, rows: int, length: int) -> Rates:
     from server_export.lowering import export_graph, lower
     from server_export.quantization import quantize_layers
 
+    classes = outline.head.outputs if outline.head is not None else 2
     rows = max(1, min(rows, _MOST_TOKENS // length))
     inner = outline.inner
     width = min(outline.width, max(32, _LARGEST_LAYER // inner // 32 * 32))
@@ -93,6 +102,7 @@ def calibrate(outline: Outline, scheme: str, rows: int, length: int) -> Rates:
         "layers": (layers, (torch.randn(rows, length, width),)),
         "products": (_Products(), (torch.randn(heads), torch.randn(heads))),
         "passes": (_Passes(), (torch.randn(rows, length, inner),)),
+        "answers": (_Answers(), (torch.randn(8, classes),)),
     }
     graphs = {name: export_graph(module, inputs) for name, (module, inputs) in modules.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -104,6 +114,7 @@ def calibrate(outline: Outline, scheme: str, rows: int, length: int) -> Rates:
         layers=2 * tokens * width * inner / seconds["layers"],
         products=2 * tokens * outline.heads * outline.head_width * length / seconds["products"],
         passes=4 * tokens * inner / seconds["passes"],
+        answers=8 * classes / seconds["answers"],
     )
 
 
