@@ -140,8 +140,8 @@ class RunMemory:
 class Work:
     """What one call computes.
 
-    `layers` and `products` are multiply-accumulates, of frozen layers and of two computed values; `passes` are
-    numbers that other operators write, `answers` logits that are normalized outside the delegate.
+    `layers` and `products` are multiply-accumulates, of frozen layers and of two computed values; `passes`
+    are numbers that other operators write, `answers` logits that are normalized outside the delegate.
     """
 
     layers: int

@@ -4,8 +4,8 @@
 
 Every program is exported by `prge export` in a process of its own, and run in another one on either engine.
 The estimate comes from the configuration alone; its seconds are for the fast calls of a machine that does
-nothing else, and so are the measured ones. Prints JSON: estimated over measured of every figure, and the worst
-of each. The models are architectures with random weights, made shallower by `--layers`.
+nothing else, and so are the measured ones. Prints JSON: estimated over measured of every figure, and the
+worst of each. The models are architectures with random weights, made shallower by `--layers`.
 """
 
 from __future__ import annotations
