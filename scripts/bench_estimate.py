@@ -3,9 +3,9 @@
     python scripts/bench_estimate.py --models smollm2-135m qwen2.5-0.5b --layers 4 --json estimate.json
 
 Every program is exported by `prge export` in a process of its own, and run in another one on either engine.
-The estimate comes from the configuration alone; its seconds are for the fast calls of a machine that does
-nothing else, and so are the measured ones. Prints JSON: estimated over measured of every figure, and the
-worst of each. The models are architectures with random weights, made shallower by `--layers`.
+The estimate comes from the configuration alone. For its seconds calls of the calibration alternate with calls of
+the program, so that both meet the same machine; the fast ones count. Prints JSON: estimated over measured of
+every figure, and the worst of each. The models are architectures with random weights, made shallower by `--layers`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,55 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("native", "torch")
 
 
-def run_alone(folder: Path, engine: str, method: str, seconds: float) -> dict[str, float]:
-    """Load one method of a bundle in this process, call it for a while."""
+def run_alone(folder: Path, engine: str, method: str) -> dict[str, float]:
+    """Peak memory of this process when it has loaded one method of a bundle and called it twice."""
     import device_runner.run  # noqa: F401, what the driver holds
     from device_runner.engine_base import probing_inputs
     from device_runner.engines import Backend
     from device_runner.telemetry import PeakMemory
     from prge.bundle import open_bundle
 
-    memory = PeakMemory()
     bundle = open_bundle(folder)
-    contract = bundle.methods[method]
-    inputs = probing_inputs(contract)
-    before = memory.report()["peak_bytes"]
+    inputs = probing_inputs(bundle.methods[method])
     loaded = Backend(engine).load(bundle, check=False, method=method)
-    loaded.forward(inputs)
-    taken: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(taken) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
+    for _ in range(2):
         loaded.forward(inputs)
-        taken.append(time.perf_counter() - start)
+    return {"peak_bytes": PeakMemory().report()["peak_bytes"]}
+
+
+def seconds_of(folder: Path, words: list[str], budget: float) -> dict[str, tuple[float, float]]:
+    """Estimated and measured seconds of a call of every method, whose calls alternate with a calibration's."""
+    from device_runner.engine_base import probing_inputs
+    from device_runner.engines import Backend
+    from prge.bundle import open_bundle
+    from prge.costs import work_of
+    from prge.settings import parse_settings
+    from server_export.calibration import Calibration, fast
+    from server_export.estimate import estimate
+    from server_export.settings import EstimateConfig
+
+    found = estimate(parse_settings(EstimateConfig, words, "bench_estimate"))
+    bundle = open_bundle(folder)
+    loaded = {name: Backend("torch").load(bundle, check=False, method=name) for name in bundle.methods}
+    inputs = {name: probing_inputs(contract) for name, contract in bundle.methods.items()}
+    contract = found.contract
+    calibration = Calibration(
+        found.outline, found.config.quantize, contract.computed_rows, contract.sequence_length
+    )
+    taken: dict[str, list[float]] = {name: [] for name in loaded}
+    for name, engine in loaded.items():
+        engine.forward(inputs[name])
+    end = time.perf_counter() + budget
+    while time.perf_counter() < end or len(taken["forward"]) < 5:
+        for name, engine in loaded.items():
+            calibration.sample()
+            start = time.perf_counter()
+            engine.forward(inputs[name])
+            taken[name].append(time.perf_counter() - start)
+    rates = calibration.rates()
     return {
-        "seconds": sorted(taken)[len(taken) // 10],
-        "runtime_bytes": before,
-        "peak_bytes": memory.report()["peak_bytes"],
+        name: (rates.seconds(work_of(found.outline, bundle.methods[name])), fast(seconds))
+        for name, seconds in taken.items()
     }
 
 
@@ -57,7 +81,9 @@ def compare(model: Path, flags: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One export and its runs against the estimate."""
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     command = [sys.executable, "-m", "prge.cli"]
-    estimated = json.loads(_output([*command, "estimate", "--json", "--model", model, *words]))
+    estimated = json.loads(
+        _output([*command, "estimate", "--json", "--no-calibrate", "--model", model, *words])
+    )
     bundle = folder / "bundle"
     start = time.monotonic()
     process = subprocess.Popen(
@@ -68,34 +94,27 @@ def compare(model: Path, flags: dict[str, Any], folder: Path) -> dict[str, Any]:
     if status:
         raise SystemExit(f"prge export failed with status {os.waitstatus_to_exitcode(status)}")
     exported = time.monotonic() - start
-    alone = {engine: _alone(bundle, engine, "forward") for engine in ENGINES}
-    step = min(found["seconds"] for found in alone.values()) * estimated["step"]["calls"]
     pairs = {
         "file": (estimated["program_bytes"], (bundle / "program.pte").stat().st_size),
         "export_memory": (estimated["export"]["peak_bytes"], usage.ru_maxrss * 1024),
         "export_seconds": (estimated["export"]["seconds"], exported),
-        "step_seconds": (estimated["step"]["seconds"], step),
     }
-    for engine, found in alone.items():
-        pairs[f"run_memory_{engine}"] = (
-            estimated["run_memory"][engine]["peak_bytes"],
-            found["peak_bytes"],
-        )
+    memories = [("run", engine, "forward") for engine in ENGINES]
     if estimated["scoring"]:
-        score = _alone(bundle, "native", "score")
-        pairs["score_seconds"] = (estimated["scoring"]["seconds"], score["seconds"])
-        pairs["score_memory_native"] = (
-            estimated["score_memory"]["native"]["peak_bytes"],
-            score["peak_bytes"],
-        )
+        memories.append(("score", "native", "score"))
+    for what, engine, method in memories:
+        expected = estimated[f"{what}_memory"][engine]["peak_bytes"]
+        pairs[f"{what}_memory_{engine}"] = (expected, _child("--alone", bundle, engine, method)["peak_bytes"])
+    seconds = _child("--alternate", bundle, "--model", model, *words)
+    pairs |= {f"{method}_seconds": tuple(pair) for method, pair in seconds.items()}
     return {
         name: {"estimated": round(ours, 4), "measured": round(theirs, 4), "ratio": round(ours / theirs, 3)}
         for name, (ours, theirs) in pairs.items()
     }
 
 
-def _alone(bundle: Path, engine: str, method: str) -> dict[str, float]:
-    return dict(json.loads(_output([sys.executable, __file__, "--alone", bundle, engine, method])))
+def _child(*words: object) -> dict[str, Any]:
+    return dict(json.loads(_output([sys.executable, __file__, *words])))
 
 
 def _output(command: list[object]) -> str:
@@ -108,6 +127,12 @@ def _output(command: list[object]) -> str:
 
 def main() -> None:
     """Read the flags, compare, print JSON."""
+    if sys.argv[1:2] == ["--alone"]:
+        print(json.dumps(run_alone(Path(sys.argv[2]), *sys.argv[3:])))
+        return
+    if sys.argv[1:2] == ["--alternate"]:
+        print(json.dumps(seconds_of(Path(sys.argv[2]), sys.argv[3:], 8.0)))
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,12 +144,7 @@ def main() -> None:
     parser.add_argument("--batch-size", nargs="+", type=int, default=[1])
     parser.add_argument("--seq-len", nargs="+", type=int, default=[64])
     parser.add_argument("--json", type=Path, help="file to write the figures to as well")
-    parser.add_argument("--alone", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.alone:
-        folder, engine, method = arguments.alone
-        print(json.dumps(run_alone(Path(folder), engine, method, 4.0)))
-        return
     from random_models import save_random_model
 
     found = []

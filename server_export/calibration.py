@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from torch import nn
 
 from prge.costs import Outline, Work
 
-_SECONDS = 0.5
-_MOST_CALLS = 200
+_SECONDS = 2.0
 _LARGEST_LAYER = 1 << 23
 _MOST_TOKENS = 640
+_ANSWERS = 8
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class _Answers(nn.Module):
         return torch.log_softmax(logits, dim=-1)
 
 
-def calibrate(outline: Outline, scheme: str, rows: int, length: int) -> Rates:
-    """Measure the engine with its default threads.
+class Calibration:
+    """Small programs of a model's shapes, loaded in the engine with its default threads.
 
     Args:
         outline: the model, whose shapes are taken.
@@ -87,47 +87,64 @@ def calibrate(outline: Outline, scheme: str, rows: int, length: int) -> Rates:
         rows: that a call computes.
         length: tokens of a row.
     """
-    from server_export.lowering import export_graph, lower
-    from server_export.quantization import quantize_layers
 
-    classes = outline.head.outputs if outline.head is not None else 2
-    rows = max(1, min(rows, _MOST_TOKENS // length))
-    inner = outline.inner
-    width = min(outline.width, max(32, _LARGEST_LAYER // inner // 32 * 32))
-    heads = (rows * outline.heads, length, outline.head_width)
-    layers = _Layers(width, inner).eval().requires_grad_(False)
-    if scheme != "fp32":
-        quantize_layers(layers, scheme)
-    modules: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
-        "layers": (layers, (torch.randn(rows, length, width),)),
-        "products": (_Products(), (torch.randn(heads), torch.randn(heads))),
-        "passes": (_Passes(), (torch.randn(rows, length, inner),)),
-        "answers": (_Answers(), (torch.randn(8, classes),)),
-    }
-    graphs = {name: export_graph(module, inputs) for name, (module, inputs) in modules.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "calibration.pte")
-        lower(graphs).write(path)
-        seconds = {name: _seconds(path, name, inputs) for name, (_, inputs) in modules.items()}
-    tokens = rows * length
-    return Rates(
-        layers=2 * tokens * width * inner / seconds["layers"],
-        products=2 * tokens * outline.heads * outline.head_width * length / seconds["products"],
-        passes=4 * tokens * inner / seconds["passes"],
-        answers=8 * classes / seconds["answers"],
-    )
+    def __init__(self, outline: Outline, scheme: str, rows: int, length: int) -> None:
+        from server_export.lowering import export_graph, lower
+        from server_export.quantization import quantize_layers
+        from server_export.verify import loaded_method
+
+        classes = outline.head.outputs if outline.head is not None else 2
+        rows = max(1, min(rows, _MOST_TOKENS // length))
+        inner = outline.inner
+        width = min(outline.width, max(32, _LARGEST_LAYER // inner // 32 * 32))
+        heads = (rows * outline.heads, length, outline.head_width)
+        layers = _Layers(width, inner).eval().requires_grad_(False)
+        if scheme != "fp32":
+            quantize_layers(layers, scheme)
+        modules: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+            "layers": (layers, (torch.randn(rows, length, width),)),
+            "products": (_Products(), (torch.randn(heads), torch.randn(heads))),
+            "passes": (_Passes(), (torch.randn(rows, length, inner),)),
+            "answers": (_Answers(), (torch.randn(_ANSWERS, classes),)),
+        }
+        graphs = {name: export_graph(module, inputs) for name, (module, inputs) in modules.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "calibration.pte")
+            lower(graphs).write(path)
+            self._calls = {name: loaded_method(path, name, inputs) for name, (_, inputs) in modules.items()}
+        tokens = rows * length
+        self._amounts = {
+            "layers": 2 * tokens * width * inner,
+            "products": 2 * tokens * outline.heads * outline.head_width * length,
+            "passes": 4 * tokens * inner,
+            "answers": _ANSWERS * classes,
+        }
+        self._seconds: dict[str, list[float]] = {name: [] for name in modules}
+        for call in self._calls.values():
+            call()
+
+    def sample(self) -> None:
+        """Time a call of each."""
+        for name, call in self._calls.items():
+            start = time.perf_counter()
+            call()
+            self._seconds[name].append(time.perf_counter() - start)
+
+    def rates(self) -> Rates:
+        """What the fast calls that were sampled come to."""
+        return Rates(**{name: self._amounts[name] / fast(seconds) for name, seconds in self._seconds.items()})
 
 
-def _seconds(path: Path, method: str, inputs: tuple[torch.Tensor, ...]) -> float:
-    """What one call takes when nothing else wants the processor: the fastest tenth begins there."""
-    from server_export.verify import loaded_method
+def fast(seconds: Sequence[float]) -> float:
+    """What a call takes when nothing else wants the processor: the fastest tenth begins there."""
+    return sorted(seconds)[len(seconds) // 10]
 
-    call: Callable[[], object] = loaded_method(path, method, inputs)
-    call()
-    taken: list[float] = []
+
+def calibrate(outline: Outline, scheme: str, rows: int, length: int) -> Rates:
+    """Measure the engine for two seconds; arguments as of `Calibration`."""
+    calibration = Calibration(outline, scheme, rows, length)
     end = time.perf_counter() + _SECONDS
-    while len(taken) < 3 or (time.perf_counter() < end and len(taken) < _MOST_CALLS):
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return sorted(taken)[len(taken) // 10]
+    calibration.sample()
+    while time.perf_counter() < end:
+        calibration.sample()
+    return calibration.rates()
