@@ -3,9 +3,10 @@
     python scripts/bench_estimate.py --models smollm2-135m qwen2.5-0.5b --layers 4 --json estimate.json
 
 Every program is exported by `prge export` in a process of its own, and run in another one on either engine.
-The estimate comes from the configuration alone. For its seconds calls of the calibration alternate with calls of
-the program, so that both meet the same machine; the fast ones count. Prints JSON: estimated over measured of
-every figure, and the worst of each. The models are architectures with random weights, made shallower by `--layers`.
+The estimate comes from the configuration alone. For its seconds calls of the calibration alternate with calls
+of the program, so that both meet the same machine; the fast ones count. Prints JSON: estimated over measured
+of every figure, and the worst of each. The models are architectures with random weights, made shallower by
+`--layers`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def run_alone(folder: Path, engine: str, method: str) -> dict[str, float]:
 
 
 def seconds_of(folder: Path, words: list[str], budget: float) -> dict[str, tuple[float, float]]:
-    """Estimated and measured seconds of a call of every method, whose calls alternate with a calibration's."""
+    """Estimated and measured seconds of a call of every method; the calls alternate with a calibration's."""
     from device_runner.engine_base import probing_inputs
     from device_runner.engines import Backend
     from prge.bundle import open_bundle
