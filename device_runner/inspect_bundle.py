@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,10 @@ from prge.adapter import adapter_size
 from prge.bundle import (
     MANIFEST,
     PROGRAM,
+    SCORE_METHOD,
+    STEP_METHOD,
+    TRUNK_METHOD,
+    UPPER_METHOD,
     check_file,
     read_contracts,
     read_manifest,
@@ -20,13 +24,23 @@ from prge.bundle import (
     read_trunk,
 )
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
+from prge.costs import RUNTIME_BYTES, bytes_text, run_memory
 from prge.errors import BundleError
 from prge.settings import parse_settings
 
-MIB = 1 << 20
-RUNTIME_BYTES = 220 * MIB
-RUNTIME_SOURCE = "resident set of Python 3.11 with torch 2.13.0 and ExecuTorch 1.5.1 loaded, Linux x86_64"
+ENGINES = tuple(RUNTIME_BYTES)
 
+_PARTS = {
+    "runtime": "runtime, without a program",
+    "weights": "packed weights",
+    "arena": "planned arena",
+    "workspace": "XNNPACK's workspace",
+    "adapter": "adapter, all copies",
+    "directions": "directions",
+    "total": "in all",
+    "while_loading": "while loading, with what is packed twice",
+}
+_OF_STEPS = (STEP_METHOD, UPPER_METHOD, TRUNK_METHOD)
 _SECTIONS = (
     *("lora", "readout", "quantization", "tokenizer"),
     *("lowering", "score_lowering", "trunk_lowering", "verification", "versions"),
@@ -88,46 +102,39 @@ def inspect(folder: Path) -> dict[str, Any]:
         "unlisted_files": sorted(present - set(files) - {MANIFEST}),
         "rows_per_call": contract.rows,
         "adapter_parameters": adapter_size(contract.modules),
-        "memory": memory_estimate(contract, _lowering_of_steps(manifest)),
-        "score_memory": memory_estimate(scoring, score_lowering) if scoring else None,
+        "memory": memory_estimate(contract, _lowering_of_steps(manifest), _workspace(manifest, _OF_STEPS)),
+        "score_memory": memory_estimate(scoring, score_lowering, _workspace(manifest, [SCORE_METHOD]))
+        if scoring
+        else None,
     }
 
 
-def memory_estimate(contract: Contract, lowering: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes that a run needs while one method is loaded, by cause; null is what the manifest doesn't tell.
+def memory_estimate(
+    contract: Contract, lowering: Mapping[str, Any], workspace: object = None
+) -> dict[str, dict[str, Any]]:
+    """Bytes that a run needs while one method is loaded, by engine and cause; null is what isn't known.
 
-    XNNPACK packs its own copy of the weights while the file's are still mapped, so loading needs them twice.
-    Its workspace is sized when the program is loaded and is not in the estimate.
+    Args:
+        contract: of the method.
+        lowering: its block of the manifest.
+        workspace: what the export measured of XNNPACK's workspace.
     """
     weights, planned = lowering.get("constant_bytes"), lowering.get("planned_memory_bytes")
-    stack = contract.copies * adapter_size(contract.modules) * 4
-    # Float32 inputs of the program, and the signs that they are filled from.
-    width = sum(module.rank + module.out_features for module in contract.modules)
-    directions = contract.queries * contract.rows * width * (4 + 1)
-    told = [part for part in (weights, planned) if isinstance(part, int)]
-    total = sum([RUNTIME_BYTES, stack, directions, *told])
     return {
-        "runtime_bytes": RUNTIME_BYTES,
-        "runtime_source": RUNTIME_SOURCE,
-        "packed_weights_bytes": weights,
-        "planned_arena_bytes": planned,
-        "adapter_stack_bytes": stack,
-        "direction_bytes": directions,
-        "total_bytes": total,
-        "while_loading_bytes": total + (weights if isinstance(weights, int) else 0),
+        engine: run_memory(contract, engine, _number(weights), _number(planned), _number(workspace)).to_json()
+        for engine in ENGINES
     }
 
 
-def bytes_text(count: Any) -> str:
-    """A number of bytes as a reader wants it: `3.4 MiB`; `unknown` for what is no number."""
-    if not isinstance(count, int | float):
-        return "unknown"
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _workspace(manifest: Mapping[str, Any], methods: Sequence[str]) -> int | None:
+    """The larger of what an export measured for some methods, which share it; None if it didn't."""
+    measured = _mapping(_mapping(manifest.get("verification")).get("workspace_bytes"))
+    found = [measured[method] for method in methods if isinstance(measured.get(method), int)]
+    return max(found, default=None)
 
 
 def _lowering_of_steps(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,13 +268,10 @@ def _section(title: str, block: Any) -> Iterator[str]:
         yield f"  {name:<{width}}  {value}"
 
 
-def _memory(what: str, memory: Mapping[str, Any]) -> Iterator[str]:
+def _memory(what: str, memory: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield f"\nmemory of {what}, estimated"
-    yield f"  {bytes_text(memory['runtime_bytes']):>10}  runtime: {memory['runtime_source']}"
-    yield f"  {bytes_text(memory['packed_weights_bytes']):>10}  packed weights"
-    yield f"  {bytes_text(memory['planned_arena_bytes']):>10}  planned arena"
-    yield f"  {bytes_text(memory['adapter_stack_bytes']):>10}  adapter, all copies"
-    if memory["direction_bytes"]:
-        yield f"  {bytes_text(memory['direction_bytes']):>10}  directions"
-    yield f"  {bytes_text(memory['total_bytes']):>10}  in all, without XNNPACK's workspace"
-    yield f"  {bytes_text(memory['while_loading_bytes']):>10}  while loading: the weights twice"
+    yield "".join(["  ", *(f"{engine:>12}" for engine in memory), "  engine"])
+    for name, meaning in _PARTS.items():
+        counts = [memory[engine][f"{name}_bytes"] for engine in memory]
+        if any(counts) or name in ("weights", "arena", "workspace"):
+            yield "".join(["  ", *(f"{bytes_text(count):>12}" for count in counts), f"  {meaning}"])

@@ -1,12 +1,18 @@
 """What an engine costs on a device besides the model: resident memory and time to load, in fresh processes.
 
     python scripts/bench_device_memory.py --json memory.json
+    python scripts/bench_device_memory.py --bundles tinyllama --only-bundles
+    python scripts/bench_device_memory.py --copies 8 4 2 1
 
 Every figure is of a child that imports what `prge run` imports, opens a program and its tokenizer where it
 has one, loads it on one engine and runs it twice. The model's are anonymous memory that this adds (packed
 weights, workspace, values) and resident pages of the program's file (weights read where they lie, such
 as the table of embeddings). All else is the engine's overhead: interpreter, packages, libraries. Medians of
 `--repeats` children. The keys at the top are the worst of the programs under `programs`.
+
+`peak_rss_over_weights` is the peak without what the process held before it loaded the program, over the size
+of the file, which is all weights but for a thousandth. `--copies` gives a curve instead: the large model as a
+stack program of 4 queries, whose 8 copies are processed so many at a time; seconds are those of a whole step.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "server_export" / "demo_data" / "model"
@@ -32,7 +39,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from bench_device_memory import export_large
-export_large(Path(sys.argv[2]), None if sys.argv[3] == "None" else int(sys.argv[3]))
+export_large(Path(sys.argv[2]), None if sys.argv[3] == "None" else int(sys.argv[3]), int(sys.argv[4]))
 """
 ENGINES = ("native", "torch")
 MIB = 1 << 20
@@ -74,6 +81,7 @@ def measure(folder: Path, engine: str, threads: int) -> dict[str, float]:
         "model_mb": model / MIB,
         "model_mapped_mb": mapped / MIB,
         "peak_mb": after["VmHWM"] / MIB,
+        "peak_rss_over_weights": (after["VmHWM"] - before["VmRSS"]) / bundle.program.stat().st_size,
         "import_seconds": ready - begin,
         "load_seconds": done - ready,
         "first_forward_seconds": first - done,
@@ -112,7 +120,7 @@ def export_demo(folder: Path) -> None:
     _output([sys.executable, "-m", "prge.cli", "export", "--model", DEMO_MODEL, "--out", folder, *DEMO])
 
 
-def export_large(folder: Path, layers: int | None) -> None:
+def export_large(folder: Path, layers: int | None, copies: int = 8) -> None:
     """Write a program of SmolLM2-135M's shape with random int4 weights, and its contract."""
     from random_models import random_model
 
@@ -127,6 +135,7 @@ def export_large(folder: Path, layers: int | None) -> None:
         target_modules=["q_proj", "v_proj"],
         estimator="antithetic",
         queries=4,
+        copies=copies,
         batch_size=1,
         sequence_length=64,
         positions=4,
@@ -134,8 +143,25 @@ def export_large(folder: Path, layers: int | None) -> None:
     )
     built = build_program(config, random_model(LARGE, layers))
     folder.mkdir(parents=True)
-    (folder / "program.pte").write_bytes(lower(export_programs(built)).buffer)
+    lower(export_programs(built)).write(folder / "program.pte")
     (folder / "contract.json").write_text(json.dumps(built.contract.to_json()))
+
+
+def curve(copies: list[int], layers: int | None, base: Path, threads: int, repeats: int) -> dict[str, Any]:
+    """Memory and time of a step of the large model, by how many of its 8 copies run in one call."""
+    found: dict[str, Any] = {}
+    for count in copies:
+        folder = base / f"{LARGE}-{count}-copies"
+        if not folder.is_dir():
+            _output([sys.executable, "-c", EXPORT, ROOT / "scripts", folder, str(layers), count])
+        figures = in_children(folder, "native", threads, repeats)
+        calls = -(-8 // count)
+        found[str(count)] = {
+            "calls": calls,
+            "step_seconds": round(calls * figures["forward_seconds"], 4),
+            **{name: figures[name] for name in ("model_mb", "peak_mb", "peak_rss_over_weights")},
+        }
+    return found
 
 
 def _output(command: list[object]) -> str:
@@ -156,6 +182,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="makes the large model shallower; 0: leave it out")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="children a figure")
+    parser.add_argument("--bundles", type=Path, nargs="+", default=[], help="measures these too")
+    parser.add_argument("--only-bundles", action="store_true", help="measures nothing else")
+    parser.add_argument("--copies", type=int, nargs="+", help="measures the curve of these instead")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -165,16 +194,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         base = arguments.folder or Path(temporary)
         base.mkdir(parents=True, exist_ok=True)
-        folders = {"demo": base / "demo"}
-        if not folders["demo"].is_dir():
-            export_demo(folders["demo"])
-        if arguments.layers != 0:
+        if arguments.copies:
+            found = curve(arguments.copies, arguments.layers, base, arguments.threads, arguments.repeats)
+            return _tell({"threads": arguments.threads, "copies": found}, arguments.json)
+        folders = {path.name: path for path in arguments.bundles}
+        if not arguments.only_bundles:
+            folders["demo"] = base / "demo"
+            if not folders["demo"].is_dir():
+                export_demo(folders["demo"])
+        if not arguments.only_bundles and arguments.layers != 0:
             name = LARGE if arguments.layers is None else f"{LARGE}-{arguments.layers}-layers"
             folders[f"{name}-8da4w"] = base / name
             if not folders[f"{name}-8da4w"].is_dir():
                 # In a process of its own, so that its memory is free when the figures are taken.
                 layers = "None" if arguments.layers is None else str(arguments.layers)
-                _output([sys.executable, "-c", EXPORT, ROOT / "scripts", base / name, layers])
+                _output([sys.executable, "-c", EXPORT, ROOT / "scripts", base / name, layers, 8])
         programs = {
             name: {
                 engine: in_children(folder, engine, arguments.threads, arguments.repeats)
@@ -186,14 +220,19 @@ def main() -> int:
     figures = {
         "native_overhead_mb": max(found["native"]["overhead_mb"] for found in programs.values()),
         "torch_overhead_mb": max(found["torch"]["overhead_mb"] for found in programs.values()),
+        "peak_rss_over_weights": max(found["native"]["peak_rss_over_weights"] for found in programs.values()),
         "load_seconds_native": max(found["native"]["load_seconds"] for found in programs.values()),
         "threads": arguments.threads,
         "programs": programs,
     }
+    return _tell(figures, arguments.json)
+
+
+def _tell(figures: dict[str, Any], path: Path | None) -> int:
     text = json.dumps(figures, indent=2)
     print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    if path:
+        path.write_text(text + "\n")
     return 0
 
 

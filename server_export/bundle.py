@@ -21,7 +21,7 @@ from prge.bundle import (
     variant_name,
 )
 from prge.contract import FORMAT, TensorSpec
-from server_export.lowering import LoweringReport
+from server_export.lowering import LoweredProgram, LoweringReport
 from server_export.program import SCORE_METHOD, BuiltProgram
 from server_export.settings import ExportConfig
 from server_export.tokenization import tokenizer_block, write_tokenizer
@@ -31,10 +31,10 @@ _PREFIX = "base_model.model."
 _PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers")
 
 
-def write_program(folder: Path, buffer: bytes) -> Path:
+def write_program(folder: Path, lowered: LoweredProgram) -> Path:
     """Write the `.pte` into a bundle's folder."""
     path = folder / PROGRAM
-    path.write_bytes(buffer)
+    lowered.write(path)
     return path
 
 

@@ -6,6 +6,7 @@ load -> insert LoRA-FA -> quantize the frozen base -> trace, with tangents -> lo
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from prge.atomic import new_folder
 from prge.errors import RunError
+from server_export.estimate import announce
 from server_export.settings import ExportConfig
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ def export(config: ExportConfig) -> Path:
     out = Path(config.out)
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+    announce(config)
     with _stage("loading") as note:
         built, tokenizer = _build(config)
         note(_program_note(built))
@@ -87,8 +90,12 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
         shorter_cuts = {length: cut_of(programs, built, length) for length in built.shorter}
         with _stage("lowering") as note:
             lowered = lower(programs)
-            program = write_program(folder, lowered.buffer)
-            report = lowered.reports[built.step_method]
+            program = write_program(folder, lowered)
+            reports = lowered.reports
+            # The file is written: its pieces, in graphs that refer to each other, needn't stay in memory.
+            del lowered
+            gc.collect()
+            report = reports[built.step_method]
             outside = ", ".join(f"{count} {name}" for name, count in report.outside.items()) or "nothing"
             share = f"{report.delegated_share:.1%} of the operators"
             note(f"{report.delegates} delegates hold {share}; outside: {outside}")
@@ -101,7 +108,7 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
                 note(f"tangents by {part:.2g} of the largest (allowed {allowed:.2g})")
         with _stage("writing"):
             manifest = write_bundle(
-                folder, config, built, tokenizer, lowered.reports, verification, cut, shorter_cuts
+                folder, config, built, tokenizer, reports, verification, cut, shorter_cuts
             )
     _summarize(out, manifest)
     return out

@@ -140,7 +140,7 @@ def build_inference(
         expected = [module(*example) for example in examples]
     lowered = lower({STEP_METHOD: export_graph(module, examples[0])})
     program = folder / PROGRAM
-    program.write_bytes(lowered.buffer)
+    lowered.write(program)
     answers = [run_program(program, example)[0] for example in examples]
     difference, tolerance = _compare("program", expected, answers, spec.scheme)
     name = "logits" if loaded.is_decoder else "pooled" if head is None else "scores"

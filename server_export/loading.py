@@ -15,6 +15,7 @@ from torch import nn
 from prge.errors import AdapterError, BundleError
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
+_WEIGHTS = (".safetensors", ".bin")
 # Every other initialization of LoRA also changes the base weights.
 _PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
 
@@ -76,6 +77,42 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
             remedy="give the folder or hub id of a complete transformers checkpoint",
         ) from None
     return prepare_model(model, name_or_path, is_decoder, getattr(config, "_commit_hash", None) or revision)
+
+
+def outline_model(
+    name_or_path: str, *, pooled: bool | None = None, revision: str | None = None
+) -> LoadedModel:
+    """The model that `load_model` would load, with shapes instead of weights; from its config.json alone.
+
+    Raises:
+        BundleError: as `load_model`, but for the weights.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    config = _load_config(name_or_path, revision)
+    _check_kind(config, name_or_path)
+    is_decoder = not pooled if pooled is not None else _is_decoder(config)
+    loader = AutoModelForCausalLM if is_decoder else AutoModel
+    try:
+        with torch.device("meta"):
+            model = loader.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise BundleError(
+            f"{name_or_path} describes no {'causal language model' if is_decoder else 'encoder'}: "
+            f"{_first_line(error)}",
+            remedy="give a folder with a transformers model's config.json, or a hub id",
+        ) from None
+    return prepare_model(model, name_or_path, is_decoder, revision)
+
+
+def checkpoint_bytes(loaded: LoadedModel) -> int:
+    """Bytes of a model's weights as they are stored: of its files, or of its configuration's dtype."""
+    folder = Path(loaded.name_or_path)
+    found = [path.stat().st_size for suffix in _WEIGHTS for path in folder.glob(f"*{suffix}")]
+    if found:
+        return sum(found)
+    dtype = getattr(loaded.config, "dtype", None)
+    return parameter_count(loaded.model) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 4)
 
 
 def prepare_model(

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,10 +48,20 @@ class LoweringReport:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """The bytes of a `.pte` and what became of each of its methods."""
+    """A `.pte` and what became of each of its methods; `executorch` is ExecuTorch's program manager."""
 
-    buffer: bytes
+    executorch: Any
     reports: dict[str, LoweringReport]
+
+    @property
+    def buffer(self) -> bytes:
+        """The bytes of the file, in one piece."""
+        return bytes(self.executorch.buffer)
+
+    def write(self, path: Path) -> None:
+        """Write the file from the pieces that it is made of, without a copy of the weights."""
+        with path.open("wb") as stream:
+            self.executorch.write_to_file(stream)
 
 
 def export_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
@@ -129,14 +140,14 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
                 f"ExecuTorch can't lower the program: {type(error).__name__}: {lines[0]}",
                 remedy="please report it with the name of the model",
             ) from error
-    buffer, constants = bytes(executorch.buffer), _constant_bytes(executorch)
+    constants = _constant_bytes(executorch)
     planned = {
         plan.name: sum(plan.non_const_buffer_sizes) for plan in executorch.executorch_program.execution_plan
     }
     return LoweredProgram(
-        buffer,
+        executorch,
         {
-            method: LoweringReport(*share, planned[method], constants, len(buffer))
+            method: LoweringReport(*share, planned[method], constants, len(executorch._pte_data))
             for method, share in shares.items()
         },
     )

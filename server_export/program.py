@@ -226,6 +226,32 @@ def build_program(
     return replace(built, float_answers=float_answers, quantization=quantize(module, config.quantize))
 
 
+def planned_contracts(
+    config: ExportConfig, loaded: LoadedModel, label_tokens: Sequence[int] = ()
+) -> tuple[Contract, Contract | None, int]:
+    """What `build_program` would make of a model, which may lack its weights.
+
+    Returns:
+        The contract of a step before it is cut, that of the program for scoring if there is another one, and
+        the number of blocks below the first adapted layer.
+
+    Raises:
+        PrgeError: the model, adapter or settings can't be used.
+    """
+    kind = _readout(config, loaded, label_tokens)
+    position_numbers(loaded, config.sequence_length)
+    start = load_adapter(config.adapter) if config.adapter is not None else None
+    rank, _, _, lora_a, _ = _adapter(config, loaded, start)
+    layers = {name: loaded.model.get_submodule(name) for name in lora_a}
+    modules = tuple(
+        AdaptedModule(name, rank, int(layer.in_features), int(layer.out_features))
+        for name, layer in layers.items()
+    )
+    stack = _contract(config, loaded, kind, modules, label_tokens)
+    below = blocks_below(loaded.model, list(lora_a))
+    return (*_method_contracts(config, stack, below), below)
+
+
 def example_inputs(contract: Contract, seed: int = 0, lora_b_scale: float = 0.02) -> tuple[torch.Tensor, ...]:
     """Random inputs in order: padded rows of different lengths, another `lora_b` in every copy, signs."""
     generator = torch.Generator().manual_seed(seed)

@@ -9,7 +9,7 @@ Both are what XNNPACK computes on integers. `lora_a` and `lora_b` stay float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,17 +49,18 @@ class Int8Embedding(nn.Module):
     """An embedding table of int8 codes with a scale per row.
 
     Args:
-        table: f32 [tokens, width], the vectors that the replaced module gives.
+        vectors: f32 [some tokens, width] in order, what the replaced module gives; taken one after the other,
+            so that a large table never is in memory twice.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
 
-    def __init__(self, table: torch.Tensor) -> None:
+    def __init__(self, vectors: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        scales = table.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
-        self.register_buffer("codes", torch.round(table / scales).to(torch.int8))
-        self.register_buffer("scales", scales)
+        codes, scales = zip(*map(_int8_rows, vectors), strict=True)
+        self.register_buffer("codes", torch.cat(codes))
+        self.register_buffer("scales", torch.cat(scales))
 
     @property
     def weight(self) -> torch.Tensor:
@@ -71,25 +72,36 @@ class Int8Embedding(nn.Module):
         return F.embedding(tokens, self.codes).to(self.scales.dtype) * F.embedding(tokens, self.scales)
 
 
+def _int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes i8 [tokens, width] and scales f32 [tokens, 1] of some vectors."""
+    scales = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+    return torch.round(rows / scales).to(torch.int8), scales
+
+
 def quantize(module: nn.Module, scheme: str) -> QuantizationReport:
     """Quantize the linear layers of a program, and its embedding table if that is large, in place."""
     if scheme == "fp32":
         return QuantizationReport()
-    layers = dict(_linear_layers(module.model))
-    if scheme == "8da8w":
-        _quantize_linear(module.model, set(layers), torch.int8, None)
-        per_channel: list[str] = []
-    else:
-        per_channel = [name for name, layer in layers.items() if layer.in_features % GROUP_SIZE]
-        _quantize_linear(module.model, set(layers) - set(per_channel), torch.int4, GROUP_SIZE)
-        # XNNPACK takes int4 in groups only.
-        _quantize_linear(module.model, set(per_channel), torch.int8, None)
+    per_channel = quantize_layers(module.model, scheme)
     return QuantizationReport(
         scheme,
         GROUP_SIZE if scheme == "8da4w" else None,
         tuple(name.replace(".base", "").replace(".head", "") for name in per_channel),
         _quantize_embedding(module.model),
     )
+
+
+def quantize_layers(model: nn.Module, scheme: str) -> list[str]:
+    """Quantize all linear layers of a model in place; returns those that groups don't divide."""
+    layers = dict(_linear_layers(model))
+    if scheme == "8da8w":
+        _quantize_linear(model, set(layers), torch.int8, None)
+        return []
+    per_channel = [name for name, layer in layers.items() if layer.in_features % GROUP_SIZE]
+    _quantize_linear(model, set(layers) - set(per_channel), torch.int4, GROUP_SIZE)
+    # XNNPACK takes int4 in groups only.
+    _quantize_linear(model, set(per_channel), torch.int8, None)
+    return per_channel
 
 
 def dequantize(module: nn.Module) -> None:
@@ -159,6 +171,8 @@ def _quantize_embedding(model: nn.Module) -> str:
         return "fp32"
     name = next(name for name, layer in model.named_modules() if layer is embedding)
     # Gemma's embedding scales its vectors: ask the module instead of reading its weight.
-    vectors = embedding(torch.arange(table.shape[0])).detach().float()
+    vectors = (
+        embedding(tokens).detach().float() for tokens in torch.arange(table.shape[0]).split(_ROWS_AT_ONCE)
+    )
     replace_module(model, name, Int8Embedding(vectors))
     return "int8"

@@ -152,3 +152,17 @@ class ExportConfig:
         if self.estimator == "tangent":
             return 1
         return self.copies if self.copies is not None else 2 * self.queries
+
+
+@dataclass(frozen=True)
+class EstimateConfig(ExportConfig):
+    """What to estimate: the settings of an export, which may come from its file with `--config`."""
+
+    out: Path = Path("bundle")
+    """Not written; it is here so that an export's settings can be given as they are."""
+
+    calibrate: bool = True
+    """Measure the engine on this machine for two seconds. Without it there are no seconds a step."""
+
+    json: bool = False
+    """Print one JSON object instead of text."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.errors import BundleError
+from server_export.process_memory import anonymous_bytes
 from server_export.program import STEP_METHOD, BuiltProgram, example_inputs
 from server_export.quiet import quiet_engine
 from server_export.tangent.exact import exact_answers
@@ -24,11 +26,17 @@ FP32_TOLERANCE = 1e-4
 QUANTIZED_TOLERANCE = 1.0
 
 
+Answers = tuple[torch.Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Verification:
     """Largest difference between engine and eager model over all rows, and what is allowed.
 
     Of tangents the differences are parts of the largest tangent; null in a program without any.
+
+    `workspace_bytes` is by method what the engine took to run it once, besides the program and its packed
+    weights: XNNPACK's workspace, and what else it wrote to. Empty where the system doesn't tell.
     """
 
     max_absolute_difference: float
@@ -36,6 +44,7 @@ class Verification:
     rows: int
     tangent_difference: float | None = None
     tangent_tolerance: float | None = None
+    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `verification` block."""
@@ -43,28 +52,54 @@ class Verification:
 
 
 def run_program(
-    path: Path, inputs: Sequence[torch.Tensor], method: str = STEP_METHOD
-) -> tuple[torch.Tensor, ...]:
-    """Outputs of a `.pte` in the stock engine.
+    path: Path,
+    inputs: Sequence[torch.Tensor],
+    method: str = STEP_METHOD,
+    workspaces: dict[str, int] | None = None,
+) -> Answers:
+    """Outputs of a `.pte` in the stock engine; `workspaces` gets the memory that the call took.
 
     Raises:
         BundleError: the engine refuses the program or the inputs.
     """
+    call = loaded_method(path, method, inputs)
+    before = None if workspaces is None else anonymous_bytes()
+    answers = call()
+    after = None if before is None else anonymous_bytes()
+    if workspaces is not None and before is not None and after is not None:
+        workspaces[method] = max(0, after - before)
+    return answers
+
+
+def loaded_method(path: Path, method: str, inputs: Sequence[torch.Tensor]) -> Callable[[], Answers]:
+    """A method of a `.pte` in the stock engine, to be called with the same inputs again and again.
+
+    Raises:
+        BundleError: the engine refuses the program, or, when it is called, the inputs.
+    """
     from executorch.extension.pybindings import _C
 
+    arguments = [tensor.contiguous() for tensor in inputs]
+    with _refused(), quiet_engine():
+        program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
+        loaded = program.load_method(method)
+
+    def call() -> Answers:
+        with _refused():
+            return tuple(loaded.call(arguments))
+
+    return call
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
     try:
-        with quiet_engine():
-            program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
-            loaded = program.load_method(method)
-        return tuple(loaded.call([tensor.contiguous() for tensor in inputs]))
+        yield
     except RuntimeError as error:
         raise BundleError(
             f"the engine refuses the program that was just lowered: {error}",
             remedy="please report it with the name of the model",
         ) from None
-
-
-Answers = tuple[torch.Tensor, ...]
 
 
 def run_step(
@@ -108,13 +143,17 @@ def verify(
         BundleError: they differ by more than the tolerance, an answer isn't finite, or the adapter makes no
             difference.
     """
+    workspaces: dict[str, int] = {}
     found = [
-        _differences(path, built, method, contract, programs) for method, contract in built.contracts.items()
+        _differences(path, built, method, contract, programs, workspaces)
+        for method, contract in built.contracts.items()
     ]
     answers = max((pairs[0] for pairs in found), key=_part_of_tolerance)
-    tangents = max((pairs[1] for pairs in found if len(pairs) > 1), key=_part_of_tolerance, default=())
+    tangent, allowed = max(
+        (pairs[1] for pairs in found if len(pairs) > 1), key=_part_of_tolerance, default=(None, None)
+    )
     _check_adapter(path, built)
-    return Verification(*answers, built.contract.rows, *tangents)
+    return Verification(*answers, built.contract.rows, tangent, allowed, workspaces)
 
 
 def _part_of_tolerance(pair: tuple[float, float]) -> float:
@@ -128,8 +167,9 @@ def _differences(
     method: str,
     contract: Contract,
     programs: Mapping[str, torch.export.ExportedProgram],
+    workspaces: dict[str, int],
 ) -> list[tuple[float, float]]:
-    """Difference and tolerance of every output of one method."""
+    """Difference and tolerance of every output of one method; its engine's memory goes to `workspaces`."""
     inputs = example_inputs(contract)
     longest = built.longest(method)
     padded = lengthened(inputs, contract, longest)
@@ -139,7 +179,7 @@ def _differences(
             return programs[method].module(check_guards=False)(*inputs)
 
     def engine(inputs: Sequence[torch.Tensor], method: str) -> Answers:
-        return run_program(path, inputs, method)
+        return run_program(path, inputs, method, workspaces)
 
     if contract.is_tangent and built.float_answers:
         expected = run_step(eager, built, padded)

@@ -120,7 +120,7 @@ def compile_command(compiler: str, package: Path, output: Path, run_path: str) -
     portable = headers / "executorch" / "runtime" / "core" / "portable_type" / "c10"
     return [
         *shlex.split(compiler),
-        *"-std=c++17 -O2 -fPIC -shared -fvisibility=hidden".split(),
+        *"-std=c++17 -O2 -fPIC -shared -pthread -fvisibility=hidden".split(),
         # What the stock libraries were compiled with: it changes types that cross the border.
         *"-DC10_USING_CUSTOM_GENERATED_MACROS -DET_EVENT_TRACER_ENABLED".split(),
         "-isystem",

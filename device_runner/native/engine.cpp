@@ -1,12 +1,13 @@
 // The stock ExecuTorch runtime behind a few C functions: a program, its methods, one call.
 //
 //     program   a memory-mapped file whose tables were verified; counts its users
+//     loading   the backend packs a copy of the weights; the file's pages are given back as they are read
 //     method    a loaded method of a program, with memory of its own
 //     answers   0, or an error code of executorch/runtime/core/error.h, or kFault; the text is the engine's own
 //
 // Nothing is thrown across this border. Calls of one method must not overlap.
 
-#include <executorch/extension/data_loader/mmap_data_loader.h>
+#include <executorch/extension/data_loader/buffer_data_loader.h>
 #include <executorch/extension/memory_allocator/malloc_memory_allocator.h>
 #include <executorch/runtime/backend/backend_options_map.h>
 #include <executorch/runtime/backend/options.h>
@@ -15,7 +16,14 @@
 #include <executorch/runtime/platform/platform.h>
 #include <executorch/runtime/platform/runtime.h>
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -25,6 +33,8 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 // The wheel has the library of the thread pool and not its header.
@@ -42,8 +52,8 @@ namespace {
 namespace et = executorch::runtime;
 using executorch::aten::Tensor;
 using executorch::aten::TensorImpl;
+using executorch::extension::BufferDataLoader;
 using executorch::extension::MallocMemoryAllocator;
-using executorch::extension::MmapDataLoader;
 
 // The engine would have ended the process, or ran out of memory outside its own checks.
 constexpr int kFault = -1;
@@ -160,8 +170,95 @@ class Call {
   size_t capacity_;
 };
 
+// A file as read-only memory; a page that was given back is read from the file again when it is needed.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  ~Mapping() {
+    if (start_ != nullptr) {
+      munmap(start_, size_);
+    }
+  }
+
+  et::Error open(const char* path) {
+    const int descriptor = ::open(path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0) {
+      return et::Error::AccessFailed;
+    }
+    struct stat facts {};
+    et::Error error = fstat(descriptor, &facts) == 0 ? et::Error::Ok : et::Error::AccessFailed;
+    if (error == et::Error::Ok && facts.st_size > 0) { // nothing can't be mapped, and is no program
+      size_ = static_cast<size_t>(facts.st_size);
+      void* start = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor, 0);
+      error = start == MAP_FAILED ? et::Error::AccessFailed : et::Error::Ok;
+      start_ = start == MAP_FAILED ? nullptr : start;
+    }
+    ::close(descriptor);
+    return error;
+  }
+
+  void give_back() const {
+    if (start_ != nullptr) {
+      madvise(start_, size_, MADV_DONTNEED);
+    }
+  }
+
+  const void* start() const {
+    return start_;
+  }
+
+  size_t size() const {
+    return size_;
+  }
+
+ private:
+  void* start_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Gives the pages of a file back again and again while it lives. Without that, the file's weights and the ones
+// that the backend packs from them are in memory together when a method is loaded.
+class Returning {
+ public:
+  explicit Returning(const Mapping& mapping) : mapping_(mapping) {
+    try {
+      thread_ = std::thread([this] {
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (!wake_.wait_for(lock, std::chrono::milliseconds(5), [this] { return ended_; })) {
+          mapping_.give_back();
+        }
+      });
+    } catch (const std::system_error&) {
+      // No thread to be had: loading only takes more memory.
+    }
+  }
+
+  ~Returning() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ended_ = true;
+    }
+    wake_.notify_one();
+    if (thread_.joinable()) {
+      thread_.join();
+    }
+    mapping_.give_back();
+  }
+
+ private:
+  const Mapping& mapping_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool ended_ = false;
+  std::thread thread_;
+};
+
 struct File {
-  std::unique_ptr<MmapDataLoader> loader;
+  Mapping mapping;
+  std::unique_ptr<BufferDataLoader> loader;
   std::unique_ptr<et::Program> program;
 
   ~File() {
@@ -318,11 +415,11 @@ int prge_threads(int count, int* found, char* text, size_t capacity) {
 int prge_open(const char* path, void** program, char* text, size_t capacity) {
   return Call(text, capacity).run([&] {
     auto file = std::make_shared<File>();
-    auto loader = MmapDataLoader::from(path, MmapDataLoader::MlockConfig::NoMlock);
-    if (!loader.ok()) {
-      return loader.error();
+    const et::Error error = file->mapping.open(path);
+    if (error != et::Error::Ok) {
+      return error;
     }
-    file->loader = std::make_unique<MmapDataLoader>(std::move(loader.get()));
+    file->loader = std::make_unique<BufferDataLoader>(file->mapping.start(), file->mapping.size());
     auto loaded = et::Program::load(file->loader.get(), et::Program::Verification::InternalConsistency);
     if (!loaded.ok()) {
       return loaded.error();
@@ -414,6 +511,7 @@ int prge_load(
     if (error != et::Error::Ok) {
       return error;
     }
+    const Returning returning(handle->file->mapping);
     auto loaded = handle->file->program->load_method(name, handle->manager.get(), nullptr, nullptr, &map);
     if (!loaded.ok()) {
       return loaded.error();

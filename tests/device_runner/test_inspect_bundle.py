@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from device_runner.inspect_bundle import RUNTIME_BYTES, bytes_text, inspect, main, memory_estimate
+from device_runner.inspect_bundle import inspect, main, memory_estimate
 from prge.bundle import ADAPTER, PROGRAM
 from prge.contract import TensorSpec
+from prge.costs import RUNTIME_BYTES
 from prge.errors import BundleError
 from tests.bundles import FILES, make_bundle, make_contract
 
@@ -34,7 +35,7 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
         "tolerance                0.01",
         "executorch  1.5.1",
         "made_by: a test",
-        "8.0 MiB",
+        "    60.0 MiB   245.0 MiB  in all",
     ):
         assert words in text, words
     assert all(f"{name}  ok" in text for name in FILES)
@@ -50,7 +51,7 @@ def test_json_is_the_manifest_and_what_follows_from_it(
     assert (content["rows_per_call"], content["adapter_parameters"]) == (8, 56)
     assert {entry["problem"] for entry in content["files"].values()} == {None}
     assert content["unlisted_files"] == []
-    assert content["memory"]["adapter_stack_bytes"] == STACK_BYTES
+    assert content["memory"]["native"]["adapter_bytes"] == STACK_BYTES
     assert content["score_memory"] is None
 
 
@@ -65,18 +66,21 @@ def test_methods_for_shorter_rows_are_shown(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_memory_estimate_adds_up() -> None:
-    memory = memory_estimate(make_contract(), {"constant_bytes": 1000, "planned_memory_bytes": 100})
-    assert memory["total_bytes"] == RUNTIME_BYTES + 1000 + 100 + STACK_BYTES
-    assert memory["while_loading_bytes"] == memory["total_bytes"] + 1000
-    assert memory["runtime_source"]
+    lowering = {"constant_bytes": 1000, "planned_memory_bytes": 100}
+    memory = memory_estimate(make_contract(), lowering, 10)
+    for engine, runtime in RUNTIME_BYTES.items():
+        assert memory[engine]["total_bytes"] == runtime + 1000 + 100 + 10 + STACK_BYTES
+    # The torch engine holds the file's weights until all are packed; the workspace comes with the first call.
+    assert memory["torch"]["while_loading_bytes"] == memory["torch"]["total_bytes"] + 1000 - 10
+    assert memory["native"]["while_loading_bytes"] == memory["native"]["total_bytes"] - 10
 
 
 def test_memory_estimate_of_a_manifest_without_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = memory_estimate(make_contract(), {})
-    assert memory["packed_weights_bytes"] is None
-    assert memory["total_bytes"] == RUNTIME_BYTES + STACK_BYTES
+    assert memory["native"]["weights_bytes"] is None
+    assert memory["native"]["total_bytes"] == RUNTIME_BYTES["native"] + STACK_BYTES
     assert main([str(make_bundle(tmp_path / "bundle", lowering=None, model="tiny"))]) == 0
     assert "unknown  packed weights" in capsys.readouterr().out
 
@@ -143,25 +147,10 @@ def test_a_tangent_bundle_shows_both_programs(tmp_path: Path, capsys: pytest.Cap
     assert "u.layers.0" not in text
     report = inspect(folder)
     # 3 queries of 2 rows, ranks 4 and 4, 8 and 6 features: float32 inputs, and a byte for each sign.
-    assert report["memory"]["direction_bytes"] == 3 * 2 * (4 + 8 + 4 + 6) * 5
-    assert report["score_memory"]["direction_bytes"] == 0
-    assert report["score_memory"]["planned_arena_bytes"] == 1 << 20
-    assert report["memory"]["adapter_stack_bytes"] == STACK_BYTES // 4
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (5 << 20, "5.0 MiB"),
-        (3 << 30, "3.00 GiB"),
-        (None, "unknown"),
-    ],
-)
-def test_bytes_text(count: int | None, text: str) -> None:
-    assert bytes_text(count) == text
+    assert report["memory"]["native"]["directions_bytes"] == 3 * 2 * (4 + 8 + 4 + 6) * 5
+    assert report["score_memory"]["native"]["directions_bytes"] == 0
+    assert report["score_memory"]["native"]["arena_bytes"] == 1 << 20
+    assert report["memory"]["native"]["adapter_bytes"] == STACK_BYTES // 4
 
 
 def test_a_bundle_that_was_cut_shows_all_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,4 +175,4 @@ def test_a_bundle_that_was_cut_shows_all_programs(tmp_path: Path, capsys: pytest
     ):
         assert words in text, words
     # Trunk and step are in memory together.
-    assert inspect(folder)["memory"]["planned_arena_bytes"] == 4 << 20
+    assert inspect(folder)["memory"]["native"]["arena_bytes"] == 4 << 20

@@ -1,0 +1,246 @@
+"""`prge estimate`: what an export and its runs would cost, from configuration and flags alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prge.contract import Contract
+from prge.costs import (
+    Outline,
+    RunMemory,
+    Weights,
+    bytes_text,
+    estimated_memory,
+    export_memory,
+    export_seconds,
+    file_bytes,
+    weights_of,
+    work_of,
+)
+from prge.errors import PrgeError
+from server_export.settings import EstimateConfig, ExportConfig
+
+if TYPE_CHECKING:
+    from server_export.calibration import Rates
+    from server_export.loading import LoadedModel
+
+ENGINES = ("native", "torch")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `prge estimate`; returns the exit code."""
+    from prge.settings import parse_settings
+
+    config = parse_settings(
+        EstimateConfig,
+        argv,
+        "prge estimate",
+        description="Tell what an export and its runs would cost; takes the flags of `prge export`.",
+    )
+    found = estimate(config)
+    report = found.to_json(_rates(found) if config.calibrate else None)
+    print(json.dumps(report, indent=2) if config.json else "\n".join(_text(config, report)))
+    return 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A program that isn't there yet, in numbers."""
+
+    config: ExportConfig
+    outline: Outline
+    contract: Contract
+    score: Contract | None
+    weights: Weights
+    stored_bytes: int
+
+    @property
+    def calls(self) -> int:
+        """Calls of the program in a step."""
+        if self.contract.is_tangent:
+            return 1
+        return math.ceil(2 * self.config.queries / self.contract.copies)
+
+    @property
+    def methods(self) -> int:
+        """How many methods the program has; a trunk and the step above it count as one."""
+        return 1 if self.score is None else 2
+
+    @property
+    def export_bytes(self) -> int:
+        """Peak memory of the export."""
+        return export_memory(
+            self.outline, self.weights, self.config.quantize, self.stored_bytes, self.methods
+        )
+
+    @property
+    def export_seconds(self) -> float:
+        """Time of the export on two cores of a server."""
+        return export_seconds(self.outline, self.methods)
+
+    @property
+    def program_bytes(self) -> int:
+        """Bytes of the program's file."""
+        return file_bytes(self.outline, self.contract, self.score, self.weights)
+
+    def memory(self, engine: str, scoring: bool = False) -> RunMemory:
+        """Memory of a run on an engine while it takes steps, or scores with a method of its own."""
+        contract = self.score if scoring and self.score is not None else self.contract
+        return estimated_memory(self.outline, contract, self.weights, engine)
+
+    def to_json(self, rates: Rates | None) -> dict[str, Any]:
+        """All of it, with seconds where rates of this machine are known."""
+        contract, work = self.contract, work_of(self.outline, self.contract)
+        step: dict[str, Any] = {
+            "calls": self.calls,
+            "rows": contract.computed_rows * self.calls,
+            "operations": work.operations * self.calls,
+            "seconds": rates.seconds(work) * self.calls if rates else None,
+        }
+        if self.config.trunk_cache:
+            above = work_of(self.outline, contract, "step")
+            step["cached_operations"] = above.operations * self.calls
+            step["cached_seconds"] = rates.seconds(above) * self.calls if rates else None
+        scoring = None
+        if self.score is not None:
+            score = work_of(self.outline, self.score)
+            scoring = {
+                "rows": self.score.rows,
+                "operations": score.operations,
+                "seconds": rates.seconds(score) if rates else None,
+            }
+        return {
+            "model": {
+                "name_or_path": self.config.model,
+                "parameters": self.outline.parameters,
+                "blocks": self.outline.blocks,
+                "adapted_layers": len(contract.modules),
+                "adapter_parameters": sum(module.rank * module.out_features for module in contract.modules),
+            },
+            "program_bytes": self.program_bytes,
+            "weights": {
+                "packed_bytes": self.weights.packed,
+                "table_bytes": self.weights.table,
+                "other_bytes": self.weights.other,
+            },
+            "step": step,
+            "scoring": scoring,
+            "run_memory": {engine: self.memory(engine).to_json() for engine in ENGINES},
+            "score_memory": None
+            if self.score is None
+            else {engine: self.memory(engine, scoring=True).to_json() for engine in ENGINES},
+            "export": {"peak_bytes": self.export_bytes, "seconds": self.export_seconds},
+            "rates": None if rates is None else rates.to_json(),
+        }
+
+
+def estimate(config: ExportConfig) -> Estimate:
+    """What an export with these settings would make, without loading weights.
+
+    Raises:
+        PrgeError: the model or the settings can't be used, as the export itself would say.
+    """
+    from server_export.loading import outline_model
+    from server_export.quiet import quiet_libraries
+
+    quiet_libraries()
+    pooled = None if config.readout is None else config.readout == "pooled"
+    return estimate_of(config, outline_model(config.model, pooled=pooled, revision=config.revision))
+
+
+def estimate_of(config: ExportConfig, loaded: LoadedModel) -> Estimate:
+    """The same for a model, which may lack its weights; it is changed."""
+    from server_export.loading import checkpoint_bytes
+    from server_export.lora_fa import convert_conv1d
+    from server_export.outline import outline_of
+    from server_export.program import planned_contracts
+    from server_export.quantization import EMBEDDING_BYTES
+
+    convert_conv1d(loaded.model)
+    # Their number is all that counts.
+    label_tokens = range(len(config.label_words or []))
+    contract, score, below = planned_contracts(config, loaded, label_tokens)
+    outline = outline_of(loaded, contract, below)
+    int8_table = config.quantize != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
+    weights = weights_of(outline, contract, config.quantize, int8_table)
+    return Estimate(config, outline, contract, score, weights, checkpoint_bytes(loaded))
+
+
+def _rates(found: Estimate) -> Rates:
+    from server_export.calibration import calibrate
+
+    contract = found.contract
+    return calibrate(found.outline, found.config.quantize, contract.computed_rows, contract.sequence_length)
+
+
+def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
+    model, step, export = report["model"], report["step"], report["export"]
+    yield (
+        f"{config.model}: {model['parameters']:,} parameters in {model['blocks']} blocks, "
+        f"{model['adapted_layers']} layers adapted, {config.quantize}"
+    )
+    yield f"\nprogram  {bytes_text(report['program_bytes'])}"
+    calls = f" in {step['calls']} calls" if step["calls"] > 1 else ""
+    yield f"step     {step['rows']} rows of {config.sequence_length} tokens{calls}, {_work(step)}"
+    if "cached_operations" in step:
+        cached = {"operations": step["cached_operations"], "seconds": step["cached_seconds"]}
+        yield f"         {_work(cached)} for rows whose trunk is cached"
+    if report["scoring"]:
+        yield f"scoring  {report['scoring']['rows']} rows a call, {_work(report['scoring'])}"
+    if report["rates"] is None:
+        yield "         seconds are told with --calibrate"
+    yield (
+        f"export   {bytes_text(export['peak_bytes'])} of memory at its peak, "
+        f"about {_minutes(export['seconds'])} on two cores"
+    )
+    for title, memories in (("a run", report["run_memory"]), ("scoring", report["score_memory"])):
+        if memories:
+            yield f"\nmemory of {title:<14} {'':>2}{'native':>12}{'torch':>12}"
+            for name in ("runtime", "weights", "arena", "workspace", "adapter", "directions"):
+                yield _row(name, memories)
+            yield _row("total", memories)
+            yield _row("while_loading", memories)
+
+
+def _row(name: str, memories: dict[str, Any]) -> str:
+    numbers = "".join(f"{bytes_text(memories[engine][f'{name}_bytes']):>12}" for engine in ENGINES)
+    return f"  {name.replace('_', ' '):<24}{numbers}"
+
+
+def _work(block: dict[str, Any]) -> str:
+    operations = f"{block['operations'] / 1e9:,.1f} GFLOP"
+    return operations if block["seconds"] is None else f"{operations}, {block['seconds']:.3g} s"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def announce(config: ExportConfig) -> None:
+    """Print what an export will take, before it begins, and a warning if the machine lacks the memory."""
+    try:
+        found = estimate(config)
+    except PrgeError:
+        return  # the export says it better, or can do without
+    print(
+        f"estimated  {bytes_text(found.export_bytes)} of memory at the peak of the export, "
+        f"{_minutes(found.export_seconds)}, program {bytes_text(found.program_bytes)}",
+        flush=True,
+    )
+    available = _available_bytes()
+    if available is not None and found.export_bytes > available:
+        print(f"hint: this machine has {bytes_text(available)} of memory available", flush=True)
+
+
+def _available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
