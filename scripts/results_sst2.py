@@ -4,16 +4,18 @@
 
 MODEL is a folder or hub id of all-MiniLM-L6-v2, SST2_FOLDER holds train.tsv, dev.tsv and test-labeled.tsv.
 A seed draws 1,000 training rows of train.tsv, another 1,000 without their labels for the frozen lora_a
-(scripts/principal_adapter.py), the directions and the order of rows. All methods of a scheme compute the same
-number of rows. The 872 rows of dev.tsv choose settings with the first seed, the 1,821 test rows are read once
-per run. Training rows are phrases, the others sentences, so these go through a longer program of the same
-adapter. Prints JSON.
+(scripts/principal_adapter.py), the directions and the order of rows. All runs compute the same number of rows.
+Settings were chosen on the 872 rows of dev.tsv with seed 42, which is none of the default ones; the 1,821 test
+rows are read once per run. Training rows are phrases, the others sentences, so these go through a longer
+program of the same adapter. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,16 @@ TARGET = "layer.2.attention.self.value"
 RANK = 1
 STEP = {"queries": 16, "batch_size": 1}
 ROWS_OF_A_STEP = {"tangent": 17, "antithetic": 32}
-# Chosen on development rows with the first seed.
+# Chosen on development rows with seed 42.
 COMMON = {"optimizer": "adam", "schedule": "linear"}
 TRAINING: dict[str, dict[str, Any]] = {
-    "tangent": {"learning_rate": 1.2e-2, "clip": 1.0},
-    "antithetic": {"learning_rate": 1.2e-2, "clip": 1.0, "epsilon": 1e-2},
+    "tangent": {"learning_rate": 6e-3, "clip": 1.0},
+    "antithetic": {"learning_rate": 6e-3, "clip": 1.0, "epsilon": 1e-2},
 }
 POINTS = 4
 TRAIN_LENGTH, TEST_LENGTH = 24, 64
+# Half of the phrases have at most 10 tokens.
+LENGTHS = (8, 12, 16)
 BACKPROP_RATES = (1e-2, 3e-2, 1e-1)
 
 
@@ -44,19 +48,22 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test-labeled.tsv")
     parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
-    parser.add_argument("--quantize", nargs="+", default=["fp32", "8da4w"])
-    parser.add_argument("--estimators", nargs="+", default=["tangent", "antithetic"])
-    parser.add_argument("--rows", type=int, default=153_000, help="rows that every run computes, about")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[23, 29, 31])
+    parser.add_argument("--quantize", nargs="+", default=["8da8w"])
+    parser.add_argument("--estimators", nargs="+", default=["tangent"], choices=sorted(TRAINING))
+    parser.add_argument("--rows", type=int, default=459_000, help="rows that every run computes, about")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="runs that go on at the same time")
     parser.add_argument("--dev-only", action="store_true", help="leave the test rows alone, for tuning")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"settings": {"common": {**COMMON, **STEP}, **TRAINING}}
-    for scheme in arguments.quantize:
-        for estimator in arguments.estimators:
-            runs = [forward_only(arguments, scheme, estimator, seed) for seed in arguments.seeds]
-            results[f"{estimator}-{scheme}"] = summarize(runs, figures(arguments, "seconds"))
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        for scheme in arguments.quantize:
+            for estimator in arguments.estimators:
+                runs = list(pool.map(partial(forward_only, arguments, scheme, estimator), arguments.seeds))
+                results[f"{estimator}-{scheme}"] = summarize(runs, figures(arguments, "seconds"))
+    for scheme in dict.fromkeys(["fp32", *arguments.quantize]):
         frozen = [unchanged(arguments, scheme, seed) for seed in arguments.seeds]
         results[f"frozen-{scheme}"] = summarize(frozen, figures(arguments))
     references: list[dict[str, Any]] = []
@@ -123,20 +130,41 @@ def forward_only(arguments: argparse.Namespace, scheme: str, estimator: str, see
 
 def unchanged(arguments: argparse.Namespace, scheme: str, seed: int) -> dict[str, Any]:
     """The encoder with its fitted head, before any step."""
-    run = run_folder(arguments, scheme, arguments.estimators[0], seed)
-    return {"seed": seed, **scores(arguments, scheme, seed, run.with_name(f"{run.name}-0"))}
+    run = first_step(arguments, scheme, seed)
+    adapter = run.with_name(f"{run.name}-0")
+    if not adapter.exists():
+        prge("replay", run, out=adapter, step=0)
+    return {"seed": seed, **scores(arguments, scheme, seed, adapter)}
+
+
+def first_step(arguments: argparse.Namespace, scheme: str, seed: int) -> Path:
+    """A run of one step, for its rows, and for its heads, which were fitted on the frozen encoder."""
+    run = Path(arguments.out / f"first-{scheme}-{seed}")
+    if not (run / "final").exists():
+        prge(
+            "run",
+            bundle=bundle(arguments, scheme, "antithetic", seed, TRAIN_LENGTH),
+            train=arguments.data / "train.tsv",
+            task="sst2",
+            out=run,
+            seed=seed,
+            shuffle_seed=seed,
+            train_limit=ROWS,
+            steps=1,
+            threads=arguments.threads,
+        )
+    return run
 
 
 def backpropagation(arguments: argparse.Namespace, seed: int, rates: tuple[float, ...]) -> dict[str, Any]:
-    """The reference in PyTorch on the rows, adapter and heads of the seed's fp32 run."""
+    """The reference in PyTorch on the seed's rows and adapter, with the heads of its frozen fp32 encoder."""
     import torch
     from backprop_sst2 import backprop
 
     torch.set_num_threads(arguments.threads)
-    run = run_folder(arguments, "fp32", arguments.estimators[0], seed)
     common = (
         bundle(arguments, "fp32", "antithetic", seed, TEST_LENGTH),
-        run,
+        first_step(arguments, "fp32", seed),
         arguments.model,
         arguments.data,
     )
@@ -199,7 +227,10 @@ def bundle(arguments: argparse.Namespace, scheme: str, estimator: str, seed: int
         )
     folder = Path(arguments.out / f"bundle-{estimator}-{scheme}-{seed}-{length}")
     if not folder.exists():
-        flags = {"estimator": estimator, "quantize": scheme, "sequence_length": length, "adapter": adapter}
+        flags: dict[str, Any] = {"estimator": estimator, "quantize": scheme, "adapter": adapter}
+        flags["sequence_length"] = length
+        if length == TRAIN_LENGTH and estimator in arguments.estimators:
+            flags["lengths"] = LENGTHS
         prge("export", model=arguments.model, out=folder, **flags, **STEP)
     return folder
 
