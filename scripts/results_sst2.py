@@ -4,10 +4,10 @@
 
 MODEL is a folder or hub id of all-MiniLM-L6-v2, SST2_FOLDER holds train.tsv, dev.tsv and test-labeled.tsv.
 A seed draws 1,000 training rows of train.tsv, another 1,000 without their labels for the frozen lora_a
-(scripts/principal_adapter.py), the directions and the order of rows. All runs compute the same number of rows.
-Settings were chosen on the 872 rows of dev.tsv with seed 42, which is none of the default ones; the 1,821 test
-rows are read once per run. Training rows are phrases, the others sentences, so these go through a longer
-program of the same adapter. Prints JSON.
+(scripts/principal_adapter.py), the directions and the order of rows. All runs compute the same number of
+rows. Settings were chosen on the 872 rows of dev.tsv with seed 42, which is none of the default ones; the
+1,821 test rows are read once per run. Training rows are phrases, the others sentences, so these go through a
+longer program of the same adapter. Prints JSON.
 """
 
 from __future__ import annotations
