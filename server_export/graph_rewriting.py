@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -63,9 +64,6 @@ def rewrite(graph_module: GraphModule) -> None:
             rule(node, constants)
     graph_module.graph.eliminate_dead_code()
     _fill_in_values(graph_module)
-    _rotate(graph_module, constants)
-    graph_module.graph.eliminate_dead_code()
-    _fill_in_values(graph_module)
     graph_module.delete_all_unused_submodules()
     _remove_unused_attributes(graph_module)
     graph_module.graph.lint()
@@ -97,7 +95,8 @@ class _Constants:
         digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
         key = (tensor.dtype, tensor.shape, digest)
         if key not in self.names:
-            name = f"constant_{len(self.names)}"
+            numbers = (f"constant_{number}" for number in count(len(self.names)))
+            name = next(name for name in numbers if not hasattr(self.graph_module, name))
             self.graph_module.register_buffer(name, tensor, persistent=True)
             self.names[key] = name
         with self.graph_module.graph.inserting_before(before):
@@ -171,24 +170,36 @@ def _fill_in_values(graph_module: GraphModule) -> None:
         return torch.empty(known.shape, dtype=known.dtype, device="meta")
 
     for node in graph_module.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            node.meta["val"] = attribute(graph_module, str(node.target)).to("meta")
         if node.op == "call_function" and "val" not in node.meta:
             arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), value)
             node.meta["val"] = node.target(*arguments, **named)
 
 
-def _rotate(graph_module: GraphModule, constants: _Constants) -> None:
-    """Turn rotary embeddings into one matrix product with a matrix of every position.
+def rotate(graph_module: GraphModule) -> None:
+    """Turn the rotary embeddings of a rewritten graph into one matrix product each, in place.
 
     Written out, a rotation passes ten times over queries and keys: slices, a negation, two products with
     tables, a sum, a scale. Which form a program has must not depend on its rows: the scalars of all numbers
-    of copies are the same.
+    of copies are the same. The product takes positions before rows, so what looks at rows comes first.
     """
+    _fill_in_values(graph_module)
+    constants = _Constants(graph_module)
     for rotation in find_rotations(graph_module):
         length, width = rotation.source.meta["val"].shape[-2:]
-        if width <= _WIDEST_ROTATION and length * width * width <= _LARGEST_ROTATION:
+        if rotates_by_product(length, width):
             table = constants.node(rotation.matrices(), rotation.result)
             _build(rotation.result, partial(_turned, rotation.source, table))
+    graph_module.graph.eliminate_dead_code()
     _fill_in_values(graph_module)
+    _remove_unused_attributes(graph_module)
+    graph_module.recompile()
+
+
+def rotates_by_product(length: int, width: int) -> bool:
+    """Whether `rotate` makes products of the rotations of heads of this width."""
+    return width <= _WIDEST_ROTATION and length * width * width <= _LARGEST_ROTATION
 
 
 def _turned(source: Node, table: Node, graph: Graph) -> Node:

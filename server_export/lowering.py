@@ -18,7 +18,7 @@ from torch import nn
 
 from prge.errors import BundleError
 from server_export.edge import edge_program, to_core
-from server_export.graph_rewriting import rewrite
+from server_export.graph_rewriting import rewrite, rotate
 from server_export.lifting import exported_program
 from server_export.permuting import join_transpositions
 
@@ -65,12 +65,14 @@ class LoweredProgram:
 
 
 def export_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
-    """The rewritten graph of a module with static shapes, those of `inputs`.
+    """The graph of a module with static shapes, those of `inputs`, ready to be lowered.
 
     Raises:
         BundleError: torch.export can't trace it.
     """
-    return retraced(rewritten_graph(module, inputs), inputs)
+    graph_module = rewritten_graph(module, inputs)
+    rotate(graph_module)
+    return retraced(graph_module, inputs)
 
 
 def rewritten_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:

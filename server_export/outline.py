@@ -10,6 +10,7 @@ from torch import nn
 from prge.contract import Contract
 from prge.costs import Layer, Outline
 from server_export.blocks import block_names
+from server_export.graph_rewriting import rotates_by_product
 from server_export.loading import LoadedModel, parameter_count
 
 
@@ -45,10 +46,16 @@ def outline_of(loaded: LoadedModel, contract: Contract, blocks_below: int) -> Ou
         layers=_grouped(layers, blocks[:blocks_below]),
         head=_shape(head) if isinstance(head, nn.Linear) else None,
         table_numbers=table.numel(),
-        # With the mask and the rotation of a row.
-        other_numbers=other + length * (length + 2 * head_width),
+        other_numbers=other + length * length + _rotation_numbers(model, length, head_width),
         parameters=parameter_count(model),
     )
+
+
+def _rotation_numbers(model: nn.Module, length: int, width: int) -> int:
+    """What the rotations of queries and keys take as tables of cosines and sines, or as matrices."""
+    if not any("rotary" in name for name, _ in model.named_modules()):
+        return 0
+    return 2 * length * width * (width if rotates_by_product(length, width) else 1)
 
 
 def _grouped(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[Layer, ...]:

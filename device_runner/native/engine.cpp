@@ -22,6 +22,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -186,6 +187,7 @@ class Mapping {
   et::Error open(const char* path) {
     const int descriptor = ::open(path, O_RDONLY | O_CLOEXEC);
     if (descriptor < 0) {
+      ET_LOG(Error, "%s: %s", path, strerror(errno));
       return et::Error::AccessFailed;
     }
     struct stat facts {};

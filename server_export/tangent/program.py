@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from prge.contract import TRUNK_PREFIX, Contract, TensorSpec
+from server_export.graph_rewriting import rotate
 from server_export.lowering import retraced, rewritten_graph
 from server_export.program import BuiltProgram, example_inputs
 from server_export.row_count import TRACED_ROWS, with_rows
@@ -31,6 +32,7 @@ def export_programs(built: BuiltProgram) -> dict[str, torch.export.ExportedProgr
             trunk, graph_module = _cut(graph_module, contract)
             name = built.trunk_method(contract)
             trunk_contract, contract = contract.divided(_crossing(trunk))
+            rotate(trunk)
             programs[name] = retraced(trunk, example_inputs(trunk_contract))
         programs[method] = retraced(_transformed(graph_module, contract), example_inputs(contract))
     return programs
@@ -90,7 +92,8 @@ def _transformed(graph_module: GraphModule, contract: Contract) -> GraphModule:
     """A graph of all rows as what its contract says: rows shared by copies, or tangents beside them."""
     adapter = _placeholders(graph_module)[-len(contract.modules) :]
     if contract.shared_rows:
-        return share_rows(graph_module, adapter, contract.copies)
+        graph_module = share_rows(graph_module, adapter, contract.copies)
+    rotate(graph_module)
     if contract.is_tangent:
         return differentiate(graph_module, dict.fromkeys(adapter, RankOne(contract.rows)), contract.queries)
     return graph_module

@@ -96,8 +96,13 @@ def test_failed_verification_leaves_nothing(
     def lower_another(
         programs: Mapping[str, torch.export.ExportedProgram],
     ) -> lowering.LoweredProgram:
-        # The graphs share the module's parameters, which the verification is to find unharmed.
-        weights = {id(weight): weight for graph in programs.values() for weight in graph.parameters()}
+        # The graphs share the module's weights, which the verification is to find unharmed.
+        weights = {
+            weight.data_ptr(): weight
+            for graph in programs.values()
+            for weight in graph.state_dict.values()
+            if weight.is_floating_point()
+        }
         for weight in weights.values():
             weight.mul_(1.01)
         lowered = lowering_function(programs)

@@ -151,8 +151,8 @@ def test_weights_are_stored_once_and_the_manifest_lists_the_lengths(
     assert sorted(block["lowering"]) == sorted({f"{bundle.step_method}_5", f"{bundle.score_method}_5"})
     parameters = bundle.manifest["model"]["parameters"]
     stored = bundle.manifest["lowering"]["constant_bytes"]
-    # float32, or int4 with scales and an embedding in float32.
-    assert stored < (1.3 * 4 if kind != "quantized" else 3) * parameters
+    # float32, or int4 with scales and an embedding in float32, and rotations of every position.
+    assert stored < (1.5 * 4 if kind != "quantized" else 4.5) * parameters
 
 
 @pytest.mark.export
@@ -164,7 +164,7 @@ def test_a_method_that_answers_otherwise_is_not_written(
     built = build_program(config)
     run_program = verification.run_program
 
-    def wrong(path: Path, inputs: Any, method: str = "forward") -> Any:
+    def wrong(path: Path, inputs: Any, method: str = "forward", *_: object) -> Any:
         (answer,) = run_program(path, inputs, method)
         return (answer + 0.01 * (method == "forward_5"),)
 

@@ -159,7 +159,7 @@ def test_verification_runs_both_parts_as_one(cut: Cut) -> None:
 
 @pytest.mark.export
 def test_verification_refuses_a_trunk_that_differs(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(path: Path, inputs: Sequence[torch.Tensor], method: str) -> Answers:
+    def damaged(path: Path, inputs: Sequence[torch.Tensor], method: str, *_: object) -> Answers:
         answers = run_program(path, inputs, method)
         return tuple(answer * 2 for answer in answers) if method == TRUNK_METHOD else answers
 

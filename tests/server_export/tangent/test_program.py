@@ -152,7 +152,7 @@ def test_settings_of_the_other_estimator_are_refused(changes: dict[str, Any], pr
 def in_place_of_the_engine(programs: Programs, monkeypatch: pytest.MonkeyPatch, **damage: float) -> None:
     """Let `run_program` answer with the graphs, the last output of a method times 1 + damage."""
 
-    def run(path: Path, inputs: Tensors, method: str = STEP_METHOD) -> Tensors:
+    def run(path: Path, inputs: Tensors, method: str = STEP_METHOD, *_: object) -> Tensors:
         *others, last = eager(programs[method], inputs)
         return (*others, last * (1 + damage.get(method, 0.0)))
 
