@@ -28,6 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from reports import report
+
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "server_export" / "demo_data" / "model"
 DEMO = (
@@ -196,7 +198,8 @@ def main() -> int:
         base.mkdir(parents=True, exist_ok=True)
         if arguments.copies:
             found = curve(arguments.copies, arguments.layers, base, arguments.threads, arguments.repeats)
-            return _tell({"threads": arguments.threads, "copies": found}, arguments.json)
+            report({"threads": arguments.threads, "copies": found}, arguments.json)
+            return 0
         folders = {path.name: path for path in arguments.bundles}
         if not arguments.only_bundles:
             folders["demo"] = base / "demo"
@@ -225,14 +228,7 @@ def main() -> int:
         "threads": arguments.threads,
         "programs": programs,
     }
-    return _tell(figures, arguments.json)
-
-
-def _tell(figures: dict[str, Any], path: Path | None) -> int:
-    text = json.dumps(figures, indent=2)
-    print(text)
-    if path:
-        path.write_text(text + "\n")
+    report(figures, arguments.json)
     return 0
 
 

@@ -22,6 +22,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from reports import report
+
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("native", "torch")
 
@@ -176,10 +178,7 @@ def main() -> None:
         )
         for name in sorted(names)
     }
-    text = json.dumps({"worst_ratio": worst, "layers": arguments.layers, "programs": found}, indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+    report({"worst_ratio": worst, "layers": arguments.layers, "programs": found}, arguments.json)
 
 
 if __name__ == "__main__":

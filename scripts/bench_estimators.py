@@ -13,9 +13,7 @@ trained ones do, or a folder of a trained model. Prints JSON: the first scheme's
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 from random_models import CONFIGURATIONS, random_model
+from reports import report_schemes
 
 from device_runner.executorch_engine import ExecutorchEngine
-from device_runner.telemetry import environment
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import Contract
@@ -282,21 +280,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    schemes = {}
-    for scheme in arguments.quantize:
-        with tempfile.TemporaryDirectory() as folder:
-            schemes[scheme] = bench(arguments, scheme, Path(folder))
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    result = {
-        **schemes[arguments.quantize[0]],
-        "schemes": schemes,
-        "settings": settings,
-        "machine": environment(),
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    report_schemes(arguments, bench)
 
 
 if __name__ == "__main__":

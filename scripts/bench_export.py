@@ -10,7 +10,6 @@ The model is an architecture with random weights, written to a temporary folder 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from random_models import CONFIGURATIONS, save_random_model
+from reports import report
 
 
 def main() -> None:
@@ -43,10 +43,7 @@ def main() -> None:
         save_random_model(Path(temporary, "model"), arguments.model, arguments.layers)
         for scheme in arguments.quantize:
             figures["schemes"][scheme] = exports(arguments, scheme, Path(temporary))
-    text = json.dumps(figures, indent=2)
-    if arguments.json:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    report(figures, arguments.json)
 
 
 def exports(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import multiprocessing
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reports import report
 
 from device_runner.build import BuildOptions, load_examples
 from device_runner.data import Selection
@@ -260,10 +260,7 @@ def main() -> None:
         "settings": settings,
         "machine": environment(),
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    report(result, arguments.json)
 
 
 if __name__ == "__main__":

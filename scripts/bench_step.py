@@ -16,7 +16,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from random_models import CONFIGURATIONS, random_model
+from reports import report_schemes
 
 from device_runner.executorch_engine import ExecutorchEngine, set_threads
-from device_runner.telemetry import PeakMemory, environment
+from device_runner.telemetry import PeakMemory
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import Contract
@@ -287,21 +287,7 @@ def main() -> None:
     if arguments.alone:
         run_alone(arguments.alone, arguments.queries, 4)
         return
-    schemes = {}
-    for scheme in arguments.quantize:
-        with tempfile.TemporaryDirectory() as folder:
-            schemes[scheme] = bench(arguments, scheme, Path(folder))
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "alone")}
-    result = {
-        **schemes[arguments.quantize[0]],
-        "schemes": schemes,
-        "settings": settings,
-        "machine": environment(),
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    report_schemes(arguments, bench)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ far the scalars of cached steps are from those of steps whose trunk was computed
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +20,9 @@ from typing import Any
 
 import numpy as np
 from random_models import CONFIGURATIONS, random_model
+from reports import report_schemes
 
 from device_runner.executorch_engine import ExecutorchEngine
-from device_runner.telemetry import environment
 from device_runner.trunk_cache import TrunkCache
 from device_runner.trunk_engine import TrunkEngine
 from prge.adapter import Adapter
@@ -190,21 +188,7 @@ def main() -> None:
     parser.add_argument("--cache-bytes", type=int, default=1 << 30)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    schemes = {}
-    for scheme in arguments.quantize:
-        with tempfile.TemporaryDirectory() as folder:
-            schemes[scheme] = bench(arguments, scheme, Path(folder))
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    result = {
-        **schemes[arguments.quantize[0]],
-        "schemes": schemes,
-        "settings": settings,
-        "machine": environment(),
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    report_schemes(arguments, bench)
 
 
 if __name__ == "__main__":
