@@ -42,6 +42,8 @@ NEEDS: Mapping[str, Sequence[str]] = {
     "publish": EXPORT,
     "demo": EXPORT,
 }
+# What these verbs do without where the native engine is.
+NATIVE_VERBS, NOT_FOR_NATIVE = ("probe", "run", "eval"), ("torch", "engine")
 
 # The engine in a process of its own: a broken build may end it with a signal.
 _ENGINE_PROBE = """
@@ -112,7 +114,11 @@ def examine() -> Iterator[Check]:
 def lacks(checks: Sequence[Check]) -> dict[str, list[str]]:
     """What each verb needs and these checks miss."""
     missing = {check.name for check in checks if check.state == "missing"}
-    return {verb: [name for name in needs if name in missing] for verb, needs in NEEDS.items()}
+    lacking = {verb: [name for name in needs if name in missing] for verb, needs in NEEDS.items()}
+    if any(check.name == "native" and check.state == "ok" for check in checks):
+        for verb in NATIVE_VERBS:
+            lacking[verb] = [name for name in lacking[verb] if name not in NOT_FOR_NATIVE]
+    return lacking
 
 
 def pip_command(names: Sequence[str]) -> str:

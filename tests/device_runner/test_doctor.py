@@ -84,12 +84,12 @@ def test_missing_packages_are_all_told_with_commands(
 def test_code_1_if_run_lacks_something_and_the_rest_is_still_checked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without(monkeypatch, "torch")
+    without(monkeypatch, "executorch")
     assert main(["--json"]) == 1
     checks, verbs = report(capsys)
-    assert checks["torch"]["remedy"] == f"pip install {requirement('torch')}"
+    assert checks["executorch"]["remedy"] == f"pip install {requirement('executorch')}"
     assert "adb" in checks
-    assert verbs["run"]["missing"] == ["torch"]
+    assert verbs["run"]["missing"] == ["executorch"]
     assert verbs["inspect"]["missing"] == []
 
 
@@ -201,6 +201,14 @@ def test_every_verb_needs_something_that_is_checked(monkeypatch: pytest.MonkeyPa
     assert all(set(needs) <= names for needs in NEEDS.values())
     everything = [Check(name, "missing", "") for name in names]
     assert lacks(everything) == {verb: list(needs) for verb, needs in NEEDS.items()}
+
+
+def test_torch_is_not_needed_to_run_where_the_native_engine_is() -> None:
+    checks = [Check("torch", "missing", ""), Check("engine", "missing", ""), Check("native", "ok", "")]
+    lacking = lacks(checks)
+    assert lacking["run"] == lacking["eval"] == lacking["probe"] == []
+    assert lacking["export"] == ["torch", "engine"]
+    assert lacks(checks[:2])["run"] == ["torch", "engine"]
 
 
 def test_works_without_any_package(tmp_path: Path) -> None:
