@@ -26,6 +26,7 @@ pytest.importorskip("executorch")
 from device_runner.engines import Backend  # noqa: E402
 from device_runner.executorch_engine import ExecutorchEngine  # noqa: E402
 from device_runner.telemetry import run_lock  # noqa: E402
+from tests.compilers import needs_compiler  # noqa: E402
 
 pytestmark = pytest.mark.export
 ROOT = Path(__file__).parents[2]
@@ -111,7 +112,7 @@ def toy_bytes() -> bytes:
     return toy_program(CONTRACT)
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiler)])
 def backend(request: pytest.FixtureRequest) -> Backend:
     return Backend(request.param)
 

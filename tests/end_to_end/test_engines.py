@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from device_runner.native.build import find_compiler
+from tests.compilers import needs_compiler
 from tests.end_to_end.conftest import REPOSITORY, prge
 
 pytestmark = [
     pytest.mark.export,
-    pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler"),
+    needs_compiler,
 ]
 # Ends with 3 if anything imported torch.
 WITHOUT_TORCH = (

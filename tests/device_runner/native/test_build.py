@@ -15,10 +15,11 @@ pytest.importorskip("executorch")
 
 from device_runner.native import build
 from prge.errors import EngineError
+from tests.compilers import needs_compiler
 
 CROSS = "aarch64-linux-gnu-g++"
 
-pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = needs_compiler
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ from prge.bundle import Bundle  # noqa: E402
 from prge.contract import AdaptedModule, Contract  # noqa: E402
 from server_export.lowering import lower  # noqa: E402
 from server_export.tangent.program import export_programs  # noqa: E402
+from tests.compilers import needs_compiler  # noqa: E402
 from tests.server_export.programs import build  # noqa: E402
 from tests.tiny_models import SHALLOW  # noqa: E402
 
-pytestmark = pytest.mark.export
+pytestmark = [pytest.mark.export, needs_compiler]
 KINDS = {
     "stack": ("llama", {}),
     "tangent": ("llama", {"estimator": "tangent"}),

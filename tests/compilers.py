@@ -1,0 +1,9 @@
+"""What tests of the native engine need."""
+
+from __future__ import annotations
+
+import pytest
+
+from device_runner.native.build import find_compiler
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
