@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,9 +41,7 @@ from prge.tangents import Tangents
 from server_export.random_models import CONFIGURATIONS, random_model
 
 if TYPE_CHECKING:  # a process that runs a program alone imports no exporter
-    from roofline import LargestLayer, ProductProgram
-
-    from server_export.limit import Product
+    from roofline import Cost, LargestLayer, ProductProgram
 
 # What bench() exports: the copies of a stack program, or a tangent program.
 TANGENT = 0
@@ -53,9 +53,9 @@ class Exported:
 
     folder: Path
     report: dict[str, Any]
-    products: list[Product]
+    products: list[Cost]
     largest_layer: LargestLayer
-    limit: ProductProgram | None
+    limit: ProductProgram
 
     def step(self, queries: int) -> Step:
         """One training step on this program."""
@@ -63,8 +63,8 @@ class Exported:
 
 
 def export_program(arguments: argparse.Namespace, scheme: str, copies: int, folder: Path) -> Exported:
-    """Write `program.pte` and its contract."""
-    from roofline import LargestLayer, ProductProgram
+    """Write `program.pte` and its contract, and its matrix products' programs."""
+    from roofline import Cost, LargestLayer, ProductProgram
 
     from server_export.limit import matrix_products
     from server_export.lowering import lower
@@ -91,13 +91,24 @@ def export_program(arguments: argparse.Namespace, scheme: str, copies: int, fold
     # The method that scores rows is no part of a step.
     programs = export_programs(replace(built, score_contract=None))
     lowered = lower(programs)
-    (folder / "program.pte").write_bytes(lowered.buffer)
+    lowered.write(folder / "program.pte")
     (folder / "contract.json").write_text(json.dumps(built.contract.to_json()))
     report = lowered.reports[STEP_METHOD].to_json()
     del lowered
     limit, inputs, products = matrix_products(programs[STEP_METHOD])
-    largest = LargestLayer(programs[STEP_METHOD], folder)
-    return Exported(folder, report, products, largest, ProductProgram(limit, inputs, folder / "limit.pte"))
+    return Exported(
+        folder,
+        report,
+        [Cost(product.operations, product.weight_bytes) for product in products],
+        LargestLayer.of(programs[STEP_METHOD], folder),
+        ProductProgram.write(limit, inputs, folder / "limit.pte"),
+    )
+
+
+def export_in_child(arguments: argparse.Namespace, scheme: str, copies: int, folder: Path) -> Exported:
+    """The same in a process of its own, whose memory is free again when it ends."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(export_program, arguments, scheme, copies, folder).result()
 
 
 def load(folder: Path) -> ExecutorchEngine:
@@ -173,13 +184,13 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
 
     copies = 2 * arguments.queries
     start = time.perf_counter()
-    parallel = export_program(arguments, scheme, copies, folder / "parallel")
+    parallel = export_in_child(arguments, scheme, copies, folder / "parallel")
     export_seconds = time.perf_counter() - start
-    sequential = export_program(arguments, scheme, 1, folder / "sequential")
-    assert sequential.limit is not None
-    one_copy = min(sequential.limit() for _ in range(arguments.repeats + 1))
-    sequential = replace(sequential, limit=None)  # no part of a round: its weights leave the memory
-    tangent = export_program(arguments, scheme, TANGENT, folder / "tangent")
+    sequential = export_in_child(arguments, scheme, 1, folder / "sequential")
+    tangent = None
+    if not arguments.no_tangent:
+        tangent = export_in_child(arguments, scheme, TANGENT, folder / "tangent")
+    one_copy = least_time(sequential.limit, arguments.repeats)
     rounds, difference = measure(parallel, sequential, tangent, arguments.queries, arguments.repeats)
     alone = run_in_child(parallel.folder, arguments.queries)
     bandwidth = memory_bandwidth(set_threads(None))
@@ -196,19 +207,15 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
         return statistics.median(map(value, rounds))
 
     report = parallel.report
-    return {
+    figures = {
         "stack_over_limit": median(lambda seen: seen.parallel[1] / seen.limit),
-        "tangent_over_limit": median(lambda seen: seen.tangent[1] / seen.tangent_limit),
         "parallel_speedup": median(lambda seen: seen.sequential[0] / seen.parallel[0]),
         "parallel_speedup_possible": possible_speedup(copies, one, together, call_seconds),
         "host_share": median(lambda seen: 1 - seen.parallel[1] / seen.parallel[0]),
-        "tangent_host_share": median(lambda seen: 1 - seen.tangent[1] / seen.tangent[0]),
         "peak_rss_over_weights": (alone["peak"] - alone["runtime"]) / report["constant_bytes"],
         "engine_seconds": median(lambda seen: seen.parallel[1]),
         "call_seconds": call_seconds,
         "limit_seconds": median(lambda seen: seen.limit),
-        "tangent_engine_seconds": median(lambda seen: seen.tangent[1]),
-        "tangent_limit_seconds": median(lambda seen: seen.tangent_limit),
         "host_seconds": median(lambda seen: seen.parallel[0] - seen.parallel[1]),
         "sequential_engine_seconds": median(lambda seen: seen.sequential[1]),
         "largest_scalar_difference": difference,
@@ -216,8 +223,6 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
         "delegated_products": report["delegated_products"],
         "delegates": report["delegates"],
         "outside": report["outside"],
-        "tangent_delegates": tangent.report["delegates"],
-        "tangent_outside": tangent.report["outside"],
         "program_mb": report["program_bytes"] / 1e6,
         "weights_mb": report["constant_bytes"] / 1e6,
         "planned_memory_mb": report["planned_memory_bytes"] / 1e6,
@@ -229,6 +234,22 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
         "export_seconds": export_seconds,
         "repeats": len(rounds),
     }
+    if tangent is not None:
+        figures |= {
+            "tangent_over_limit": median(lambda seen: seen.tangent[1] / seen.tangent_limit),
+            "tangent_host_share": median(lambda seen: 1 - seen.tangent[1] / seen.tangent[0]),
+            "tangent_engine_seconds": median(lambda seen: seen.tangent[1]),
+            "tangent_limit_seconds": median(lambda seen: seen.tangent_limit),
+            "tangent_delegates": tangent.report["delegates"],
+            "tangent_outside": tangent.report["outside"],
+        }
+    return figures
+
+
+def least_time(program: ProductProgram, repeats: int) -> float:
+    """The fastest of several calls; the program leaves the memory afterwards."""
+    call = program.load()
+    return min(call() for _ in range(repeats + 1))
 
 
 @dataclass(frozen=True)
@@ -237,28 +258,28 @@ class Round:
 
     parallel: tuple[float, float]
     sequential: tuple[float, float]
-    tangent: tuple[float, float]
     limit: float
-    tangent_limit: float
+    tangent: tuple[float, float] = (0.0, 0.0)
+    tangent_limit: float = 0.0
 
 
 def measure(
-    parallel: Exported, sequential: Exported, tangent: Exported, queries: int, repeats: int
+    parallel: Exported, sequential: Exported, tangent: Exported | None, queries: int, repeats: int
 ) -> tuple[list[Round], float]:
     """Rounds, and the largest difference of a scalar between all copies in one call and one at a time."""
-    assert parallel.limit is not None and tangent.limit is not None
-    one_call, many_calls, tangents = (program.step(queries) for program in (parallel, sequential, tangent))
+    one_call, many_calls = parallel.step(queries), sequential.step(queries)
+    limit = parallel.limit.load()
+    tangents = None if tangent is None else (tangent.step(queries), tangent.limit.load())
     rounds = []
     difference = 0.0
     for repetition in range(repeats + 1):
         first = one_call()
-        limit = parallel.limit()
-        third = tangents()
-        tangent_limit = tangent.limit()
+        limit_seconds = limit()
+        third = () if tangents is None else (tangents[0]()[:2], tangents[1]())
         second = many_calls()
         difference = max(difference, float(np.abs(np.subtract(first[2], second[2])).max()))
         if repetition:  # the first call of each warms caches up
-            rounds.append(Round(first[:2], second[:2], third[:2], limit, tangent_limit))
+            rounds.append(Round(first[:2], second[:2], limit_seconds, *third))
     return rounds, difference
 
 
@@ -285,6 +306,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--target-modules", nargs="+", default=["q_proj", "v_proj"])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument(
+        "--no-tangent", action="store_true", help="leave tangents out: two programs less in memory"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -6,8 +6,9 @@ A machine allows what it did at best, so the least of several times counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,42 @@ from server_export.lowering import lower
 _CALLS = 60
 
 
+@dataclass(frozen=True)
 class ProductProgram:
-    """A lowered program of matrix products on random inputs."""
+    """A lowered program of matrix products, and the shapes of its inputs."""
 
-    def __init__(self, program: ExportedProgram, inputs: Sequence[torch.Tensor], path: Path) -> None:
+    path: Path
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def write(cls, program: ExportedProgram, inputs: Sequence[torch.Tensor], path: Path) -> ProductProgram:
+        """Lower a traced program to a file."""
+        lower({"forward": program}).write(path)
+        return cls(path, tuple(tuple(values.shape) for values in inputs))
+
+    def load(self) -> Callable[[], float]:
+        """The program in the engine, to be called for the seconds of one call on random numbers."""
         from executorch.extension.pybindings import _C
 
-        path.write_bytes(lower({"forward": program}).buffer)
-        self._program = _C._load_program(str(path))  # its mapped file must outlive the method
-        self._method: Any = self._program.load_method("forward")
-        self._inputs = list(inputs)
+        program = _C._load_program(str(self.path))
+        engine: Any = (program, program.load_method("forward"))  # the mapped file must outlive the method
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(shape, generator=generator) for shape in self.shapes]
 
-    def __call__(self) -> float:
-        """Seconds of one call."""
-        start = time.perf_counter()
-        self._method.call(self._inputs, clone_outputs=False)
-        return time.perf_counter() - start
+        def call() -> float:
+            start = time.perf_counter()
+            engine[1].call(inputs, clone_outputs=False)
+            return time.perf_counter() - start
+
+        return call
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating point operations of a matrix product, bytes of its weight or 0."""
+
+    operations: int
+    weight_bytes: int
 
 
 def memory_bandwidth(threads: int, megabytes: int = 128) -> float:
@@ -53,29 +74,37 @@ def memory_bandwidth(threads: int, megabytes: int = 128) -> float:
     return moved / min(seconds)
 
 
+@dataclass(frozen=True)
 class LargestLayer:
     """A program's largest linear layer alone, its weight as near as it stays."""
 
-    def __init__(self, program: ExportedProgram, folder: Path) -> None:
+    operations: int
+    program: ProductProgram
+
+    @classmethod
+    def of(cls, program: ExportedProgram, folder: Path) -> LargestLayer:
+        """Lower it to a file in `folder`."""
+
         def largest(products: list[Product]) -> list[Product]:
             layers = [product for product in products if product.weight_bytes]
             return [max(_repeated(layers), key=lambda product: product.operations)]
 
         single, inputs, (layer,) = matrix_products(program, largest)
-        self.operations = layer.operations
-        self.run = ProductProgram(single, inputs, folder / "largest_layer.pte")
+        path = folder / "largest_layer.pte"
+        return cls(layer.operations, ProductProgram.write(single, inputs, path))
 
 
 def product_rates(layers: Sequence[LargestLayer]) -> list[float]:
     """Operations per second of every layer, measured in turns."""
-    seconds = [[layer.run() for layer in layers] for _ in range(_CALLS)]
+    calls = [layer.program.load() for layer in layers]
+    seconds = [[call() for call in calls] for _ in range(_CALLS)]
     return [
         layer.operations / min(column)
         for layer, column in zip(layers, zip(*seconds, strict=True), strict=True)
     ]
 
 
-def least_seconds(products: Sequence[Product], rate: float, bandwidth: float) -> float:
+def least_seconds(products: Sequence[Cost], rate: float, bandwidth: float) -> float:
     """Time of products of which each is bound by its operations or by reading its weight."""
     return sum(max(product.operations / rate, product.weight_bytes / bandwidth) for product in products)
 
