@@ -33,6 +33,9 @@ def join_transpositions(graph_module: GraphModule) -> None:
         axes = _joined(chain)
         if axes is not None:
             _replace(last, chain[0].args[0], *axes.merged())
+    for node in graph.nodes:
+        while node.target in _RESHAPES and node.args[0].target in _RESHAPES:
+            node.update_arg(0, node.args[0].args[0])
     graph.eliminate_dead_code()
     graph_module.recompile()
 

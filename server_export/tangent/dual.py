@@ -39,6 +39,7 @@ class Builder:
         self._constants: dict[Any, Node] = {}
         self._shapes: dict[Node, tuple[int, ...]] = {}
         self._reshaped: dict[tuple[Node, tuple[int, ...]], Node] = {}
+        self._numbers: dict[Node, tuple[Node, Number]] = {}
 
     @property
     def slots(self) -> int:
@@ -55,6 +56,7 @@ class Builder:
             name = f"tangent_constant_{len(self._constants)}"
             self.graph_module.register_buffer(name, tensor)
             self._constants[key] = self.graph.get_attr(name)
+            self.know_shape(self._constants[key], *tensor.shape)
         return self._constants[key]
 
     def ones(self, *shape: int) -> Node:
@@ -65,11 +67,14 @@ class Builder:
         """A constant of zeros."""
         return self.constant(torch.zeros(shape), ("zeros", shape))
 
-    def tangents_only(self, rank: int) -> Node:
-        """A constant that makes slot 0 of what it is multiplied with zero, [1 + queries, 1, ...]."""
-        mask = torch.ones(self.slots, *[1] * rank)
+    def tangents_only(self, rank: int, number: Number = 1) -> Node:
+        """A constant that makes slot 0 of a product zero and the others `number` times what they were.
+
+        Its shape is [1 + queries, 1, ...] with `rank` dimensions of 1.
+        """
+        mask = torch.full((self.slots, *[1] * rank), float(number))
         mask[0] = 0
-        return self.constant(mask, ("tangents only", rank))
+        return self.constant(mask, ("tangents only", rank, float(number)))
 
     def know_shape(self, node: Node | None, *shape: int) -> None:
         """Note the shape of a node, so that reshaping it to the same one costs nothing."""
@@ -92,22 +97,34 @@ class Builder:
         """left * right of nodes, numbers, or None for one."""
         if left is None or right is None:
             return right if left is None else left
-        if not isinstance(left, Node) and not isinstance(right, Node):
-            return left * right
-        first, second = (left, right) if isinstance(left, Node) else (right, left)
-        return self.call(aten.mul.Tensor, first, second)
+        if isinstance(left, Node) and isinstance(right, Node):
+            return self.call(aten.mul.Tensor, left, right)
+        (first, one), (second, other) = self.apart(left), self.apart(right)
+        source = first if second is None else second
+        if source is None:
+            return one * other
+        node = self.call(aten.mul.Tensor, source, one * other)
+        self._numbers[node] = source, one * other
+        return node
+
+    def apart(self, value: Node | Number | None) -> tuple[Node | None, Number]:
+        """A product's node, None for one, and the number that it is multiplied by."""
+        if isinstance(value, Node):
+            return self._numbers.get(value, (value, 1))
+        return None, 1 if value is None else value
 
     def total(self, source: Node, width: int) -> Node:
         """Sum over a last dimension of `width`, kept as 1: a linear layer of ones stays in the delegate."""
         return self.call(aten.linear.default, source, self.ones(1, width))
 
-    def repeated(self, source: Node, times: int, shape: torch.Size | tuple[int, ...]) -> Node:
-        """A value of `shape`, with or without a leading 1, as [times * shape[0], *shape[1:]]."""
-        copies = self.call(
-            aten.mul.Tensor, self.reshape(source, 1, *shape), self.ones(times, *[1] * len(shape))
-        )
-        self.know_shape(copies, times, *shape)
-        return self.reshape(copies, times * shape[0], *shape[1:])
+    def repeated(self, source: Node, each: Node, shape: tuple[int, ...]) -> Node:
+        """A value of `shape` times every number of `each`, [times, *shape].
+
+        `each` is a constant [times, 1, ...] with one dimension more than `shape`.
+        """
+        copies = self.call(aten.mul.Tensor, self.reshape(source, *shape), each)
+        self.know_shape(copies, self._shapes[each][0], *shape)
+        return copies
 
 
 class Dual:

@@ -36,15 +36,19 @@ def exact_answers(
     lora_b = tuple(
         matrix.expand(contract.rows, -1, -1).contiguous() for matrix in inputs[-3 * count : -2 * count]
     )
-    answer, tangents = torch.empty(0), []
-    for query in range(contract.queries):
-        directions = tuple(
-            u[query].unsqueeze(2) * v[query].unsqueeze(1)
-            for u, v in zip(factors[::2], factors[1::2], strict=True)
+    directions = tuple(
+        u.unsqueeze(3) * v.unsqueeze(2) for u, v in zip(factors[::2], factors[1::2], strict=True)
+    )
+
+    def along(*tangents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = torch.func.jvp(
+            lambda *copies: module(*leading, *copies), lora_b, tangents
         )
-        answer, tangent = torch.func.jvp(lambda *copies: module(*leading, *copies), lora_b, directions)
-        tangents.append(tangent.detach())
-    return answer.detach(), torch.stack(tangents)
+        return found
+
+    # All queries at once: the answer, which they share, has no dimension for them.
+    answer, tangents = torch.func.vmap(along, out_dims=(None, 0))(*directions)
+    return answer.detach(), tangents.detach()
 
 
 def _with_gradients(

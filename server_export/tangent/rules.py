@@ -278,12 +278,13 @@ def _square(builder: Builder, shape: tuple[int, ...], source: Dual) -> Dual:
 
 def _stacked_product(builder: Builder, shape: tuple[int, ...], left: Dual, right: Dual) -> Dual:
     """Of all slots at once: right's primal times left's slots, and left's primal times right's tangents."""
-    only = builder.tangents_only(len(shape))
+    factor, number = builder.apart(right.factor)
+    only = builder.tangents_only(len(shape), number)
     if right.shape == shape:
-        slope = builder.product(builder.product(right.factor, left.primal), only)
+        slope = builder.product(builder.product(factor, left.primal), only)
         tangents = builder.product(slope, right.slots)
     else:
-        narrow = builder.product(builder.product(right.factor, only), right.slots)
+        narrow = builder.product(builder.product(factor, only), right.slots)
         tangents = builder.product(narrow, left.primal)
     straight = builder.call(aten.mul.Tensor, right.primal, left.stack)
     return Dual.stacked(builder, shape, builder.call(aten.add.Tensor, straight, tangents))
@@ -316,49 +317,72 @@ def _batched_product(builder: Builder, node: Node, left: Value, right: Value) ->
     shape = (batch, rows, width)
     inner = left.shape[-1] if isinstance(left, Dual) else _shape(node.args[0])[-1]
 
-    def product(first: Node, second: Node, count: int) -> Node:
-        flat = (
-            builder.reshape(first, count * batch, rows, inner),
-            builder.reshape(second, count * batch, inner, width),
-        )
-        result = builder.call(aten.bmm.default, *flat)
+    first, second = (batch, rows, inner), (batch, inner, width)
+
+    def flat(slots: Node, count: int, matrices: tuple[int, int, int]) -> Node:
+        return builder.reshape(slots, count * matrices[0], *matrices[1:])
+
+    def primal(value: Dual, matrices: tuple[int, int, int]) -> Node:
+        """Slot 0, taken from where it lies as matrices already."""
+        if not value.is_stacked:
+            return flat(value.primal, 1, matrices)
+        node = builder.call(aten.slice.Tensor, flat(value.stack, builder.slots, matrices), 0, 0, batch)
+        builder.know_shape(node, *matrices)
+        return node
+
+    def product(left: Node, right: Node, count: int) -> Node:
+        result = builder.call(aten.bmm.default, flat(left, count, first), flat(right, count, second))
         builder.know_shape(result, count * batch, rows, width)
         return result
 
-    def times(slots: Node, other: Node, count: int) -> Node:
-        return product(slots, builder.repeated(other, count, (batch, inner, width)), count)
+    def every(count: int) -> Node:
+        return builder.ones(count, 1, 1, 1)
 
-    def into(slots: Node, other: Node, count: int) -> Node:
-        return product(builder.repeated(other, count, (batch, rows, inner)), slots, count)
-
-    def shaped(flat: Node, count: int) -> Node:
-        return builder.reshape(flat, count, *shape)
+    def shaped(matrices: Node, count: int) -> Node:
+        return builder.reshape(matrices, count, *shape)
 
     if not isinstance(right, Dual) and right.op == "get_attr":
         return left.each(shape, lambda slots, count: _constant_product(builder, slots, right, shape, count))
     if not isinstance(right, Dual):
-        return left.each(shape, lambda slots, count: shaped(times(slots, right, count), count))
+        return left.each(
+            shape,
+            lambda slots, count: shaped(
+                product(slots, builder.repeated(right, every(count), second), count), count
+            ),
+        )
     if not isinstance(left, Dual):
-        return right.each(shape, lambda slots, count: shaped(into(slots, left, count), count))
-    queries = builder.queries
-    if left.is_stacked or right.is_stacked:
-        # One product answers the primal and half of the product rule.
-        if left.is_stacked:
-            both = times(left.stack, right.primal, builder.slots)
-            other = into(right.tangents, left.primal, queries)
-        else:
-            both = into(right.stack, left.primal, builder.slots)
-            other = times(left.tangents, right.primal, queries)
-        primal = builder.call(aten.slice.Tensor, both, 0, 0, batch)
-        tangents = builder.call(aten.slice.Tensor, both, 0, batch, builder.slots * batch)
+        return right.each(
+            shape,
+            lambda slots, count: shaped(
+                product(builder.repeated(left, every(count), first), slots, count), count
+            ),
+        )
+    queries, slots = builder.queries, builder.slots
+    left_primal, right_primal = primal(left, first), primal(right, second)
+    if not left.is_stacked and not right.is_stacked:
+        straight = product(left.tangents, builder.repeated(right_primal, every(queries), second), queries)
+        other = product(builder.repeated(left_primal, every(queries), first), right.tangents, queries)
+        tangents = builder.call(aten.add.Tensor, straight, other)
+        builder.know_shape(tangents, queries * batch, rows, width)
+        return Dual.of_parts(
+            builder, shape, shaped(product(left_primal, right_primal, 1), 1), shaped(tangents, queries)
+        )
+    # One product answers the primal and half of the product rule, another the other half and zeros.
+    if left.is_stacked:
+        both = product(left.stack, builder.repeated(right_primal, every(slots), second), slots)
     else:
-        primal = product(left.primal, right.primal, 1)
-        tangents = times(left.tangents, right.primal, queries)
-        other = into(right.tangents, left.primal, queries)
-    builder.know_shape(primal, batch, rows, width)
-    tangents = builder.call(aten.add.Tensor, tangents, other)
-    builder.know_shape(tangents, queries * batch, rows, width)
-    return Dual.of_parts(builder, shape, shaped(primal, 1), shaped(tangents, queries))
+        both = product(builder.repeated(left_primal, every(slots), first), right.stack, slots)
+    if left.is_stacked and right.is_stacked:
+        other = product(builder.repeated(left_primal, builder.tangents_only(3), first), right.stack, slots)
+    else:
+        if left.is_stacked:
+            other = product(builder.repeated(left_primal, every(queries), first), right.tangents, queries)
+        else:
+            other = product(left.tangents, builder.repeated(right_primal, every(queries), second), queries)
+        other = builder.call(aten.cat.default, [builder.zeros(batch, rows, width), other])
+    both = builder.call(aten.add.Tensor, both, other)
+    builder.know_shape(both, slots * batch, rows, width)
+    return Dual.stacked(builder, shape, shaped(both, slots))
 
 
 def _constant_product(
@@ -377,13 +401,18 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
     """left lora_b and its tangents d(left) lora_b + left u v^T, of [1, rows x length, rank]."""
     queries, rows, rank, out = builder.queries, right.rows, right.rank, right.out
     length = shape[1] // rows
-    inner = left.primal if isinstance(left, Dual) else left
+    reduced = None
+    inner = left
+    if isinstance(left, Dual):
+        reduced = builder.reshape(left.stack, builder.slots * rows, length, rank)
+        inner = builder.call(aten.slice.Tensor, reduced, 0, 0, rows)
+        builder.know_shape(inner, rows, length, rank)
     # [rows, length, rank] x [rows, rank, queries]: one number for each token and query.
     columns = builder.call(aten.permute.default, right.u, [1, 2, 0])
     projected = builder.call(aten.bmm.default, builder.reshape(inner, rows, length, rank), columns)
     projected = builder.call(aten.permute.default, projected, [2, 0, 1])
-    if isinstance(left, Dual):
-        return _one_product(builder, shape, left, projected, right)
+    if reduced is not None:
+        return _one_product(builder, shape, reduced, projected, right)
     seed = builder.call(
         aten.mul.Tensor,
         builder.reshape(projected, queries, rows, length, 1),
@@ -396,27 +425,23 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
 
 
 def _one_product(
-    builder: Builder, shape: tuple[int, ...], left: Dual, projected: Node, right: Factors
+    builder: Builder, shape: tuple[int, ...], left: Node, projected: Node, right: Factors
 ) -> Dual:
-    """[left, projected] [lora_b; v] for every slot and row: sums of outputs would pass over all of them."""
+    """[left, projected] [lora_b; v] for every slot and row: sums of outputs would pass over all of them.
+
+    `left` is [slots x rows, length, rank].
+    """
     slots, rows, rank, out = builder.slots, right.rows, right.rank, right.out
     length = shape[1] // rows
     seeds = builder.call(aten.cat.default, [builder.zeros(1, rows, length), projected])
     builder.know_shape(seeds, slots, rows, length)
-    reduced = builder.call(
-        aten.cat.default,
-        [
-            builder.reshape(left.stack, slots * rows, length, rank),
-            builder.reshape(seeds, slots * rows, length, 1),
-        ],
-        2,
-    )
+    reduced = builder.call(aten.cat.default, [left, builder.reshape(seeds, slots * rows, length, 1)], 2)
     directions = builder.call(aten.cat.default, [builder.zeros(1, rows, out), right.v])
     builder.know_shape(directions, slots, rows, out)
     matrices = builder.call(
         aten.cat.default,
         [
-            builder.repeated(right.primal, slots * rows, (1, rank, out)),
+            builder.repeated(right.primal, builder.ones(slots * rows, 1, 1), (rank, out)),
             builder.reshape(directions, slots * rows, 1, out),
         ],
         1,

@@ -125,6 +125,19 @@ def test_equal_constants_are_stored_once(builder: Builder) -> None:
 def test_sum_and_repetition(builder: Builder) -> None:
     (x,) = placeholders(builder, "x")
     value = random(2, 3, dtype=torch.float32)
-    total, repeated = run(builder, (builder.total(x, 3), builder.repeated(x, 2, (2, 3))), value)
+    every, only = builder.ones(4, 1, 1), builder.tangents_only(2, 3)
+    results = (builder.total(x, 3), builder.repeated(x, every, (2, 3)), builder.repeated(x, only, (2, 3)))
+    total, repeated, tangents = run(builder, results, value)
     torch.testing.assert_close(total, value.sum(1, keepdim=True))
-    assert torch.equal(repeated, value.repeat(2, 1))
+    assert torch.equal(repeated, value.repeat(4, 1, 1))
+    assert torch.equal(tangents[0], torch.zeros(2, 3))
+    assert torch.equal(tangents[1:], (3 * value).repeat(QUERIES, 1, 1))
+
+
+def test_numbers_of_a_product_meet_before_its_node(builder: Builder) -> None:
+    (x,) = placeholders(builder, "x")
+    product = builder.product(-0.5, builder.product(x, 2.0))
+    assert builder.apart(product) == (x, -1.0)
+    assert builder.apart(x) == (x, 1)
+    assert builder.apart(None) == (None, 1)
+    assert run(builder, product, torch.tensor([4.0])).tolist() == [-4.0]
