@@ -46,7 +46,6 @@ def to_core(graph_module: GraphModule) -> GraphModule:
     # XNNPACK's partitioner wants every quantized layer to have its own quantization of what it multiplies.
     apart = {getattr(torch.ops.torchao, name) for name in _QUANTIZATION}
     result: GraphModule = CSEPass(apart)(graph_module).graph_module
-    result.recompile()
     return result
 
 

@@ -96,9 +96,7 @@ def retraced(
         BundleError: torch.export can't trace it.
     """
     with _tracing():
-        exported = exported_program(to_core(graph_module), inputs)
-    join_transpositions(exported.graph_module)
-    return exported
+        return exported_program(to_core(graph_module), inputs, join_transpositions)
 
 
 @contextmanager

@@ -8,8 +8,10 @@ higher level, so delegates never wait for each other, and there are as few as on
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
@@ -17,6 +19,7 @@ from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import Graph, Node
 from torch.fx.passes.infra.partitioner import Partition
 
@@ -38,12 +41,26 @@ class LevelPartitioner(XnnpackPartitioner):
 
     def generate_partitions(self, ep: ExportedProgram) -> list[Any]:
         """Partitions in order; operators that only run together, such as a quantized layer's, stay so."""
-        groups = self.get_matched_nodes_from_configs(ep)
+        remembering = copy.copy(ep)
+        remembering._graph_signature = _Remembering(
+            ep.graph_signature.input_specs, ep.graph_signature.output_specs
+        )
+        groups = self.get_matched_nodes_from_configs(remembering)
         levels = delegate_levels(ep.graph, groups)
         members: dict[int, list[Node]] = {}
         for node, level in levels.items():
             members.setdefault(level, []).append(node)
         return [Partition(id=level, nodes=members[level]) for level in sorted(members)]
+
+
+class _Remembering(ExportGraphSignature):
+    """A signature that isn't to be changed: it reads its inputs once, not once for every operator."""
+
+    inputs_to_parameters = cached_property(ExportGraphSignature.inputs_to_parameters.fget)
+    inputs_to_buffers = cached_property(ExportGraphSignature.inputs_to_buffers.fget)
+    inputs_to_lifted_tensor_constants = cached_property(
+        ExportGraphSignature.inputs_to_lifted_tensor_constants.fget
+    )
 
 
 def delegate_levels(graph: Graph, groups: Sequence[Sequence[Node]]) -> dict[Node, int]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 
@@ -21,9 +21,8 @@ _RESHAPES = {aten.reshape.default, aten.view.default}
 _MOST_DIMENSIONS = 6
 
 
-def join_transpositions(graph_module: GraphModule) -> None:
-    """Join them in place, in a graph whose nodes carry `meta["val"]`."""
-    graph = graph_module.graph
+def join_transpositions(graph: Graph) -> None:
+    """Join them in place; nodes carry `meta["val"]`."""
     for last in reversed(list(graph.nodes)):
         if last.target not in _TRANSPOSITIONS | _RESHAPES or not _ends_a_chain(last):
             continue
@@ -37,7 +36,6 @@ def join_transpositions(graph_module: GraphModule) -> None:
         while node.target in _RESHAPES and node.args[0].target in _RESHAPES:
             node.update_arg(0, node.args[0].args[0])
     graph.eliminate_dead_code()
-    graph_module.recompile()
 
 
 class _Axes:
