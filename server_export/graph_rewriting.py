@@ -23,6 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from server_export.rotation import find_rotations
+from server_export.shapes import Shapes, without_memory
 
 aten = torch.ops.aten
 
@@ -165,19 +166,15 @@ def _is_noop_cast(node: Node) -> bool:
 def fill_in_values(graph_module: GraphModule) -> None:
     """Give the nodes that rewriting made a `meta["val"]`: a tensor without memory."""
 
-    def value(node: Node) -> Any:
-        known = node.meta["val"]
-        return tuple(map(empty, known)) if isinstance(known, tuple | list) else empty(known)
-
-    def empty(known: torch.Tensor) -> torch.Tensor:
-        return torch.empty(known.shape, dtype=known.dtype, device="meta")
-
+    shapes = Shapes()
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
-            node.meta["val"] = attribute(graph_module, str(node.target)).to("meta")
+            node.meta["val"] = without_memory(attribute(graph_module, str(node.target)))
         if node.op == "call_function" and "val" not in node.meta:
-            arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), value)
-            node.meta["val"] = node.target(*arguments, **named)
+            arguments, named = torch.fx.node.map_arg(
+                (node.args, node.kwargs), lambda source: without_memory(source.meta["val"])
+            )
+            node.meta["val"] = shapes.of(node.target, arguments, named)
 
 
 def rotate(graph_module: GraphModule) -> None:

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from server_export.graph_rewriting import attribute
+from server_export.shapes import Shapes
 
 # A prime that no model's width, length or vocabulary is known to have as a factor.
 TRACED_ROWS = 7919
@@ -31,6 +32,7 @@ def with_rows(graph_module: GraphModule, rows: int) -> GraphModule | None:
         rows: it has to be traced with them.
     """
     graph, copies, parts = Graph(), dict[Node, Node](), dict[str, torch.Tensor]()
+    shapes = Shapes()
 
     def fewer(number: Any) -> Any:
         is_multiple = type(number) is int and number and number % TRACED_ROWS == 0
@@ -53,7 +55,7 @@ def with_rows(graph_module: GraphModule, rows: int) -> GraphModule | None:
             copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), fewer)
             arguments, named = map_arg((copy.args, copy.kwargs), lambda source: source.meta["val"])
             try:
-                copy.meta["val"] = node.target(*arguments, **named)
+                copy.meta["val"] = shapes.of(node.target, arguments, named)
             except RuntimeError:
                 return None
     result = GraphModule(graph_module, graph)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from server_export.shapes import Shapes
+
 aten = torch.ops.aten
 
 # Their second argument is a shape, whose first number counts rows.
@@ -46,6 +48,7 @@ class _Sharing:
         self.once: dict[Node, Any] = {}
         self.constant: set[Node] = set()
         self.repeats: dict[Node, Node] = {}
+        self.shapes = Shapes()
 
     def build(self) -> GraphModule:
         """Copy the graph node by node."""
@@ -78,7 +81,7 @@ class _Sharing:
         arguments = (node.args[0], shape, *node.args[2:]) if shape else node.args
         inputs = torch.fx.node.map_arg((arguments, node.kwargs), self._value)
         try:
-            found = node.target(*inputs[0], **inputs[1])
+            found = self.shapes.of(node.target, *inputs)
             expected = _fewer(node.meta["val"], self.copies)
         except Exception:
             return False

@@ -1,0 +1,44 @@
+"""What operators answer, by shape, type and strides alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class Shapes:
+    """Results of operators on tensors without memory, on the `meta` device.
+
+    Layers repeat, and much of PyTorch finds out a shape in Python: equal calls are made once. Calls get the
+    same tensors as results, which are to be read only.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def of(self, target: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """The result of an operator on tensors without memory, lists of them, and other values."""
+        key = (target, _key(arguments), _key(named))
+        if key not in self._known:
+            self._known[key] = without_memory(target(*arguments, **named))
+        return self._known[key]
+
+
+def without_memory(value: Any) -> Any:
+    """Tensors without memory for a tensor, or for a tuple or list of them."""
+    if isinstance(value, tuple | list):
+        return tuple(map(without_memory, value))
+    return value.detach().to("meta")
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride()
+    if isinstance(value, tuple | list):
+        return tuple(map(_key, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _key(each)) for name, each in value.items())
+    # 1, 1.0 and True are equal, but what an operator makes of them isn't.
+    return type(value), value
