@@ -131,6 +131,7 @@ def _order(node: Node, rank: int) -> list[int]:
 
 
 def _replace(last: Node, source: Node, shape: list[int], order: list[int]) -> None:
+    """Put a transposition of `source`, seen as `shape`, in the place of the chain that ends in `last`."""
     if len(shape) > _MOST_DIMENSIONS:
         return
     value = last.meta["val"]
@@ -140,14 +141,38 @@ def _replace(last: Node, source: Node, shape: list[int], order: list[int]) -> No
         node.meta["val"] = value.new_empty(result)
         return node
 
-    with last.graph.inserting_before(last):
-        node = (
-            source
-            if list(source.meta["val"].shape) == shape
-            else call(aten.reshape.default, source, shape, shape)
+    def reshaped(node: Node, result: list[int]) -> Node:
+        return (
+            node
+            if list(node.meta["val"].shape) == result
+            else call(aten.reshape.default, node, result, result)
         )
+
+    with last.graph.inserting_before(last):
+        node = source
         if order != sorted(order):
-            node = call(aten.permute.default, node, order, [shape[dim] for dim in order])
-        node = call(aten.reshape.default, node, list(value.shape), list(value.shape))
+            sizes = list(source.meta["val"].shape)
+            groups = _grouped(sizes, shape) if len(sizes) <= _MOST_DIMENSIONS else None
+            if groups is None:
+                node, sizes, groups = reshaped(source, shape), shape, [[dim] for dim in range(len(shape))]
+            dims = [dim for place in order for dim in groups[place]]
+            node = call(aten.permute.default, node, dims, [sizes[dim] for dim in dims])
+        node = reshaped(node, list(value.shape))
     last.replace_all_uses_with(node)
     last.graph.erase_node(last)
+
+
+def _grouped(sizes: Sequence[int], shape: Sequence[int]) -> list[list[int]] | None:
+    """The dimensions of `sizes` that make up each one of `shape`; None if one would have to be split."""
+    groups: list[list[int]] = []
+    place = 0
+    for size in shape:
+        group, held = [], 1
+        while place < len(sizes) and held * sizes[place] <= size:
+            held *= sizes[place]
+            group.append(place)
+            place += 1
+        if held != size:
+            return None
+        groups.append(group)
+    return groups

@@ -282,12 +282,26 @@ def _stacked_product(builder: Builder, shape: tuple[int, ...], left: Dual, right
     only = builder.tangents_only(len(shape), number)
     if right.shape == shape:
         slope = builder.product(builder.product(factor, left.primal), only)
-        tangents = builder.product(slope, right.slots)
-    else:
-        narrow = builder.product(builder.product(factor, only), right.slots)
-        tangents = builder.product(narrow, left.primal)
-    straight = builder.call(aten.mul.Tensor, right.primal, left.stack)
-    return Dual.stacked(builder, shape, builder.call(aten.add.Tensor, straight, tangents))
+        straight = builder.call(aten.mul.Tensor, right.primal, left.stack)
+        turned = builder.product(slope, right.slots)
+        return Dual.stacked(builder, shape, builder.call(aten.add.Tensor, straight, turned))
+    rest = _without(factor, right.primal)
+    narrow = builder.product(builder.product(factor if rest is None else rest, only), right.slots)
+    turned = builder.product(narrow, left.primal)
+    if rest is None:
+        straight = builder.call(aten.mul.Tensor, right.primal, left.stack)
+        return Dual.stacked(builder, shape, builder.call(aten.add.Tensor, straight, turned))
+    both = builder.call(aten.add.Tensor, left.stack, turned)
+    return Dual.stacked(builder, shape, builder.call(aten.mul.Tensor, right.primal, both))
+
+
+def _without(product: Node | None, one: Node) -> Node | None:
+    """The other of two factors, or None if `product` isn't one of `one` and something else."""
+    if product is None or product.target is not aten.mul.Tensor or one not in product.args:
+        return None
+    left, right = product.args
+    other = right if left is one else left
+    return other if isinstance(other, Node) else None
 
 
 @rule(aten.div.Tensor, aten.div.Scalar)
@@ -407,10 +421,12 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
         reduced = builder.reshape(left.stack, builder.slots * rows, length, rank)
         inner = builder.call(aten.slice.Tensor, reduced, 0, 0, rows)
         builder.know_shape(inner, rows, length, rank)
-    # [rows, length, rank] x [rows, rank, queries]: one number for each token and query.
-    columns = builder.call(aten.permute.default, right.u, [1, 2, 0])
-    projected = builder.call(aten.bmm.default, builder.reshape(inner, rows, length, rank), columns)
-    projected = builder.call(aten.permute.default, projected, [2, 0, 1])
+    # One number for each token and query: the sum of left u over the rank.
+    lead = () if rows == 1 else (rows,)
+    directions = builder.reshape(right.u, queries, *lead, 1, rank)
+    projected = builder.call(aten.mul.Tensor, builder.reshape(inner, *lead, length, rank), directions)
+    projected = builder.total(projected, rank)
+    builder.know_shape(projected, queries, *lead, length, 1)
     if reduced is not None:
         return _one_product(builder, shape, reduced, projected, right)
     seed = builder.call(
@@ -431,11 +447,12 @@ def _one_product(
 
     `left` is [slots x rows, length, rank].
     """
-    slots, rows, rank, out = builder.slots, right.rows, right.rank, right.out
+    queries, slots = builder.queries, builder.slots
+    rows, rank, out = right.rows, right.rank, right.out
     length = shape[1] // rows
-    seeds = builder.call(aten.cat.default, [builder.zeros(1, rows, length), projected])
-    builder.know_shape(seeds, slots, rows, length)
-    reduced = builder.call(aten.cat.default, [left, builder.reshape(seeds, slots * rows, length, 1)], 2)
+    projected = builder.reshape(projected, queries * rows, length, 1)
+    seeds = builder.call(aten.cat.default, [builder.zeros(rows, length, 1), projected])
+    reduced = builder.call(aten.cat.default, [left, seeds], 2)
     directions = builder.call(aten.cat.default, [builder.zeros(1, rows, out), right.v])
     builder.know_shape(directions, slots, rows, out)
     matrices = builder.call(

@@ -80,6 +80,8 @@ def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
         return Dual.of_parts(builder, shape, builder.reshape(copy, 1, *shape), tangents)
     builder.know_shape(copy, *shape[1:])
     u, v = (builder.graph.placeholder(f"{factor}_{name}") for factor in ("u", "v"))
+    for factor, width in ((u, shape[1]), (v, shape[2])):
+        builder.know_shape(factor, builder.queries, seed.rows, width)
     return Factors(builder.reshape(copy, *shape), u, v, seed.rows, *shape[1:])
 
 

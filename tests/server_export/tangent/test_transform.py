@@ -111,7 +111,7 @@ def test_direction_of_rank_one_is_the_product_of_its_factors(is_active: bool) ->
     names = inputs_of(graph_module)
     seeds: dict[str, Dense | RankOne] = {names[-1]: RankOne(rows)}
     seeds |= {names[1]: Dense()} if is_active else {}
-    graph = differentiate(graph_module, seeds, queries)
+    graph = differentiate(graph_module, seeds, queries).double()
     scale = (random(queries, 1),) if is_active else ()
     answer, found = graph(x, *active[:-1], matrix[0], *scale, u, v)
 
