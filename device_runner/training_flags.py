@@ -1,0 +1,134 @@
+"""What every training has settings for, whatever trains: its rows, steps, learning rate and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from prge.optimizers import ScheduleName
+
+Flags = TypeVar("Flags", bound="TrainingFlags")
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Settings that `prge run` and `prge baseline` both have, and that mean the same in both."""
+
+    bundle: Path
+    """Folder that `prge export` wrote."""
+    train: Path
+    """Training rows: jsonl, csv or tsv."""
+    out: Path
+    """Run folder to make."""
+    dev: Path | None = None
+    """Development rows, scored on the way; the best step on them becomes the result."""
+    task: str | None = None
+    """Task name or YAML file; without one, rows hold text, prompt and completion, or messages."""
+    resume: Path | None = None
+    """Run folder to go on with, from its own settings."""
+
+    seed: int = 42
+    """Seed of row order and of random directions."""
+    steps: int = 1000
+    """Optimizer steps."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    schedule: ScheduleName = "constant"
+    """Learning rate over the steps after warm-up."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+
+    train_start: int = 0
+    """Training rows to leave out at the file's beginning, after shuffling."""
+    train_limit: int | None = None
+    """Most training rows."""
+    dev_start: int = 0
+    """Development rows to leave out, after shuffling."""
+    dev_limit: int | None = None
+    """Most development rows."""
+    shuffle_seed: int | None = None
+    """Shuffle the training and development files before start and limit; the same rows on every machine."""
+    overflow: Literal["error", "truncate", "split"] = "truncate"
+    """What to do with a row that is too long for the program; whatever is cut is reported."""
+    append_eos: bool = True
+    """End completions with the tokenizer's end-of-sequence token, where it has one."""
+
+    evaluate_every: int = 100
+    """Steps between evaluations on development rows; 0: only at the end."""
+    select: Literal["metric", "loss"] = "metric"
+    """What makes a step the best: the task's metric (perplexity without a task), or the loss."""
+    patience: int = 0
+    """Stop after this many evaluations without a better one; 0: never."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0: none."""
+    divergence_ratio: float = 3.0
+    """Stop when the smoothed loss exceeds this multiple of the first one (and of 1)."""
+
+    head_folds: int = 10
+    """Encoders: score each training row by a head fitted without its fold; 0: by the head itself."""
+
+    threads: int | None = None
+    """Threads that compute; default: performance cores on the engine, PyTorch's own choice there."""
+    quiet: bool = False
+    """Print no progress."""
+
+    def resolved(self: Flags) -> Flags:
+        """The same settings with absolute paths, for whoever resumes from another folder."""
+        paths: dict[str, Any] = {
+            item.name: value.resolve()
+            for item in fields(self)
+            for value in [getattr(self, item.name)]
+            if isinstance(value, Path)
+        }
+        if self.task and Path(self.task).is_file():
+            paths["task"] = str(Path(self.task).resolve())
+        return replace(self, **paths)
+
+    def shared_problems(self) -> list[str]:
+        """What can't be used of the settings above."""
+        problems = self.below(
+            {
+                "steps": 1,
+                "warmup": 0,
+                "evaluate_every": 0,
+                "checkpoint_every": 0,
+                "patience": 0,
+                "seed": 0,
+                "train_start": 0,
+                "dev_start": 0,
+                "threads": 1,
+                "train_limit": 1,
+                "dev_limit": 1,
+            }
+        )
+        problems += self.not_positive("learning_rate", "divergence_ratio")
+        if self.head_folds < 0 or self.head_folds == 1:
+            problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
+        if self.warmup > self.steps:
+            problems.append(f"--warmup is {self.warmup}, --steps only {self.steps}")
+        if self.patience and not self.dev:
+            problems.append("--patience needs --dev rows to judge by")
+        return problems
+
+    def below(self, least: Mapping[str, float]) -> list[str]:
+        """A line for every setting that is given and below its least value."""
+        return [
+            f"{flag(name)} is {getattr(self, name)}, must be at least {bound}"
+            for name, bound in least.items()
+            if getattr(self, name) is not None and getattr(self, name) < bound
+        ]
+
+    def not_positive(self, *names: str) -> list[str]:
+        """A line for every setting that isn't more than 0."""
+        return [
+            f"{flag(name)} is {getattr(self, name)}, must be more than 0"
+            for name in names
+            if not getattr(self, name) > 0
+        ]
+
+
+def flag(name: str) -> str:
+    """A setting's flag on the command line."""
+    return f"--{name.replace('_', '-')}"
