@@ -75,11 +75,11 @@ def _build(config: ExportConfig) -> tuple[BuiltProgram, Any]:
 
 def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path) -> Path:
     from server_export.bundle import write_bundle, write_program
-    from server_export.lowering import lower
+    from server_export.lowering import collector_paused, lower
     from server_export.tangent.program import cut_of, export_programs
     from server_export.verify import verify
 
-    with new_folder(out, overwrite=config.overwrite) as folder:
+    with new_folder(out, overwrite=config.overwrite) as folder, collector_paused():
         with _stage("tracing") as note:
             programs = export_programs(built)
             sizes = {name: len(graph.graph.nodes) for name, graph in programs.items() if name in _DOES}

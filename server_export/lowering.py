@@ -103,7 +103,7 @@ def retraced(
 def _tracing() -> Iterator[None]:
     """What torch.export can't trace becomes a BundleError."""
     try:
-        with torch.no_grad(), _collector_paused():
+        with torch.no_grad(), collector_paused():
             yield
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -125,7 +125,7 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
 
     # Both cost much time: the program is checked by running it, and no tensor has an odd layout.
     config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
-    with _collector_paused(), warnings.catch_warnings():
+    with collector_paused(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
         try:
             methods = {method: edge_program(program, config) for method, program in programs.items()}
@@ -155,7 +155,7 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Keep Python's garbage collector from walking millions of live graph objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
