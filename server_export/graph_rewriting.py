@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from server_export.rotation import find_rotations
 from server_export.shapes import Shapes, without_memory
@@ -72,14 +73,20 @@ def rewrite(graph_module: GraphModule) -> None:
 
 
 def _unwrap_quantized_weights(graph_module: GraphModule) -> None:
-    """Make constants of the codes, scales and zero points that are read from quantized weights."""
+    """Make constants of the codes, scales and zero points that are read from quantized weights.
+
+    Zero points that are all 0 are one constant: a lowering looks through all constants for every operator.
+    """
+    zeros: dict[tuple[torch.dtype, torch.Size], str] = {}
     for node in list(graph_module.graph.nodes):
         if node.target is torch.ops.export.access_subclass_inner_tensor.default:
             weight, part = node.args
             name = f"{str(weight.target).replace('.', '_')}_{part}"
+            tensor = getattr(attribute(graph_module, str(weight.target)), part).detach()
+            if part == "zero_point" and not bool(tensor.any()):
+                name = zeros.setdefault((tensor.dtype, tensor.shape), name)
             if not hasattr(graph_module, name):
-                tensor = getattr(attribute(graph_module, str(weight.target)), part)
-                graph_module.register_buffer(name, tensor.detach())
+                graph_module.register_buffer(name, tensor)
             _build(node, partial(Graph.get_attr, qualified_name=name))
 
 
@@ -362,6 +369,14 @@ _RULES: dict[Any, Callable[[Node, _Constants], None]] = {
     aten.split_with_sizes.default: _split,
     aten.chunk.default: _split,
 }
+
+
+def as_module(root: GraphModule, graph: Graph) -> GraphModule:
+    """A module of a new graph with the constants of `root`.
+
+    Its Python code is generated when it is called for the first time; most are only read.
+    """
+    return _LazyGraphModule(root, graph)
 
 
 def attribute(graph_module: GraphModule, name: str) -> Any:

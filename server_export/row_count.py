@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from server_export.graph_rewriting import attribute
+from server_export.graph_rewriting import as_module, attribute
 from server_export.shapes import Shapes
 
 # A prime that no model's width, length or vocabulary is known to have as a factor.
@@ -58,7 +58,7 @@ def with_rows(graph_module: GraphModule, rows: int) -> GraphModule | None:
                 copy.meta["val"] = shapes.of(node.target, arguments, named)
             except RuntimeError:
                 return None
-    result = GraphModule(graph_module, graph)
+    result = as_module(graph_module, graph)
     for name, tensor in parts.items():
         setattr(result, name, tensor)
     return result

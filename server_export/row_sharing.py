@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from server_export.graph_rewriting import as_module
 from server_export.shapes import Shapes
 
 aten = torch.ops.aten
@@ -67,7 +68,7 @@ class _Sharing:
             elif not self._computed_once(node):
                 self.values[node] = self.graph.node_copy(node, self._for_all_copies)
         self.graph.eliminate_dead_code()
-        return GraphModule(self.graph_module, self.graph)
+        return as_module(self.graph_module, self.graph)
 
     def _computed_once(self, node: Node) -> bool:
         """Add a node for one copy's rows, if that is all it needs."""

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import BundleError
+from server_export.graph_rewriting import as_module
 from server_export.tangent.dual import Builder, Dual
 from server_export.tangent.rules import RULES, Factors, Value
 
@@ -70,7 +71,7 @@ def differentiate(graph_module: GraphModule, seeds: Mapping[str, Seed], queries:
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
     graph.eliminate_dead_code()
-    return GraphModule(graph_module, graph)
+    return as_module(graph_module, graph)
 
 
 def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
