@@ -326,9 +326,9 @@ def export_memory(outline: Outline, weights: Weights, scheme: str, stored_bytes:
 def export_seconds(outline: Outline, methods: int) -> float:
     """Time of an export: lowering goes by operators, quantization and verification by weights.
 
-    As on two cores of an x86 server; a guess elsewhere.
+    As on two idle cores of an x86 server; a guess elsewhere.
     """
-    return 12 + 1.1 * outline.blocks * methods + 8.5e-8 * outline.parameters
+    return 7 + 0.4 * outline.blocks * methods + 3.8e-8 * outline.parameters
 
 
 def bytes_text(count: object) -> str:

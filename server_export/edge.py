@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 aten = torch.ops.aten
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+_LEAST_PROBABILITY = torch.finfo(torch.float32).tiny
 _QUANTIZATION = ("choose_qparams_affine", "quantize_affine", "dequantize_affine")
 
 
@@ -42,6 +43,7 @@ def to_core(graph_module: GraphModule) -> GraphModule:
             new.meta = node.meta
             node.replace_all_uses_with(new)
             graph.erase_node(node)
+    _take_few_logarithms(graph)
     _name_numbers(graph_module)
     # XNNPACK's partitioner wants every quantized layer to have its own quantization of what it multiplies.
     apart = {getattr(torch.ops.torchao, name) for name in _QUANTIZATION}
@@ -77,6 +79,34 @@ _TO_CORE: dict[Any, Callable[..., Node]] = {
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _log_softmax,
 }
+
+
+def _take_few_logarithms(graph: Graph) -> None:
+    """Look probabilities up before their logarithm is taken.
+
+    XNNPACK has a softmax, but no log-softmax, and a portable kernel takes as long for the vocabulary as many
+    layers take. Log-probabilities end at that of the least normal float, -87.3.
+    """
+    for node in list(graph.nodes):
+        source = node.args[0] if node.target is aten.gather.default else None
+        if source is None or source.target is not aten._log_softmax.default:
+            continue
+        logits, dim, _ = source.args
+        if node.args[1] != dim or any(user.target is not aten.gather.default for user in source.users):
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(aten._softmax.default, (logits, dim, False))
+            new.meta = source.meta
+            for target, arguments in (
+                (aten.gather.default, (dim, node.args[2])),
+                (aten.clamp.default, (_LEAST_PROBABILITY,)),
+                (aten.log.default, ()),
+            ):
+                new = graph.call_function(target, (new, *arguments))
+                new.meta = node.meta
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
 
 
 def _name_numbers(graph_module: GraphModule) -> None:
