@@ -129,7 +129,14 @@ def _softmax(writer: Writer, node: Node, gradient: Node, result: Node, dim: int,
 
 @rule(aten._log_softmax_backward_data.default)
 def _log_softmax(writer: Writer, node: Node, gradient: Node, result: Node, dim: int, *_: Any) -> Node:
-    probability = writer.call(aten.exp.default, result)
+    while result.target is aten.detach.default:
+        result = result.args[0]
+    probability = (
+        # Nothing then reads the logarithms but what looks some of them up.
+        writer.call(aten._softmax.default, result.args[0], dim, False)
+        if result.target is aten._log_softmax.default
+        else writer.call(aten.exp.default, result)
+    )
     if gradient.target is aten.scatter_add.default and _is_zero(gradient.args[0]):
         # The slopes of the few numbers that are read go straight to their places.
         _, at, index, slopes = gradient.args
