@@ -21,7 +21,7 @@ BACKPROPAGATION = [name for name in METHODS if name.startswith("backprop-")]
 
 
 def make(method: str, folder: Path, rows: Any = ROWS, architecture: str = "llama", **changes: Any) -> Any:
-    settings = BaselineSettings(method, folder, "", folder, folder, **changes)
+    settings = BaselineSettings(folder, folder, folder, method=method, model="", **changes)
     problem, _, _ = build_problem(folder, architecture, rows, positions=4)
     return problem, prepare(problem, settings)
 
