@@ -325,82 +325,100 @@ def _divide(builder: Builder, node: Node, left: Value, right: Value) -> Dual:
 
 @rule(aten.bmm.default)
 def _batched_product(builder: Builder, node: Node, left: Value, right: Value) -> Dual:
+    shape = _shape(node)
     if isinstance(right, Factors):
-        return _adapter_product(builder, _shape(node), left, right)
-    batch, rows, width = _shape(node)
-    shape = (batch, rows, width)
-    inner = left.shape[-1] if isinstance(left, Dual) else _shape(node.args[0])[-1]
+        return _adapter_product(builder, shape, left, right)
+    if isinstance(left, Dual) and isinstance(right, Dual):
+        return _ProductRule(builder, shape, left.shape[-1]).apply(left, right)
+    if isinstance(right, Dual):
+        products = _ProductRule(builder, shape, right.shape[-2])
+        return right.each(
+            shape, lambda slots, count: products.shaped(products.times_slots(left, slots, count), count)
+        )
+    if right.op == "get_attr":
+        return left.each(shape, lambda slots, count: _constant_product(builder, slots, right, shape, count))
+    products = _ProductRule(builder, shape, left.shape[-1])
+    return left.each(
+        shape, lambda slots, count: products.shaped(products.slots_times(slots, right, count), count)
+    )
 
-    first, second = (batch, rows, inner), (batch, inner, width)
 
-    def flat(slots: Node, count: int, matrices: tuple[int, int, int]) -> Node:
-        return builder.reshape(slots, count * matrices[0], *matrices[1:])
+class _ProductRule:
+    """Products [batch, rows, inner] x [batch, inner, width] of slots, whose slots stand in the batch."""
 
-    def primal(value: Dual, matrices: tuple[int, int, int]) -> Node:
+    def __init__(self, builder: Builder, shape: tuple[int, ...], inner: int) -> None:
+        self.builder, self.shape = builder, shape
+        self.batch, rows, width = shape
+        self.left, self.right = (self.batch, rows, inner), (self.batch, inner, width)
+
+    def apply(self, left: Dual, right: Dual) -> Dual:
+        """left right, and d(left) right + left d(right)."""
+        builder = self.builder
+        queries, slots = builder.queries, builder.slots
+        left_primal, right_primal = self._primal(left, self.left), self._primal(right, self.right)
+        if not left.is_stacked and not right.is_stacked:
+            primal = self._product(left_primal, right_primal, 1)
+            tangents = self._sum(
+                self.slots_times(left.tangents, right_primal, queries),
+                self.times_slots(left_primal, right.tangents, queries),
+                queries,
+            )
+            return Dual.of_parts(builder, self.shape, self.shaped(primal, 1), self.shaped(tangents, queries))
+        # One product answers the primal and half of the product rule, another the other half behind zeros.
+        if left.is_stacked and right.is_stacked:
+            both = self.slots_times(left.stack, right_primal, slots)
+            other = self.times_slots(left_primal, right.stack, slots, builder.tangents_only(3))
+        elif left.is_stacked:
+            both = self.slots_times(left.stack, right_primal, slots)
+            other = self._behind_zeros(self.times_slots(left_primal, right.tangents, queries))
+        else:
+            both = self.times_slots(left_primal, right.stack, slots)
+            other = self._behind_zeros(self.slots_times(left.tangents, right_primal, queries))
+        return Dual.stacked(builder, self.shape, self.shaped(self._sum(both, other, slots), slots))
+
+    def slots_times(self, slots: Node, right: Node, count: int) -> Node:
+        """Slots times the same matrices, [count * batch, rows, width]."""
+        every = self.builder.ones(count, 1, 1, 1)
+        return self._product(slots, self.builder.repeated(right, every, self.right), count)
+
+    def times_slots(self, left: Node, slots: Node, count: int, each: Node | None = None) -> Node:
+        """The same matrices, times a number for `each` slot if it is given, times slots."""
+        each = self.builder.ones(count, 1, 1, 1) if each is None else each
+        return self._product(self.builder.repeated(left, each, self.left), slots, count)
+
+    def shaped(self, matrices: Node, count: int) -> Node:
+        """Slots in front of the batch again."""
+        return self.builder.reshape(matrices, count, *self.shape)
+
+    def _product(self, left: Node, right: Node, count: int) -> Node:
+        flat = self._flat(left, count, self.left), self._flat(right, count, self.right)
+        return self._known(self.builder.call(aten.bmm.default, *flat), count)
+
+    def _sum(self, left: Node, right: Node, count: int) -> Node:
+        return self._known(self.builder.call(aten.add.Tensor, left, right), count)
+
+    def _behind_zeros(self, tangents: Node) -> Node:
+        return self.builder.call(aten.cat.default, [self.builder.zeros(*self.shape), tangents])
+
+    def _primal(self, value: Dual, matrices: tuple[int, int, int]) -> Node:
         """Slot 0, taken from where it lies as matrices already."""
         if not value.is_stacked:
-            return flat(value.primal, 1, matrices)
-        node = builder.call(aten.slice.Tensor, flat(value.stack, builder.slots, matrices), 0, 0, batch)
-        builder.know_shape(node, *matrices)
+            return self._flat(value.primal, 1, matrices)
+        whole = self._flat(value.stack, self.builder.slots, matrices)
+        node = self.builder.call(aten.slice.Tensor, whole, 0, 0, self.batch)
+        self.builder.know_shape(node, *matrices)
         return node
 
-    def product(left: Node, right: Node, count: int) -> Node:
-        result = builder.call(aten.bmm.default, flat(left, count, first), flat(right, count, second))
-        builder.know_shape(result, count * batch, rows, width)
-        return result
+    def _flat(self, slots: Node, count: int, matrices: tuple[int, int, int]) -> Node:
+        return self.builder.reshape(slots, count * matrices[0], *matrices[1:])
 
-    def every(count: int) -> Node:
-        return builder.ones(count, 1, 1, 1)
-
-    def shaped(matrices: Node, count: int) -> Node:
-        return builder.reshape(matrices, count, *shape)
-
-    if not isinstance(right, Dual) and right.op == "get_attr":
-        return left.each(shape, lambda slots, count: _constant_product(builder, slots, right, shape, count))
-    if not isinstance(right, Dual):
-        return left.each(
-            shape,
-            lambda slots, count: shaped(
-                product(slots, builder.repeated(right, every(count), second), count), count
-            ),
-        )
-    if not isinstance(left, Dual):
-        return right.each(
-            shape,
-            lambda slots, count: shaped(
-                product(builder.repeated(left, every(count), first), slots, count), count
-            ),
-        )
-    queries, slots = builder.queries, builder.slots
-    left_primal, right_primal = primal(left, first), primal(right, second)
-    if not left.is_stacked and not right.is_stacked:
-        straight = product(left.tangents, builder.repeated(right_primal, every(queries), second), queries)
-        other = product(builder.repeated(left_primal, every(queries), first), right.tangents, queries)
-        tangents = builder.call(aten.add.Tensor, straight, other)
-        builder.know_shape(tangents, queries * batch, rows, width)
-        return Dual.of_parts(
-            builder, shape, shaped(product(left_primal, right_primal, 1), 1), shaped(tangents, queries)
-        )
-    # One product answers the primal and half of the product rule, another the other half and zeros.
-    if left.is_stacked:
-        both = product(left.stack, builder.repeated(right_primal, every(slots), second), slots)
-    else:
-        both = product(builder.repeated(left_primal, every(slots), first), right.stack, slots)
-    if left.is_stacked and right.is_stacked:
-        other = product(builder.repeated(left_primal, builder.tangents_only(3), first), right.stack, slots)
-    else:
-        if left.is_stacked:
-            other = product(builder.repeated(left_primal, every(queries), first), right.tangents, queries)
-        else:
-            other = product(left.tangents, builder.repeated(right_primal, every(queries), second), queries)
-        other = builder.call(aten.cat.default, [builder.zeros(batch, rows, width), other])
-    both = builder.call(aten.add.Tensor, both, other)
-    builder.know_shape(both, slots * batch, rows, width)
-    return Dual.stacked(builder, shape, shaped(both, slots))
+    def _known(self, matrices: Node, count: int) -> Node:
+        self.builder.know_shape(matrices, count * self.batch, *self.shape[1:])
+        return matrices
 
 
 def _constant_product(
-    builder: Builder, slots: Node, matrices: Node, shape: tuple[int, int, int], count: int
+    builder: Builder, slots: Node, matrices: Node, shape: tuple[int, ...], count: int
 ) -> Node:
     """Slots [count, batch, rows, inner] times the constant matrices of a batch: slots become rows of it."""
     batch, rows, width = shape
