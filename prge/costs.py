@@ -141,7 +141,7 @@ class Work:
     """What one call computes.
 
     `layers` and `products` are multiply-accumulates, of frozen layers and of two computed values; `passes`
-    are numbers that other operators write, `answers` logits that are normalized outside the delegate.
+    are numbers that other operators write, `answers` logits that become probabilities.
     """
 
     layers: int
@@ -249,8 +249,7 @@ def arena_bytes(outline: Outline, contract: Contract) -> int:
     if contract.is_encoder or contract.kind == "trunk":
         return inputs + 2 * states
     classes = len(contract.label_tokens) or contract.vocabulary_size
-    # Of every computed row; their normalized ones of rows that are answered.
-    logits = 4 * contract.positions * classes * (contract.computed_rows + contract.rows)
+    logits = 4 * contract.positions * classes * contract.computed_rows
     return inputs + _kept_bytes(outline, contract) + max(2 * states, logits)
 
 

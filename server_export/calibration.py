@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from prge.costs import Outline, Work
+from server_export.readout import log_probabilities
 
 _SECONDS = 2.0
 _LARGEST_LAYER = 1 << 23
@@ -72,10 +73,10 @@ class _Passes(nn.Module):
 
 
 class _Answers(nn.Module):
-    """logits f32 [rows, tokens] -> their logarithms of probabilities."""
+    """logits f32 [1, count, tokens], targets i64 [1, count] -> log p(target) [1, count]."""
 
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax(logits, dim=-1)
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return log_probabilities(logits, targets)
 
 
 class Calibration:
@@ -105,7 +106,10 @@ class Calibration:
             "layers": (layers, (torch.randn(rows, length, width),)),
             "products": (_Products(), (torch.randn(heads), torch.randn(heads))),
             "passes": (_Passes(), (torch.randn(rows, length, inner),)),
-            "answers": (_Answers(), (torch.randn(_ANSWERS, classes),)),
+            "answers": (
+                _Answers(),
+                (torch.randn(1, _ANSWERS, classes), torch.zeros(1, _ANSWERS, dtype=torch.int64)),
+            ),
         }
         graphs = {name: export_graph(module, inputs) for name, (module, inputs) in modules.items()}
         with tempfile.TemporaryDirectory() as folder:
