@@ -130,6 +130,11 @@ def _gather(builder: Builder, node: Node, source: Dual, dim: int, index: Node) -
         every = builder.call(aten.expand.default, builder.reshape(index, 1, *shape), [count, *shape])
         return builder.call(node.target, slots, at, every)
 
+    is_last = dim % len(shape) == len(shape) - 1 and source.shape[:-1] == shape[:-1]
+    if isinstance(source, _LogProbabilities) and is_last:
+        # Less the same mean: there are far fewer of these than of all.
+        primal, picked = gather(source.primal, 1), gather(source.logits.tangents, builder.queries)
+        return Dual.of_parts(builder, shape, primal, builder.call(aten.sub.Tensor, picked, source.mean))
     return source.each(shape, gather)
 
 
@@ -639,13 +644,25 @@ def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> D
     return Dual.of_parts(builder, shape, primal, tangents)
 
 
+class _LogProbabilities(Dual):
+    """Log-probabilities over the last dimension: their tangents are those of `logits` less their `mean`."""
+
+    logits: Dual
+    mean: Node
+
+
 @rule(aten.log_softmax.int, aten._log_softmax.default)
 def _log_softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
     shape, at = _shape(node), _after_slots(dim)
     primal = builder.call(aten.log_softmax.int, source.primal, at)
     probability = builder.call(aten.softmax.int, source.primal, at)
     mean = _sum(builder, builder.product(probability, source.tangents), shape, dim)
-    return Dual.of_parts(builder, shape, primal, builder.call(aten.sub.Tensor, source.tangents, mean))
+    tangents = builder.call(aten.sub.Tensor, source.tangents, mean)
+    if dim % len(shape) < len(shape) - 1:
+        return Dual.of_parts(builder, shape, primal, tangents)
+    result = _LogProbabilities(builder, shape, primal=primal, tangents=tangents)
+    result.logits, result.mean = source, mean
+    return result
 
 
 def _sum(builder: Builder, source: Node, shape: tuple[int, ...], dim: int) -> Node:
