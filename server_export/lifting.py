@@ -20,7 +20,7 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_structure
 
 from server_export.graph_rewriting import attribute
 from server_export.shapes import Shapes, without_memory
@@ -104,8 +104,8 @@ def exported_program(
                 ModuleCallSignature(
                     inputs=[],
                     outputs=[],
-                    in_spec=pytree.tree_structure((tuple(inputs), {})),
-                    out_spec=pytree.tree_structure(answers),
+                    in_spec=tree_structure((tuple(inputs), {})),
+                    out_spec=tree_structure(answers),
                 ),
             )
         ],
