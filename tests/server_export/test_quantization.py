@@ -11,6 +11,7 @@ from torch import nn
 
 from prge.errors import ConfigError
 from server_export import quantization
+from server_export.lowering import export_graph
 from server_export.program import STEP_METHOD, example_inputs
 from server_export.quantization import Int8Embedding
 from tests.server_export.programs import build, make_export_config
@@ -99,3 +100,13 @@ def test_answers_stay_near_the_float_ones(scheme: str) -> None:
     torch.testing.assert_close(kept, expected, atol=1e-5, rtol=0)
     error = float((actual - expected).pow(2).mean().sqrt() / expected.std())
     assert error < (0.1 if scheme == "8da8w" else 0.5)
+
+
+def test_layers_share_zero_points_that_are_all_zero() -> None:
+    built = build("llama", quantize="8da8w")
+    constants = export_graph(built.module, example_inputs(built.contract)).state_dict
+    zeros = [tensor for name, tensor in constants.items() if name.endswith("zero_point")]
+    assert not any(bool(tensor.any()) for tensor in zeros)
+    assert len({tensor.shape for tensor in zeros}) == len(zeros)
+    scales = [name for name in constants if name.endswith("scale")]
+    assert len(scales) > 2 * len(zeros)
