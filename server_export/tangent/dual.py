@@ -241,6 +241,10 @@ class Dual:
             self.builder.know_shape(self._stack, self.builder.slots, *self.shape)
         return self._stack
 
+    def reshaped(self, shape: tuple[int, ...]) -> Dual:
+        """The same numbers in another shape."""
+        return self.each(shape, lambda slots, count: self.builder.reshape(slots, count, *shape))
+
     def each(self, shape: tuple[int, ...], make: Callable[[Node, int], Node]) -> Dual:
         """Apply a linear operator to every slot; `make(slots, count)` builds it for `count` of them."""
         if self.is_stacked:
@@ -255,10 +259,7 @@ class Dual:
     def aligned(self, rank: int) -> Dual:
         """The same value with dimensions of 1 in front, so that slots don't meet another's dimensions."""
         missing = rank - len(self.shape)
-        if missing <= 0:
-            return self
-        shape = (*[1] * missing, *self.shape)
-        return self.each(shape, lambda slots, count: self.builder.reshape(slots, count, *shape))
+        return self.reshaped((*[1] * missing, *self.shape)) if missing > 0 else self
 
     def _padded_bias(self) -> Node:
         """The bias for slot 0 and zeros for the others, [1 + queries, 1, ..., width]."""
@@ -271,6 +272,85 @@ class Dual:
         padded = torch.zeros(shape, dtype=bias.dtype)
         padded[0] = bias.detach()
         return self.builder.constant(padded, ("bias", str(self._bias.target), len(self.shape)))
+
+
+class Interleaved(Dual):
+    """A dual whose tangents stand in front of its last dimension: `inside`, [*shape[:-1], queries, shape[-1]].
+
+    A product of matrices makes and takes them so in one call, without a copy of the other matrix for each.
+    What wants slots in front gets them, at the price of a transposition. They may be given in any shape.
+    """
+
+    def __init__(self, builder: Builder, shape: tuple[int, ...], primal: Node, inside: Node) -> None:
+        super().__init__(builder, shape, primal=primal)
+        self._inside = inside
+
+    @classmethod
+    def of(cls, dual: Dual) -> Interleaved:
+        """Any dual in this form."""
+        if isinstance(dual, Interleaved):
+            return dual
+        builder, rank = dual.builder, len(dual.shape)
+        order = [*range(1, rank), 0, rank]
+        if not dual.is_stacked:
+            tangents = builder.call(aten.permute.default, dual.tangents, order)
+            builder.know_shape(tangents, *dual.shape[:-1], builder.queries, dual.shape[-1])
+            return cls(builder, dual.shape, dual.primal, tangents)
+        slots = builder.call(aten.permute.default, dual.stack, order)
+        primal, tangents = (
+            builder.call(aten.slice.Tensor, slots, rank - 1, *bounds)
+            for bounds in ((0, 1), (1, builder.slots))
+        )
+        builder.know_shape(primal, *dual.shape[:-1], 1, dual.shape[-1])
+        builder.know_shape(tangents, *dual.shape[:-1], builder.queries, dual.shape[-1])
+        return cls(builder, dual.shape, builder.reshape(primal, 1, *dual.shape), tangents)
+
+    @property
+    def inside(self) -> Node:
+        """The tangents, [*shape[:-1], queries, shape[-1]]."""
+        return self.builder.reshape(self._inside, *self.shape[:-1], self.builder.queries, self.shape[-1])
+
+    def beside(self, primal: Node) -> Node:
+        """Numbers [1, *shape] as [*shape[:-1], 1, shape[-1]], which meet those of every query in `inside`."""
+        return self.builder.reshape(primal, *self.shape[:-1], 1, self.shape[-1])
+
+    def behind(self, primal: Node, factor: Node | Number | None = None) -> Dual:
+        """See Dual.behind."""
+        if factor is None:
+            return Interleaved(self.builder, self.shape, primal, self._inside)
+        return super().behind(primal, factor)
+
+    def reshaped(self, shape: tuple[int, ...]) -> Dual:
+        """See Dual.reshaped; a last dimension that stays leaves the tangents in front of it."""
+        if shape[-1] != self.shape[-1]:
+            return super().reshaped(shape)
+        return Interleaved(self.builder, shape, self.builder.reshape(self.primal, 1, *shape), self._inside)
+
+    def each(self, shape: tuple[int, ...], make: Callable[[Node, int], Node]) -> Dual:
+        """See Dual.each."""
+        return Dual.stacked(self.builder, shape, make(self.stack, self.builder.slots))
+
+    @property
+    def unscaled(self) -> Node:
+        """The tangents, [queries, *shape]."""
+        if self._unscaled is None:
+            self._unscaled = self._in_front(self.inside, self.builder.queries)
+        return self._unscaled
+
+    @property
+    def stack(self) -> Node:
+        """All slots, [1 + queries, *shape]."""
+        if self._stack is None:
+            parts = [self.beside(self.primal), self.inside]
+            slots = self.builder.call(aten.cat.default, parts, len(self.shape) - 1)
+            self._stack = self._in_front(slots, self.builder.slots)
+        return self._stack
+
+    def _in_front(self, inside: Node, count: int) -> Node:
+        rank = len(self.shape)
+        node = self.builder.call(aten.permute.default, inside, [rank - 1, *range(rank - 1), rank])
+        self.builder.know_shape(node, count, *self.shape)
+        return node
 
 
 def size(shape: tuple[int, ...] | torch.Size) -> int:

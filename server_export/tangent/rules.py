@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from server_export.tangent.dual import Builder, Dual, Number, aten
+from server_export.tangent.dual import Builder, Dual, Interleaved, Number, aten
 
 # Keeps a quotient with a removable singularity at 0 finite there, and changes no other float32.
 _TINY = 1e-20
@@ -64,8 +64,7 @@ def _after_slots(dim: int) -> int:
 @rule(aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 @rule(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints)
 def _reshape(builder: Builder, node: Node, source: Dual, *_: Any) -> Dual:
-    shape = _shape(node)
-    return source.each(shape, lambda slots, count: builder.reshape(slots, count, *shape))
+    return source.reshaped(_shape(node))
 
 
 @rule(aten.transpose.int)
@@ -333,93 +332,36 @@ def _batched_product(builder: Builder, node: Node, left: Value, right: Value) ->
     shape = _shape(node)
     if isinstance(right, Factors):
         return _adapter_product(builder, shape, left, right)
-    if isinstance(left, Dual) and isinstance(right, Dual):
-        return _ProductRule(builder, shape, left.shape[-1]).apply(left, right)
-    if isinstance(right, Dual):
-        products = _ProductRule(builder, shape, right.shape[-2])
-        return right.each(
-            shape, lambda slots, count: products.shaped(products.times_slots(left, slots, count), count)
-        )
-    if right.op == "get_attr":
+    if isinstance(left, Dual) and isinstance(right, Node) and right.op == "get_attr":
         return left.each(shape, lambda slots, count: _constant_product(builder, slots, right, shape, count))
-    products = _ProductRule(builder, shape, left.shape[-1])
-    return left.each(
-        shape, lambda slots, count: products.shaped(products.slots_times(slots, right, count), count)
+    return _product_rule(builder, shape, left, right)
+
+
+def _product_rule(builder: Builder, shape: tuple[int, ...], left: Value, right: Value) -> Dual:
+    """left right, and d(left) right + left d(right), of [batch, rows, inner] and [batch, inner, width].
+
+    Tangents on the left are more rows of one product, those on the right more columns of the other.
+    """
+    batch, rows, width = shape
+    left, right = (Interleaved.of(side) if isinstance(side, Dual) else side for side in (left, right))
+    left_primal, right_primal = (
+        builder.reshape(side.primal, *side.shape) if isinstance(side, Dual) else side for side in (left, right)
     )
-
-
-class _ProductRule:
-    """Products [batch, rows, inner] x [batch, inner, width] of slots, whose slots stand in the batch."""
-
-    def __init__(self, builder: Builder, shape: tuple[int, ...], inner: int) -> None:
-        self.builder, self.shape = builder, shape
-        self.batch, rows, width = shape
-        self.left, self.right = (self.batch, rows, inner), (self.batch, inner, width)
-
-    def apply(self, left: Dual, right: Dual) -> Dual:
-        """left right, and d(left) right + left d(right)."""
-        builder = self.builder
-        queries, slots = builder.queries, builder.slots
-        left_primal, right_primal = self._primal(left, self.left), self._primal(right, self.right)
-        if not left.is_stacked and not right.is_stacked:
-            primal = self._product(left_primal, right_primal, 1)
-            tangents = self._sum(
-                self.slots_times(left.tangents, right_primal, queries),
-                self.times_slots(left_primal, right.tangents, queries),
-                queries,
-            )
-            return Dual.of_parts(builder, self.shape, self.shaped(primal, 1), self.shaped(tangents, queries))
-        # One product answers the primal and half of the product rule, another the other half behind zeros.
-        if left.is_stacked and right.is_stacked:
-            both = self.slots_times(left.stack, right_primal, slots)
-            other = self.times_slots(left_primal, right.stack, slots, builder.tangents_only(3))
-        elif left.is_stacked:
-            both = self.slots_times(left.stack, right_primal, slots)
-            other = self._behind_zeros(self.times_slots(left_primal, right.tangents, queries))
-        else:
-            both = self.times_slots(left_primal, right.stack, slots)
-            other = self._behind_zeros(self.slots_times(left.tangents, right_primal, queries))
-        return Dual.stacked(builder, self.shape, self.shaped(self._sum(both, other, slots), slots))
-
-    def slots_times(self, slots: Node, right: Node, count: int) -> Node:
-        """Slots times the same matrices, [count * batch, rows, width]."""
-        every = self.builder.ones(count, 1, 1, 1)
-        return self._product(slots, self.builder.repeated(right, every, self.right), count)
-
-    def times_slots(self, left: Node, slots: Node, count: int, each: Node | None = None) -> Node:
-        """The same matrices, times a number for `each` slot if it is given, times slots."""
-        each = self.builder.ones(count, 1, 1, 1) if each is None else each
-        return self._product(self.builder.repeated(left, each, self.left), slots, count)
-
-    def shaped(self, matrices: Node, count: int) -> Node:
-        """Slots in front of the batch again."""
-        return self.builder.reshape(matrices, count, *self.shape)
-
-    def _product(self, left: Node, right: Node, count: int) -> Node:
-        flat = self._flat(left, count, self.left), self._flat(right, count, self.right)
-        return self._known(self.builder.call(aten.bmm.default, *flat), count)
-
-    def _sum(self, left: Node, right: Node, count: int) -> Node:
-        return self._known(self.builder.call(aten.add.Tensor, left, right), count)
-
-    def _behind_zeros(self, tangents: Node) -> Node:
-        return self.builder.call(aten.cat.default, [self.builder.zeros(*self.shape), tangents])
-
-    def _primal(self, value: Dual, matrices: tuple[int, int, int]) -> Node:
-        """Slot 0, taken from where it lies as matrices already."""
-        if not value.is_stacked:
-            return self._flat(value.primal, 1, matrices)
-        whole = self._flat(value.stack, self.builder.slots, matrices)
-        node = self.builder.call(aten.slice.Tensor, whole, 0, 0, self.batch)
-        self.builder.know_shape(node, *matrices)
-        return node
-
-    def _flat(self, slots: Node, count: int, matrices: tuple[int, int, int]) -> Node:
-        return self.builder.reshape(slots, count * matrices[0], *matrices[1:])
-
-    def _known(self, matrices: Node, count: int) -> Node:
-        self.builder.know_shape(matrices, count * self.batch, *self.shape[1:])
-        return matrices
+    terms = []
+    if isinstance(left, Dual):
+        every = builder.reshape(left.inside, batch, rows * builder.queries, left.shape[-1])
+        terms.append(builder.call(aten.bmm.default, every, right_primal))
+        builder.know_shape(terms[-1], batch, rows * builder.queries, width)
+    if isinstance(right, Dual):
+        every = builder.reshape(right.inside, batch, right.shape[-2], builder.queries * width)
+        columns = builder.call(aten.bmm.default, left_primal, every)
+        builder.know_shape(columns, batch, rows, builder.queries * width)
+        terms.append(builder.reshape(columns, batch, rows * builder.queries, width))
+    tangents = terms[0] if len(terms) == 1 else builder.call(aten.add.Tensor, *terms)
+    builder.know_shape(tangents, batch, rows * builder.queries, width)
+    primal = builder.call(aten.bmm.default, left_primal, right_primal)
+    builder.know_shape(primal, *shape)
+    return Interleaved(builder, shape, builder.reshape(primal, 1, *shape), tangents)
 
 
 def _constant_product(
@@ -638,6 +580,13 @@ def _power(builder: Builder, argument: Node, result: Node, exponent: Number) -> 
 def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
     shape, at = _shape(node), _after_slots(dim)
     primal = builder.call(aten.softmax.int, source.primal, at)
+    if isinstance(source, Interleaved) and dim % len(shape) == len(shape) - 1:
+        beside = source.beside(primal)
+        weighted = builder.call(aten.mul.Tensor, beside, source.inside)
+        mean = builder.total(weighted, shape[-1])
+        tangents = builder.call(aten.sub.Tensor, weighted, builder.call(aten.mul.Tensor, mean, beside))
+        builder.know_shape(tangents, *shape[:-1], builder.queries, shape[-1])
+        return Interleaved(builder, shape, primal, tangents)
     weighted = builder.product(builder.product(source.factor, primal), source.unscaled)
     mean = _sum(builder, weighted, shape, dim)
     tangents = builder.call(aten.sub.Tensor, weighted, builder.product(mean, primal))

@@ -149,17 +149,17 @@ def upper_adapters(queries: int) -> tuple[BuiltProgram, GraphModule, dict[Node, 
 
 
 def test_nothing_below_the_first_adapter_has_tangents() -> None:
-    (_, one, of_one), (_, five, of_five) = upper_adapters(1), upper_adapters(5)
-    (first_above,) = layer_calls(one)["model.model.layers.1.self_attn.q_proj.base.weight"]
-    pairs = list(zip(operators(one), operators(five), strict=True))
+    (_, two, of_two), (_, five, of_five) = upper_adapters(2), upper_adapters(5)
+    (first_above,) = layer_calls(two)["model.model.layers.1.self_attn.q_proj.base.weight"]
+    pairs = list(zip(operators(two), operators(five), strict=True))
     below = pairs[: [node for node, _ in pairs].index(first_above)]
     # The adapter's own inputs are shaped at the start.
     below = [
         pair for pair in below if not any(source.op == "placeholder" for source in pair[0].all_input_nodes)
     ]
-    assert all(of_one[node] == of_five[other] for node, other in below)
-    assert sum("layers.0" in name for name in layer_calls(one)) == 7
-    assert all(nodes[0] in dict(below) for name, nodes in layer_calls(one).items() if "layers.0" in name)
+    assert all(of_two[node] == of_five[other] for node, other in below)
+    assert sum("layers.0" in name for name in layer_calls(two)) == 7
+    assert all(nodes[0] in dict(below) for name, nodes in layer_calls(two).items() if "layers.0" in name)
 
 
 @pytest.mark.parametrize("queries", [1, 5])
