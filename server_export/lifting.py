@@ -114,6 +114,20 @@ def exported_program(
     )
 
 
+def interpret(program: ExportedProgram, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What a program of `exported_program` answers, node by node.
+
+    As a module it would be Python code first, and compiling that takes longer than one call.
+    """
+    constants = [
+        program.state_dict[str(spec.target)]
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.BUFFER
+    ]
+    found: tuple[torch.Tensor, ...] = torch.fx.Interpreter(program.graph_module).run(*constants, *inputs)
+    return found
+
+
 def _placeholder(graph: Graph, name: str) -> Node:
     node = graph.placeholder(name)
     # Signatures know it by its name, which the graph may have changed, the engine's emitter by its target.

@@ -12,6 +12,7 @@ import torch
 
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.errors import BundleError
+from server_export.lifting import interpret
 from server_export.process_memory import anonymous_bytes
 from server_export.program import STEP_METHOD, BuiltProgram, example_inputs
 from server_export.quiet import quiet_engine
@@ -181,7 +182,7 @@ def _differences(
 
     def eager(inputs: Sequence[torch.Tensor], method: str) -> Answers:
         with torch.no_grad():
-            return programs[method].module(check_guards=False)(*inputs)
+            return interpret(programs[method], inputs)
 
     def engine(inputs: Sequence[torch.Tensor], method: str) -> Answers:
         return run_program(path, inputs, method, workspaces)

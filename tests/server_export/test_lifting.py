@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 
-from server_export.lifting import exported_program
+from server_export.lifting import exported_program, interpret
 from server_export.lowering import rewritten_graph
 from server_export.program import example_inputs
 from tests.server_export.programs import build
@@ -41,6 +41,8 @@ def test_it_is_the_program_that_tracing_gives(architecture: str) -> None:
     }
     (answer,) = lifted.module(check_guards=False)(*inputs)
     torch.testing.assert_close(answer, built.module(*inputs))
+    (interpreted,) = interpret(lifted, inputs)
+    assert torch.equal(interpreted, answer)
 
 
 def test_constants_become_buffers_and_come_first() -> None:
