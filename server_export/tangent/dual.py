@@ -275,10 +275,13 @@ class Dual:
 
 
 class Interleaved(Dual):
-    """A dual whose tangents stand in front of its last dimension: `inside`, [*shape[:-1], queries, shape[-1]].
+    """A dual whose tangents stand in front of the last dimension.
 
     A product of matrices makes and takes them so in one call, without a copy of the other matrix for each.
-    What wants slots in front gets them, at the price of a transposition. They may be given in any shape.
+    What wants slots in front gets them, at the price of a transposition.
+
+    Args:
+        inside: the tangents [*shape[:-1], queries, shape[-1]], in any shape that the builder knows.
     """
 
     def __init__(self, builder: Builder, shape: tuple[int, ...], primal: Node, inside: Node) -> None:
@@ -297,10 +300,8 @@ class Interleaved(Dual):
             builder.know_shape(tangents, *dual.shape[:-1], builder.queries, dual.shape[-1])
             return cls(builder, dual.shape, dual.primal, tangents)
         slots = builder.call(aten.permute.default, dual.stack, order)
-        primal, tangents = (
-            builder.call(aten.slice.Tensor, slots, rank - 1, *bounds)
-            for bounds in ((0, 1), (1, builder.slots))
-        )
+        bounds = (0, 1), (1, builder.slots)
+        primal, tangents = (builder.call(aten.slice.Tensor, slots, rank - 1, *pair) for pair in bounds)
         builder.know_shape(primal, *dual.shape[:-1], 1, dual.shape[-1])
         builder.know_shape(tangents, *dual.shape[:-1], builder.queries, dual.shape[-1])
         return cls(builder, dual.shape, builder.reshape(primal, 1, *dual.shape), tangents)

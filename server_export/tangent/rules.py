@@ -343,24 +343,26 @@ def _product_rule(builder: Builder, shape: tuple[int, ...], left: Value, right: 
     Tangents on the left are more rows of one product, those on the right more columns of the other.
     """
     batch, rows, width = shape
+    queries = builder.queries
     left, right = (Interleaved.of(side) if isinstance(side, Dual) else side for side in (left, right))
-    left_primal, right_primal = (
-        builder.reshape(side.primal, *side.shape) if isinstance(side, Dual) else side for side in (left, right)
+    first, second = (
+        builder.reshape(side.primal, *side.shape) if isinstance(side, Dual) else side
+        for side in (left, right)
     )
-    terms = []
-    if isinstance(left, Dual):
-        every = builder.reshape(left.inside, batch, rows * builder.queries, left.shape[-1])
-        terms.append(builder.call(aten.bmm.default, every, right_primal))
-        builder.know_shape(terms[-1], batch, rows * builder.queries, width)
-    if isinstance(right, Dual):
-        every = builder.reshape(right.inside, batch, right.shape[-2], builder.queries * width)
-        columns = builder.call(aten.bmm.default, left_primal, every)
-        builder.know_shape(columns, batch, rows, builder.queries * width)
-        terms.append(builder.reshape(columns, batch, rows * builder.queries, width))
-    tangents = terms[0] if len(terms) == 1 else builder.call(aten.add.Tensor, *terms)
-    builder.know_shape(tangents, batch, rows * builder.queries, width)
-    primal = builder.call(aten.bmm.default, left_primal, right_primal)
+    primal = builder.call(aten.bmm.default, first, second)
     builder.know_shape(primal, *shape)
+    terms = []
+    if isinstance(left, Interleaved):
+        inside = builder.reshape(left.inside, batch, rows * queries, left.shape[-1])
+        terms.append(builder.call(aten.bmm.default, inside, second))
+        builder.know_shape(terms[-1], batch, rows * queries, width)
+    if isinstance(right, Interleaved):
+        inside = builder.reshape(right.inside, batch, right.shape[-2], queries * width)
+        columns = builder.call(aten.bmm.default, first, inside)
+        builder.know_shape(columns, batch, rows, queries * width)
+        terms.append(builder.reshape(columns, batch, rows * queries, width))
+    tangents = terms[0] if len(terms) == 1 else builder.call(aten.add.Tensor, *terms)
+    builder.know_shape(tangents, batch, rows * queries, width)
     return Interleaved(builder, shape, builder.reshape(primal, 1, *shape), tangents)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.tangent.dual import Builder, Dual
+from server_export.tangent.dual import Builder, Dual, Interleaved
 from tests.server_export.tangent.graphs import Function, random, shapes_of, with_tangents
 
 aten = torch.ops.aten
@@ -106,6 +106,38 @@ def test_alignment_puts_ones_between_slots_and_dimensions(builder: Builder) -> N
     aligned = dual.aligned(3)
     assert aligned.shape == (1, 1, 3)
     assert run(builder, aligned.stack, random(1 + QUERIES, 3)).shape == (1 + QUERIES, 1, 1, 3)
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_interleaved_tangents_are_the_same_numbers(builder: Builder, is_stacked: bool) -> None:
+    whole, primal, tangents = placeholders(builder, "whole", "primal", "tangents")
+    dual = (
+        Dual.stacked(builder, (2, 3), whole)
+        if is_stacked
+        else Dual.of_parts(builder, (2, 3), primal, tangents)
+    )
+    value = random(1 + QUERIES, 2, 3)
+    found = Interleaved.of(dual)
+    parts = found.inside, found.beside(found.primal), found.stack, found.tangents, found.primal
+    inside, beside, stack, tangents, primal = run(builder, parts, value, value[:1], value[1:])
+    assert torch.equal(inside, value[1:].permute(1, 0, 2))
+    assert torch.equal(beside, value[0].reshape(2, 1, 3))
+    assert torch.equal(stack, value)
+    assert torch.equal(tangents, value[1:])
+    assert torch.equal(primal, value[:1])
+    assert Interleaved.of(found) is found
+
+
+def test_interleaved_tangents_follow_a_reshape(builder: Builder) -> None:
+    primal, inside = placeholders(builder, "primal", "inside")
+    dual = Interleaved(builder, (2, 3, 4), primal, inside)
+    builder.know_shape(inside, 2, 3, QUERIES, 4)
+    kept, turned = dual.reshaped((6, 4)), dual.reshaped((2, 12))
+    assert isinstance(kept, Interleaved)
+    value = random(1 + QUERIES, 2, 3, 4)
+    stacks = run(builder, (kept.stack, turned.stack), value[:1], value[1:].permute(1, 2, 0, 3))
+    assert torch.equal(stacks[0], value.reshape(-1, 6, 4))
+    assert torch.equal(stacks[1], value.reshape(-1, 2, 12))
 
 
 def test_products_with_numbers_and_with_nothing(builder: Builder) -> None:
