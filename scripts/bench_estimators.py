@@ -5,8 +5,7 @@
 Truth is the derivative of the loss in float64 along the same directions, with the same quantized weights and
 activations that are not rounded; `cos_` keys are cosines between all scalars of an estimator and the true
 ones. Times are medians of interleaved pairs of calls in one process: a tangent program against the stack
-program of 2 x queries copies. Other numbers of queries are timed on a model of fewer layers, because exports
-take minutes. The model is an architecture with random weights, scaled so that logits and attention vary as
+program of 2 x queries copies. The model is an architecture with random weights, scaled so that logits and attention vary as
 trained ones do, or a folder of a trained model. Prints JSON: the first scheme's keys at the top.
 """
 
@@ -269,7 +268,7 @@ def main() -> None:
     parser.add_argument("--quantize", nargs="+", default=["8da4w", "fp32"])
     parser.add_argument("--queries", type=int, default=4)
     parser.add_argument("--other-queries", type=int, nargs="*", default=[1, 2, 8, 16])
-    parser.add_argument("--other-layers", type=int, default=6)
+    parser.add_argument("--other-layers", type=int, help="make the model of other queries shallower")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--positions", type=int, default=8)
