@@ -5,8 +5,9 @@
 Truth is the derivative of the loss in float64 along the same directions, with the same quantized weights and
 activations that are not rounded; `cos_` keys are cosines between all scalars of an estimator and the true
 ones. Times are medians of interleaved pairs of calls in one process: a tangent program against the stack
-program of 2 x queries copies. The model is an architecture with random weights, scaled so that logits and attention vary as
-trained ones do, or a folder of a trained model. Prints JSON: the first scheme's keys at the top.
+program of 2 x queries copies. The model is an architecture with random weights, scaled so that logits and
+attention vary as trained ones do, or a folder of a trained model. Prints JSON: the first scheme's keys at the
+top.
 """
 
 from __future__ import annotations
