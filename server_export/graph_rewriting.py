@@ -7,6 +7,7 @@ rotary embedding    a product with one matrix per position, where these are smal
 split, select, unsqueeze, squeeze, pow    slices, reshapes and products
 gelu            its tanh form, which XNNPACK would take for the exact one
 dropout, casts to the same type, assertions    removed
+quantization    of an activation that several layers read: once
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def rewrite(graph_module: GraphModule) -> None:
     constants = _Constants(graph_module)
     _remove_identities(graph_module)
     constants.fold()
+    _share_quantizations(graph_module.graph)
     for node in list(graph_module.graph.nodes):
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         if rule is not None:
@@ -159,6 +161,18 @@ def _remove_identities(graph_module: GraphModule) -> None:
         elif node.op == "call_function" and (node.target in _IDENTITIES or _is_noop_cast(node)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _share_quantizations(graph: Graph) -> None:
+    """Quantize an activation once for all layers that read it."""
+    seen: dict[tuple[str, str, str], Node] = {}
+    for node in list(graph.nodes):
+        if str(node.target).startswith("torchao.") or node.target is operator.getitem:
+            # Nodes are written as their names, which no two of them share.
+            same = seen.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
 
 
 def _is_noop_cast(node: Node) -> bool:

@@ -110,3 +110,19 @@ def test_layers_share_zero_points_that_are_all_zero() -> None:
     assert len({tensor.shape for tensor in zeros}) == len(zeros)
     scales = [name for name in constants if name.endswith("scale")]
     assert len(scales) > 2 * len(zeros)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bert"])
+def test_an_activation_is_quantized_once_for_all_layers_that_read_it(architecture: str) -> None:
+    built = build(architecture, quantize="8da8w")
+    program = export_graph(built.module, example_inputs(built.contract))
+    targets = [(str(node.target), node) for node in program.graph.nodes]
+    quantized = [node.args[0] for target, node in targets if target == "torchao.quantize_affine.default"]
+    assert len(set(quantized)) == len(quantized)
+    layers = [
+        node
+        for target, node in targets
+        if target == "aten.linear.default" and "dequantize" in str(node.args[1].target)
+    ]
+    # Of a block: queries, keys and values read one, the attention's output another.
+    assert 0 < len(quantized) <= len(layers) - 2
