@@ -12,7 +12,7 @@ of an elementwise derivative, which is the same for every direction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,8 +83,7 @@ class Builder:
 
     def reshape(self, source: Node, *shape: int) -> Node:
         """The same numbers in another shape: none, one or an earlier operator."""
-        while source.target is aten.reshape.default and source.args[0] in self._shapes:
-            source = source.args[0]
+        source = self.as_it_lies(source)
         if self._shapes.get(source) == shape:
             return source
         if (source, shape) not in self._reshaped:
@@ -92,6 +91,28 @@ class Builder:
             self._reshaped[source, shape] = node
             self.know_shape(node, *shape)
         return self._reshaped[source, shape]
+
+    def as_it_lies(self, source: Node) -> Node:
+        """A value before it was reshaped, as far as shapes are known."""
+        while source.target is aten.reshape.default and source.args[0] in self._shapes:
+            source = source.args[0]
+        return source
+
+    def joined(self, parts: Sequence[Node], widths: Sequence[int], shape: tuple[int, ...]) -> Node:
+        """Values [*shape, width] side by side in their last dimension, [..., sum of widths].
+
+        If they lie alike in another shape, they are joined as they lie.
+        """
+        lying = [self.as_it_lies(part) for part in parts]
+        leads = {self._shapes[node][:-1] for node in lying if node in self._shapes}
+        ends = [self._shapes[node][-1] for node in lying if node in self._shapes]
+        if len(leads) == 1 and ends == list(widths):
+            (shape,) = leads
+        else:
+            lying = [self.reshape(part, *shape, width) for part, width in zip(parts, widths, strict=True)]
+        node = self.call(aten.cat.default, lying, len(shape))
+        self.know_shape(node, *shape, sum(widths))
+        return node
 
     def product(self, left: Node | Number | None, right: Node | Number | None) -> Any:
         """left * right of nodes, numbers, or None for one."""
@@ -300,10 +321,13 @@ class Interleaved(Dual):
             builder.know_shape(tangents, *dual.shape[:-1], builder.queries, dual.shape[-1])
             return cls(builder, dual.shape, dual.primal, tangents)
         slots = builder.call(aten.permute.default, dual.stack, order)
-        bounds = (0, 1), (1, builder.slots)
-        primal, tangents = (builder.call(aten.slice.Tensor, slots, rank - 1, *pair) for pair in bounds)
-        builder.know_shape(primal, *dual.shape[:-1], 1, dual.shape[-1])
-        builder.know_shape(tangents, *dual.shape[:-1], builder.queries, dual.shape[-1])
+        *lead, width = dual.shape
+        builder.know_shape(slots, *lead, builder.slots, width)
+        flat = builder.reshape(slots, *lead, builder.slots * width)
+        primal = builder.call(aten.slice.Tensor, flat, rank - 1, 0, width)
+        tangents = builder.call(aten.slice.Tensor, flat, rank - 1, width, builder.slots * width)
+        builder.know_shape(primal, *lead, width)
+        builder.know_shape(tangents, *lead, builder.queries * width)
         return cls(builder, dual.shape, builder.reshape(primal, 1, *dual.shape), tangents)
 
     @property
@@ -342,9 +366,12 @@ class Interleaved(Dual):
     def stack(self) -> Node:
         """All slots, [1 + queries, *shape]."""
         if self._stack is None:
-            parts = [self.beside(self.primal), self.inside]
-            slots = self.builder.call(aten.cat.default, parts, len(self.shape) - 1)
-            self._stack = self._in_front(slots, self.builder.slots)
+            *lead, width = self.shape
+            builder = self.builder
+            widths = width, builder.queries * width
+            joined = builder.joined((self.primal, self._inside), widths, tuple(lead))
+            slots = builder.reshape(joined, *lead, builder.slots, width)
+            self._stack = self._in_front(slots, builder.slots)
         return self._stack
 
     def _in_front(self, inside: Node, count: int) -> Node:

@@ -354,15 +354,14 @@ def _product_rule(builder: Builder, shape: tuple[int, ...], left: Value, right: 
     terms = []
     if isinstance(left, Interleaved):
         inside = builder.reshape(left.inside, batch, rows * queries, left.shape[-1])
-        terms.append(builder.call(aten.bmm.default, inside, second))
-        builder.know_shape(terms[-1], batch, rows * queries, width)
+        product = builder.call(aten.bmm.default, inside, second)
+        builder.know_shape(product, batch, rows * queries, width)
+        terms.append(builder.reshape(product, batch, rows, queries * width))
     if isinstance(right, Interleaved):
         inside = builder.reshape(right.inside, batch, right.shape[-2], queries * width)
-        columns = builder.call(aten.bmm.default, first, inside)
-        builder.know_shape(columns, batch, rows, queries * width)
-        terms.append(builder.reshape(columns, batch, rows * queries, width))
+        terms.append(builder.call(aten.bmm.default, first, inside))
     tangents = terms[0] if len(terms) == 1 else builder.call(aten.add.Tensor, *terms)
-    builder.know_shape(tangents, batch, rows * queries, width)
+    builder.know_shape(tangents, batch, rows, queries * width)
     return Interleaved(builder, shape, builder.reshape(primal, 1, *shape), tangents)
 
 
@@ -383,15 +382,16 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
     queries, rows, rank, out = builder.queries, right.rows, right.rank, right.out
     length = shape[1] // rows
     reduced = None
-    inner = left
-    if isinstance(left, Dual):
+    if not isinstance(left, Dual):
+        inner = left if rows == 1 else builder.reshape(left, rows, length, rank)
+    else:
         reduced = builder.reshape(left.stack, builder.slots * rows, length, rank)
         inner = builder.call(aten.slice.Tensor, reduced, 0, 0, rows)
         builder.know_shape(inner, rows, length, rank)
     # One number for each token and query: the sum of left u over the rank.
     lead = () if rows == 1 else (rows,)
     directions = builder.reshape(right.u, queries, *lead, 1, rank)
-    projected = builder.call(aten.mul.Tensor, builder.reshape(inner, *lead, length, rank), directions)
+    projected = builder.call(aten.mul.Tensor, inner, directions)
     projected = builder.total(projected, rank)
     builder.know_shape(projected, queries, *lead, length, 1)
     if reduced is not None:

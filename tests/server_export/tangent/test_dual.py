@@ -140,6 +140,21 @@ def test_interleaved_tangents_follow_a_reshape(builder: Builder) -> None:
     assert torch.equal(stacks[1], value.reshape(-1, 2, 12))
 
 
+def test_values_that_lie_alike_are_joined_as_they_lie(builder: Builder) -> None:
+    first, second, other = placeholders(builder, "first", "second", "other")
+    builder.know_shape(first, 2, 3)
+    builder.know_shape(second, 2, 6)
+    seen = [builder.reshape(first, 2, 1, 3), builder.reshape(second, 2, 1, 6)]
+    joined = builder.joined(seen, [3, 6], (2, 1))
+    assert joined.args == ([first, second], 1)
+    apart = builder.joined([seen[0], other], [3, 6], (2, 1))
+    assert apart.args[0][0] is seen[0]
+    inputs = random(2, 3), random(2, 6, seed=1), random(2, 1, 6, seed=2)
+    whole, both = run(builder, (joined, apart), *inputs)
+    assert torch.equal(whole, torch.cat(inputs[:2], 1))
+    assert torch.equal(both, torch.cat([inputs[0].reshape(2, 1, 3), inputs[2]], 2))
+
+
 def test_products_with_numbers_and_with_nothing(builder: Builder) -> None:
     (x,) = placeholders(builder, "x")
     assert builder.product(None, x) is x
