@@ -4,6 +4,7 @@
     tangents  [queries, *shape]      its derivatives along the directions, slots 1 to queries
     stack     [1 + queries, *shape]  all slots in one tensor, for what acts on all of them in one call
 
+Between two products of matrices the tangents stand in front of the last dimension instead (`Interleaved`).
 Each form is made from the others when it is first asked for. Two things are put off for as long as possible,
 because they then cost as much as one slot instead of all: a bias, which moves slot 0 alone, and the factor
 of an elementwise derivative, which is the same for every direction.
