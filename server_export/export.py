@@ -6,6 +6,7 @@ load -> insert LoRA-FA -> quantize the frozen base -> trace, with tangents -> lo
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -91,8 +92,9 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
             lowered = lower(programs)
             program = write_program(folder, lowered)
             reports = lowered.reports
-            # The file is written: its bytes needn't stay in memory.
+            # The file is written: its pieces, in graphs that refer to each other, needn't stay in memory.
             del lowered
+            gc.collect()
             report = reports[built.step_method]
             outside = ", ".join(f"{count} {name}" for name, count in report.outside.items()) or "nothing"
             share = f"{report.delegated_share:.1%} of the operators"

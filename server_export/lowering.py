@@ -135,8 +135,6 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
             for module in modules.values():
                 _forget_what_delegates_compute(module)
             executorch = edge.to_executorch()
-            for module in modules.values():
-                _forget_weights(module)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise BundleError(
@@ -194,17 +192,6 @@ def _forget_what_delegates_compute(graph_module: torch.fx.GraphModule) -> None:
         lowered._original_exported_program = exported_program(
             answers, [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in inputs]
         )
-
-
-def _forget_weights(graph_module: torch.fx.GraphModule) -> None:
-    """Drop the weights that delegates brought with them, of which the program has its own list by now.
-
-    Graphs refer to themselves: only a walk over all objects, which takes seconds, would free them.
-    """
-    for node in _delegate_calls(graph_module):
-        brought = getattr(graph_module, str(node.args[0].target)).named_data_store_output
-        if brought is not None:
-            brought.buffers.clear()
 
 
 def _delegate_calls(graph_module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
