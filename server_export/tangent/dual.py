@@ -21,6 +21,10 @@ from torch.fx import Graph, GraphModule, Node
 
 aten = torch.ops.aten
 
+# Numbers that are added up in one step, and those that are worth one of their own.
+_LONGEST_SUM = 1024
+_SHORTEST_SUM = 32
+
 Number = float | int
 
 
@@ -135,9 +139,20 @@ class Builder:
             return self._numbers.get(value, (value, 1))
         return None, 1 if value is None else value
 
-    def total(self, source: Node, width: int) -> Node:
-        """Sum over a last dimension of `width`, kept as 1: a linear layer of ones stays in the delegate."""
-        return self.call(aten.linear.default, source, self.ones(1, width))
+    def total(self, source: Node, *shape: int) -> Node:
+        """Sum over the last dimension of a value of `shape`, kept as 1.
+
+        A linear layer of ones stays in the delegate. A vocabulary is added up in two of them: XNNPACK pads a
+        layer's outputs to as many as a vector holds, and would read megabytes of weights for one.
+        """
+        *lead, width = shape
+        part = max(size for size in range(1, _LONGEST_SUM + 1) if width % size == 0)
+        if width > _LONGEST_SUM and part >= _SHORTEST_SUM:
+            parts = self.total(self.reshape(source, *lead, width // part, part), *lead, width // part, part)
+            return self.total(self.reshape(parts, *lead, width // part), *lead, width // part)
+        node = self.call(aten.linear.default, source, self.ones(1, width))
+        self.know_shape(node, *lead, 1)
+        return node
 
     def repeated(self, source: Node, each: Node, shape: tuple[int, ...]) -> Node:
         """A value of `shape` times every number of `each`, [times, *shape].

@@ -392,8 +392,7 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
     lead = () if rows == 1 else (rows,)
     directions = builder.reshape(right.u, queries, *lead, 1, rank)
     projected = builder.call(aten.mul.Tensor, inner, directions)
-    projected = builder.total(projected, rank)
-    builder.know_shape(projected, queries, *lead, length, 1)
+    projected = builder.total(projected, queries, *lead, length, rank)
     if reduced is not None:
         return _one_product(builder, shape, reduced, projected, right)
     seed = builder.call(
@@ -544,10 +543,10 @@ def _sigmoid(builder: Builder, argument: Node, result: Node) -> Node:
 
 @_elementwise(aten.silu.default)
 def _silu(builder: Builder, argument: Node, result: Node) -> Node:
-    # s + y (1 - s) = s + y - y s
+    # s + y (1 - s) = s (1 + x - y), since y = x s
     gate = builder.call(aten.sigmoid.default, argument)
-    rest = builder.call(aten.sub.Tensor, result, builder.product(result, gate))
-    return builder.call(aten.add.Tensor, gate, rest)
+    rest = builder.call(aten.sub.Tensor, argument, result)
+    return builder.product(gate, builder.call(aten.add.Tensor, rest, 1.0))
 
 
 @_elementwise(aten.gelu.default)
@@ -585,7 +584,7 @@ def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> D
     if isinstance(source, Interleaved) and dim % len(shape) == len(shape) - 1:
         beside = source.beside(primal)
         weighted = builder.call(aten.mul.Tensor, beside, source.inside)
-        mean = builder.total(weighted, shape[-1])
+        mean = builder.total(weighted, *shape[:-1], builder.queries, shape[-1])
         tangents = builder.call(aten.sub.Tensor, weighted, builder.call(aten.mul.Tensor, mean, beside))
         builder.know_shape(tangents, *shape[:-1], builder.queries, shape[-1])
         return Interleaved(builder, shape, primal, tangents)
@@ -619,5 +618,5 @@ def _log_softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) 
 def _sum(builder: Builder, source: Node, shape: tuple[int, ...], dim: int) -> Node:
     """Sum over one dimension, kept as 1."""
     if dim % len(shape) == len(shape) - 1:
-        return builder.total(source, shape[-1])
+        return builder.total(source, builder.queries, *shape)
     return builder.call(aten.sum.dim_IntList, source, [_after_slots(dim)], True)

@@ -173,12 +173,22 @@ def test_sum_and_repetition(builder: Builder) -> None:
     (x,) = placeholders(builder, "x")
     value = random(2, 3, dtype=torch.float32)
     every, only = builder.ones(4, 1, 1), builder.tangents_only(2, 3)
-    results = (builder.total(x, 3), builder.repeated(x, every, (2, 3)), builder.repeated(x, only, (2, 3)))
+    results = (builder.total(x, 2, 3), builder.repeated(x, every, (2, 3)), builder.repeated(x, only, (2, 3)))
     total, repeated, tangents = run(builder, results, value)
     torch.testing.assert_close(total, value.sum(1, keepdim=True))
     assert torch.equal(repeated, value.repeat(4, 1, 1))
     assert torch.equal(tangents[0], torch.zeros(2, 3))
     assert torch.equal(tangents[1:], (3 * value).repeat(QUERIES, 1, 1))
+
+
+@pytest.mark.parametrize(("width", "layers"), [(1024, 1), (1031, 1), (2048, 2), (3 * 1024, 2), (2**21, 3)])
+def test_long_sum_is_taken_in_parts(builder: Builder, width: int, layers: int) -> None:
+    (x,) = placeholders(builder, "x")
+    value = random(2, width, dtype=torch.float32)
+    total = run(builder, builder.total(x, 2, width), value)
+    torch.testing.assert_close(total, value.sum(1, keepdim=True), rtol=1e-5, atol=1e-3)
+    weights = [node.args[1] for node in builder.graph.nodes if node.target is torch.ops.aten.linear.default]
+    assert len(weights) == layers
 
 
 def test_numbers_of_a_product_meet_before_its_node(builder: Builder) -> None:
