@@ -26,6 +26,7 @@ RUNTIME_BYTES = {"native": 52 * MIB, "torch": 237 * MIB}
 # Resident memory of an export besides weights: while it loads, and with all of ExecuTorch's exporter.
 _LOADING_BYTES = 420 * 10**6
 _LOWERING_BYTES = 800 * 10**6
+_SECOND_PROCESS_BYTES = 150 * 10**6
 
 # Of an operator in XNNPACK's own tables, and in the file's graph.
 _OPERATOR_BYTES = 4600
@@ -311,23 +312,25 @@ def export_memory(outline: Outline, weights: Weights, scheme: str, stored_bytes:
     """Peak memory of an export.
 
     While it loads, the model in float32 lies beside the mapped files of `stored_bytes`. While it lowers,
-    every method has a copy of the model, quantized to a byte a number, and what the engine is to pack.
+    the model, quantized to a byte a number, lies beside what one method is made from, every method has what
+    the engine is to pack, and a second process takes a part of several methods.
     """
     model = 4 * outline.parameters
     quantized = sum(layer.numbers for layer in outline.layers) + weights.table + weights.other
     quantized += outline.head.numbers if outline.head else 0
     held = model if scheme == "fp32" else quantized
+    second = _SECOND_PROCESS_BYTES if methods > 1 else 0
     return max(
-        _LOADING_BYTES + model + stored_bytes, _LOWERING_BYTES + held + methods * (held + weights.layers)
+        _LOADING_BYTES + model + stored_bytes, _LOWERING_BYTES + second + 2 * held + methods * weights.layers
     )
 
 
 def export_seconds(outline: Outline, methods: int) -> float:
     """Time of an export: lowering goes by operators, quantization and verification by weights.
 
-    As on two idle cores of an x86 server; a guess elsewhere.
+    As on two idle cores of an x86 server, which share the methods; a guess elsewhere.
     """
-    return 7 + 0.4 * outline.blocks * methods + 3.8e-8 * outline.parameters
+    return 7 + 0.2 * outline.blocks * (1 + methods) + 3.8e-8 * outline.parameters
 
 
 def bytes_text(count: object) -> str:

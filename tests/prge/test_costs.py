@@ -129,8 +129,16 @@ def test_an_export_takes_the_model_in_float32_and_what_it_is_loaded_from() -> No
     weights = weights_of(large, STACK, "8da4w", True)
     stored = 2 * 10**9
     assert export_memory(large, weights, "8da4w", stored, 1) - 4 * 10**9 - stored < 10**9
-    # A float program is copied for every method while it is lowered.
-    assert export_memory(large, weights, "fp32", stored, 2) > 3 * 4 * 10**9
+    # A float program lies beside what a method is made from while it is lowered.
+    assert export_memory(large, weights, "fp32", stored, 1) > 2 * 4 * 10**9
+
+
+def test_methods_of_an_export_share_the_weights_that_are_lowered_but_not_what_the_engine_packs() -> None:
+    large = replace(OUTLINE, parameters=10**9)
+    weights = weights_of(large, STACK, "fp32", False)
+    one, two, three = (export_memory(large, weights, "fp32", 0, methods) for methods in (1, 2, 3))
+    assert three - two == weights.layers
+    assert two - one > weights.layers
 
 
 @pytest.mark.parametrize(
