@@ -128,13 +128,16 @@ def _second_process(work: Callable[[], Results]) -> Iterator[Callable[[Results],
 def _send(work: Callable[[], Results], weights: Path, sender: Connection) -> None:
     """Do the work, write the weights one after another, and send results without them, and their sizes."""
     torch.set_num_threads(1)
-    results = work()
     sizes = []
-    with weights.open("wb") as stream:
-        for result in _all(results):
-            sizes.append([stream.write(bytes(buffer)) for buffer in result.data_store_output.buffers])
-            result.data_store_output = replace(result.data_store_output, buffers=[])
-    sender.send((results, sizes))
+    try:
+        results = work()
+        with weights.open("wb") as stream:
+            for result in _all(results):
+                sizes.append([stream.write(bytes(buffer)) for buffer in result.data_store_output.buffers])
+                result.data_store_output = replace(result.data_store_output, buffers=[])
+        sender.send((results, sizes))
+    except (Exception, KeyboardInterrupt):
+        return  # The first process does the work again, and tells what is wrong with it.
 
 
 def _with_weights(results: Results, sizes: list[list[int]], weights: Path, known: Results) -> Results:

@@ -49,10 +49,19 @@ def made_beside(work: Callable[[], Results], known: Results) -> Results | None:
 def test_file_is_the_same_from_one_process_and_from_two(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = export_programs(build("llama", estimator="tangent", quantize="8da4w"))
     assert len(programs) > 1
+    preprocess, here = XnnpackBackend.preprocess, []
+
+    def counted(*arguments: object) -> PreprocessResult:
+        here.append(arguments)
+        return preprocess(*arguments)
+
+    monkeypatch.setattr(XnnpackBackend, "preprocess", staticmethod(counted))
     monkeypatch.setattr(delegation, "_WORTH_A_PROCESS", 0)
-    two = lower(programs).buffer
+    two, made_beside_the_second = lower(programs).buffer, len(here)
+    here.clear()
     monkeypatch.setattr(delegation, "_can_fork", lambda: False)
     assert lower(programs).buffer == two
+    assert 0 < made_beside_the_second < len(here)
 
 
 @pytest.mark.export
@@ -84,11 +93,17 @@ def test_weights_are_those_that_are_known_or_come_as_they_were_written() -> None
 
 
 @needs_fork
-def test_process_that_fails_answers_nothing() -> None:
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_process_that_fails_answers_and_prints_nothing(
+    error: type[BaseException] | None, capfd: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> Results:
-        os._exit(1)
+        if error is None:
+            os._exit(1)
+        raise error("of the second process")
 
     assert made_beside(fail, {}) is None
+    assert capfd.readouterr() == ("", "")
 
 
 def test_copy_of_a_program_shares_its_weights() -> None:
