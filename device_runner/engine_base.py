@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from prge.contract import Contract, TensorSpec
+from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract, TensorSpec
 from prge.engine import Array
 from prge.errors import BundleError, EngineError, PrgeError
 
@@ -43,6 +43,7 @@ _CODES = {
     0x31: "there is not enough memory for the delegate",
     0x32: "the delegate is not usable",
 }
+_ADAPTER_PREFIXES = (LORA_B_PREFIX, U_PREFIX, V_PREFIX)
 _NO_MEMORY = frozenset({0x21, 0x25, 0x31})
 # c10/core/ScalarType.h, as far as a contract can name them
 _DTYPES = {
@@ -66,8 +67,13 @@ class ProgramEngine(ABC):
     """
 
     def __init__(self, contract: Contract, threads: int) -> None:
+        limits = _index_limits(contract)
         self._contract = contract
-        self._limits = _index_limits(contract)
+        self._expected = [
+            (spec, np.dtype(spec.dtype), limits.get(spec.name), spec.name.startswith(_ADAPTER_PREFIXES))
+            for spec in contract.inputs
+        ]
+        self._kept: dict[str, tuple[Array, Any]] = {}
         self.threads = threads
         self.calls = 0
         self.seconds = 0.0
@@ -91,13 +97,14 @@ class ProgramEngine(ABC):
             EngineError: an input is missing, unknown, of another shape or dtype, or holds an index out of
                 range; or the engine failed. The engine stays usable.
         """
-        arrays = [self._checked(spec, inputs) for spec in self._contract.inputs]
-        if len(inputs) != len(arrays):
+        # With their arrays, whose memory they may point to.
+        arguments = [self._argument(inputs, *expected) for expected in self._expected]
+        if len(inputs) != len(arguments):
             unknown = sorted(set(inputs) - {spec.name for spec in self._contract.inputs})
             raise EngineError(f"the program has no input {', '.join(unknown)}", remedy="leave it out")
         start = time.perf_counter()
         try:
-            outputs = self._call(arrays)
+            outputs = self._call([argument for _, argument in arguments])
         except RuntimeError as error:
             raise EngineError(
                 f"the engine failed in a forward: {explain(error)}",
@@ -108,23 +115,28 @@ class ProgramEngine(ABC):
         return {spec.name: output for spec, output in zip(self._contract.outputs, outputs, strict=True)}
 
     @abstractmethod
-    def _call(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Contiguous arrays in the contract's order in, fresh arrays of its shapes out, or RuntimeError."""
+    def _prepared(self, array: Array) -> Any:
+        """A contiguous array as the engine takes it, which sees what is written to the array later."""
 
-    def _checked(self, spec: TensorSpec, inputs: Mapping[str, Array]) -> Array:
+    @abstractmethod
+    def _call(self, arguments: Sequence[Any]) -> Sequence[Array]:
+        """Prepared arrays in the contract's order in, fresh arrays of its shapes out, or RuntimeError."""
+
+    def _argument(
+        self,
+        inputs: Mapping[str, Array],
+        spec: TensorSpec,
+        dtype: np.dtype[Any],
+        limit: int | None,
+        is_adapter: bool,
+    ) -> tuple[Array, Any]:
+        """A checked input and what the engine takes of it."""
         array = inputs.get(spec.name)
-        expected = f"{spec.dtype} {list(spec.shape)}"
-        if array is None:
-            raise EngineError(f"the input {spec.name} is missing", remedy=f"give it as {expected}")
-        if not isinstance(array, np.ndarray):
-            raise EngineError(
-                f"the input {spec.name} is a {type(array).__name__}, must be a numpy array {expected}"
-            )
-        if array.dtype != np.dtype(spec.dtype) or array.shape != spec.shape:
-            raise EngineError(
-                f"the input {spec.name} is {array.dtype} {list(array.shape)}, must be {expected}"
-            )
-        limit = self._limits.get(spec.name)
+        kept = self._kept.get(spec.name)
+        if kept is not None and kept[0] is array:
+            return kept
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != spec.shape:
+            raise _unfit(spec, array)
         if limit is not None:
             # Not every kernel checks its indices; one out of range may read foreign memory.
             low, high = int(array.min()), int(array.max())
@@ -132,7 +144,23 @@ class ProgramEngine(ABC):
                 raise EngineError(
                     f"the input {spec.name} holds {low if low < 0 else high}, must be in 0 to {limit - 1}"
                 )
-        return np.ascontiguousarray(array)
+        array = np.ascontiguousarray(array)
+        argument = array, self._prepared(array)
+        if is_adapter and array.flags.writeable:
+            # There are hundreds of them, in buffers that are filled anew for every call.
+            self._kept[spec.name] = argument
+        return argument
+
+
+def _unfit(spec: TensorSpec, array: Any) -> EngineError:
+    expected = f"{spec.dtype} {list(spec.shape)}"
+    if array is None:
+        return EngineError(f"the input {spec.name} is missing", remedy=f"give it as {expected}")
+    if not isinstance(array, np.ndarray):
+        return EngineError(
+            f"the input {spec.name} is a {type(array).__name__}, must be a numpy array {expected}"
+        )
+    return EngineError(f"the input {spec.name} is {array.dtype} {list(array.shape)}, must be {expected}")
 
 
 # Those alive hold pointers to the thread pool, which is one for all engines of the process.

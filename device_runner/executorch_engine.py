@@ -76,14 +76,15 @@ class ExecutorchEngine(ProgramEngine):
                 raise load_error(bundle.program, RefusedError(str(error), log())) from None
         return cls(contract, program, loaded, count)
 
-    def _call(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        from_numpy = _runtime_torch().from_numpy
+    def _prepared(self, array: Array) -> Any:
         # torch can't look at a read-only array without a warning.
-        tensors = [from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
+        return _runtime_torch().from_numpy(array if array.flags.writeable else array.copy())
+
+    def _call(self, arguments: Sequence[Any]) -> Sequence[Array]:
         log = io.StringIO()
         try:
             with contextlib.redirect_stderr(log):
-                outputs = self._method.call(tensors, clone_outputs=True)
+                outputs = self._method.call(arguments, clone_outputs=True)
         except RuntimeError as error:
             raise RefusedError(str(error), log.getvalue()) from None
         return [

@@ -101,9 +101,12 @@ class NativeEngine(ProgramEngine):
                 raise load_error(bundle.program, error) from None
         return cls(contract, loaded, count)
 
-    def _call(self, arrays: Sequence[Array]) -> Sequence[Array]:
+    def _prepared(self, array: Array) -> Any:
+        return array.ctypes.data
+
+    def _call(self, arguments: Sequence[Any]) -> Sequence[Array]:
         outputs = [np.empty(spec.shape, spec.dtype) for spec in self._contract.outputs]
-        self._method.run(arrays, outputs)
+        self._method.run(arguments, outputs)
         return outputs
 
 
@@ -175,7 +178,7 @@ def can_share(bundle: Bundle, names: Sequence[str] | None = None) -> bool:
 
 def _answer(method: _Method, contract: Contract, inputs: Mapping[str, Array]) -> list[bytes]:
     outputs = [np.empty(spec.shape, spec.dtype) for spec in contract.outputs]
-    method.run([inputs[spec.name] for spec in contract.inputs], outputs)
+    method.run([inputs[spec.name].ctypes.data for spec in contract.inputs], outputs)
     return [output.tobytes() for output in outputs]
 
 
@@ -253,13 +256,14 @@ class _Method:
     def planned_bytes(self) -> int:
         return int(_interface().prge_planned_bytes(self._handle))
 
-    def run(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-        """Contiguous arrays in the method's order; `outputs` are written."""
-        _call("prge_run", self._handle, _pointers(inputs), _pointers(outputs))
+    def run(self, inputs: Sequence[int], outputs: Sequence[Array]) -> None:
+        """Addresses of contiguous arrays in the method's order; `outputs` are written."""
+        written = [array.ctypes.data for array in outputs]
+        _call("prge_run", self._handle, _pointers(inputs), _pointers(written))
 
 
-def _pointers(arrays: Sequence[Array]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
+def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _call(function: str, *arguments: Any) -> None:
