@@ -103,6 +103,10 @@ class Builder:
             source = source.args[0]
         return source
 
+    def shape_as_it_lies(self, source: Node) -> tuple[int, ...]:
+        """The shape of a value before it was reshaped, which must be known."""
+        return self._shapes[self.as_it_lies(source)]
+
     def joined(self, parts: Sequence[Node], widths: Sequence[int], shape: tuple[int, ...]) -> Node:
         """Values [*shape, width] side by side in their last dimension, [..., sum of widths].
 
@@ -351,13 +355,20 @@ class Interleaved(Dual):
         """The tangents, [*shape[:-1], queries, shape[-1]]."""
         return self.builder.reshape(self._inside, *self.shape[:-1], self.builder.queries, self.shape[-1])
 
-    def beside(self, primal: Node) -> Node:
-        """Numbers [1, *shape] as [*shape[:-1], 1, shape[-1]], which meet those of every query in `inside`."""
-        return self.builder.reshape(primal, *self.shape[:-1], 1, self.shape[-1])
+    def beside(self, primal: Node) -> tuple[Node, Node, tuple[int, ...]]:
+        """Numbers [1, *shape] and the tangents in shapes that meet, and the tangents' own shape."""
+        queries, width, builder = self.builder.queries, self.shape[-1], self.builder
+        lying = builder.shape_as_it_lies(self._inside)
+        lead = lying[:-1] if lying[-1] == queries * width else self.shape[:-1]
+        # Without a dimension of one query, both stay as products of matrices have them.
+        shape = (*lead, queries, width) if queries > 1 else (*lead, width)
+        other = (*lead, 1, width) if queries > 1 else shape
+        return builder.reshape(primal, *other), builder.reshape(self._inside, *shape), shape
 
     def behind(self, primal: Node, factor: Node | Number | None = None) -> Dual:
         """See Dual.behind."""
         if factor is None:
+            self.builder.know_shape(primal, 1, *self.shape)
             return Interleaved(self.builder, self.shape, primal, self._inside)
         return super().behind(primal, factor)
 

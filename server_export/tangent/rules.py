@@ -581,12 +581,13 @@ def _power(builder: Builder, argument: Node, result: Node, exponent: Number) -> 
 def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
     shape, at = _shape(node), _after_slots(dim)
     primal = builder.call(aten.softmax.int, source.primal, at)
+    builder.know_shape(primal, 1, *shape)
     if isinstance(source, Interleaved) and dim % len(shape) == len(shape) - 1:
-        beside = source.beside(primal)
-        weighted = builder.call(aten.mul.Tensor, beside, source.inside)
-        mean = builder.total(weighted, *shape[:-1], builder.queries, shape[-1])
-        tangents = builder.call(aten.sub.Tensor, weighted, builder.call(aten.mul.Tensor, mean, beside))
-        builder.know_shape(tangents, *shape[:-1], builder.queries, shape[-1])
+        probability, inside, lying = source.beside(primal)
+        weighted = builder.call(aten.mul.Tensor, probability, inside)
+        mean = builder.total(weighted, *lying)
+        tangents = builder.call(aten.sub.Tensor, weighted, builder.call(aten.mul.Tensor, mean, probability))
+        builder.know_shape(tangents, *lying)
         return Interleaved(builder, shape, primal, tangents)
     weighted = builder.product(builder.product(source.factor, primal), source.unscaled)
     mean = _sum(builder, weighted, shape, dim)

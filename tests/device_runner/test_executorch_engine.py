@@ -155,6 +155,27 @@ def test_the_same_inputs_give_the_same_bits(backend: Backend, bundle: Bundle) ->
     assert {*answers, other.forward(random_inputs(CONTRACT))["logprobs"].tobytes()} == {answers[0]}
 
 
+def test_what_is_written_to_an_adapter_between_forwards_is_seen(backend: Backend, bundle: Bundle) -> None:
+    engine, inputs = backend.load(bundle), random_inputs(CONTRACT)
+    engine.forward(inputs)
+    inputs["lora_b.head"][:] += 1.0
+    assert np.allclose(engine.forward(inputs)["logprobs"], expected(inputs), atol=1e-5)
+    others = {**inputs, "lora_b.head": inputs["lora_b.head"] * -0.5}
+    assert np.allclose(engine.forward(others)["logprobs"], expected(others), atol=1e-5)
+    assert np.allclose(engine.forward(inputs)["logprobs"], expected(inputs), atol=1e-5)
+
+
+def test_a_read_only_adapter_is_read_at_every_forward(backend: Backend, bundle: Bundle) -> None:
+    engine, inputs = backend.load(bundle), random_inputs(CONTRACT)
+    written = inputs["lora_b.head"]
+    seen = written.view()
+    seen.flags.writeable = False
+    for _ in range(2):
+        written += 1.0
+        found = engine.forward({**inputs, "lora_b.head": seen})["logprobs"]
+        assert np.allclose(found, expected(inputs), atol=1e-5)
+
+
 def test_any_order_layout_and_read_only_arrays_are_taken(
     backend: Backend, bundle: Bundle, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -118,14 +118,30 @@ def test_interleaved_tangents_are_the_same_numbers(builder: Builder, is_stacked:
     )
     value = random(1 + QUERIES, 2, 3)
     found = Interleaved.of(dual)
-    parts = found.inside, found.beside(found.primal), found.stack, found.tangents, found.primal
-    inside, beside, stack, tangents, primal = run(builder, parts, value, value[:1], value[1:])
+    beside, meeting, _ = found.beside(found.primal)
+    parts = found.inside, beside, meeting, found.stack, found.tangents, found.primal
+    inside, beside, meeting, stack, tangents, primal = run(builder, parts, value, value[:1], value[1:])
     assert torch.equal(inside, value[1:].permute(1, 0, 2))
-    assert torch.equal(beside, value[0].reshape(2, 1, 3))
+    assert torch.equal(beside * meeting, value[0].reshape(2, 1, 3) * inside)
     assert torch.equal(stack, value)
     assert torch.equal(tangents, value[1:])
     assert torch.equal(primal, value[:1])
     assert Interleaved.of(found) is found
+
+
+@pytest.mark.parametrize("queries", [1, QUERIES])
+def test_a_primal_meets_interleaved_tangents_as_a_product_left_them(queries: int) -> None:
+    builder = Builder(GraphModule(nn.Module(), Graph()), Graph(), queries)
+    primal, lying = placeholders(builder, "primal", "lying")
+    builder.know_shape(lying, 6, queries * 4)
+    dual = Interleaved(builder, (2, 3, 4), primal, lying)
+    beside, meeting, shape = dual.beside(dual.primal)
+    assert shape == ((6, 4) if queries == 1 else (6, queries, 4))
+    assert (meeting is lying) == (queries == 1)
+    value, tangents = random(1, 2, 3, 4), random(6, queries * 4, seed=1)
+    product = run(builder, builder.product(beside, meeting), value, tangents)
+    expected = value.reshape(6, 1, 4) * tangents.reshape(6, queries, 4)
+    assert torch.equal(product.reshape(6, queries, 4), expected)
 
 
 def test_interleaved_tangents_follow_a_reshape(builder: Builder) -> None:
