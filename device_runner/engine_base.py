@@ -70,8 +70,7 @@ class ProgramEngine(ABC):
         limits = _index_limits(contract)
         self._contract = contract
         self._expected = [
-            (spec, np.dtype(spec.dtype), limits.get(spec.name), spec.name.startswith(_ADAPTER_PREFIXES))
-            for spec in contract.inputs
+            (spec.name, (spec, np.dtype(spec.dtype), limits.get(spec.name))) for spec in contract.inputs
         ]
         self._kept: dict[str, tuple[Array, Any]] = {}
         self.threads = threads
@@ -97,8 +96,12 @@ class ProgramEngine(ABC):
             EngineError: an input is missing, unknown, of another shape or dtype, or holds an index out of
                 range; or the engine failed. The engine stays usable.
         """
-        # With their arrays, whose memory they may point to.
-        arguments = [self._argument(inputs, *expected) for expected in self._expected]
+        # With their arrays, whose memory they may point to. Those of an adapter are hundreds, in buffers that
+        # callers fill anew for every call: what the engine takes of them is made once.
+        arguments = []
+        for name, expected in self._expected:
+            array, kept = inputs.get(name), self._kept.get(name)
+            arguments.append(kept if kept and kept[0] is array else self._argument(array, *expected))
         if len(inputs) != len(arguments):
             unknown = sorted(set(inputs) - {spec.name for spec in self._contract.inputs})
             raise EngineError(f"the program has no input {', '.join(unknown)}", remedy="leave it out")
@@ -123,18 +126,9 @@ class ProgramEngine(ABC):
         """Prepared arrays in the contract's order in, fresh arrays of its shapes out, or RuntimeError."""
 
     def _argument(
-        self,
-        inputs: Mapping[str, Array],
-        spec: TensorSpec,
-        dtype: np.dtype[Any],
-        limit: int | None,
-        is_adapter: bool,
+        self, array: Array | None, spec: TensorSpec, dtype: np.dtype[Any], limit: int | None
     ) -> tuple[Array, Any]:
         """A checked input and what the engine takes of it."""
-        array = inputs.get(spec.name)
-        kept = self._kept.get(spec.name)
-        if kept is not None and kept[0] is array:
-            return kept
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != spec.shape:
             raise _unfit(spec, array)
         if limit is not None:
@@ -146,8 +140,8 @@ class ProgramEngine(ABC):
                 )
         array = np.ascontiguousarray(array)
         argument = array, self._prepared(array)
-        if is_adapter and array.flags.writeable:
-            # There are hundreds of them, in buffers that are filled anew for every call.
+        # What is made of a read-only array may be a copy.
+        if spec.name.startswith(_ADAPTER_PREFIXES) and array.flags.writeable:
             self._kept[spec.name] = argument
         return argument
 

@@ -48,6 +48,8 @@ class Adapter:
         if values.shape != (size,) or values.dtype != np.float32 or not values.flags.c_contiguous:
             raise ValueError(f"values is {values.dtype} {values.shape}, must be contiguous float32 ({size},)")
         self.values = values
+        names = [module.name for module in self.modules]
+        self._named = dict(zip(names, _views(self.modules, values), strict=True))
 
     @classmethod
     def zeros(cls, modules: Sequence[AdaptedModule]) -> Adapter:
@@ -60,9 +62,8 @@ class Adapter:
         return len(self.values)
 
     def named(self) -> dict[str, FloatArray]:
-        """Views [rank, out] into `values` by module name; writing to one writes to the adapter."""
-        names = [module.name for module in self.modules]
-        return dict(zip(names, _views(self.modules, self.values), strict=True))
+        """Views [rank, out] into `values` by module name, always the same; writing to one writes to it."""
+        return dict(self._named)
 
     def copy(self) -> Adapter:
         """An adapter with its own values."""

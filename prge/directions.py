@@ -96,11 +96,7 @@ class RankOneDirections:
 
     def factors(self) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
         """Every module with its u [queries, examples, rank] and v [queries, examples, out_features]."""
-        start = 0
-        for module in self.modules:
-            middle, end = start + module.rank, start + module.rank + module.out_features
-            yield module, self._signs[..., start:middle], self._signs[..., middle:end]
-            start = end
+        return self._cut(self._signs)
 
     def fill(self, inputs: Mapping[str, FloatArray], owner: IntArray) -> None:
         """Write the directions of a call's rows into its program inputs `u.<module>` and `v.<module>`.
@@ -109,12 +105,11 @@ class RankOneDirections:
             inputs: f32 [queries, rows, width] by input name, written in place.
             owner: i64 [rows], the example of the step that a row belongs to; the rows of -1 become zeros.
         """
-        example = np.maximum(owner, 0)
-        for module, u, v in self.factors():
-            for prefix, factor in ((U_PREFIX, u), (V_PREFIX, v)):
-                rows = inputs[prefix + module.name]
-                rows[...] = factor[:, example]
-                rows[:, owner < 0] = 0
+        rows = self._signs[:, np.maximum(owner, 0)]
+        rows[:, owner < 0] = 0
+        for module, u, v in self._cut(rows):
+            inputs[U_PREFIX + module.name][...] = u
+            inputs[V_PREFIX + module.name][...] = v
 
     def gradient(self, scalars: Float64Array) -> FloatArray:
         """Mean of scalar * u v^T over queries and examples, f32 [size of the adapter].
@@ -132,6 +127,14 @@ class RankOneDirections:
             # Adding 0 makes -0 and 0, which depend on the order, one number.
             means.append(((total + 0.0) / scalars.size).astype(np.float32).ravel())
         return np.concatenate(means)
+
+    def _cut(self, signs: SignArray) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
+        """Every module with its u and v in rows of all modules' signs."""
+        start = 0
+        for module in self.modules:
+            middle, end = start + module.rank, start + module.rank + module.out_features
+            yield module, signs[..., start:middle], signs[..., middle:end]
+            start = end
 
     @cached_property
     def _signs(self) -> SignArray:

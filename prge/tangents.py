@@ -36,6 +36,7 @@ class Tangents:
         self.shared = shared
         self.clip = clip
         self._factors: dict[str, FloatArray] = {}
+        self._contract: Contract | None = None
         self._directions = RankOneDirections(0, 0, 0, 0, ())
 
     def measure(
@@ -100,6 +101,9 @@ class Tangents:
 
     def _factors_of(self, contract: Contract) -> dict[str, FloatArray]:
         """Buffers of the program inputs `u.<module>` and `v.<module>`, allocated once."""
+        if contract is self._contract:
+            return self._factors
+        self._contract = contract
         specs = [spec for spec in contract.inputs if spec.name.startswith((U_PREFIX, V_PREFIX))]
         if {name: array.shape for name, array in self._factors.items()} != {s.name: s.shape for s in specs}:
             self._factors = {spec.name: np.zeros(spec.shape, np.float32) for spec in specs}

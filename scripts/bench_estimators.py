@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--target-modules", nargs="+", default=["q_proj", "v_proj"])
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1])
     parser.add_argument("--batches", type=int, default=6)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report_schemes(arguments, bench)

@@ -72,14 +72,15 @@ class Builder:
         """A constant of zeros."""
         return self.constant(torch.zeros(shape), ("zeros", shape))
 
-    def tangents_only(self, rank: int, number: Number = 1) -> Node:
-        """A constant that makes slot 0 of a product zero and the others `number` times what they were.
+    def tangents_only(self, shape: tuple[int, ...], number: Number = 1) -> Node:
+        """A constant that makes slot 0 of a product with [1, *shape] zero, the others `number` times it.
 
-        Its shape is [1 + queries, 1, ...] with `rank` dimensions of 1.
+        It has a number for every row, not one for every slot: XNNPACK would share out whole slots among threads.
         """
-        mask = torch.full((self.slots, *[1] * rank), float(number))
+        lead = [1] * (len(shape) - 2) + list(shape[-2:-1])
+        mask = torch.full((self.slots, *lead, 1), float(number))
         mask[0] = 0
-        return self.constant(mask, ("tangents only", rank, float(number)))
+        return self.constant(mask, ("tangents only", tuple(lead), float(number)))
 
     def know_shape(self, node: Node | None, *shape: int) -> None:
         """Note the shape of a node, so that reshaping it to the same one costs nothing."""

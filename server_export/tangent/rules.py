@@ -283,7 +283,7 @@ def _square(builder: Builder, shape: tuple[int, ...], source: Dual) -> Dual:
 def _stacked_product(builder: Builder, shape: tuple[int, ...], left: Dual, right: Dual) -> Dual:
     """Of all slots at once: right's primal times left's slots, and left's primal times right's tangents."""
     factor, number = builder.apart(right.factor)
-    only = builder.tangents_only(len(shape), number)
+    only = builder.tangents_only(shape, number)
     if right.shape == shape:
         slope = builder.product(builder.product(factor, left.primal), only)
         straight = builder.call(aten.mul.Tensor, right.primal, left.stack)

@@ -188,7 +188,7 @@ def test_equal_constants_are_stored_once(builder: Builder) -> None:
 def test_sum_and_repetition(builder: Builder) -> None:
     (x,) = placeholders(builder, "x")
     value = random(2, 3, dtype=torch.float32)
-    every, only = builder.ones(4, 1, 1), builder.tangents_only(2, 3)
+    every, only = builder.ones(4, 1, 1), builder.tangents_only((2, 3), 3)
     results = (builder.total(x, 2, 3), builder.repeated(x, every, (2, 3)), builder.repeated(x, only, (2, 3)))
     total, repeated, tangents = run(builder, results, value)
     torch.testing.assert_close(total, value.sum(1, keepdim=True))
