@@ -75,7 +75,7 @@ class Builder:
     def tangents_only(self, shape: tuple[int, ...], number: Number = 1) -> Node:
         """A constant that makes slot 0 of a product with [1, *shape] zero, the others `number` times it.
 
-        It has a number for every row, not one for every slot, whole ones of which XNNPACK would give its threads.
+        It has a number for every row: with one for a slot, XNNPACK would give its threads whole slots.
         """
         lead = [1] * (len(shape) - 2) + list(shape[-2:-1])
         mask = torch.full((self.slots, *lead, 1), float(number))
