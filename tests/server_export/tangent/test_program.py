@@ -275,8 +275,17 @@ def test_weights_are_stored_once(lowered: Lowered) -> None:
     # Every adapted layer of another width has zeros for slot 0, beside its seeds and its directions.
     contract = lowered.built.contract
     zeros = {4 * contract.rows * (contract.sequence_length + m.out_features) for m in contract.modules}
+    # A product of two values that depend on the adapter has a number for every row of every slot.
+    program = lowered.programs[STEP_METHOD]
+    masks = sum(
+        tensor.nbytes
+        for tensor in {**program.state_dict, **program.constants}.values()
+        if tensor.ndim > 2
+        and tensor.shape[0] == 1 + contract.queries
+        and tensor.shape[-2:] == (contract.sequence_length, 1)
+    )
     # The step's other constants are padded biases and rows of ones.
-    assert lowered.reports[STEP_METHOD].constant_bytes - sum(zeros) < 1.06 * alone.constant_bytes
+    assert lowered.reports[STEP_METHOD].constant_bytes - sum(zeros) - masks < 1.06 * alone.constant_bytes
 
 
 @pytest.mark.export
