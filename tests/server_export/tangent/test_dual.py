@@ -189,8 +189,14 @@ def test_sum_and_repetition(builder: Builder) -> None:
     (x,) = placeholders(builder, "x")
     value = random(2, 3, dtype=torch.float32)
     every, only = builder.ones(4, 1, 1), builder.tangents_only((2, 3), 3)
-    results = (builder.total(x, 2, 3), builder.repeated(x, every, (2, 3)), builder.repeated(x, only, (2, 3)))
-    total, repeated, tangents = run(builder, results, value)
+    results = (
+        builder.total(x, 2, 3),
+        builder.repeated(x, every, (2, 3)),
+        builder.repeated(x, only, (2, 3)),
+        only,
+    )
+    total, repeated, tangents, mask = run(builder, results, value)
+    assert mask.shape == (1 + QUERIES, 2, 1)
     torch.testing.assert_close(total, value.sum(1, keepdim=True))
     assert torch.equal(repeated, value.repeat(4, 1, 1))
     assert torch.equal(tangents[0], torch.zeros(2, 3))
