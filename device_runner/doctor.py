@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.telemetry import memory_info
+from prge.memory import memory_info
 
 MIB = 1 << 20
 OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)
@@ -223,7 +223,7 @@ def _check_engine() -> tuple[Check, Check]:
 
 def _check_native() -> Check:
     """Whether the engine without torch can be had; compiles it, as its first use would."""
-    from device_runner.native.build import library
+    from device_runner.engines.native.build import library
     from prge.errors import EngineError
 
     try:

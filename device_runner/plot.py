@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.telemetry import Record, read_metrics, reported
 from prge.errors import ConfigError, PrgeError, RunError
+from prge.run_folder import Record, read_metrics, reported
 from prge.settings import parse_settings
 
 AXES = ("step", "rows", "seconds")

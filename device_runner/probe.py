@@ -16,15 +16,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from device_runner.build import BuildOptions, load_examples
-from device_runner.data import Selection
-from device_runner.engines import EngineName
-from device_runner.programs import Programs, open_programs
-from device_runner.run_inputs import adapter_folder, fit_heads, make_estimator
-from device_runner.run_settings import RunSettings, suggested_queries
-from device_runner.task import load_task
-from device_runner.telemetry import reported
-from device_runner.tokenizer import bundle_tokenizer
+from device_runner.engines.choice import EngineName
+from device_runner.engines.programs import Programs, open_programs
+from device_runner.session.inputs import adapter_folder, fit_heads, make_estimator
+from device_runner.session.settings import RunSettings, suggested_queries
 from prge.adapter import Adapter, read_peft
 from prge.bundle import Bundle, open_bundle
 from prge.checkpoint import HEAD, read_head
@@ -36,6 +31,11 @@ from prge.estimators import Estimator
 from prge.evaluation import score
 from prge.examples import Batch, Example
 from prge.head import Classifier, Head
+from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.readers import Selection
+from prge.rows.task import load_task
+from prge.rows.tokenizer import bundle_tokenizer
+from prge.run_folder import reported
 from prge.sampling import Sampler
 from prge.settings import parse_settings
 from prge.tangents import Tangents

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from device_runner.run_inputs import FINAL, JOURNAL, Heads, make_estimator, new_state
-from device_runner.run_settings import RunSettings
+from device_runner.session.inputs import FINAL, JOURNAL, Heads, make_estimator, new_state
+from device_runner.session.settings import RunSettings
 from prge.adapter import Adapter, read_peft, write_peft
 from prge.checkpoint import HEAD, TrainingState, head_arrays
 from prge.contract import AdaptedModule

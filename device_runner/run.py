@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from device_runner.engines import choose
-from device_runner.gates import Gates
-from device_runner.lengths import chosen_lengths
+from device_runner.engines.choice import choose
+from device_runner.engines.lengths import chosen_lengths
+from device_runner.engines.programs import Programs, open_programs
+from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.probe import noise_note, quantization
-from device_runner.programs import Programs, open_programs
-from device_runner.run_inputs import (
+from device_runner.session.gates import Gates
+from device_runner.session.inputs import (
     FINAL,
     JOURNAL,
     Heads,
@@ -31,11 +32,8 @@ from device_runner.run_inputs import (
     read_inputs,
     training_settings,
 )
-from device_runner.run_settings import RunSettings, settled
-from device_runner.scoring import evaluate
-from device_runner.telemetry import run_lock
-from device_runner.trunk_cache import TrunkCache
-from device_runner.watching import Watcher
+from device_runner.session.settings import RunSettings, settled
+from device_runner.session.watching import Watcher
 from prge.adapter import write_peft
 from prge.atomic import write_file
 from prge.bundle import Bundle, open_bundle
@@ -52,6 +50,8 @@ from prge.checkpoint import (
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
 from prge.journal import Journal, Record
+from prge.rows.scoring import evaluate
+from prge.run_folder import run_lock
 from prge.sampling import Sampler
 from prge.settings import parse_settings, settings_to_yaml
 from prge.training import train

@@ -22,16 +22,16 @@ from peft import PeftModel
 from torch.nn import functional as F
 from transformers import AutoModel
 
-from device_runner.build import BuildOptions, load_examples
-from device_runner.data import Selection
-from device_runner.run_inputs import Heads
-from device_runner.run_settings import RunSettings
-from device_runner.task import load_task
-from device_runner.tokenizer import bundle_tokenizer
+from device_runner.session.inputs import Heads
+from device_runner.session.settings import RunSettings
 from prge.bundle import open_bundle
 from prge.contract import Contract
 from prge.examples import Example
 from prge.journal import Journal
+from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.readers import Selection
+from prge.rows.task import load_task
+from prge.rows.tokenizer import bundle_tokenizer
 from prge.sampling import row_order
 from prge.settings import read_settings
 

@@ -51,11 +51,11 @@ def measure(folder: Path, engine: str, threads: int) -> dict[str, float]:
     """Load a program in this process on an engine, and run it twice."""
     begin = time.perf_counter()
     import device_runner.run  # noqa: F401, what the driver holds
-    from device_runner.engine_base import probing_inputs
-    from device_runner.engines import Backend
-    from device_runner.tokenizer import bundle_tokenizer
+    from device_runner.engines.base import probing_inputs
+    from device_runner.engines.choice import Backend
     from prge.bundle import Bundle, open_bundle
     from prge.contract import Contract
+    from prge.rows.tokenizer import bundle_tokenizer
 
     if (folder / "contract.json").is_file():
         contract = Contract.from_json(json.loads((folder / "contract.json").read_text()))
@@ -124,11 +124,11 @@ def export_demo(folder: Path) -> None:
 
 def export_large(folder: Path, layers: int | None, copies: int = 8) -> None:
     """Write a program of SmolLM2-135M's shape with random int4 weights, and its contract."""
-    from server_export.lowering import lower
-    from server_export.program import build_program
-    from server_export.random_models import random_model
+    from server_export.derive.tangent.program import export_programs
+    from server_export.lower.lowering import lower
+    from server_export.model.program import build_program
+    from server_export.model.random_models import random_model
     from server_export.settings import ExportConfig
-    from server_export.tangent.program import export_programs
 
     config = ExportConfig(
         model=LARGE,

@@ -31,10 +31,10 @@ ENGINES = ("native", "torch")
 def run_alone(folder: Path, engine: str, method: str) -> dict[str, float]:
     """Peak memory of this process when it has loaded one method of a bundle and called it twice."""
     import device_runner.run  # noqa: F401, what the driver holds
-    from device_runner.engine_base import probing_inputs
-    from device_runner.engines import Backend
-    from device_runner.telemetry import PeakMemory
+    from device_runner.engines.base import probing_inputs
+    from device_runner.engines.choice import Backend
     from prge.bundle import open_bundle
+    from prge.memory import PeakMemory
 
     bundle = open_bundle(folder)
     inputs = probing_inputs(bundle.methods[method])
@@ -46,12 +46,12 @@ def run_alone(folder: Path, engine: str, method: str) -> dict[str, float]:
 
 def seconds_of(folder: Path, words: list[str], budget: float) -> dict[str, tuple[float, float]]:
     """Estimated and measured seconds of a call of every method; the calls alternate with a calibration's."""
-    from device_runner.engine_base import probing_inputs
-    from device_runner.engines import Backend
+    from device_runner.engines.base import probing_inputs
+    from device_runner.engines.choice import Backend
     from prge.bundle import open_bundle
     from prge.costs import work_of
     from prge.settings import parse_settings
-    from server_export.calibration import Calibration, fast
+    from server_export.check.calibration import Calibration, fast
     from server_export.estimate import estimate
     from server_export.settings import EstimateConfig
 
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--seq-len", nargs="+", type=int, default=[64])
     parser.add_argument("--json", type=Path, help="file to write the figures to as well")
     arguments = parser.parse_args()
-    from server_export.random_models import save_random_model
+    from server_export.model.random_models import save_random_model
 
     found = []
     shapes = product(

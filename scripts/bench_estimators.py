@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from reports import report_schemes
 
-from device_runner.executorch_engine import ExecutorchEngine
+from device_runner.engines.executorch_engine import ExecutorchEngine
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import Contract
@@ -33,14 +33,14 @@ from prge.directions import RankOneDirections
 from prge.engine import Array, Engine
 from prge.examples import Batch, Example, Slot, TokenSequence, make_batch
 from prge.objectives import losses, score_gradient, score_slopes, scores
-from server_export.eager_engine import EagerEngine
-from server_export.loading import load_model
-from server_export.lowering import lower
-from server_export.program import STEP_METHOD, BuiltProgram, build_program
-from server_export.quantization import dequantize
-from server_export.random_models import CONFIGURATIONS, random_model
+from server_export.check.eager_engine import EagerEngine
+from server_export.derive.tangent.program import export_programs
+from server_export.lower.lowering import lower
+from server_export.model.loading import load_model
+from server_export.model.program import STEP_METHOD, BuiltProgram, build_program
+from server_export.model.quantization import dequantize
+from server_export.model.random_models import CONFIGURATIONS, random_model
 from server_export.settings import ExportConfig
-from server_export.tangent.program import export_programs
 
 ADAPTER_SIZE = 0.01
 

@@ -25,19 +25,19 @@ import torch
 from bench_step import Step
 from reports import report_schemes
 
-from device_runner.executorch_engine import ExecutorchEngine, set_threads
+from device_runner.engines.executorch_engine import ExecutorchEngine, set_threads
 from prge.adapter import Adapter
 from prge.bundle import STEP_METHOD, Bundle
 from prge.contract import Contract
 from prge.exact import Exact
-from server_export.lowering import lower
-from server_export.program import BuiltProgram, build_program, example_inputs
-from server_export.quantization import dequantize
-from server_export.random_models import CONFIGURATIONS, random_model
+from server_export.check.verification import run_program
+from server_export.derive.tangent.exact import exact_answers
+from server_export.derive.tangent.program import export_programs
+from server_export.lower.lowering import lower
+from server_export.model.program import BuiltProgram, build_program, example_inputs
+from server_export.model.quantization import dequantize
+from server_export.model.random_models import CONFIGURATIONS, random_model
 from server_export.settings import ExportConfig
-from server_export.tangent.exact import exact_answers
-from server_export.tangent.program import export_programs
-from server_export.verify import run_program
 
 ESTIMATORS = ("exact", "tangent", "antithetic")
 

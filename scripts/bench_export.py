@@ -21,7 +21,7 @@ from typing import Any
 
 from reports import report
 
-from server_export.random_models import CONFIGURATIONS, save_random_model
+from server_export.model.random_models import CONFIGURATIONS, save_random_model
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from server_export.random_models import CONFIGURATIONS
+from server_export.model.random_models import CONFIGURATIONS
 
 BENCH_STEP = Path(__file__).with_name("bench_step.py")
 

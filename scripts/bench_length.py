@@ -29,15 +29,10 @@ from typing import Any
 import numpy as np
 from reports import report
 
-from device_runner.build import BuildOptions, load_examples
-from device_runner.data import Selection
-from device_runner.engines import choose
-from device_runner.length_engine import row_lengths
-from device_runner.programs import Programs, open_programs
-from device_runner.run_inputs import fit_heads
-from device_runner.task import load_task
-from device_runner.telemetry import environment
-from device_runner.tokenizer import bundle_tokenizer
+from device_runner.engines.choice import choose
+from device_runner.engines.length_engine import row_lengths
+from device_runner.engines.programs import Programs, open_programs
+from device_runner.session.inputs import fit_heads
 from prge.adapter import Adapter, read_peft
 from prge.bundle import Bundle, open_bundle
 from prge.differences import Antithetic, Differences
@@ -47,6 +42,11 @@ from prge.evaluation import score
 from prge.examples import Batch, Example
 from prge.head import Classifier
 from prge.optimizers import Adam
+from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.readers import Selection
+from prge.rows.task import load_task
+from prge.rows.tokenizer import bundle_tokenizer
+from prge.run_folder import environment
 from prge.sampling import Sampler
 from prge.tangents import Tangents
 

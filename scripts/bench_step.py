@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from reports import report_schemes
 
-from device_runner.executorch_engine import ExecutorchEngine, set_threads
-from device_runner.telemetry import PeakMemory
+from device_runner.engines.executorch_engine import ExecutorchEngine, set_threads
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import Contract
@@ -36,9 +35,10 @@ from prge.differences import Antithetic, Differences
 from prge.engine import Engine
 from prge.estimators import Estimator
 from prge.examples import Example, Slot, TokenSequence, make_batch
+from prge.memory import PeakMemory
 from prge.optimizers import Adam
 from prge.tangents import Tangents
-from server_export.random_models import CONFIGURATIONS, random_model
+from server_export.model.random_models import CONFIGURATIONS, random_model
 
 if TYPE_CHECKING:  # a process that runs a program alone imports no exporter
     from roofline import Cost, LargestLayer, ProductProgram
@@ -66,11 +66,11 @@ def export_program(arguments: argparse.Namespace, scheme: str, copies: int, fold
     """Write `program.pte` and its contract, and its matrix products' programs."""
     from roofline import Cost, LargestLayer, ProductProgram
 
+    from server_export.derive.tangent.program import export_programs
     from server_export.limit import matrix_products
-    from server_export.lowering import lower
-    from server_export.program import STEP_METHOD, build_program
+    from server_export.lower.lowering import lower
+    from server_export.model.program import STEP_METHOD, build_program
     from server_export.settings import ExportConfig
-    from server_export.tangent.program import export_programs
 
     is_tangent = copies == TANGENT
     folder.mkdir(parents=True)

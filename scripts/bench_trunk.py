@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from reports import report_schemes
 
-from device_runner.executorch_engine import ExecutorchEngine
-from device_runner.trunk_cache import TrunkCache
-from device_runner.trunk_engine import TrunkEngine
+from device_runner.engines.executorch_engine import ExecutorchEngine
+from device_runner.engines.trunk_cache import TrunkCache
+from device_runner.engines.trunk_engine import TrunkEngine
 from prge.adapter import Adapter
 from prge.bundle import STEP_METHOD, TRUNK_METHOD, UPPER_METHOD, Bundle
 from prge.contract import Contract
@@ -33,15 +33,15 @@ from prge.estimators import Estimator
 from prge.examples import Batch, Example, Slot, TokenSequence, make_batch
 from prge.optimizers import Adam
 from prge.tangents import Tangents
-from server_export.random_models import CONFIGURATIONS, random_model
+from server_export.model.random_models import CONFIGURATIONS, random_model
 
 
 def export_program(arguments: argparse.Namespace, scheme: str, folder: Path, cut: bool) -> Bundle:
     """Write a program without its method for scoring, and describe it."""
-    from server_export.lowering import lower
-    from server_export.program import build_program
+    from server_export.derive.tangent.program import cut_of, export_programs
+    from server_export.lower.lowering import lower
+    from server_export.model.program import build_program
     from server_export.settings import ExportConfig
-    from server_export.tangent.program import cut_of, export_programs
 
     folder.mkdir(parents=True)
     config = ExportConfig(

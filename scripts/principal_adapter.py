@@ -22,8 +22,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from device_runner.data import Selection, read_rows, select_rows
-from device_runner.task import load_task
+from prge.rows.readers import Selection, read_rows, select_rows
+from prge.rows.task import load_task
 
 
 def principal_directions(

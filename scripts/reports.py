@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from device_runner.telemetry import environment
+from prge.run_folder import environment
 
 
 def report(figures: dict[str, Any], file: Path | None) -> None:

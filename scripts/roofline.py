@@ -17,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 
 from server_export.limit import Product, matrix_products
-from server_export.lowering import lower
+from server_export.lower.lowering import lower
 
 _CALLS = 60
 

@@ -21,11 +21,11 @@ from prge.bundle import (
     variant_name,
 )
 from prge.contract import FORMAT, TensorSpec
-from server_export.lowering import LoweredProgram, LoweringReport
-from server_export.program import SCORE_METHOD, BuiltProgram
+from server_export.check.verification import Verification
+from server_export.lower.lowering import LoweredProgram, LoweringReport
+from server_export.model.program import SCORE_METHOD, BuiltProgram
+from server_export.model.tokenization import tokenizer_block, write_tokenizer
 from server_export.settings import ExportConfig
-from server_export.tokenization import tokenizer_block, write_tokenizer
-from server_export.verify import Verification
 
 _PREFIX = "base_model.model."
 _PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers")

@@ -26,8 +26,8 @@ from prge.errors import PrgeError
 from server_export.settings import EstimateConfig, ExportConfig
 
 if TYPE_CHECKING:
-    from server_export.calibration import Rates
-    from server_export.loading import LoadedModel
+    from server_export.check.calibration import Rates
+    from server_export.model.loading import LoadedModel
 
 ENGINES = ("native", "torch")
 
@@ -147,7 +147,7 @@ def estimate(config: ExportConfig) -> Estimate:
     Raises:
         PrgeError: the model or the settings can't be used, as the export itself would say.
     """
-    from server_export.loading import outline_model
+    from server_export.model.loading import outline_model
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()
@@ -157,11 +157,11 @@ def estimate(config: ExportConfig) -> Estimate:
 
 def estimate_of(config: ExportConfig, loaded: LoadedModel) -> Estimate:
     """The same for a model, which may lack its weights; it is changed."""
-    from server_export.loading import checkpoint_bytes
-    from server_export.lora_fa import convert_conv1d
-    from server_export.outline import outline_of
-    from server_export.program import planned_contracts
-    from server_export.quantization import EMBEDDING_BYTES
+    from server_export.model.loading import checkpoint_bytes
+    from server_export.model.lora_fa import convert_conv1d
+    from server_export.model.outline import outline_of
+    from server_export.model.program import planned_contracts
+    from server_export.model.quantization import EMBEDDING_BYTES
 
     convert_conv1d(loaded.model)
     # Their number is all that counts.
@@ -176,7 +176,7 @@ def estimate_of(config: ExportConfig, loaded: LoadedModel) -> Estimate:
 
 
 def _rates(found: Estimate) -> Rates:
-    from server_export.calibration import calibrate
+    from server_export.check.calibration import calibrate
 
     contract = found.contract
     return calibrate(found.outline, found.config.quantize, contract.computed_rows, contract.sequence_length)

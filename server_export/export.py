@@ -20,7 +20,7 @@ from server_export.estimate import announce
 from server_export.settings import ExportConfig
 
 if TYPE_CHECKING:
-    from server_export.program import BuiltProgram
+    from server_export.model.program import BuiltProgram
 
 __all__ = ["ExportConfig", "export", "main"]
 
@@ -59,10 +59,10 @@ def export(config: ExportConfig) -> Path:
 
 
 def _build(config: ExportConfig) -> tuple[BuiltProgram, Any]:
-    from server_export.loading import load_model
-    from server_export.program import build_program
+    from server_export.model.loading import load_model
+    from server_export.model.program import build_program
+    from server_export.model.tokenization import label_token_ids, load_tokenizer, tokenizer_block
     from server_export.quiet import quiet_libraries
-    from server_export.tokenization import label_token_ids, load_tokenizer, tokenizer_block
 
     quiet_libraries()
     pooled = None if config.readout is None else config.readout == "pooled"
@@ -75,9 +75,9 @@ def _build(config: ExportConfig) -> tuple[BuiltProgram, Any]:
 
 def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path) -> Path:
     from server_export.bundle import write_bundle, write_program
-    from server_export.lowering import collector_paused, lower
-    from server_export.tangent.program import cut_of, export_programs
-    from server_export.verify import verify
+    from server_export.check.verification import verify
+    from server_export.derive.tangent.program import cut_of, export_programs
+    from server_export.lower.lowering import collector_paused, lower
 
     with new_folder(out, overwrite=config.overwrite) as folder, collector_paused():
         with _stage("tracing") as note:
@@ -140,7 +140,7 @@ def _program_note(built: BuiltProgram) -> str:
 
 
 def _hint_about_bos(config: ExportConfig, built: BuiltProgram, tokenizer: Any) -> None:
-    from server_export.tokenization import adds_bos
+    from server_export.model.tokenization import adds_bos
 
     model_has_bos = getattr(built.loaded.config, "bos_token_id", None) is not None
     if config.prepend_bos == "auto" and built.loaded.is_decoder and model_has_bos and not adds_bos(tokenizer):

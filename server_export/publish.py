@@ -21,11 +21,11 @@ from prge.atomic import new_folder
 from prge.bundle import MANIFEST, TOKENIZER
 from prge.checkpoint import HEAD
 from prge.errors import ConfigError, RunError
-from server_export.model_card import CardFacts, model_card, read_run
-from server_export.trained import Trained, load_base, load_peft, read_trained
+from server_export.publishing.model_card import CardFacts, model_card, read_run
+from server_export.publishing.trained import Trained, load_base, load_peft, read_trained
 
 if TYPE_CHECKING:
-    from server_export.loading import LoadedModel
+    from server_export.model.loading import LoadedModel
 
 CARD = "README.md"
 DESCRIPTION = "Give a trained adapter to PEFT, merge it into its model, or make an inference program of both."
@@ -138,8 +138,13 @@ def _publish_merged(out: Path, config: PublishConfig, trained: Trained, loaded: 
 def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
     import torch
 
-    from server_export.inference import InferenceSpec, attach_fixed, build_inference, write_manifest
-    from server_export.loading import LoadedModel
+    from server_export.model.loading import LoadedModel
+    from server_export.publishing.inference import (
+        InferenceSpec,
+        attach_fixed,
+        build_inference,
+        write_manifest,
+    )
 
     manifest = trained.bundle.manifest if trained.bundle is not None else {}
     scheme = config.quantize or manifest.get("quantization", {}).get("scheme", "fp32")
@@ -195,13 +200,13 @@ def _merge(loaded: LoadedModel, trained: Trained) -> Any:
 
 
 def _save_tokenizer(folder: Path, trained: Trained) -> None:
-    from server_export.tokenization import load_tokenizer
+    from server_export.model.tokenization import load_tokenizer
 
     load_tokenizer(trained.base, trained.revision).save_pretrained(folder)
 
 
 def _write_bundle_tokenizer(folder: Path, trained: Trained) -> None:
-    from server_export.tokenization import load_tokenizer, write_tokenizer
+    from server_export.model.tokenization import load_tokenizer, write_tokenizer
 
     write_tokenizer(load_tokenizer(trained.base, trained.revision), folder)
 

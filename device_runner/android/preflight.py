@@ -18,11 +18,11 @@ ENOUGH_BYTES = 300 * MIB
 _MACHINES = {"arm64-v8a": "arm64", "aarch64": "arm64", "x86_64": "amd64"}
 _ENGINE = """
 import json
-from device_runner.native.engine import prepare, set_threads
+from device_runner.engines.native.engine import prepare, set_threads
 import prge.training, device_runner.run
 prepare()
-from device_runner.sensors import Sensors
-from device_runner.telemetry import environment
+from device_runner.session.sensors import Sensors
+from prge.run_folder import environment
 print(json.dumps({"threads": set_threads(None), "sensors": Sensors().record(), "where": environment()}))
 """
 

@@ -33,7 +33,7 @@ from device_runner.android.packages import (
     unpack_debian,
     write_lock,
 )
-from device_runner.native.build import LIBRARY, LINKED, build
+from device_runner.engines.native.build import LIBRARY, LINKED, build
 from prge import __version__
 from prge.bundle import file_sha256
 from prge.errors import ConfigError, DeviceError, EngineError, RunError

@@ -13,18 +13,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.build import BuildOptions, load_examples
-from device_runner.data import Selection
-from device_runner.data_report import show_sample
 from device_runner.run import CONFIG, with_stored_settings
-from device_runner.run_inputs import FINAL
-from device_runner.task import Task, load_task
-from device_runner.telemetry import SUMMARY, run_lock
-from device_runner.tokenizer import Tokenizer, bundle_tokenizer
+from device_runner.session.inputs import FINAL
 from prge.atomic import write_file
 from prge.bundle import Bundle, file_sha256, open_bundle
 from prge.errors import ConfigError, RunError
 from prge.examples import Example
+from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.readers import Selection
+from prge.rows.report import show_sample
+from prge.rows.task import Task, load_task
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.run_folder import SUMMARY, run_lock
 from prge.settings import parse_settings, read_settings, settings_to_yaml
 from server_export.baselines.settings import BaselineSettings
 

@@ -21,13 +21,13 @@ from prge.adapter import Adapter, write_peft
 from prge.contract import Contract
 from prge.errors import ConfigError, EngineError
 from prge.examples import Batch, Example, make_batch
-from server_export import attention, readout
 from server_export.baselines.method import Problem, StepResult
 from server_export.baselines.problem import ModelProblem
 from server_export.baselines.settings import BaselineSettings
-from server_export.lora_fa import replace_module
+from server_export.model import attention, readout
+from server_export.model.lora_fa import replace_module
+from server_export.model.rotary import ConstantRotary, make_rotary_constant
 from server_export.quiet import quiet_engine
-from server_export.rotary import ConstantRotary, make_rotary_constant
 
 _METHOD = "forward"
 # As a score, exp of it is exactly 0 beside any other.

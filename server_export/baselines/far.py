@@ -30,7 +30,7 @@ from server_export.baselines.layers import (
     shuffled_batches,
 )
 from server_export.baselines.method import Backpropagation, OptimizerName, Problem
-from server_export.lora_fa import replace_module
+from server_export.model.lora_fa import replace_module
 
 if TYPE_CHECKING:
     from server_export.baselines.settings import BaselineSettings

@@ -9,8 +9,8 @@ from torch import nn
 
 from prge.errors import ConfigError
 from prge.examples import Example
-from server_export.blocks import block_names
-from server_export.lora_fa import convert_conv1d
+from server_export.model.blocks import block_names
+from server_export.model.lora_fa import convert_conv1d
 
 
 def block_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from device_runner.run_inputs import Heads, fit_heads
+from device_runner.session.inputs import Heads, fit_heads
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import AdaptedModule, Contract
 from prge.engine import Array
 from prge.errors import BundleError
 from prge.examples import Batch, Example, make_batch
-from server_export import readout
-from server_export.loading import LoadedModel, load_adapter, load_model, parameter_count
-from server_export.lora_fa import convert_conv1d
-from server_export.program import position_numbers
-from server_export.quantization import round_base
+from server_export.model import readout
+from server_export.model.loading import LoadedModel, load_adapter, load_model, parameter_count
+from server_export.model.lora_fa import convert_conv1d
+from server_export.model.program import position_numbers
+from server_export.model.quantization import round_base
 
 
 class ModelProblem:

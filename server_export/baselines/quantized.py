@@ -28,7 +28,7 @@ from prge.errors import ConfigError
 from prge.examples import Example
 from server_export.baselines.layers import block_linears, require_trainable_weights
 from server_export.baselines.method import Backpropagation, Problem, StepResult
-from server_export.lora_fa import replace_module
+from server_export.model.lora_fa import replace_module
 
 if TYPE_CHECKING:
     from server_export.baselines.settings import BaselineSettings

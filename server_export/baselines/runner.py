@@ -15,17 +15,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from device_runner.run_inputs import FINAL, Heads
-from device_runner.scoring import evaluate, extract_answers, mean_token_f1
-from device_runner.telemetry import Progress, RunLog, proportional_memory, resident_bytes, write_summary
-from device_runner.watching import METRICS
+from device_runner.session.inputs import FINAL, Heads
+from device_runner.session.watching import METRICS
 from prge.adapter import Adapter, read_arrays
 from prge.atomic import new_folder
 from prge.checkpoint import HEAD, head_arrays
 from prge.errors import DivergenceError, PrgeError
 from prge.examples import Example
 from prge.head import CrossFittedHeads, Head
+from prge.memory import proportional_memory, resident_bytes
 from prge.optimizers import schedule
+from prge.progress import Progress
+from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
+from prge.run_folder import RunLog, write_summary
 from prge.sampling import Sampler
 from server_export.baselines.command import BaselineInputs
 from server_export.baselines.loop import BEST, CHECKPOINT, Checkpoints, LoopSettings, LoopState, Record, train

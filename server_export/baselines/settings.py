@@ -6,8 +6,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from device_runner.training_flags import TrainingFlags, flag
 from prge.errors import ConfigError
+from prge.training_flags import TrainingFlags, flag
 from server_export.baselines.methods import METHODS, BaselineOptimizer, find_method
 
 

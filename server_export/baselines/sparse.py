@@ -29,8 +29,8 @@ from prge.errors import ConfigError
 from prge.examples import Example
 from server_export.baselines.layers import block_linears, require_trainable_weights, shuffled_batches
 from server_export.baselines.method import Backpropagation, OptimizerName, Problem
-from server_export.blocks import block_names
-from server_export.lora_fa import replace_module
+from server_export.model.blocks import block_names
+from server_export.model.lora_fa import replace_module
 
 if TYPE_CHECKING:
     from server_export.baselines.settings import BaselineSettings

@@ -27,7 +27,7 @@ from torch import nn
 from prge.errors import ConfigError
 from server_export.baselines.layers import block_linears
 from server_export.baselines.method import Backpropagation, OptimizerName, Problem
-from server_export.blocks import block_names
+from server_export.model.blocks import block_names
 
 if TYPE_CHECKING:
     from server_export.baselines.settings import BaselineSettings

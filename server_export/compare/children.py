@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from device_runner.telemetry import LOCK, reported, run_lock
 from prge.errors import RunError
+from prge.run_folder import LOCK, reported, run_lock
 
 _PARENT_DEATH_SIGNAL = 1
 SHOWN_LINES = 6

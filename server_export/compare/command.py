@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from device_runner.telemetry import environment, reported, run_lock
 from prge.atomic import write_file
+from prge.run_folder import environment, reported, run_lock
 from prge.settings import settings_to_yaml
 from server_export.compare.children import run_verb
 from server_export.compare.comparison import Comparison, Verb

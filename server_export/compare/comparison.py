@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from device_runner.telemetry import read_metrics
 from prge.atomic import write_file
 from prge.bundle import file_sha256, open_bundle
 from prge.errors import PrgeError, RunError
+from prge.run_folder import read_metrics
 from prge.settings import settings_to_yaml
 from server_export.compare.budget import evaluation_interval, steps_within
 from server_export.compare.children import last_words, run_verb, wait_until_free
@@ -103,8 +103,8 @@ class Comparison:
         write_file(stored, settings_to_yaml(self.settings).encode())
         name = (self.settings.model or "").partition("random:")[2]
         if name and not (self.out / "model" / "config.json").is_file():
+            from server_export.model.random_models import save_random_model
             from server_export.quiet import quiet_libraries
-            from server_export.random_models import save_random_model
 
             quiet_libraries()
             self.say(f"random weights for {name}")

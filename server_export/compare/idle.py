@@ -20,7 +20,7 @@ def idle_memory() -> int | None:
 def main() -> None:
     """Import what a run imports, and print the peak as JSON."""
     import device_runner.run
-    from device_runner.telemetry import PeakMemory
+    from prge.memory import PeakMemory
 
     assert device_runner.run.DESCRIPTION
     print(json.dumps(PeakMemory().report()))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.inspect_bundle import inspect
-from device_runner.telemetry import SUMMARY, read_metrics
+from prge.run_folder import SUMMARY, read_metrics
 
 Record = dict[str, Any]
 

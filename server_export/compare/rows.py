@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from device_runner.data import Row, Selection, read_rows, select_rows
 from prge.atomic import write_file
 from prge.errors import DataError, RunError
+from prge.rows.readers import Row, Selection, read_rows, select_rows
 from server_export.compare.settings import CompareSettings
 
 SPLITS = ("train", "dev", "test")

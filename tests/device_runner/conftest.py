@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from device_runner.tokenizer import Tokenizer
 from prge.contract import AdaptedModule, Contract
+from prge.rows.tokenizer import Tokenizer
 from tests.device_runner.tiny_tokenizers import byte_level_backend, encoder_backend, prefixed_backend
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from device_runner.programs import Programs
-from device_runner.trunk_cache import TrunkCache
+from device_runner.engines.programs import Programs
+from device_runner.engines.trunk_cache import TrunkCache
 from prge.bundle import ADAPTER, PROGRAM, TOKENIZER, Bundle, file_sha256
 from prge.contract import FORMAT
 from prge.engine import Array
@@ -88,7 +88,7 @@ class Device:
         lengths: Collection[int] | None = None,
         only_scoring: bool = False,
     ) -> Programs:
-        """Stands for device_runner.programs.open_programs."""
+        """Stands for device_runner.engines.programs.open_programs."""
         return Programs(bundle, self.load, keep)
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:

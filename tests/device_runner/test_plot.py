@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from device_runner.plot import COLOURS, draw, labels, main, series, smooth
-from device_runner.telemetry import METRICS, RunLog
 from prge.errors import ConfigError, PrgeError, RunError
+from prge.run_folder import METRICS, RunLog
 
 
 def make_run(folder: Path, steps: int = 60, score: str = "accuracy", seed: int = 0) -> Path:

@@ -14,7 +14,7 @@ from device_runner import probe as probe_verb
 from device_runner import run as run_verb
 from device_runner.probe import Agreement, ProbeSettings, Reading, Report, compare, probe
 from device_runner.run import run
-from device_runner.run_settings import RunSettings
+from device_runner.session.settings import RunSettings
 from prge.cli import main
 from prge.errors import ConfigError, EngineError
 from tests.device_runner.numpy_device import BATCH, QUERIES, Device, write_films

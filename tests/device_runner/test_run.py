@@ -14,7 +14,7 @@ from device_runner import evaluate as evaluate_verb
 from device_runner import run as run_verb
 from device_runner.replay import main as replay
 from device_runner.run import run, with_stored_settings
-from device_runner.run_settings import RunSettings
+from device_runner.session.settings import RunSettings
 from prge.bundle import MANIFEST, open_bundle
 from prge.errors import ConfigError
 from prge.journal import Journal

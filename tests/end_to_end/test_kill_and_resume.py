@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from executorch.extension.pybindings import _C
 from device_runner.run import run
-from device_runner.run_settings import RunSettings
+from device_runner.session.settings import RunSettings
 
 workshop, bundle, folder, kills = *map(Path, sys.argv[1:4]), int(sys.argv[4])
 settings = dict(

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from device_runner.executorch_engine import ExecutorchEngine
+from device_runner.engines.executorch_engine import ExecutorchEngine
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.differences import Antithetic, Differences, OneSided, Rule
@@ -19,10 +19,10 @@ from prge.directions import Directions
 from prge.engine import Engine
 from prge.examples import Example
 from prge.sampling import Sampler
-from server_export.eager_engine import EagerEngine
-from server_export.lowering import lower
-from server_export.program import BuiltProgram
-from server_export.tangent.program import export_programs
+from server_export.check.eager_engine import EagerEngine
+from server_export.derive.tangent.program import export_programs
+from server_export.lower.lowering import lower
+from server_export.model.program import BuiltProgram
 from tests.rows import choice, completion
 from tests.server_export.programs import build
 

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from server_export.program import build_program, example_inputs
+from server_export.model.program import build_program, example_inputs
 from tests.server_export.programs import make_export_config
 
 torch.set_num_threads(1)

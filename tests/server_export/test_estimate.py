@@ -13,7 +13,7 @@ from prge.contract import Contract
 from prge.errors import BundleError, ConfigError
 from server_export.estimate import announce, estimate, estimate_of, main
 from server_export.export import export
-from server_export.loading import load_model
+from server_export.model.loading import load_model
 from server_export.settings import EstimateConfig
 from tests.server_export.programs import make_export_config
 from tests.tiny_models import save_model

@@ -14,8 +14,8 @@ pytest.importorskip("executorch")
 
 import torch
 
-from device_runner.executorch_engine import ExecutorchEngine
-from device_runner.length_engine import LengthEngine
+from device_runner.engines.executorch_engine import ExecutorchEngine
+from device_runner.engines.length_engine import LengthEngine
 from prge.adapter import Adapter
 from prge.bundle import Bundle, open_bundle
 from prge.differences import Antithetic, Differences
@@ -25,10 +25,10 @@ from prge.evaluation import pooled_states, score
 from prge.examples import Example, make_batch
 from prge.head import Head
 from prge.tangents import Tangents
-from server_export import verify as verification
+from server_export.check import verification
+from server_export.check.verification import lengthened
 from server_export.export import export
-from server_export.program import build_program, example_inputs
-from server_export.verify import lengthened
+from server_export.model.program import build_program, example_inputs
 from tests.rows import choice, classified, completion
 from tests.server_export.programs import build, make_export_config
 from tests.tiny_models import ARCHITECTURES, LENGTH, SHALLOW, save_model

@@ -19,13 +19,13 @@ torch = pytest.importorskip("torch")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from device_runner.executorch_engine import ExecutorchEngine  # noqa: E402
+from device_runner.engines.executorch_engine import ExecutorchEngine  # noqa: E402
 from prge.adapter import Adapter, read_peft, stack, write_peft  # noqa: E402
 from prge.bundle import Bundle, file_sha256, open_bundle, read_manifest  # noqa: E402
 from prge.contract import AdaptedModule  # noqa: E402
 from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
 from server_export.publish import PublishConfig, main, publish  # noqa: E402
-from server_export.trained import adapter_modules, answer_problems, find_adapter  # noqa: E402
+from server_export.publishing.trained import adapter_modules, answer_problems, find_adapter  # noqa: E402
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model  # noqa: E402
 
 torch.set_num_threads(1)
@@ -61,8 +61,8 @@ def trained_folder(
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders llama, gpt2 and bert with a base model, and llama-trained and so on with an adapter of it."""
     from server_export.bundle import write_adapter
-    from server_export.loading import load_model
-    from server_export.program import build_program
+    from server_export.model.loading import load_model
+    from server_export.model.program import build_program
     from server_export.settings import ExportConfig
 
     root = tmp_path_factory.mktemp("publish")
@@ -192,7 +192,7 @@ def test_program_peft_and_merged_model_agree(
 
 
 def run(program: Path, inputs: list[Any]) -> Any:
-    from server_export.verify import run_program
+    from server_export.check.verification import run_program
 
     (answer,) = run_program(program / "program.pte", inputs)
     return answer

@@ -24,7 +24,7 @@ import numpy as np
 
 from device_runner.android.packages import Package, download_debian, unpack_debian
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, default_cache
-from device_runner.run_inputs import adapter_folder
+from device_runner.session.inputs import adapter_folder
 from prge.adapter import read_peft
 from prge.bundle import open_bundle
 from prge.directions import Directions

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from device_runner.run_inputs import adapter_folder
+from device_runner.session.inputs import adapter_folder
 from prge.adapter import read_peft
 from prge.bundle import open_bundle
 from tests.device_runner.android.conftest import DEMO

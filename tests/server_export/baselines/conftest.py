@@ -15,9 +15,9 @@ pytest.importorskip("torch")
 from prge.bundle import ADAPTER, MANIFEST, TOKENIZER, file_sha256
 from server_export.baselines.settings import BaselineSettings
 from server_export.bundle import write_adapter
-from server_export.loading import load_model
-from server_export.program import build_program
-from server_export.tokenization import load_tokenizer, tokenizer_block, write_tokenizer
+from server_export.model.loading import load_model
+from server_export.model.program import build_program
+from server_export.model.tokenization import load_tokenizer, tokenizer_block, write_tokenizer
 from tests.bundles import make_bundle, read_json, write_manifest
 from tests.server_export.programs import make_export_config
 from tests.tiny_models import SHALLOW, save_model

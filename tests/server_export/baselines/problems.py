@@ -14,8 +14,8 @@ from prge.bundle import Bundle
 from prge.examples import Example
 from server_export.baselines.problem import ModelProblem
 from server_export.bundle import write_adapter
-from server_export.loading import prepare_model
-from server_export.program import BuiltProgram
+from server_export.model.loading import prepare_model
+from server_export.model.program import BuiltProgram
 from tests.rows import classified
 from tests.server_export.programs import build
 from tests.tiny_models import DECODERS, make_model

@@ -18,7 +18,7 @@ from server_export.baselines.layers import (  # noqa: E402
     require_trainable_weights,
     shuffled_batches,
 )
-from server_export.quantization import quantize_layers  # noqa: E402
+from server_export.model.quantization import quantize_layers  # noqa: E402
 from tests.server_export.baselines.tiny_problem import TinyProblem  # noqa: E402
 from tests.tiny_models import ARCHITECTURES, WIDTH, make_model  # noqa: E402
 

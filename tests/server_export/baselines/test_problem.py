@@ -18,9 +18,9 @@ from prge.examples import Example, make_batch
 from prge.head import fit_cross_fitted, fit_head
 from server_export.baselines.lora import insert_adapter
 from server_export.baselines.problem import ModelProblem
-from server_export.eager_engine import EagerEngine
-from server_export.loading import prepare_model
-from server_export.quantization import dequantize
+from server_export.check.eager_engine import EagerEngine
+from server_export.model.loading import prepare_model
+from server_export.model.quantization import dequantize
 from tests.rows import choice, completion, long_choice, random_completions
 from tests.server_export.baselines.problems import build_problem, classified_rows
 from tests.tiny_models import make_model
@@ -85,7 +85,7 @@ def test_a_quantized_base_has_the_rounded_weights(
     tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that the tiny table counts as a large one.
-    monkeypatch.setattr("server_export.quantization.EMBEDDING_BYTES", 1)
+    monkeypatch.setattr("server_export.model.quantization.EMBEDDING_BYTES", 1)
     problem, built, adapter = build_problem(tmp_path, "llama", COMPLETIONS, quantize=scheme)
     assert built.quantization.embedding == "int8"
     dequantize(built.module)

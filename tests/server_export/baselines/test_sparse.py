@@ -26,7 +26,7 @@ from server_export.baselines.sparse import (  # noqa: E402
     prepare,
     select,
 )
-from server_export.blocks import block_names  # noqa: E402
+from server_export.model.blocks import block_names  # noqa: E402
 from tests.server_export.baselines.saved import saved_storages  # noqa: E402
 from tests.server_export.baselines.tiny_problem import TinyProblem  # noqa: E402
 from tests.tiny_models import ARCHITECTURES, LENGTH  # noqa: E402

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from prge.contract import AdaptedModule
 from prge.examples import Example, Slot, TokenSequence
-from server_export.lora_fa import convert_conv1d
+from server_export.model.lora_fa import convert_conv1d
 from tests.tiny_models import DECODERS, LENGTH, VOCABULARY, WIDTH, make_model
 
 

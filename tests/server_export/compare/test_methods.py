@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from device_runner.evaluate import EvaluateSettings
-from device_runner.run_settings import RunSettings
+from device_runner.session.settings import RunSettings
 from prge.settings import parse_settings
 from server_export.baselines.settings import BaselineSettings
 from server_export.compare.methods import (

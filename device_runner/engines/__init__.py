@@ -1,0 +1,1 @@
+"""Engines that run a bundle's programs, and what decides between them."""

@@ -1,0 +1,128 @@
+"""Trying a program in a forked child, where an abort of the engine ends only the child."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from device_runner.engines.base import RefusedError, content, load_error, quoted
+from prge.errors import BundleError, EngineError
+
+CHECK_SECONDS = 600.0
+_MOST_FILES = 1 << 16
+
+
+def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
+    """Do `attempt` in a forked child; it loads the program at `path` and runs it. Nothing without fork.
+
+    Check before the first engine runs: a child lacks the threads that a running one waits for.
+
+    Raises:
+        BundleError, EngineError: the child was killed by a signal, hangs, or the engine refused the program.
+    """
+    if not hasattr(os, "fork"):
+        return
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
+        with warnings.catch_warnings():
+            # Python warns of forks while threads run; this child calls the engine and leaves.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            _child(attempt, answer.fileno(), log.fileno())
+        status = _wait(child, CHECK_SECONDS)
+        messages, noise = (content(stream) for stream in (answer, log))
+    if status is None:
+        raise BundleError(
+            f"the engine hangs on {path}: it was not loaded after {CHECK_SECONDS:.0f} seconds",
+            remedy="copy or export the bundle again",
+        )
+    if os.WIFSIGNALED(status):
+        code = os.WTERMSIG(status)
+        if code == signal.SIGKILL:
+            raise EngineError(
+                f"the system ended the process that loaded {path} (SIGKILL)",
+                remedy="most likely there is not enough memory: close other programs or use a smaller model",
+            )
+        if code not in _FAULTS:
+            raise EngineError(
+                f"the process that loaded {path} was ended by {_signal_name(code)}", remedy="start again"
+            )
+        raise BundleError(
+            f"the engine aborts on this program ({_signal_name(code)}): {path}{quoted(noise)}",
+            remedy="copy or export the bundle again; the program is damaged or of another executorch",
+        )
+    if os.WEXITSTATUS(status) != 0:
+        raise load_error(path, RefusedError(messages, noise))
+
+
+_FAULTS = frozenset(
+    getattr(signal, name)
+    for name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")
+    if hasattr(signal, name)
+)
+
+
+def _child(attempt: Callable[[], object], answer: int, log: int) -> None:
+    """The forked child: try, tell, leave without running anything of the parent's exit."""
+    code = 1
+    try:
+        faulthandler.disable()
+        with contextlib.suppress(Exception):
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # A file that the parent has open may carry a lock, which would outlive a parent that is killed now.
+        _close_all_but(answer, log)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
+        attempt()
+        code = 0
+    except BaseException as error:
+        os.write(log, getattr(error, "log", "").encode(errors="replace"))
+        os.write(answer, str(error).encode(errors="replace"))
+    finally:
+        os._exit(code)
+
+
+def _close_all_but(*kept: int) -> None:
+    """Close every file but the standard ones and those kept."""
+    start = 3
+    for number in sorted(kept):
+        os.closerange(start, number)
+        start = max(start, number + 1)
+    os.closerange(start, _MOST_FILES)
+
+
+def _wait(child: int, seconds: float) -> int | None:
+    """A child's wait status; None if it had to be killed after `seconds`."""
+    deadline = time.monotonic() + seconds
+    pause = 0.001
+    try:
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                child = 0
+                return status
+            time.sleep(pause)
+            pause = min(pause * 2, 0.02)
+        return None
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _signal_name(code: int) -> str:
+    try:
+        return signal.Signals(code).name
+    except ValueError:
+        return f"signal {code}"

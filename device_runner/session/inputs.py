@@ -1,0 +1,233 @@
+"""What a run is made of, read and checked before an engine is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from device_runner.session.settings import RunSettings
+from prge.adapter import Adapter, read_peft
+from prge.bundle import Bundle, file_sha256
+from prge.checkpoint import HEAD, TrainingState, read_head
+from prge.differences import Antithetic, Differences, OneSided, Rule
+from prge.engine import Engine
+from prge.errors import ConfigError, RunError
+from prge.estimators import Estimator
+from prge.evaluation import pooled_states
+from prge.exact import Exact, check_candidates
+from prge.examples import Example
+from prge.head import CrossFittedHeads, Head, fit_cross_fitted, fit_head
+from prge.journal import Journal, Record, decode_array, encode_array
+from prge.optimizers import make_optimizer, schedule
+from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.readers import Selection
+from prge.rows.report import show_sample
+from prge.rows.task import Task, load_task
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.tangents import Tangents
+from prge.training import TrainingSettings
+
+JOURNAL = "journal.jsonl"
+FINAL = "final"
+
+# What may differ between the parts of one run: where things lie (hashes tell what they are), how fast it goes
+# and how it looks.
+_NOT_IDENTITY = frozenset(
+    {
+        *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
+        *("engine", "threads", "keep_programs", "program_bytes", "trunk_cache_bytes", "quiet"),
+        *("pause_above_celsius", "pause_below_battery", "only_charging"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Everything that a run reads before it needs an engine."""
+
+    bundle: Bundle
+    tokenizer: Tokenizer
+    task: Task | None
+    train: list[Example]
+    dev: list[Example]
+    adapter: Adapter
+    start_head: Head | None
+    identity: Record
+    report: str
+
+
+def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
+    """Tokenize the data and read the adapter to start from, for settings that are `settled`.
+
+    Raises:
+        PrgeError: what is wrong with them.
+    """
+    contract = bundle.contract
+    tokenizer = bundle_tokenizer(bundle)
+    task = load_task(settings.task) if settings.task else None
+    options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
+    seed = settings.shuffle_seed
+    chosen = Selection(settings.train_start, settings.train_limit, seed)
+    train_examples, report = load_examples(settings.train, tokenizer, contract, task, chosen, options)
+    if contract.is_exact:
+        check_candidates(contract, train_examples)
+    texts = [report.text(), show_sample(train_examples[0], tokenizer, contract.label_tokens)]
+    dev_examples: list[Example] = []
+    if settings.dev:
+        chosen = Selection(settings.dev_start, settings.dev_limit, seed)
+        dev_examples, dev_report = load_examples(
+            settings.dev, tokenizer, bundle.score_contract, task, chosen, options, training=False
+        )
+        texts.insert(1, dev_report.text())
+    source = adapter_folder(settings.adapter) if settings.adapter else bundle.adapter
+    adapter = read_peft(source, contract.modules, bundle.adapter)
+    start_head = None
+    if contract.is_encoder and (source / HEAD).is_file():
+        start_head = Head(train_examples[0].candidates, contract.width)
+        read_head(source / HEAD, start_head)
+    plain = {name: value for name, value in asdict(settings).items() if name not in _NOT_IDENTITY}
+    identity = {
+        "kind": "start",
+        "modules": [asdict(module) for module in contract.modules],
+        "width": contract.width,
+        "settings": plain,
+        "bundle": bundle.sha256,
+        "train": file_sha256(settings.train),
+        "dev": file_sha256(settings.dev) if settings.dev else None,
+        # As JSON reads it back: a resumed run compares it with the journal's.
+        "task": json.loads(json.dumps(asdict(task))) if task else None,
+        "adapter": encode_array(adapter.values) if adapter.values.any() else None,
+    }
+    return RunInputs(
+        bundle,
+        tokenizer,
+        task,
+        train_examples,
+        dev_examples,
+        adapter,
+        start_head,
+        identity,
+        "\n".join(texts),
+    )
+
+
+def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> TrainingState:
+    """The state of a run before its first step, from the adapter that it starts with."""
+    adapter = adapter.copy()
+    optimizer = make_optimizer(
+        settings.optimizer, adapter.size, settings.momentum, settings.momentum, settings.beta2
+    )
+    head_optimizer = None
+    if heads.head is not None and settings.head_learning_rate:
+        head_optimizer = make_optimizer("adam", heads.head.size)
+    return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
+
+
+def make_estimator(settings: RunSettings) -> Estimator:
+    """The estimator that settled settings ask for; raises ValueError for those that aren't."""
+    if settings.estimator == "exact":
+        return Exact(settings.clip)
+    if settings.estimator == "tangent":
+        return Tangents(settings.share_directions, settings.clip)
+    if settings.queries is None:
+        raise ValueError("how many queries is not settled")
+    rule: Rule = Antithetic(settings.queries, settings.epsilon)
+    if settings.estimator == "one-sided":
+        rule = OneSided(settings.queries, settings.epsilon, settings.baseline, settings.normalize)
+    return Differences(rule, settings.directions, settings.clip)
+
+
+def training_settings(settings: RunSettings) -> TrainingSettings:
+    """The part of the settings that the loop needs."""
+    return TrainingSettings(
+        steps=settings.steps,
+        seed=settings.seed,
+        evaluate_every=settings.evaluate_every,
+        checkpoint_every=settings.checkpoint_every,
+        patience=settings.patience,
+        divergence_ratio=settings.divergence_ratio,
+    )
+
+
+def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:
+    """Learning rates of a step, by their names in the journal."""
+    peaks = {"learning_rate": settings.learning_rate}
+    if settings.head_learning_rate:
+        peaks["head_learning_rate"] = settings.head_learning_rate
+    rates = {
+        name: schedule(settings.schedule, peak, settings.steps, settings.warmup)
+        for name, peak in peaks.items()
+    }
+    return lambda step: {name: rate(step) for name, rate in rates.items()}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """An encoder's classification head, and those that score the training rows in its stead."""
+
+    head: Head | None = None
+    cross_fitted: CrossFittedHeads | None = None
+
+    def to_record(self) -> Record:
+        """The journal's record of them."""
+        if self.head is None:
+            raise ValueError("there is no head")
+        folds = self.cross_fitted.heads if self.cross_fitted else ()
+        return {
+            "kind": "head",
+            "classes": len(self.head.bias),
+            "values": encode_array(self.head.values),
+            "folds": [encode_array(fold.values) for fold in folds],
+        }
+
+    @classmethod
+    def from_journal(cls, journal: Journal, width: int) -> Heads | None:
+        """The heads that a run's journal holds."""
+        record = journal.first("head")
+        if record is None:
+            return None
+
+        def decode(values: str) -> Head:
+            head = Head(record["classes"], width)
+            head.values[:] = decode_array(values)
+            return head
+
+        folds = [decode(values) for values in record["folds"]]
+        return cls(decode(record["values"]), CrossFittedHeads(folds) if folds else None)
+
+
+def fit_heads(
+    engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int, folds: int = 0
+) -> Heads:
+    """Fit an encoder's head on examples, and with `folds` those that score the examples in its stead.
+
+    Raises:
+        ConfigError: a class has too few rows.
+    """
+    rows = [example.row for example in examples]
+    labels = np.array([example.label for example in examples])
+    classes = examples[0].candidates
+    states = pooled_states(engine, adapter, examples, pad)
+    try:
+        head = fit_head(states, labels, classes)
+        return Heads(head, fit_cross_fitted(states, labels, rows, classes, folds) if folds else None)
+    except ValueError as error:
+        raise ConfigError(
+            "the classification head can't be fitted",
+            [str(error)],
+            remedy="give more rows of every class" + (", or fewer --head-folds" if folds else ""),
+        ) from None
+
+
+def adapter_folder(path: Path) -> Path:
+    """A PEFT folder: the path itself, or the result of the run folder that it names."""
+    final = path / FINAL
+    if final.is_dir():
+        return final
+    if (path / JOURNAL).is_file():
+        raise RunError(f"{path} is a run without a result", remedy=f"finish it: prge run --resume {path}")
+    return path

@@ -1,0 +1,170 @@
+"""Who watches the loop of a run: progress on the terminal, metrics and summary in the run folder."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from types import TracebackType
+
+import numpy as np
+
+from device_runner.engines.programs import Programs
+from device_runner.session.inputs import RunInputs
+from device_runner.session.sensors import Sensors
+from device_runner.session.settings import RunSettings
+from prge.errors import DivergenceError, PrgeError
+from prge.estimators import Measurement
+from prge.journal import Journal, Record, decode_array
+from prge.memory import proportional_memory
+from prge.progress import Progress
+from prge.run_folder import RunLog, write_summary
+
+METRICS = ("accuracy", "f1", "perplexity")
+
+
+class Watcher:
+    """Implements prge.training.Observer; `stopped` is set when the user asks for an end."""
+
+    def __init__(
+        self, settings: RunSettings, inputs: RunInputs, programs: Programs, journal: Journal
+    ) -> None:
+        self.settings = settings
+        self.inputs = inputs
+        self.programs = programs
+        self.stopped = False
+        self.log = RunLog(settings.out, keep_through=journal.steps)
+        self.progress = Progress(settings.steps, quiet=settings.quiet)
+        self.progress.skip(journal.steps)
+        self.written = {(record["event"], record["step"]) for record in self.log.records}
+        last = self.log.records[-1] if self.log.records else {}
+        self.rows = int(last.get("rows") or 0)
+        self.earlier = float(last.get("seconds") or 0.0)
+        known = [record.get("largest_tangent") for record in self.log.records]
+        self.largest_tangent = max(filter(None, known), default=None)
+        self.begin = self.last = time.perf_counter()
+        self.final: Record = {}
+        self.steps = journal.steps
+        self.paused = 0.0
+        self.sensors = {"start": Sensors().record()}
+
+    def __enter__(self) -> Watcher:
+        self._summarize("running")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.close()
+        if error is None:
+            self._summarize("completed" if self.steps == self.settings.steps else "stopped early")
+        else:
+            status = "diverged" if isinstance(error, DivergenceError) else "failed"
+            self._summarize("interrupted" if isinstance(error, KeyboardInterrupt) else status)
+            if isinstance(error, PrgeError):
+                self.log.text(f"error: {error}")
+        self.log.close()
+
+    def say(self, text: str) -> None:
+        """Tell the user, and the log."""
+        self.progress.note(text)
+        for line in text.splitlines():
+            self.log.text(line)
+
+    def on_pause(self, seconds: float) -> None:
+        """Leave a pause out of the seconds of the run."""
+        self.paused += seconds
+        self.begin += seconds
+        self.last = time.perf_counter()
+
+    def on_step(self, record: Record, measurement: Measurement | None) -> None:
+        """See prge.training.Observer."""
+        self.steps = record["step"] + 1
+        now = time.perf_counter()
+        fresh = measurement is not None
+        rows = measurement.rows if measurement is not None else 0
+        self.rows += rows
+        if fresh or ("step", self.steps) not in self.written:
+            engine_seconds = measurement.engine_seconds if measurement is not None else None
+            tangent = self._note_tangent(measurement)
+            self.log.metric(
+                {
+                    "event": "step",
+                    "step": self.steps,
+                    "loss": record["loss"],
+                    "learning_rate": record["learning_rate"],
+                    **_size(record),
+                    "rows": self.rows,
+                    "seconds": self.earlier + now - self.begin,
+                    "engine_seconds": engine_seconds,
+                    "host_seconds": None if engine_seconds is None else now - self.last - engine_seconds,
+                    **({} if tangent is None else {"largest_tangent": tangent}),
+                }
+            )
+        self.last = now
+        if fresh:
+            self.progress.update(self.steps, rows, loss=record["loss"])
+
+    def on_evaluation(self, record: Record, fresh: bool) -> None:
+        """See prge.training.Observer."""
+        metrics = {name: record[name] for name in METRICS if name in record}
+        self.final = {"step": record["step"], "loss": record["loss"], **metrics}
+        if fresh or ("evaluation", record["step"]) not in self.written:
+            self.log.metric(
+                {
+                    "event": "evaluation",
+                    "split": "dev",
+                    **self.final,
+                    "rows": self.rows,
+                    "seconds": self.earlier + time.perf_counter() - self.begin,
+                }
+            )
+        if fresh:
+            shown = "  ".join(
+                f"{name} {value:.4g}" for name, value in [("loss", record["loss"]), *metrics.items()]
+            )
+            self.say(f"step {record['step']}: development rows: {shown}")
+        self.last = time.perf_counter()
+
+    def _note_tangent(self, measurement: Measurement | None) -> float | None:
+        """The step's largest derivative, where it was measured; the run's largest is kept."""
+        tangent = measurement.largest_tangent if measurement is not None else None
+        if tangent is not None:
+            self.largest_tangent = max(tangent, self.largest_tangent or 0.0)
+        return tangent
+
+    def _summarize(self, status: str) -> None:
+        manifest = self.inputs.bundle.manifest
+        settings = {name: str(v) if v is not None else None for name, v in asdict(self.settings).items()}
+        write_summary(
+            self.settings.out,
+            run={
+                "status": status,
+                "settings": settings,
+                "bundle": self.inputs.bundle.sha256,
+                "program": manifest["files"]["program.pte"],
+                "model": manifest["model"],
+                "quantization": manifest.get("quantization"),
+                "engine": self.programs.engine,
+                "threads": self.programs.threads,
+            },
+            train={
+                "steps": self.steps,
+                "seconds": self.earlier + time.perf_counter() - self.begin,
+                "paused_seconds": self.paused,
+                "rows": self.rows,
+                "largest_tangent": self.largest_tangent,
+                "training_rows": len(self.inputs.train),
+                "development_rows": len(self.inputs.dev),
+                "trained_values": self.inputs.adapter.size,
+                "last_evaluation": self.final or None,
+                "memory": {**self.log.memory.report(), "proportional": proportional_memory()},
+                "sensors": {**self.sensors, "last": Sensors().record()},
+            },
+        )
+
+
+def _size(record: Record) -> Record:
+    """How large the derivatives of a step are."""
+    if "gradient" in record:
+        return {"gradient_norm": float(np.linalg.norm(decode_array(record["gradient"])))}
+    return {"scalar_deviation": float(np.std(record["scalars"]))}

@@ -1,0 +1,80 @@
+"""Memory of this process and of the machine, as Linux tells it under /proc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class PeakMemory:
+    """Peak memory of a process: max(VmHWM, max(VmRSS + VmSwap)).
+
+    VmHWM alone misses what was swapped out, which on a phone is compressed memory. Only Linux tells both.
+    """
+
+    method = "max(VmHWM, max(VmRSS + VmSwap)) of /proc/self/status"
+
+    def __init__(self, status: Path = Path("/proc/self/status")) -> None:
+        self._status = status
+        self._peak: int | None = None
+        self._reason = ""
+        self.sample()
+
+    def sample(self) -> None:
+        """Look once; call it every step, since VmSwap has no high-water mark."""
+        try:
+            seen = _kilobytes(self._status)
+            now = max(seen["VmHWM"], seen["VmRSS"] + seen.get("VmSwap", 0))
+        except OSError as error:
+            self._reason = f"{self._status}: {error.strerror}"
+        except KeyError as error:
+            self._reason = f"{self._status} has no {error.args[0]}"
+        else:
+            self._peak = max(now, self._peak or 0)
+
+    def report(self) -> Record:
+        """`peak_bytes` and the `method`; where it can't be known, null and the `reason`."""
+        self.sample()
+        if self._peak is None:
+            return {"peak_bytes": None, "reason": self._reason}
+        return {"peak_bytes": self._peak, "method": self.method}
+
+
+def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """Present memory of this process, swapped out or not; None where the system doesn't tell."""
+    try:
+        seen = _kilobytes(status)
+    except OSError:
+        return None
+    return seen["VmRSS"] + seen.get("VmSwap", 0) if "VmRSS" in seen else None
+
+
+def proportional_memory(status: Path = Path("/proc/self/smaps_rollup")) -> Record:
+    """Present memory of this process with shared pages counted in part: `bytes`, or null and the `reason`."""
+    try:
+        return {"bytes": _kilobytes(status)["Pss"], "method": f"Pss of {status}"}
+    except OSError as error:
+        return {"bytes": None, "reason": f"{status}: {error.strerror}"}
+    except KeyError:
+        return {"bytes": None, "reason": f"{status} has no Pss"}
+
+
+def memory_info() -> dict[str, int]:
+    """/proc/meminfo in bytes; empty where there is none."""
+    try:
+        return _kilobytes(Path("/proc/meminfo"))
+    except OSError:
+        return {}
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """Lines such as `VmHWM:  1234 kB` of a file under /proc, in bytes."""
+    fields = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
+            fields[name] = int(words[0]) * 1024
+    return fields

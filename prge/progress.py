@@ -1,0 +1,112 @@
+"""How far something is: a bar on a terminal, lines elsewhere; and seconds in words."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+
+class Progress:
+    """How far a run is: a bar on a terminal, otherwise a line every few seconds, nothing if quiet."""
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        quiet: bool = False,
+        every_seconds: float = 10.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._quiet = quiet
+        self._every = every_seconds
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._values: dict[str, float] = {}
+        self._first = self._rows = 0
+        self._started = self._printed = clock()
+        self._bar: Any = None
+        if not quiet and self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=steps,
+                file=self._stream,
+                dynamic_ncols=True,
+                leave=True,
+                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
+            )
+
+    def skip(self, done: int) -> None:
+        """Count `done` steps as taken earlier: they tell nothing of how long the rest takes."""
+        self._first = done
+        self._rows = 0
+        self._started = self._clock()
+        if self._bar is not None:
+            self._bar.n = done
+            self._bar.refresh()
+
+    def update(self, done: int, rows: int = 0, **values: float | None) -> None:
+        """Show that `done` steps are taken.
+
+        Args:
+            done: steps taken in all.
+            rows: rows that went through the engine since the last call.
+            values: numbers to show, such as `loss` and `accuracy`; None leaves one as it was.
+        """
+        self._rows += rows
+        self._values.update({name: value for name, value in values.items() if value is not None})
+        if self._quiet:
+            return
+        facts = self._facts(done)
+        if self._bar is not None:
+            self._bar.n = done
+            self._bar.set_postfix_str(", ".join(facts))
+        elif done >= self._steps or self._clock() - self._printed >= self._every:
+            self._printed = self._clock()
+            self._print("  ".join([f"step {done}/{self._steps}", *facts]))
+
+    def note(self, text: str) -> None:
+        """Print a line without breaking the bar; nothing if quiet."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            self._print(text)
+
+    def close(self) -> None:
+        """Leave the bar as it is and go to a new line."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _facts(self, done: int) -> list[str]:
+        facts = [f"{name} {value:.4g}" for name, value in self._values.items()]
+        elapsed = self._clock() - self._started
+        if elapsed > 0 and self._rows:
+            facts.append(f"{self._rows / elapsed:.3g} rows/s")
+        if done > self._first:
+            facts.append(f"{duration(elapsed / (done - self._first) * (self._steps - done))} left")
+        return facts
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words of at most two units, such as `3 min 20 s`."""
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60} s"
+    return f"{total // 3600} h {total % 3600 // 60} min"

@@ -1,0 +1,497 @@
+"""Rows of a data file to the examples of one program: what is context, what is learnt, what had to be cut.
+
+    text                  every token after the first is learnt; `begin` is context
+    prompt, completion    the completion is learnt, with the end-of-sequence token after it
+    messages              what the assistant wrote is learnt
+    a task's candidates   one-token candidates share a sequence, a slot each at the prompt's last token;
+                          longer ones have a sequence each, weights 1 / tokens
+    a task's answers      the first answer is learnt; an evaluation searches the passage (spans.py)
+    a task, encoder       one sequence without slots, and a class
+
+What doesn't fit a program is cut, split or refused as `overflow` says, and told in a `DataReport`:
+a prompt loses its beginning, as in MeZO (arXiv 2305.17333); a candidate is never cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from prge.contract import Contract
+from prge.errors import DataError
+from prge.examples import Example, Slot, TokenSequence
+from prge.rows.readers import Row, Selection, data_error, read_rows, select_rows
+from prge.rows.report import DataReport
+from prge.rows.task import RowError, Task
+from prge.rows.tokenizer import Pair, Tokenizer
+
+if TYPE_CHECKING:
+    from prge.rows.chat import ChatTemplate
+
+Overflow = Literal["error", "truncate", "split"]
+
+PROMPT_CUT = "prompts cut at the beginning"
+END_CUT = "ends cut off, not learnt"
+SPLIT = "split into several examples"
+INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
+TURN_INEXACT = "assistant turns learnt with their header, the generation prompt differs from it"
+CONTROL = "messages with control tokens written in them, read as such"
+ENCODER_CUT = "texts cut at the end"
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How rows become examples."""
+
+    overflow: Overflow = "error"
+    """What is too long for the program: `error`, `truncate`, or `split` (not candidates) it."""
+    append_eos: bool = True
+    """Learn an end-of-sequence token after completions and answers, where the model has one."""
+    control_tokens: bool = False
+    """Read control tokens written in texts, such as </s>, as such."""
+
+
+def load_examples(
+    path: Path | str,
+    tokenizer: Tokenizer,
+    contract: Contract,
+    task: Task | None = None,
+    selection: Selection | None = None,
+    options: BuildOptions | None = None,
+    *,
+    training: bool = True,
+) -> tuple[list[Example], DataReport]:
+    """Read a file, select rows and build their examples: read_rows, select_rows, build_examples."""
+    rows = read_rows(path)
+    chosen = select_rows(rows, selection or Selection())
+    return build_examples(
+        chosen,
+        tokenizer,
+        contract,
+        task,
+        options,
+        training=training,
+        source=str(path),
+    )
+
+
+def build_examples(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    contract: Contract,
+    task: Task | None = None,
+    options: BuildOptions | None = None,
+    *,
+    training: bool = True,
+    source: str = "the data",
+) -> tuple[list[Example], DataReport]:
+    """Tokenize rows for a program.
+
+    Args:
+        training: build a task of objective `completion` with its right candidate alone; an evaluation
+            (false) compares all candidates, in any number of sequences.
+        source: names the data in errors.
+
+    Raises:
+        DataError: rows that lack a column, hold an unknown label, nothing to learn, or don't fit; all named.
+    """
+    builder = _Builder(tokenizer, contract, task, options or BuildOptions(), training)
+    return builder.build(rows, source)
+
+
+def row_kind(fields: Mapping[str, object]) -> str | None:
+    """Kind of a row without a task, by its columns: messages, prompt and completion, text, or None."""
+    if "messages" in fields:
+        return "messages"
+    if "prompt" in fields and "completion" in fields:
+        return "prompt and completion"
+    return "text" if "text" in fields else None
+
+
+class _Builder:
+    """Examples and report of one file; a row's problem is raised as RowError, collected with its number."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        contract: Contract,
+        task: Task | None,
+        options: BuildOptions,
+        training: bool,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.contract = contract
+        self.task = task
+        self.options = options
+        self.training = training
+        self.length = contract.sequence_length
+        self.report = DataReport("", self.length, contract.positions)
+        self.label_index = {token: index for index, token in enumerate(contract.label_tokens)}
+        self.chat: ChatTemplate | None = None
+
+    def build(self, rows: Sequence[Row], source: str) -> tuple[list[Example], DataReport]:
+        kind = self.kind(rows, source)
+        self.report.kind = f"{source} ({kind})"
+        examples: list[Example] = []
+        problems: list[str] = []
+        for row in rows:
+            try:
+                examples += self.examples(kind, row)
+            except RowError as problem:
+                problems.append(f"row {row.number}: {problem}")
+            except DataError as error:
+                headline = error.what.partition("\n")[0]
+                problems.append(f"row {row.number}: {headline}: {'; '.join(error.problems)}")
+        if problems:
+            raise data_error(
+                f"{source} has rows that can't be used", problems, "correct or remove these rows"
+            )
+        self.report.rows = len(rows)
+        self.report.examples = len(examples)
+        for example in examples:
+            for sequence in example.sequences:
+                self.report.lengths.append(len(sequence.tokens))
+                self.report.slots.append(len(sequence.slots))
+        return examples, self.report
+
+    def kind(self, rows: Sequence[Row], source: str) -> str:
+        """What the rows are, checked as a whole: a missing column is told once and not for every row."""
+        what = f"{source} can't be used"
+        if not rows:
+            raise DataError(what, ["it has no rows"])
+        present = set().union(*(row.fields.keys() for row in rows))
+        shown = ", ".join(sorted(map(str, present))) or "none"
+        if self.task is not None:
+            lacking = [c for c in self.task.needed_columns(self.contract.is_encoder) if c not in present]
+            if lacking:
+                problems = [
+                    f"no row has the column {column!r}; its columns are {shown}" for column in lacking
+                ]
+                raise DataError(
+                    what, problems, remedy=f"give the data set of the task {self.task.name}, or a task file"
+                )
+            self.check_task(self.task)
+            return f"task {self.task.name}"
+        if self.contract.readout != "logprobs":
+            raise DataError(
+                what,
+                [f"the program's readout is {self.contract.readout}: it compares classes, learns no texts"],
+                remedy="give a task (a name or a task file)",
+            )
+        kinds = {row_kind(row.fields) for row in rows} - {None}
+        if not kinds:
+            raise DataError(
+                what,
+                [f"its columns are {shown}; needed are text, prompt and completion, or messages"],
+                remedy="rename columns, or give a task (a name or a task file)",
+            )
+        if len(kinds) > 1:
+            raise DataError(what, [f"it mixes rows of several kinds: {', '.join(sorted(map(str, kinds)))}"])
+        kind = str(kinds.pop())
+        if kind == "messages":
+            if self.tokenizer.chat_template is None:
+                raise DataError(
+                    what,
+                    ["its rows are messages and the model has no chat template"],
+                    remedy="use a chat model, or rows with prompt and completion",
+                )
+            self.chat = self.chat_template(self.tokenizer.chat_template)
+        return kind
+
+    def chat_template(self, source: str) -> ChatTemplate:
+        """The compiled chat template; only rows of messages need jinja2."""
+        try:
+            from prge.rows.chat import ChatTemplate
+        except ImportError:
+            raise DataError(
+                "rows of messages need the package jinja2", [], remedy="pip install jinja2"
+            ) from None
+        return ChatTemplate(source, self.tokenizer.special_tokens)
+
+    def check_task(self, task: Task) -> None:
+        """What a task asks of a program, whatever the rows are."""
+        problems = []
+        if self.contract.is_encoder and not task.classes:
+            problems.append(
+                f"an encoder's program knows classes only; the task {task.name} has no label_words"
+            )
+        if self.contract.readout == "verbalizer" and not task.classes:
+            problems.append(f"a verbalizer program compares label words only; the task {task.name} has none")
+        if self.options.overflow == "split" and not task.is_completion:
+            problems.append(
+                "overflow split is for texts, completions and messages: a prompt with candidates is one"
+            )
+        if problems:
+            raise DataError(f"the task {task.name} doesn't fit the program", problems)
+
+    def examples(self, kind: str, row: Row) -> list[Example]:
+        if self.task is not None:
+            return self.task_examples(self.task, row)
+        if kind != row_kind(row.fields):
+            raise RowError(
+                f"is no row of {kind}: its columns are {', '.join(map(str, row.fields)) or 'none'}"
+            )
+        if kind == "messages":
+            return self.messages(row)
+        if kind == "text":
+            tokens = self.tokenizer.encode(_string(row, "text"), control=self.options.control_tokens)
+            begin = self.tokenizer.begin
+            return self.learnt(
+                row, [*begin, *tokens], [False] * len(begin) + [True] * len(tokens), len(begin)
+            )
+        return self.completion(row, _string(row, "prompt"), _string(row, "completion"))
+
+    def messages(self, row: Row) -> list[Example]:
+        from prge.rows.chat import check_messages
+
+        assert self.chat is not None
+        try:
+            messages = check_messages(row.fields["messages"])
+        except ValueError as error:
+            raise RowError(str(error)) from None
+        text, spans, exact = self.chat.assistant_spans(messages)
+        if not exact:
+            self.report.note(TURN_INEXACT, row.number)
+        if any(
+            token in message["content"] for message in messages for token in self.tokenizer.control_tokens
+        ):
+            self.report.note(CONTROL, row.number)
+        # The template writes the special tokens itself, `begin` among them.
+        tokens, offsets = self.tokenizer.encode_with_offsets(text, control=True)
+        learnt = [
+            any(first <= start and end <= last for first, last in spans) and end > start
+            for start, end in offsets
+        ]
+        if any(start < first < end for start, end in offsets for first, _ in spans):
+            self.report.note(INEXACT, row.number)
+        begin = 1 if tokens[:1] == [self.tokenizer.bos_id] else 0
+        return self.learnt(row, tokens, learnt, begin)
+
+    def completion(
+        self, row: Row, prompt: str, completion: str, answers: tuple[str, ...] = (), passage: str = ""
+    ) -> list[Example]:
+        """Examples that learn a completion, the end-of-sequence token after it."""
+        pair = self.tokenizer.encode_pair(prompt, completion, control=self.options.control_tokens)
+        if not pair.completion:
+            raise RowError("its completion is empty: there is nothing to learn from")
+        if not pair.exact:
+            self.report.note(INEXACT, row.number)
+        learnt = list(pair.completion)
+        eos = self.tokenizer.eos_id
+        if self.options.append_eos and eos is not None and learnt[-1] != eos:
+            learnt.append(eos)
+        tokens = [*pair.prompt, *learnt]
+        mask = [False] * len(pair.prompt) + [True] * len(learnt)
+        examples = self.learnt(row, tokens, mask, len(self.tokenizer.begin))
+        return [replace(each, answers=answers, choices=(passage,) if passage else ()) for each in examples]
+
+    def learnt(self, row: Row, tokens: Sequence[int], mask: Sequence[bool], begin: int) -> list[Example]:
+        """Examples of a sequence whose masked tokens are learnt, cut or split to fit the program."""
+        self.check_vocabulary(tokens)
+        # Nothing precedes the first token, so nothing predicts it.
+        targets = [index for index in range(1, len(tokens)) if mask[index]]
+        if not targets:
+            raise RowError(f"has {len(tokens)} tokens and none to learn from")
+        examples = []
+        for start, chosen in self.windows(row, targets, begin):
+            shift = start - begin
+            slots = [Slot(index - shift - 1, tokens[index], 1 / len(chosen), 0) for index in chosen]
+            sequence = TokenSequence((*tokens[:begin], *tokens[start : chosen[-1] + 1]), tuple(slots))
+            examples.append(Example(row.number, (sequence,), 1, None))
+        return examples
+
+    def windows(self, row: Row, targets: Sequence[int], begin: int) -> list[tuple[int, list[int]]]:
+        """Where the tokens of each example start, `begin` aside, and the targets that it has and ends with.
+
+        Every target is in at most one window and keeps at least the token before it. A cut completion leaves
+        its prompt up to half of the program; a split text is learnt entirely.
+        """
+        room, limit = self.length, self.contract.positions
+        if targets[-1] < room and len(targets) <= limit:
+            return [(begin, list(targets))]
+        overflow = self.options.overflow
+        if overflow == "error":
+            raise RowError(
+                f"has {targets[-1] + 1} tokens, {len(targets)} to learn; "
+                f"the program takes {room} and reads {limit}: "
+                "shorten it, export a longer program, or set overflow to truncate or split"
+            )
+        windows: list[tuple[int, list[int]]] = []
+        done = 0
+        while done < len(targets) and not (windows and overflow == "truncate"):
+            first = targets[done]
+            context = min(first, max(begin + 1, room // 2 if overflow == "truncate" else 0))
+            chosen = [index for index in targets[done : done + limit] if index < first + room - context]
+            if not chosen:
+                raise RowError(
+                    f"the program takes {room} tokens, too few to learn anything: export a longer one"
+                )
+            windows.append((max(begin, chosen[-1] + 1 - (room - begin)), chosen))
+            done += len(chosen)
+        if len(windows) > 1:
+            self.report.note(SPLIT, row.number)
+        if windows[0][0] > begin:
+            self.report.note(PROMPT_CUT, row.number)
+        if done < len(targets):
+            self.report.note(END_CUT, row.number)
+        return windows
+
+    def task_examples(self, task: Task, row: Row) -> list[Example]:
+        if self.contract.is_encoder:
+            return [self.encoder_example(task, row)]
+        prompt = task.prompt(row.fields)
+        if task.is_completion:
+            answers = task.answers(row.fields)
+            return self.completion(
+                row, prompt, task.join(prompt, answers[0]), answers, task.passage(row.fields)
+            )
+        candidates = task.candidates(row.fields)
+        label = task.label(row.fields)
+        answers = task.answers(row.fields) or (candidates[label],)
+        alone = self.training and task.objective == "completion"
+        texts = [task.candidate_text(prompt, candidate, row.fields) for candidate in candidates]
+        pairs = [
+            self.tokenizer.encode_pair(prompt, text, control=self.options.control_tokens)
+            for text in ([texts[label]] if alone else texts)
+        ]
+        if not all(pair.exact for pair in pairs):
+            self.report.note(INEXACT, row.number)
+        if task.classes:
+            self.report.classes[task.classes[label]] += 1
+        sequences = self.candidate_sequences(row, texts, pairs)
+        # An evaluation scores sequence by sequence; a training step needs an example's loss at once.
+        if self.training and len(sequences) > self.contract.batch_size:
+            raise RowError(
+                f"has candidates of {len(sequences)} sequences, a step of the program takes "
+                f"{self.contract.batch_size}: export with a larger batch size or more positions"
+            )
+        if alone:
+            return [Example(row.number, sequences, 1, None, answers, candidates)]
+        return [Example(row.number, sequences, len(pairs), label, answers, candidates)]
+
+    def candidate_sequences(
+        self, row: Row, texts: Sequence[str], pairs: Sequence[Pair]
+    ) -> tuple[TokenSequence, ...]:
+        """Sequences of candidates after one prompt, which is cut alike for all of them."""
+        if not all(pair.completion for pair in pairs):
+            raise RowError("has an empty candidate")
+        longest = max(len(pair.completion) for pair in pairs)
+        single = longest == 1
+        verbalizer = self.contract.readout == "verbalizer"
+        if verbalizer:
+            self.check_label_words(texts, pairs)
+        elif longest > self.contract.positions:
+            raise RowError(
+                f"has a candidate of {longest} tokens, the program reads {self.contract.positions}: "
+                "export with more positions"
+            )
+        prompt = self.cut_prompt(row, pairs[0].prompt, 0 if single else longest)
+        at = len(prompt) - 1
+        if single:
+            tokens = [pair.completion[0] for pair in pairs]
+            if len(set(tokens)) < len(tokens):
+                raise RowError(f"has two candidates that are one token: {self.spelled(texts, pairs)}")
+            self.check_vocabulary([*prompt, *tokens])
+            slots = [
+                Slot(at, self.label_index[token] if verbalizer else token, 1.0, index)
+                for index, token in enumerate(tokens)
+            ]
+            size = self.contract.positions
+            return tuple(
+                TokenSequence(prompt, tuple(slots[i : i + size])) for i in range(0, len(slots), size)
+            )
+        sequences = []
+        for index, pair in enumerate(pairs):
+            self.check_vocabulary([*prompt, *pair.completion])
+            weight = 1 / len(pair.completion)
+            slots = [Slot(at + k, token, weight, index) for k, token in enumerate(pair.completion)]
+            sequences.append(TokenSequence((*prompt, *pair.completion), tuple(slots)))
+        return tuple(sequences)
+
+    def cut_prompt(self, row: Row, prompt: tuple[int, ...], after: int) -> tuple[int, ...]:
+        """The prompt without as much of its beginning as leaves room for `after` tokens; `begin` stays."""
+        if not prompt:
+            raise RowError("has an empty prompt: nothing predicts its candidates")
+        room = self.length - after
+        if len(prompt) <= room:
+            return prompt
+        begin = self.tokenizer.begin
+        if self.options.overflow == "error":
+            raise RowError(
+                f"has a prompt of {len(prompt)} tokens and {after} after it, "
+                f"the program takes {self.length}: "
+                "shorten it, export a longer program, or set overflow to truncate"
+            )
+        kept = room - len(begin)
+        if kept < 1:
+            raise RowError(
+                f"has a candidate of {after} tokens, the program takes {self.length}: export a longer program"
+            )
+        self.report.note(PROMPT_CUT, row.number)
+        return (*begin, *prompt[-kept:])
+
+    def check_label_words(self, texts: Sequence[str], pairs: Sequence[Pair]) -> None:
+        if any(len(pair.completion) > 1 for pair in pairs):
+            raise RowError(
+                "a verbalizer program needs label words of one token each; "
+                f"they are {self.spelled(texts, pairs)}: choose shorter words"
+            )
+        lacking = [pair.completion[0] for pair in pairs if pair.completion[0] not in self.label_index]
+        if lacking:
+            known = ", ".join(repr(self.tokenizer.token(token)) for token in self.contract.label_tokens)
+            raise RowError(
+                f"the program was exported with the label tokens {known}; the task's words are "
+                f"{self.spelled(texts, pairs)}: export again with the task's words"
+            )
+
+    def spelled(self, texts: Sequence[str], pairs: Sequence[Pair]) -> str:
+        """Words with their pieces, for an error."""
+        return ", ".join(
+            f"{text!r} = " + " + ".join(repr(self.tokenizer.token(token)) for token in pair.completion)
+            for text, pair in zip(texts, pairs, strict=True)
+        )
+
+    def check_vocabulary(self, tokens: Sequence[int]) -> None:
+        largest = max(tokens, default=0)
+        if largest >= self.contract.vocabulary_size:
+            raise RowError(
+                f"has the token {self.tokenizer.token(largest)!r} ({largest}), "
+                f"the program knows {self.contract.vocabulary_size}: the tokenizer is not this program's"
+            )
+
+    def encoder_example(self, task: Task, row: Row) -> Example:
+        text = task.encoder_text(row.fields)
+        if not text.strip():
+            raise RowError("has an empty text: there is nothing to learn from")
+        label = task.label(row.fields)
+        begin, end = self.tokenizer.begin, self.tokenizer.end
+        tokens = self.tokenizer.encode(text, control=self.options.control_tokens)
+        room = self.length - len(begin) - len(end)
+        if room < 1:
+            raise RowError(
+                f"the program takes {self.length} tokens, too few for any text: export a longer one"
+            )
+        if len(tokens) > room:
+            if self.options.overflow != "truncate":
+                raise RowError(
+                    f"has {len(begin) + len(tokens) + len(end)} tokens, the program takes {self.length}: "
+                    "shorten it, export a longer program, or set overflow to truncate"
+                )
+            self.report.note(ENCODER_CUT, row.number)
+            tokens = tokens[:room]
+        self.check_vocabulary(tokens)
+        self.report.classes[task.classes[label]] += 1
+        candidates = task.candidates(row.fields)
+        sequence = TokenSequence((*begin, *tokens, *end))
+        return Example(row.number, (sequence,), len(candidates), label, (candidates[label],), candidates)
+
+
+def _string(row: Row, column: str) -> str:
+    value = row.fields.get(column)
+    if not isinstance(value, str):
+        raise RowError(
+            f"column {column!r} is {'missing' if value is None else type(value).__name__}, must be a text"
+        )
+    return value

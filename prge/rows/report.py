@@ -1,0 +1,81 @@
+"""What became of a data file's rows, and one of them decoded, for a person to read before training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from prge.examples import Example
+from prge.rows.tokenizer import Tokenizer
+
+SHOWN_ROWS = 5
+
+
+@dataclass
+class DataReport:
+    """What became of the rows, for a person to read before training."""
+
+    kind: str
+    sequence_length: int
+    positions: int
+    rows: int = 0
+    examples: int = 0
+    lengths: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    classes: Counter[str] = field(default_factory=Counter)
+    notes: dict[str, list[int]] = field(default_factory=dict)
+
+    def note(self, event: str, row: int) -> None:
+        """Record that something was done to a row; once a row."""
+        numbers = self.notes.setdefault(event, [])
+        if numbers[-1:] != [row]:
+            numbers.append(row)
+
+    def text(self) -> str:
+        """A few lines: rows, lengths against the program's, learnt tokens, classes, cuts with row numbers."""
+        lines = [
+            f"{self.kind}: {self.rows} rows, {self.examples} examples, {len(self.lengths)} sequences",
+            f"  tokens in a sequence: {min(self.lengths)} to {max(self.lengths)}, "
+            f"mean {sum(self.lengths) / len(self.lengths):.1f}; the program takes {self.sequence_length}",
+        ]
+        if any(self.slots):
+            lines.append(
+                f"  read positions: {sum(self.slots)} beside {sum(self.lengths)} tokens, "
+                f"at most {max(self.slots)} in a sequence; the program reads {self.positions}"
+            )
+        if self.classes:
+            lines.append(
+                "  classes: " + ", ".join(f"{name} {count}" for name, count in sorted(self.classes.items()))
+            )
+        for event, rows in self.notes.items():
+            shown = ", ".join(str(row) for row in sorted(rows)[:SHOWN_ROWS]) + (
+                ", ..." if len(rows) > SHOWN_ROWS else ""
+            )
+            lines.append(f"  {event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown})")
+        return "\n".join(lines)
+
+
+def show_sample(example: Example, tokenizer: Tokenizer, label_tokens: Sequence[int] = ()) -> str:
+    """A decoded example: context as it reads, each learnt token in [brackets], candidates after an arrow.
+
+    Args:
+        label_tokens: the contract's, for a verbalizer program, whose targets are indices into it.
+    """
+    lines = [f"row {example.row}"]
+    for sequence in example.sequences:
+        pieces = tokenizer.pieces(sequence.tokens)
+        outside = []
+        for slot in sequence.slots:
+            at = slot.position + 1
+            if not label_tokens and at < len(pieces) and sequence.tokens[at] == slot.target:
+                pieces[at] = f"[{pieces[at]}]"
+            else:
+                name = tokenizer.token(label_tokens[slot.target] if label_tokens else slot.target)
+                outside.append(f"[{name}]" + (" <- label" if slot.candidate == example.label else ""))
+        mine = {slot.candidate for slot in sequence.slots} == {example.label}
+        lines.append("  " + "".join(pieces) + (" <- label" if mine and not outside else ""))
+        lines += [f"    -> {line}" for line in outside]
+    if example.label is not None and not any(sequence.slots for sequence in example.sequences):
+        lines.append(f"    -> class {example.label} of {example.candidates}")
+    return "\n".join(lines)

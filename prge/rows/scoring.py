@@ -1,0 +1,84 @@
+"""Evaluation of an adapter on examples: the loss and the metric of their task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from prge.adapter import Adapter
+from prge.engine import Engine
+from prge.evaluation import Scores, score
+from prge.examples import Example, Slot, TokenSequence
+from prge.head import Head
+from prge.rows.spans import Question, answer_by_span
+from prge.rows.task import Task
+from prge.rows.text_metrics import accuracy, macro_f1, perplexity, token_f1
+from prge.rows.tokenizer import Tokenizer
+
+
+def evaluate(
+    engine: Engine,
+    adapter: Adapter,
+    examples: Sequence[Example],
+    task: Task | None,
+    head: Head | None = None,
+    pad: int = 0,
+    select: Literal["metric", "loss"] = "metric",
+) -> tuple[dict[str, Any], Scores]:
+    """Score examples: a record with `loss`, the metric by its name, and `value`, where more is better.
+
+    Without a task, and for completions, the metric is the perplexity per token.
+    """
+    found = score(engine, adapter, examples, head, pad)
+    record: dict[str, Any] = {"loss": found.loss, "examples": len(examples)}
+    if task is None or examples[0].label is None:
+        name, metric = "perplexity", perplexity(found.losses.tolist(), found.tokens.tolist())
+        better = -metric
+    else:
+        name, metric = metric_of(task, examples, found)
+        better = metric
+    record[name] = metric
+    record["value"] = better if select == "metric" else -found.loss
+    return record, found
+
+
+def metric_of(task: Task, examples: Sequence[Example], found: Scores) -> tuple[str, float]:
+    """Name and value of the task's metric over scored candidates."""
+    predictions = found.predictions.tolist()
+    if task.metric == "f1_answer":
+        texts = [example.choices[choice] for example, choice in zip(examples, predictions, strict=True)]
+        return "f1", mean_token_f1(texts, examples)
+    labels = [example.label for example in examples]
+    if task.metric == "f1":
+        return "f1", macro_f1(predictions, labels)
+    if "answers" in task.columns:
+        # Several candidates may be right, such as two names of one person.
+        chosen = [e.choices[choice] in e.answers for e, choice in zip(examples, predictions, strict=True)]
+        return "accuracy", accuracy(chosen, [True] * len(chosen))
+    return "accuracy", accuracy(predictions, labels)
+
+
+def mean_token_f1(texts: Sequence[str], examples: Sequence[Example]) -> float:
+    """Mean F1 of shared words of each text with the best of its example's answers."""
+    values = [token_f1(text, example.answers) for text, example in zip(texts, examples, strict=True)]
+    return sum(values) / len(values)
+
+
+def extract_answers(
+    engine: Engine, adapter: Adapter, examples: Sequence[Example], tokenizer: Tokenizer, task: Task
+) -> list[str]:
+    """The answer to each question, searched among the spans of its passage (prge/rows/spans.py)."""
+
+    def log_probabilities(questions: Sequence[Question]) -> list[float]:
+        size = engine.contract.positions
+        slots = [Slot(position, target, 1.0, i) for i, (_, position, target) in enumerate(questions)]
+        tokens = tuple(questions[0][0])
+        sequences = [TokenSequence(tokens, tuple(slots[i : i + size])) for i in range(0, len(slots), size)]
+        asked = Example(0, tuple(sequences), len(questions), None)
+        return score(engine, adapter, [asked], pad=tokenizer.pad_id).scores[0].tolist()
+
+    length = engine.contract.sequence_length
+    return [
+        answer_by_span(example, tokenizer, log_probabilities, length, separator=task.separator)
+        for example in examples
+    ]

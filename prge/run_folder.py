@@ -1,0 +1,252 @@
+"""A run folder: the names in it, and what a run leaves besides its adapter: metrics, log, summary, lock."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, TextIO
+
+from prge.atomic import storage_error, write_file
+from prge.errors import RunError
+from prge.memory import PeakMemory, memory_info
+
+METRICS = "metrics.jsonl"
+LOG = "log.txt"
+SUMMARY = "run.json"
+LOCK = "run.lock"
+
+_PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "executorch", "torchao", "transformers", "peft")
+
+Record = dict[str, Any]
+
+
+class RunLog:
+    """metrics.jsonl and log.txt of one run folder, open for appending.
+
+    Every line is on its way to storage when the call returns, so a killed run loses at most the line that it
+    was writing.
+    """
+
+    def __init__(self, folder: Path, keep_through: int | None = None) -> None:
+        """Open both files, creating the folder if need be.
+
+        Args:
+            folder: the run folder.
+            keep_through: when a run resumes, the last step whose records stay; None keeps all. A torn last
+                line always goes.
+
+        Raises:
+            RunError: the folder can't be written, or metrics.jsonl is damaged before its last line.
+        """
+        self.folder = folder
+        self.memory = PeakMemory()
+        with reported(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / METRICS
+            self.records, keep = _read_records(path, keep_through) if path.exists() else ([], 0)
+            self._metrics = path.open("ab", buffering=0)
+            self._metrics.truncate(keep)
+            self._log = (folder / LOG).open("ab", buffering=0)
+
+    def metric(self, record: Mapping[str, Any]) -> None:
+        """Append one record to metrics.jsonl; infinite numbers and NaN are written as null."""
+        plain = _plain(record)
+        with reported(self.folder):
+            _append(self._metrics, json.dumps(plain, allow_nan=False))
+        self.records.append(plain)
+        self.memory.sample()
+
+    def text(self, line: str) -> None:
+        """Append one line to log.txt, with the time before it."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        with reported(self.folder):
+            _append(self._log, f"{now} {line}")
+
+    def last(self, event: str) -> Record | None:
+        """The newest record of an event, those from before a resume included."""
+        return next((record for record in reversed(self.records) if record.get("event") == event), None)
+
+    def close(self) -> None:
+        """Flush to storage and close."""
+        for stream in (self._metrics, self._log):
+            if not stream.closed:
+                with reported(self.folder):
+                    os.fsync(stream.fileno())
+                stream.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(folder: Path) -> list[Record]:
+    """Records of a run's metrics.jsonl in order; a torn last line is left out.
+
+    Raises:
+        RunError: there is no such file, or it is damaged before its last line.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        raise RunError(
+            f"{folder} is not a run: it has no {METRICS}", remedy="give the folder of `prge run --out`"
+        )
+    return _read_records(path, None)[0]
+
+
+def write_summary(
+    folder: Path, run: Mapping[str, Any], train: Mapping[str, Any], meta: Mapping[str, Any] | None = None
+) -> None:
+    """Write run.json whole or not at all.
+
+    Args:
+        folder: the run folder.
+        run: what was run: configuration, bundle hash, status.
+        train: what came out: steps, seconds, rows, memory, final metrics.
+        meta: where it ran; None for `environment()`.
+
+    Raises:
+        RunError: the storage is full, read-only or refuses.
+    """
+    content = _plain({"run": run, "train": train, "meta": environment() if meta is None else meta})
+    write_file(folder / SUMMARY, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def environment() -> Record:
+    """The `meta` block of run.json: versions, platform, processor, memory. Imports none of the packages."""
+    return {
+        "prge": importlib.metadata.version("prge") if _installed("prge") else None,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": {"model": _cpu_model(), "count": os.cpu_count()},
+        "memory_bytes": memory_info().get("MemTotal"),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES if _installed(name)},
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold a run folder for this process; the operating system lets go of it when the process ends, however.
+
+    Raises:
+        RunError: another process holds it, or the folder can't be written.
+    """
+    with reported(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # The file stays behind: removing it would let two processes lock two files of one name.
+        stream = (folder / LOCK).open("a+", encoding="ascii")
+    with stream:
+        if not _lock(stream):
+            stream.seek(0)
+            holder = stream.read().strip() or "unknown"
+            raise RunError(
+                f"{folder} is in use by process {holder}",
+                remedy="wait for it or stop it, or give another folder with --out",
+            )
+        with reported(folder):
+            stream.truncate(0)
+            stream.write(f"{os.getpid()}\n")
+            stream.flush()
+        yield
+
+
+@contextmanager
+def reported(path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses inside the block into a RunError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # not the operating system's
+            raise
+        raise storage_error(path, error) from None
+
+
+def _append(stream: RawIOBase, line: str) -> None:
+    """Write a line; an unbuffered stream may take only a part of it, and says what is wrong the next time."""
+    rest = memoryview(line.encode() + b"\n")
+    while rest:
+        rest = rest[stream.write(rest) or 0 :]
+
+
+def _read_records(path: Path, keep_through: int | None) -> tuple[list[Record], int]:
+    """Records of metrics.jsonl up to a step, and the number of bytes that they take."""
+    records: list[Record] = []
+    keep = 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not line.endswith(b"\n"):
+                raise ValueError("not a whole JSON object")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise RunError(
+                f"{path}: line {number} is damaged: {error}", remedy="remove that line, or start a new run"
+            ) from None
+        if keep_through is not None and record.get("step", 0) > keep_through:
+            break
+        records.append(record)
+        keep += len(line)
+    return records, keep
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON's own types; numpy scalars and arrays give their Python values, paths their text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def _lock(stream: TextIO) -> bool:
+    """Lock an open file; False if another process has it. True also where files can't be locked."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cpu_model() -> str:
+    """The processor's name; on a phone the name of the chip."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for wanted in ("model name", "Hardware", "CPU part"):
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == wanted:
+                return value.strip()
+    return platform.processor() or "unknown"

@@ -1,0 +1,154 @@
+"""How fast the engine is on this machine: two seconds of a model's products and of what lies between them.
+
+Nothing is stored. What else the machine does is left out: the fast calls count. Layers that are larger than a
+bound are measured at it: their rate no longer depends on it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from prge.costs import Outline, Work
+from server_export.model.readout import log_probabilities
+
+_SECONDS = 2.0
+_LARGEST_LAYER = 1 << 23
+_MOST_TOKENS = 640
+_ANSWERS = 8
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the engine does in a second.
+
+    As `prge.costs.Work`: multiply-accumulates of `layers` and `products`, numbers of `passes` and `answers`.
+    """
+
+    layers: float
+    products: float
+    passes: float
+    answers: float
+
+    def seconds(self, work: Work) -> float:
+        """What one call of a method takes."""
+        pairs = zip(asdict(work).values(), asdict(self).values(), strict=True)
+        return float(sum(amount / rate for amount, rate in pairs))
+
+    def to_json(self) -> dict[str, float]:
+        """The rates by name."""
+        return asdict(self)
+
+
+class _Layers(nn.Module):
+    """x f32 [rows, tokens, width] -> the same shape, through two frozen layers."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+class _Products(nn.Module):
+    """q, k f32 [rows x heads, tokens, head width] -> mixed values of that shape, without a softmax."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.bmm(q, k.transpose(1, 2)), k)
+
+
+class _Passes(nn.Module):
+    """x f32 -> the same shape, through four operators that take numbers one by one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.sigmoid(x) * x + x) * x
+
+
+class _Answers(nn.Module):
+    """logits f32 [1, count, tokens], targets i64 [1, count] -> log p(target) [1, count]."""
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return log_probabilities(logits, targets)
+
+
+class Calibration:
+    """Small programs of a model's shapes, loaded in the engine with its default threads.
+
+    Args:
+        outline: the model, whose shapes are taken.
+        scheme: of its frozen layers.
+        rows: that a call computes.
+        length: tokens of a row.
+    """
+
+    def __init__(self, outline: Outline, scheme: str, rows: int, length: int) -> None:
+        from server_export.check.verification import loaded_method
+        from server_export.lower.lowering import export_graph, lower
+        from server_export.model.quantization import quantize_layers
+
+        classes = outline.head.outputs if outline.head is not None else 2
+        rows = max(1, min(rows, _MOST_TOKENS // length))
+        inner = outline.inner
+        width = min(outline.width, max(32, _LARGEST_LAYER // inner // 32 * 32))
+        heads = (rows * outline.heads, length, outline.head_width)
+        layers = _Layers(width, inner).eval().requires_grad_(False)
+        if scheme != "fp32":
+            quantize_layers(layers, scheme)
+        modules: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+            "layers": (layers, (torch.randn(rows, length, width),)),
+            "products": (_Products(), (torch.randn(heads), torch.randn(heads))),
+            "passes": (_Passes(), (torch.randn(rows, length, inner),)),
+            "answers": (
+                _Answers(),
+                (torch.randn(1, _ANSWERS, classes), torch.zeros(1, _ANSWERS, dtype=torch.int64)),
+            ),
+        }
+        graphs = {name: export_graph(module, inputs) for name, (module, inputs) in modules.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "calibration.pte")
+            lower(graphs).write(path)
+            self._calls = {name: loaded_method(path, name, inputs) for name, (_, inputs) in modules.items()}
+        tokens = rows * length
+        self._amounts = {
+            "layers": 2 * tokens * width * inner,
+            "products": 2 * tokens * outline.heads * outline.head_width * length,
+            "passes": 4 * tokens * inner,
+            "answers": _ANSWERS * classes,
+        }
+        self._seconds: dict[str, list[float]] = {name: [] for name in modules}
+        for call in self._calls.values():
+            call()
+
+    def sample(self) -> None:
+        """Time a call of each."""
+        for name, call in self._calls.items():
+            start = time.perf_counter()
+            call()
+            self._seconds[name].append(time.perf_counter() - start)
+
+    def rates(self) -> Rates:
+        """What the fast calls that were sampled come to."""
+        return Rates(**{name: self._amounts[name] / fast(seconds) for name, seconds in self._seconds.items()})
+
+
+def fast(seconds: Sequence[float]) -> float:
+    """What a call takes when nothing else wants the processor: the fastest tenth begins there."""
+    return sorted(seconds)[len(seconds) // 10]
+
+
+def calibrate(outline: Outline, scheme: str, rows: int, length: int) -> Rates:
+    """Measure the engine for two seconds; arguments as of `Calibration`."""
+    calibration = Calibration(outline, scheme, rows, length)
+    end = time.perf_counter() + _SECONDS
+    calibration.sample()
+    while time.perf_counter() < end:
+        calibration.sample()
+    return calibration.rates()

@@ -1,0 +1,1 @@
+"""Graphs that answer derivatives: tangents and backpropagation."""

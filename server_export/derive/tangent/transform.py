@@ -1,0 +1,118 @@
+"""The transformation: a graph and its differentiated inputs in, the same graph with tangents out.
+
+Values that don't depend on a differentiated input are computed once, as before; every other one becomes a
+dual. This is forward-mode differentiation with several directions (Griewank and Walther, "Evaluating
+derivatives", 2008, chapter 3), done once, at export: what runs on the device is a plain inference graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from prge.errors import BundleError
+from server_export.derive.tangent.dual import Builder, Dual
+from server_export.derive.tangent.rules import RULES, Factors, Value
+from server_export.graph.rewriting import as_module
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A differentiated input with a tangent [queries, *shape] of its own for each query."""
+
+
+@dataclass(frozen=True)
+class RankOne:
+    """A differentiated adapter matrix [1, rank, out], given as [rank, out]; `rows` share it.
+
+    Its tangent of a query and row is u v^T: two inputs, f32 [queries, rows, rank] and [queries, rows, out].
+    """
+
+    rows: int
+
+
+Seed = Dense | RankOne
+
+
+def differentiate(graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int) -> GraphModule:
+    """A graph with tangents.
+
+    Args:
+        graph_module: its nodes carry `meta["val"]`; it has one output. Its constants are shared.
+        seeds: by placeholder name, which inputs are differentiated. Their tangents become inputs after all
+            others, in this order.
+        queries: tangents of every value.
+
+    Returns:
+        A module that answers the output [...] and its tangents [queries, ...].
+
+    Raises:
+        BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.
+    """
+    graph = Graph()
+    builder = Builder(graph_module, graph, queries)
+    values: dict[Node, Value] = {}
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    copies = {node: graph.placeholder(str(node.target)) for node in placeholders}
+    for node in placeholders:
+        seed = seeds.get(str(node.target))
+        values[node] = copies[node] if seed is None else _seeded(builder, node, copies[node], seed)
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            graph.output(_outputs(builder, node, values))
+        elif any(isinstance(values[source], Dual | Factors | tuple) for source in node.all_input_nodes):
+            values[node] = _apply_rule(builder, node, values)
+        else:
+            values[node] = graph.node_copy(node, values.__getitem__)
+    graph.eliminate_dead_code()
+    return as_module(graph_module, graph)
+
+
+def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
+    name, shape = str(node.target), tuple(node.meta["val"].shape)
+    if isinstance(seed, Dense):
+        tangents = builder.graph.placeholder(f"d_{name}")
+        return Dual.of_parts(builder, shape, builder.reshape(copy, 1, *shape), tangents)
+    builder.know_shape(copy, *shape[1:])
+    u, v = (builder.graph.placeholder(f"{factor}_{name}") for factor in ("u", "v"))
+    for factor, width in ((u, shape[1]), (v, shape[2])):
+        builder.know_shape(factor, builder.queries, seed.rows, width)
+    return Factors(builder.reshape(copy, *shape), u, v, seed.rows, *shape[1:])
+
+
+def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> Value:
+    rule = RULES.get(str(node.target))
+    arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    try:
+        if rule is not None and not any(isinstance(value, Factors) for value in arguments[:1]):
+            return rule(builder, node, *arguments, **named)
+    except NotImplementedError:
+        pass
+    raise BundleError(
+        f"the operator {node.target} in {_origin(node)} has no forward-mode derivative here",
+        remedy="export with --estimator antithetic, and please report it with the name of the model",
+    )
+
+
+def _outputs(builder: Builder, node: Node, values: Mapping[Node, Value]) -> tuple[Node, Node]:
+    (answer,) = node.args[0]
+    dual = values[answer]
+    if not isinstance(dual, Dual):
+        raise BundleError(
+            "the program's answer doesn't depend on the adapter",
+            remedy="choose target modules that the answer depends on",
+        )
+    return builder.reshape(dual.primal, *dual.shape), dual.tangents
+
+
+def _origin(node: Node) -> str:
+    """The module of the model that a node was traced in."""
+    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+    paths = [str(entry[0]) for entry in stack.values() if entry[0]]
+    return paths[-1] if paths else "the program"

@@ -1,0 +1,1 @@
+"""From graphs to programs, through ExecuTorch."""

@@ -1,0 +1,100 @@
+"""Which operators of a graph go to XNNPACK together.
+
+ExecuTorch's own grouping compares every pair of groups, which takes longer than all else once a graph has
+thousands of operators. Here a delegate is all that XNNPACK takes at one level, where the level of a value is
+the number of times that its computation has come back into XNNPACK. A path that leaves a delegate ends in a
+higher level, so delegates never wait for each other, and there are as few as one after another can be.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.backend.partitioner import DelegationSpec
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
+from torch.fx import Graph, Node
+from torch.fx.passes.infra.partitioner import Partition
+
+from server_export.lower.delegation import XnnpackBackend
+
+
+class LevelPartitioner(XnnpackPartitioner):
+    """XNNPACK's choice of operators, float and dynamically quantized layers alike, grouped by level.
+
+    XNNPACK rewrites every delegate sixteen times (convolutions, batch norms, paddings, clones), each time
+    interpreting the whole graph: two thirds of a lowering, for nothing that these graphs hold. Its own
+    compile option leaves only the rewriting that turns matrix products into linear layers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # It warns of conversions that keep less than XNNPACK could take; this one keeps all of it.
+        logging.getLogger(XnnpackPartitioner.__module__).setLevel(logging.ERROR)
+        options = [CompileSpec("dqlinear_partitioner", b"")]
+        self.delegation_spec = DelegationSpec(XnnpackBackend.__name__, options)
+
+    def generate_partitions(self, ep: ExportedProgram) -> list[Any]:
+        """Partitions in order; operators that only run together, such as a quantized layer's, stay so."""
+        remembering = copy.copy(ep)
+        remembering._graph_signature = _Remembering(
+            ep.graph_signature.input_specs, ep.graph_signature.output_specs
+        )
+        groups = self.get_matched_nodes_from_configs(remembering)
+        levels = delegate_levels(ep.graph, groups)
+        members: dict[int, list[Node]] = {}
+        for node, level in levels.items():
+            members.setdefault(level, []).append(node)
+        return [Partition(id=level, nodes=members[level]) for level in sorted(members)]
+
+
+class _Remembering(ExportGraphSignature):
+    """A signature that isn't to be changed: it reads its inputs once, not once for every operator."""
+
+    inputs_to_parameters = cached_property(ExportGraphSignature.inputs_to_parameters.fget)
+    inputs_to_buffers = cached_property(ExportGraphSignature.inputs_to_buffers.fget)
+    inputs_to_lifted_tensor_constants = cached_property(
+        ExportGraphSignature.inputs_to_lifted_tensor_constants.fget
+    )
+
+
+def delegate_levels(graph: Graph, groups: Sequence[Sequence[Node]]) -> dict[Node, int]:
+    """The level of every node of `groups`; all nodes of a group have the same.
+
+    Raises:
+        ValueError: a value that leaves a group comes back into it.
+    """
+    group_of = {node: index for index, group in enumerate(groups) for node in group}
+    levels = [0] * len(groups)
+    # A group begins before the last of its operators has told how late it is.
+    for _ in range(len(groups) + 1):
+        if not _raise_levels(graph, group_of, levels):
+            return {node: levels[index] for node, index in group_of.items()}
+    raise ValueError("operators that must run together wait for one that waits for them")
+
+
+def _raise_levels(graph: Graph, group_of: dict[Node, int], levels: list[int]) -> bool:
+    """Raise the groups' levels above what their operators read; whether any was raised."""
+    outside: dict[Node, int] = {}
+    raised = False
+    for node in graph.nodes:
+        # A constant is copied to every delegate that reads it.
+        if node.op != "call_function":
+            continue
+        sources = [source for source in node.all_input_nodes if source.op == "call_function"]
+        if node not in group_of:
+            found = (levels[group_of[s]] if s in group_of else outside[s] for s in sources)
+            outside[node] = max(found, default=-1)
+            continue
+        found = (levels[group_of[s]] if s in group_of else outside[s] + 1 for s in sources)
+        level, group = max(found, default=0), group_of[node]
+        if level > levels[group]:
+            levels[group] = level
+            raised = True
+    return raised

@@ -1,0 +1,1 @@
+"""From a transformers model to a torch module that can be exported."""

@@ -1,0 +1,210 @@
+"""The stacked LoRA-FA linear layer, and its insertion into a model.
+
+    y[copy] = base(x[copy]) + (x[copy] lora_a^T) lora_b[copy]
+
+`lora_a` is a frozen constant with alpha / rank folded in, `lora_b` comes with every call, one per copy
+(LoRA-FA: Zhang et al., arXiv 2308.03303; one call for all perturbations: P-RGE, arXiv 2409.15520).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from prge.contract import AdaptedModule
+from prge.errors import AdapterError, ConfigError
+from server_export.model.loading import StartAdapter
+
+ALL_LINEAR = "all-linear"
+_EXPRESSION_SIGNS = set("*+?|()[]^$\\")
+_USUAL_TARGETS = (("q_proj", "v_proj"), ("qkv_proj",), ("query", "value"), ("q_lin", "v_lin"))
+
+
+class CallInputs:
+    """What the current call of a program gives to layers deep inside the model.
+
+    Not a module: torch.export refuses tensors that are assigned to modules while it traces.
+    """
+
+    def __init__(self) -> None:
+        self.lora_b: dict[str, torch.Tensor] = {}
+        self.positions: torch.Tensor | None = None
+
+    def clear(self) -> None:
+        """Forget the call's tensors."""
+        self.lora_b = {}
+        self.positions = None
+
+
+class StackedLoraLinear(nn.Module):
+    """A frozen linear layer with `copies` adapters side by side.
+
+    Args:
+        base: the frozen layer.
+        lora_a: f32 [rank, in], scaled by alpha / rank.
+        name: the layer's path in the model, the key of its `lora_b` [copies, rank, out] in `inputs`.
+        inputs: the program's current call.
+    """
+
+    lora_a: torch.Tensor
+
+    def __init__(self, base: nn.Linear, lora_a: torch.Tensor, name: str, inputs: CallInputs) -> None:
+        super().__init__()
+        self.base = base
+        self.register_buffer("lora_a", lora_a)
+        self.name = name
+        self.inputs = inputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [copies x batch, ..., in] -> [copies x batch, ..., out]; rows are slot-major."""
+        lora_b = self.inputs.lora_b[self.name]
+        copies, rank, _ = lora_b.shape
+        base = self.base(x)
+        reduced = F.linear(x, self.lora_a).reshape(copies, -1, rank)
+        return base + torch.bmm(reduced, lora_b).reshape(base.shape)
+
+
+def convert_conv1d(model: nn.Module) -> int:
+    """Turn GPT-2's Conv1D layers (weight [in, out]) into linear ones; returns how many."""
+    from transformers.pytorch_utils import Conv1D
+
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Conv1D)]
+    for name, module in found:
+        linear = nn.Linear(module.weight.shape[0], module.weight.shape[1], device="meta")
+        linear.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
+        linear.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
+        replace_module(model, name, linear)
+    return len(found)
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` at the path `name`."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def default_target_modules(model: nn.Module) -> list[str]:
+    """PEFT's choice for the architecture, or queries and values where PEFT has none."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    model_type = model.config.model_type
+    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type)
+    if targets is None:
+        endings = {
+            name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        }
+        targets = next((list(names) for names in _USUAL_TARGETS if endings.issuperset(names)), None)
+    if targets is None:
+        raise ConfigError(
+            "the layers to adapt aren't known:",
+            [f"PEFT has no usual choice for the architecture {model_type!r}"],
+            remedy="give --target-modules, for example all-linear",
+        )
+    return list(targets)
+
+
+def normal_targets(target_modules: str | Sequence[str]) -> str | list[str]:
+    """Target modules as PEFT takes them: one word of a list may be an expression or `all-linear`."""
+    if isinstance(target_modules, str):
+        return target_modules
+    words = list(target_modules)
+    if len(words) == 1 and (words[0] == ALL_LINEAR or set(words[0]) & _EXPRESSION_SIGNS):
+        return words[0]
+    return words
+
+
+def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) -> list[str]:
+    """Names of the linear layers that PEFT would adapt, in module order; the output head never is.
+
+    Raises:
+        ConfigError: nothing matches, or what matches isn't a linear layer.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    targets = normal_targets(target_modules)
+    modules = dict(model.named_modules())
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if targets == ALL_LINEAR:
+        return [
+            name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head
+        ]
+    settings = SimpleNamespace(target_modules=targets, target_parameters=None)
+    matched = [name for name in modules if name and check_target_module_exists(settings, name)]
+    problems = [
+        f"{name} is the output head, which is frozen"
+        if modules[name] is head
+        else f"{name} is a {type(modules[name]).__name__}, not a linear layer"
+        for name in matched
+        if modules[name] is head or not isinstance(modules[name], nn.Linear)
+    ]
+    if not matched:
+        endings = sorted(
+            {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
+        )
+        problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}")
+    if problems:
+        raise ConfigError("these target modules can't be adapted:", problems)
+    return matched
+
+
+def initial_lora_a(model: nn.Module, names: Sequence[str], rank: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random `lora_a` f32 [rank, in] per layer, drawn as PEFT does, in module order."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: nn.init.kaiming_uniform_(
+            torch.empty(rank, _linear(model, name).in_features), a=math.sqrt(5), generator=generator
+        )
+        for name in names
+    }
+
+
+def match_start_adapter(model: nn.Module, adapter: StartAdapter) -> dict[str, str]:
+    """Module names of the model and the names that the adapter has for them, in module order.
+
+    An adapter that was trained on a model with a head names the layers below the model's prefix.
+
+    Raises:
+        AdapterError: a layer isn't there, or is of another shape.
+    """
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    names: dict[str, str] = {}
+    problems = []
+    for theirs in adapter.lora_a:
+        ours = theirs if theirs in modules else theirs.removeprefix(prefix)
+        if ours not in modules:
+            problems.append(f"the model has no linear layer {theirs}")
+            continue
+        layer = modules[ours]
+        shape = (adapter.lora_b[theirs].shape[0], adapter.lora_a[theirs].shape[1])
+        if shape != (layer.out_features, layer.in_features):
+            problems.append(
+                f"{theirs} is for a layer {shape}, the model's is {(layer.out_features, layer.in_features)}"
+            )
+        names[ours] = theirs
+    if problems:
+        raise AdapterError("the adapter is for another model:", problems)
+    return {name: names[name] for name in modules if name in names}
+
+
+def insert_lora(
+    model: nn.Module, lora_a: Mapping[str, torch.Tensor], scale: float, inputs: CallInputs
+) -> tuple[AdaptedModule, ...]:
+    """Replace the layers that `lora_a` names by stacked ones; returns them in module order."""
+    adapted = []
+    for name, matrix in lora_a.items():
+        base = _linear(model, name)
+        replace_module(model, name, StackedLoraLinear(base, matrix * scale, name, inputs))
+        adapted.append(AdaptedModule(name, matrix.shape[0], base.in_features, base.out_features))
+    return tuple(adapted)
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    module = model.get_submodule(name)
+    assert isinstance(module, nn.Linear)
+    return module

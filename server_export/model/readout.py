@@ -1,0 +1,75 @@
+"""From hidden states to the program's one answer.
+
+The vocabulary head runs on the asked positions only: full logits never exist. It is replaced inside the
+model, so that what an architecture does to its logits afterwards (scaling, soft caps) still happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from server_export.model.lora_fa import CallInputs, replace_module
+
+
+class PositionHead(nn.Module):
+    """The vocabulary head on the hidden states at `inputs.positions` instead of on all of them."""
+
+    def __init__(self, head: nn.Module, inputs: CallInputs) -> None:
+        super().__init__()
+        self.head = head
+        self.inputs = inputs
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """states [rows, length, width] -> logits [rows, positions, tokens]."""
+        assert self.inputs.positions is not None
+        return self.head(at_positions(states, self.inputs.positions))
+
+
+def at_positions(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """states [rows, length, width], positions i64 [rows, count] -> [rows, count, width]."""
+    rows, length, width = states.shape
+    starts = torch.arange(0, rows * length, length).reshape(rows, 1)
+    picked = states.reshape(rows * length, width).index_select(0, (positions + starts).reshape(-1))
+    return picked.reshape(rows, positions.shape[1], width)
+
+
+def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """logits [rows, count, tokens], targets i64 [rows, count] -> log p(target) [rows, count]."""
+    return torch.log_softmax(logits, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def pool_mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of states [rows, length, width] over the tokens that mask float [rows, length] marks with 1."""
+    rows, length = mask.shape
+    # A product with ones is a sum that stays in the delegate.
+    count = torch.nn.functional.linear(mask, torch.ones(1, length, dtype=states.dtype))
+    total = torch.bmm(mask.reshape(rows, 1, length), states).reshape(rows, states.shape[-1])
+    return total / count
+
+
+def pool_first(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """State of the first token of every row."""
+    return states[:, 0]
+
+
+def insert_head(model: nn.Module, inputs: CallInputs, label_tokens: Sequence[int] = ()) -> str:
+    """Wrap the model's vocabulary head, cut to `label_tokens` if there are any; returns the head's name."""
+    head = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is head)
+    if label_tokens:
+        head = _cut_head(head, label_tokens)
+    replace_module(model, name, PositionHead(head, inputs))
+    return name
+
+
+def _cut_head(head: nn.Linear, tokens: Sequence[int]) -> nn.Linear:
+    """A head with the rows of some tokens only."""
+    rows = list(tokens)
+    cut = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
+    cut.weight = nn.Parameter(head.weight.detach()[rows].clone(), requires_grad=False)
+    if head.bias is not None:
+        cut.bias = nn.Parameter(head.bias.detach()[rows].clone(), requires_grad=False)
+    return cut

@@ -1,0 +1,1 @@
+"""What a trained adapter becomes: PEFT, merged model, inference program, model card."""

@@ -1,0 +1,264 @@
+"""A trained model as a plain inference program: tokens in, logits of one position or an encoder's states out.
+
+In float32 the adapter is merged into the weights. On quantized weights it stays beside them as a constant:
+merging first and quantizing then would round weights that the adapter was not trained with.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from prge.bundle import MANIFEST, PROGRAM, file_sha256, manifest_sha256
+from prge.contract import FORMAT, AdaptedModule, Contract, TensorSpec
+from prge.engine import Array
+from prge.errors import BundleError
+from server_export.check.verification import FP32_TOLERANCE, QUANTIZED_TOLERANCE, run_program
+from server_export.lower.lowering import LoweringReport, export_graph, lower
+from server_export.model import attention, readout
+from server_export.model.loading import LoadedModel
+from server_export.model.lora_fa import CallInputs, convert_conv1d, replace_module
+from server_export.model.program import STEP_METHOD, StackProgram, position_numbers
+from server_export.model.quantization import QuantizationReport, quantize
+
+
+class FixedLoraLinear(nn.Module):
+    """A frozen linear layer with one adapter that no longer changes; `lora_a` carries alpha / rank."""
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+
+    def __init__(self, base: nn.Module, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
+        super().__init__()
+        self.base = base
+        self.register_buffer("lora_a", lora_a)
+        self.register_buffer("lora_b", lora_b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+class InferenceProgram(StackProgram):
+    """(tokens, positions) -> logits [1, vocabulary]; (tokens, attention_mask) -> pooled, or class scores."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: CallInputs,
+        contract: Contract,
+        pooling: str,
+        position_ids: torch.Tensor,
+    ) -> None:
+        super().__init__(model, inputs, contract, pooling, position_ids)
+        self.head: nn.Module = nn.Identity()
+
+    def set_head(self, head: Mapping[str, Array] | None) -> None:
+        """Make an encoder answer class scores."""
+        if head is None:
+            return
+        weight, bias = (torch.from_numpy(np.array(head[name], np.float32)) for name in ("weight", "bias"))
+        layer = nn.Linear(weight.shape[1], weight.shape[0])
+        layer.weight, layer.bias = (nn.Parameter(value, requires_grad=False) for value in (weight, bias))
+        self.head = layer
+
+    def forward(self, tokens: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        """Tokens i64 [1, length]; rest is positions i64 [1, 1] or attention_mask i64 [1, length]."""
+        scores: torch.Tensor = self.head(self.answer(tokens, rest[0]))
+        return scores
+
+    def answer(self, tokens: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Logits, or pooled states before the head."""
+        if self.contract.is_encoder:
+            return self._pooled(tokens, other)
+        self.inputs.positions = other
+        try:
+            return self._call(tokens, None).logits.reshape(1, -1)
+        finally:
+            self.inputs.clear()
+
+
+@dataclass(frozen=True)
+class InferenceSpec:
+    """Shape of a program: `length` tokens; `modules` name the adapted layers; `pooling` is an encoder's."""
+
+    length: int
+    modules: tuple[AdaptedModule, ...]
+    pooling: str
+    scheme: str
+
+
+@dataclass(frozen=True)
+class BuiltInference:
+    """What is known of a lowered program that was verified against its module."""
+
+    inputs: tuple[TensorSpec, ...]
+    output: TensorSpec
+    quantization: QuantizationReport
+    lowering: LoweringReport
+    difference: float
+    tolerance: float
+
+
+def attach_fixed(
+    model: nn.Module, lora_a: Mapping[str, torch.Tensor], lora_b: Mapping[str, torch.Tensor], scale: float
+) -> None:
+    """Put a trained adapter beside the layers that it names: lora_a [rank, in], lora_b [out, rank]."""
+    convert_conv1d(model)
+    for name, matrix in lora_a.items():
+        replace_module(model, name, FixedLoraLinear(model.get_submodule(name), matrix * scale, lora_b[name]))
+
+
+def build_inference(
+    folder: Path, loaded: LoadedModel, spec: InferenceSpec, head: Mapping[str, Array] | None = None
+) -> BuiltInference:
+    """Lower a model, changed in place, to `program.pte` in `folder`, and compare the program with the model.
+
+    Raises:
+        BundleError: it can't be lowered, or the program answers something else than the model.
+    """
+    config = loaded.config
+    module_inputs = _input_specs(loaded.is_decoder, spec.length)
+    examples = [_example(module_inputs, config, seed) for seed in range(3)]
+    reference = None if spec.scheme != "fp32" else [_reference(loaded, spec, example) for example in examples]
+    module = _module(loaded, spec)
+    with torch.no_grad():
+        if reference is not None:
+            _compare("model", reference, [module.answer(*example) for example in examples], "fp32")
+        module.set_head(head)
+        quantization = quantize(module, spec.scheme)
+        expected = [module(*example) for example in examples]
+    lowered = lower({STEP_METHOD: export_graph(module, examples[0])})
+    program = folder / PROGRAM
+    lowered.write(program)
+    answers = [run_program(program, example)[0] for example in examples]
+    difference, tolerance = _compare("program", expected, answers, spec.scheme)
+    name = "logits" if loaded.is_decoder else "pooled" if head is None else "scores"
+    output = TensorSpec(name, "float32", tuple(expected[0].shape))
+    return BuiltInference(
+        module_inputs, output, quantization, lowered.reports[STEP_METHOD], difference, tolerance
+    )
+
+
+def write_manifest(folder: Path, built: BuiltInference, facts: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder that holds everything else; its own hash and every file's are in it."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    manifest = {
+        "format": FORMAT,
+        "kind": "inference",
+        "inputs": [asdict(spec) for spec in built.inputs],
+        "outputs": [asdict(built.output)],
+        **facts,
+        "quantization": built.quantization.to_json(),
+        "lowering": built.lowering.to_json(),
+        "verification": {
+            "max_absolute_difference": built.difference,
+            "tolerance": built.tolerance,
+            "rows": 3,
+        },
+        "versions": {
+            **{name: _version(name) for name in ("prge", "torch", "executorch", "torchao", "transformers")},
+            "python": platform.python_version(),
+        },
+        "files": {
+            name: {"sha256": file_sha256(folder / name), "bytes": (folder / name).stat().st_size}
+            for name in names
+        },
+    }
+    content = {**manifest, "manifest_sha256": manifest_sha256(manifest)}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def padded_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor, config: Any) -> torch.Tensor:
+    """Tokens with the padding token where the mask is 0 and nowhere else: RoBERTa counts positions by it."""
+    padding = getattr(config, "pad_token_id", None)
+    if padding is None:
+        return tokens
+    other = padding + 1 if padding + 1 < config.vocab_size else 0
+    return torch.where(attention_mask.bool(), torch.where(tokens == padding, other, tokens), padding)
+
+
+def _compare(
+    name: str, expected: list[torch.Tensor], actual: list[torch.Tensor], scheme: str
+) -> tuple[float, float]:
+    """Largest difference and what is allowed; raises BundleError beyond it."""
+    difference = max(float((one - other).abs().max()) for one, other in zip(expected, actual, strict=True))
+    tolerance = FP32_TOLERANCE if scheme == "fp32" else QUANTIZED_TOLERANCE
+    tolerance *= max(1.0, float(torch.cat(expected).std()))
+    if not difference <= tolerance:
+        raise BundleError(
+            f"the {name} and what was made of it differ by {difference:.3g}, allowed is {tolerance:.3g}",
+            remedy="publish it with --quantize fp32, or report it with the name of the model",
+        )
+    return difference, tolerance
+
+
+def _reference(loaded: LoadedModel, spec: InferenceSpec, example: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """What the untouched model answers."""
+    tokens, other = example
+    with torch.no_grad():
+        if loaded.is_decoder:
+            logits = loaded.model(input_ids=tokens, return_dict=True).logits
+            return logits[:, int(other)]
+        states = loaded.model(input_ids=tokens, attention_mask=other, return_dict=True).last_hidden_state
+        pool = readout.pool_mean if spec.pooling == "mean" else readout.pool_first
+        return pool(states, other.to(states.dtype))
+
+
+def _module(loaded: LoadedModel, spec: InferenceSpec) -> InferenceProgram:
+    model = loaded.model
+    position_ids = position_numbers(loaded, spec.length)
+    convert_conv1d(model)
+    contract = Contract(
+        kind="stack",
+        readout="logprobs" if loaded.is_decoder else "pooled",
+        copies=1,
+        batch_size=1,
+        sequence_length=spec.length,
+        positions=1 if loaded.is_decoder else 0,
+        width=int(loaded.config.hidden_size),
+        vocabulary_size=int(model.get_input_embeddings().weight.shape[0]),
+        label_tokens=(),
+        modules=spec.modules,
+    )
+    call = CallInputs()
+    if loaded.is_decoder:
+        readout.insert_head(model, call)
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    return InferenceProgram(model, call, contract, spec.pooling, position_ids).eval()
+
+
+def _input_specs(is_decoder: bool, length: int) -> tuple[TensorSpec, ...]:
+    tokens = TensorSpec("tokens", "int64", (1, length))
+    if is_decoder:
+        return tokens, TensorSpec("positions", "int64", (1, 1))
+    return tokens, TensorSpec("attention_mask", "int64", (1, length))
+
+
+def _example(inputs: tuple[TensorSpec, ...], config: Any, seed: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    length = inputs[0].shape[1]
+    end = length if seed == 0 else int(torch.randint(1, length + 1, (1,), generator=generator))
+    tokens = torch.randint(0, config.vocab_size, (1, length), generator=generator)
+    if inputs[1].name == "positions":
+        return tokens, torch.tensor([[end - 1]])
+    mask = (torch.arange(length) < end).long().reshape(1, length)
+    return padded_tokens(tokens, mask, config), mask
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

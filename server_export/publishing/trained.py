@@ -1,0 +1,274 @@
+"""A trained adapter and its base model, found and checked before anything is published."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prge.adapter import CONFIG, WEIGHTS, Adapter, read_arrays, read_peft
+from prge.bundle import MANIFEST, Bundle, open_bundle
+from prge.checkpoint import HEAD
+from prge.contract import LORA_B_PREFIX, AdaptedModule
+from prge.engine import Array
+from prge.errors import AdapterError, BundleError, ConfigError, RunError
+
+if TYPE_CHECKING:
+    from server_export.model.loading import LoadedModel
+    from server_export.publish import PublishConfig
+
+_LORA_A = ".lora_A.weight"
+# Eager and engine differ by 1e-5 in float32; another model of the same shapes by far more.
+_TOLERANCE = 1e-3
+_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained adapter with what is known of it.
+
+    `folder` is its PEFT folder, `run` its run folder or None; `config` is its `adapter_config.json`.
+    """
+
+    folder: Path
+    run: Path | None
+    bundle: Bundle | None
+    modules: tuple[AdaptedModule, ...]
+    adapter: Adapter
+    config: dict[str, Any]
+    base: str
+    revision: str | None
+
+    @property
+    def is_encoder(self) -> bool | None:
+        """Whether the base model is an encoder, None where nothing tells."""
+        if self.bundle is not None:
+            return self.bundle.contract.is_encoder
+        return {"CAUSAL_LM": False, "FEATURE_EXTRACTION": True}.get(str(self.config.get("task_type")))
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return float(self.config["lora_alpha"]) / int(self.config["r"])
+
+    @property
+    def head(self) -> Path | None:
+        """The classification head of a trained encoder."""
+        path = self.folder / HEAD
+        return path if path.is_file() else None
+
+
+def read_trained(config: PublishConfig) -> Trained:
+    """Find and check the adapter, and its bundle where there is one.
+
+    Raises:
+        PrgeError: there is no adapter, it is damaged, or not of the bundle.
+    """
+    folder, run = find_adapter(Path(config.source))
+    bundle = _find_bundle(config.bundle, run)
+    modules = bundle.contract.modules if bundle is not None else adapter_modules(folder)
+    adapter = read_peft(folder, modules, bundle.adapter if bundle is not None else None)
+    settings = json.loads((folder / CONFIG).read_bytes())
+    model = bundle.manifest.get("model", {}) if bundle is not None else {}
+    base = config.model or model.get("name_or_path") or settings.get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(
+            "the base model isn't known:",
+            [f"neither a bundle nor {folder / CONFIG} names it"],
+            remedy="give --model or --bundle",
+        )
+    revision = config.revision or (
+        None if config.model else model.get("revision") or settings.get("revision")
+    )
+    return Trained(folder, run, bundle, modules, adapter, settings, str(base), revision)
+
+
+def find_adapter(source: Path) -> tuple[Path, Path | None]:
+    """PEFT folder and run folder of what a user named: a run, its `final/`, a checkpoint, a PEFT folder."""
+    if (source / CONFIG).is_file():
+        absolute = source.resolve()
+        above = absolute.parent if absolute.name == "final" else absolute.parent.parent
+        return source, above if (above / "journal.jsonl").is_file() else None
+    if (source / "final" / CONFIG).is_file():
+        return source / "final", source
+    if (source / "journal.jsonl").is_file():
+        raise RunError(
+            f"{source} is a run without a result",
+            remedy=f"finish it with `prge run --resume {source}`, or give one of its checkpoints",
+        )
+    raise AdapterError(
+        f"{source} holds no trained adapter:",
+        [f"neither {CONFIG} nor final/{CONFIG} is there"],
+        remedy="give a run folder, a checkpoint or a PEFT folder",
+    )
+
+
+def adapter_modules(folder: Path) -> tuple[AdaptedModule, ...]:
+    """The layers that a PEFT folder adapts, by name."""
+    prefix = "base_model.model."
+    arrays = read_arrays(folder / WEIGHTS)
+    modules = []
+    for key, lora_a in arrays.items():
+        lora_b = arrays.get(key.replace(_LORA_A, ".lora_B.weight"))
+        if key.endswith(_LORA_A) and lora_a.ndim == 2 and lora_b is not None and lora_b.ndim == 2:
+            name = key.removeprefix(prefix).removesuffix(_LORA_A)
+            modules.append(AdaptedModule(name, lora_a.shape[0], lora_a.shape[1], lora_b.shape[0]))
+    if not modules:
+        raise AdapterError(f"{folder} is no LoRA adapter:", [f"{WEIGHTS} has no pair of lora_A and lora_B"])
+    return tuple(modules)
+
+
+def load_base(trained: Trained) -> LoadedModel:
+    """Load the base model in float32 and check that it is the one that the adapter was trained on.
+
+    Raises:
+        BundleError: it isn't there, or is another model.
+    """
+    from server_export.model.loading import load_model, parameter_count
+    from server_export.quiet import quiet_libraries
+
+    quiet_libraries()
+    remedy = "give the base model with --model"
+    try:
+        loaded = load_model(trained.base, pooled=trained.is_encoder, revision=trained.revision)
+    except BundleError as error:
+        raise BundleError(f"the base model can't be loaded: {error.what}", remedy=remedy) from None
+    known = trained.bundle.manifest.get("model", {}) if trained.bundle is not None else {}
+    seen = {
+        "architecture": type(loaded.model).__name__,
+        "model_type": loaded.config.model_type,
+        "parameters": parameter_count(loaded.model),
+    }
+    problems = [
+        f"its {name} is {value}, the bundle's {known[name]}"
+        for name, value in seen.items()
+        if known.get(name) is not None and known[name] != value
+    ]
+    if not problems:
+        problems = _layer_problems(loaded.model, trained.modules)
+    if not problems and trained.bundle is not None:
+        problems = _answer_problems(loaded, trained, trained.bundle)
+    if problems:
+        raise BundleError(
+            f"{trained.base} is not the model that the adapter was trained on: " + "; ".join(problems),
+            remedy=remedy,
+        )
+    return loaded
+
+
+def _layer_problems(model: Any, modules: Sequence[AdaptedModule]) -> list[str]:
+    """Adapted layers that the model lacks, or has in another shape."""
+    layers = dict(model.named_modules())
+    problems = []
+    for module in modules:
+        weight = getattr(layers.get(module.name), "weight", None)
+        if weight is None:
+            problems.append(f"it has no layer {module.name}")
+        elif sorted(weight.shape) != sorted((module.out_features, module.in_features)):
+            problems.append(
+                f"{module.name} has a weight {list(weight.shape)}, the adapter is for "
+                f"{[module.out_features, module.in_features]}"
+            )
+    return problems
+
+
+def _answer_problems(loaded: LoadedModel, trained: Trained, bundle: Bundle) -> list[str]:
+    """Whether model and program answer alike without adapter, on random rows."""
+    import torch
+
+    from server_export.check.verification import run_program
+    from server_export.model.program import example_inputs
+    from server_export.publishing.inference import padded_tokens
+
+    contract = bundle.score_contract
+    inputs = dict(zip((spec.name for spec in contract.inputs), example_inputs(contract, 7, 0.0), strict=True))
+    if contract.is_encoder:
+        inputs["tokens"] = padded_tokens(inputs["tokens"], inputs["attention_mask"], loaded.config)
+    (answers,) = run_program(bundle.program, tuple(inputs.values()), bundle.score_method)
+    rows = min(_ROWS, contract.rows)
+    with torch.no_grad():
+        # One row at a time: full logits of all rows may be gigabytes.
+        expected = torch.cat([_model_answer(loaded, bundle, inputs, row) for row in range(rows)])
+    scheme = bundle.manifest.get("quantization", {}).get("scheme", "fp32")
+    return answer_problems(answers[:rows].numpy(), expected.numpy(), scheme)
+
+
+def answer_problems(answers: Array, expected: Array, scheme: str) -> list[str]:
+    """What a program's answers say against a model's; quantized ones differ a little from the right's."""
+    difference = np.abs(answers - expected)
+    if scheme == "fp32":
+        alike = bool(difference.max() <= _TOLERANCE * max(1.0, float(np.abs(expected).max())))
+    else:
+        # Answers of an unrelated model are off by 1.1 standard deviations in the mean.
+        alike = bool(difference.mean() <= 0.6 * expected.std())
+    return [] if alike else [f"its answers differ from the bundle's program by up to {difference.max():.3g}"]
+
+
+def _model_answer(loaded: LoadedModel, bundle: Bundle, inputs: Mapping[str, Any], row: int) -> Any:
+    """The plain model's answer to one row of a program's inputs."""
+    from server_export.model import readout
+
+    one = {name: value[row : row + 1] for name, value in inputs.items() if not name.startswith(LORA_B_PREFIX)}
+    if bundle.contract.is_encoder:
+        mask = one["attention_mask"]
+        output = loaded.model(input_ids=one["tokens"], attention_mask=mask, return_dict=True)
+        first = bundle.manifest.get("readout", {}).get("pooling") == "first"
+        return (readout.pool_first if first else readout.pool_mean)(output.last_hidden_state, mask)
+    logits = loaded.model(input_ids=one["tokens"], return_dict=True).logits[:, one["positions"][0]]
+    labels = list(bundle.contract.label_tokens)
+    return readout.log_probabilities(logits[..., labels] if labels else logits, one["targets"])
+
+
+def load_peft(loaded: LoadedModel, trained: Trained) -> Any:
+    """The base model with the adapter on it, loaded by PEFT itself and compared number by number.
+
+    Raises:
+        AdapterError: PEFT puts the adapter on other layers, or leaves some of its values out.
+    """
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(loaded.model, str(trained.folder))
+    prefix = "base_model.model."
+    layers = {
+        name.removeprefix(prefix): module.lora_B["default"].weight.detach().numpy()
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_B") and "default" in module.lora_B
+    }
+    needed = trained.adapter.named()
+    problems = [f"PEFT adapts {name}, the adapter doesn't" for name in sorted(layers.keys() - needed.keys())]
+    problems += [f"PEFT doesn't adapt {name}" for name in sorted(needed.keys() - layers.keys())]
+    problems += [
+        f"PEFT has other values for {name}"
+        for name, values in needed.items()
+        if name in layers and not np.array_equal(layers[name].T, values)
+    ]
+    if problems:
+        raise AdapterError(
+            f"PEFT doesn't load {trained.folder} as it was trained:",
+            problems,
+            remedy="please report it with the name of the model",
+        )
+    return model.eval()
+
+
+def _find_bundle(given: Path | None, run: Path | None) -> Bundle | None:
+    """The bundle that was named, or the run's own where it still is."""
+    if given is not None:
+        return open_bundle(given)
+    if run is None:
+        return None
+    import yaml
+
+    try:
+        settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        path = Path(settings["bundle"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return None
+    return open_bundle(path) if (path / MANIFEST).is_file() else None

@@ -1,0 +1,566 @@
+"""Examples of every kind of row: what is learnt, what is cut, what is refused, and the report of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prge.contract import AdaptedModule, Contract
+from prge.errors import DataError
+from prge.examples import Example, make_batch
+from prge.rows.example_building import BuildOptions, build_examples, load_examples
+from prge.rows.readers import Row, Selection
+from prge.rows.report import show_sample
+from prge.rows.task import Task, load_task, parse_task
+from prge.rows.tokenizer import Tokenizer
+from tests.device_runner.chat_templates import CHATML, TURNS
+from tests.device_runner.tiny_tokenizers import byte_level_backend
+
+MakeContract = Callable[..., Contract]
+FILM = {"sentence": "the film was a cat ", "label": 1}
+TRUNCATE, SPLIT = BuildOptions("truncate"), BuildOptions("split")
+LONG_WORDS = parse_task(
+    {"name": "long", "template": "{text} It was", "label_words": {0: "bad good", 1: "great"}}, "long"
+)
+
+
+@cache
+def tiny() -> Tokenizer:
+    return Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
+
+
+def program(length: int, positions: int) -> Contract:
+    module = AdaptedModule("q_proj", 2, 8, 8)
+    return Contract("stack", "logprobs", 1, 8, length, positions, 0, 1000, (), (module,))
+
+
+def chat_tokenizer(template: str) -> Tokenizer:
+    return Tokenizer(byte_level_backend(), bos_id=1, eos_id=4, chat_template=template)
+
+
+def rows(*fields: Mapping[str, Any]) -> list[Row]:
+    return [Row(number, each) for number, each in enumerate(fields, 1)]
+
+
+def learnt(example: Example, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode([slot.target for each in example.sequences for slot in each.slots])
+
+
+def problems_of(*arguments: Any, **keywords: Any) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        build_examples(*arguments, **keywords)
+    return caught.value.problems
+
+
+# Kinds of rows
+
+
+def test_text(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    [example], report = build_examples(rows({"text": "the film was bad"}), tokenizer, contract())
+    assert show_sample(example, tokenizer) == "row 1\n  <s>[the][ film][ was][ bad]"
+    assert (example.candidates, example.label) == (1, None)
+    assert [slot.weight for slot in example.sequences[0].slots] == [1 / 4] * 4
+    assert report.text() == (
+        "the data (text): 1 rows, 1 examples, 1 sequences\n"
+        "  tokens in a sequence: 5 to 5, mean 5.0; the program takes 48\n"
+        "  read positions: 4 beside 5 tokens, at most 4 in a sequence; the program reads 16"
+    )
+
+
+def test_text_without_bos_learns_all_but_its_first_token(
+    bare_tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    [example], _ = build_examples(rows({"text": "the film was bad"}), bare_tokenizer, contract())
+    assert show_sample(example, bare_tokenizer) == "row 1\n  the[ film][ was][ bad]"
+
+
+def test_prompt_and_completion(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows({"prompt": "the film was", "completion": " bad"})
+    [example], _ = build_examples(data, tokenizer, contract())
+    assert show_sample(example, tokenizer) == "row 1\n  <s>the film was[ bad][</s>]"
+    [example], _ = build_examples(data, tokenizer, contract(), options=BuildOptions(append_eos=False))
+    assert show_sample(example, tokenizer) == "row 1\n  <s>the film was[ bad]"
+
+
+def test_no_eos_where_the_model_has_none(bare_tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows({"prompt": "the film was", "completion": " bad"})
+    [example], _ = build_examples(data, bare_tokenizer, contract())
+    assert show_sample(example, bare_tokenizer) == "row 1\n  the film was[ bad]"
+
+
+def test_completion_that_a_token_would_join_to_its_prompt(
+    tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    data = rows({"prompt": "It was ", "completion": "great"}, {"prompt": "It was", "completion": " great"})
+    examples, report = build_examples(data, tokenizer, contract())
+    assert learnt(examples[0], tokenizer) == "great</s>"
+    assert (
+        "  completions encoded apart, a token would straddle the end of the prompt: 1 row (1)"
+        in report.text()
+    )
+
+
+def test_control_tokens_in_data(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows({"prompt": "a</s>", "completion": " b"})
+    [plain], _ = build_examples(data, tokenizer, contract())
+    [read], _ = build_examples(data, tokenizer, contract(), options=BuildOptions(control_tokens=True))
+    assert plain.sequences[0].tokens.count(2) == 1
+    assert read.sequences[0].tokens.count(2) == 2
+
+
+def test_messages(contract: MakeContract) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    messages = [
+        {"role": "user", "content": "a cat"},
+        {"role": "assistant", "content": "No"},
+        {"role": "user", "content": "a dog"},
+        {"role": "assistant", "content": "Yes"},
+    ]
+    [example], _ = build_examples(rows({"messages": messages}), tokenizer, contract(sequence_length=128))
+    assert show_sample(example, tokenizer).replace("\n", "|") == (
+        "row 1|  <|im_start|>user|a cat<|im_end|>|<|im_start|>assistant|[No][<|im_end|>][|]"
+        "<|im_start|>user|a dog<|im_end|>|<|im_start|>assistant|[Yes][<|im_end|>][|]"
+    )
+
+
+def test_control_tokens_in_messages_are_reported(contract: MakeContract) -> None:
+    messages = [{"role": "user", "content": "</s>"}, {"role": "assistant", "content": "No"}]
+    _, report = build_examples(
+        rows({"messages": messages}), chat_tokenizer(CHATML), contract(sequence_length=128)
+    )
+    assert "messages with control tokens written in them, read as such: 1 row (1)" in report.text()
+
+
+def test_messages_that_a_template_refuses(contract: MakeContract) -> None:
+    reply = {"role": "assistant", "content": "No"}
+    data = rows(
+        {"messages": [reply, reply]}, {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": 3}
+    )
+    problems = problems_of(data, chat_tokenizer(TURNS), contract())
+    assert problems == [
+        "row 1: the chat template refuses the messages: roles must alternate",
+        "row 2: no message has the role 'assistant': there is nothing to learn from",
+        "row 3: messages must be a list of at least one message",
+    ]
+
+
+def test_messages_without_a_template(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    assert problems_of(rows({"messages": []}), tokenizer, contract()) == [
+        "its rows are messages and the model has no chat template"
+    ]
+
+
+# Candidates
+
+
+def test_one_token_candidates_share_a_sequence(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    [example], report = build_examples(rows(FILM), tokenizer, contract(), load_task("sst2"))
+    assert show_sample(example, tokenizer) == (
+        "row 1\n  <s>the film was a cat It was\n    -> [Ġterrible]\n    -> [Ġgreat] <- label"
+    )
+    [sequence] = example.sequences
+    assert {slot.position for slot in sequence.slots} == {len(sequence.tokens) - 1}
+    assert [(slot.weight, slot.candidate) for slot in sequence.slots] == [(1, 0), (1, 1)]
+    assert (example.candidates, example.label) == (2, 1)
+    assert (example.choices, example.answers) == (("terrible", "great"), ("great",))
+    assert "classes: 1 1" in report.text()
+
+
+def test_more_one_token_candidates_than_positions(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    task = parse_task(
+        {"name": "three", "template": "{t}", "label_words": {0: "Yes", 1: "No", 2: "Maybe"}}, "three"
+    )
+    [example], _ = build_examples(rows({"t": "the", "label": 2}), tokenizer, contract(positions=2), task)
+    assert [[slot.candidate for slot in each.slots] for each in example.sequences] == [[0, 1], [2]]
+    assert make_batch([example], contract(positions=2)).owner.tolist() == [0, 0, -1, -1]
+
+
+def test_longer_candidates_have_a_sequence_each(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    [example], _ = build_examples(rows({"text": "the film", "label": 0}), tokenizer, contract(), LONG_WORDS)
+    first, second = example.sequences
+    assert show_sample(example, tokenizer) == (
+        "row 1\n  <s>the film It was[ bad][ good] <- label\n  <s>the film It was[ great]"
+    )
+    assert [slot.weight for slot in first.slots] == [1 / 2] * 2
+    assert [(slot.weight, slot.candidate) for slot in second.slots] == [(1, 1)]
+
+
+def test_prefixed_tokenizer_has_one_token_words(
+    prefixed_tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    [example], report = build_examples(rows(FILM), prefixed_tokenizer, contract(), load_task("sst2"))
+    assert len(example.sequences) == 1 and not report.notes
+
+
+def test_completion_objective_trains_the_right_candidate(
+    tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    row = {"premise": "the dog.", "question": "effect", "choice1": "No.", "choice2": "Yes.", "label": 1}
+    [trained], _ = build_examples(rows(row), tokenizer, contract(), load_task("copa"))
+    assert (trained.candidates, trained.label, len(trained.sequences)) == (1, None, 1)
+    assert learnt(trained, tokenizer) == " yes."
+    [scored], _ = build_examples(rows(row), tokenizer, contract(), load_task("copa"), training=False)
+    assert (scored.candidates, scored.label, len(scored.sequences)) == (2, 1, 2)
+    assert scored.choices == ("No.", "Yes.")
+
+
+def test_answers(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    row = {"title": "a", "context": "a cat on a mat", "question": "a", "answers": {"text": ["a mat", "mat"]}}
+    [example], _ = build_examples(rows(row), tokenizer, contract(sequence_length=128), load_task("squad"))
+    assert learnt(example, tokenizer) == " a mat</s>"
+    assert example.answers == ("a mat", "mat")
+    assert example.choices == ("a cat on a mat",)
+
+
+def test_verbalizer_targets_are_indices(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    tokens = [tokenizer.encode(word)[0] for word in (" great", " terrible")]
+    verbalizer = contract(readout="verbalizer", label_tokens=tuple(tokens), positions=2)
+    [example], _ = build_examples(rows(FILM), tokenizer, verbalizer, load_task("sst2"))
+    assert [slot.target for slot in example.sequences[0].slots] == [1, 0]
+    assert show_sample(example, tokenizer, verbalizer.label_tokens).endswith("-> [Ġgreat] <- label")
+
+
+def test_verbalizer_errors(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    great = tokenizer.encode(" great")[0]
+    verbalizer = contract(readout="verbalizer", label_tokens=(great,), positions=2)
+    assert problems_of(rows({"text": "a", "label": 0}), tokenizer, verbalizer, LONG_WORDS) == [
+        "row 1: a verbalizer program needs label words of one token each; they are ' bad good' = 'Ġbad' "
+        "+ 'Ġgood', ' great' = 'Ġgreat': choose shorter words"
+    ]
+    assert problems_of(rows(FILM), tokenizer, verbalizer, load_task("sst2")) == [
+        "row 1: the program was exported with the label tokens 'Ġgreat'; the task's words are "
+        "' terrible' = 'Ġterrible', ' great' = 'Ġgreat': export again with the task's words"
+    ]
+    assert problems_of(rows({"text": "a"}), tokenizer, verbalizer) == [
+        "the program's readout is verbalizer: it compares classes, learns no texts"
+    ]
+
+
+def test_encoder(encoder_tokenizer: Tokenizer, contract: MakeContract) -> None:
+    encoder = contract(readout="pooled", positions=0)
+    [example], report = build_examples(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"))
+    assert (
+        show_sample(example, encoder_tokenizer) == "row 1\n  <s>the film was a cat</s>\n    -> class 1 of 2"
+    )
+    assert (example.candidates, example.label, example.sequences[0].slots) == (2, 1, ())
+    assert make_batch([example], encoder).attention_mask[0].sum() == 7
+    assert "read positions" not in report.text()
+
+
+def test_encoder_cuts_the_end_and_keeps_its_special_tokens(
+    encoder_tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    encoder = contract(readout="pooled", positions=0, sequence_length=5)
+    [example], report = build_examples(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"), TRUNCATE)
+    assert encoder_tokenizer.decode(example.sequences[0].tokens) == "<s>the film was</s>"
+    assert "texts cut at the end: 1 row (1)" in report.text()
+    [problem] = problems_of(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"))
+    assert problem.startswith("row 1: has 7 tokens, the program takes 5: shorten it")
+
+
+def test_encoder_without_classes(encoder_tokenizer: Tokenizer, contract: MakeContract) -> None:
+    row = {"premise": "a", "question": "cause", "choice1": "b", "choice2": "c", "label": 0}
+    [problem] = problems_of(rows(row), encoder_tokenizer, contract(readout="pooled"), load_task("copa"))
+    assert problem == "an encoder's program knows classes only; the task copa has no label_words"
+
+
+# What doesn't fit
+
+
+def test_prompt_loses_its_beginning_and_keeps_bos(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = [Row(7, FILM), Row(9, {"sentence": "a", "label": 0})]
+    examples, report = build_examples(
+        data, tokenizer, contract(sequence_length=5), load_task("sst2"), TRUNCATE
+    )
+    assert tokenizer.decode(examples[0].sequences[0].tokens) == "<s> a cat It was"
+    assert "prompts cut at the beginning: 1 row (7)" in report.text()
+    assert problems_of(data, tokenizer, contract(sequence_length=5), load_task("sst2")) == [
+        "row 7: has a prompt of 8 tokens and 0 after it, the program takes 5: shorten it, "
+        "export a longer program, or set overflow to truncate"
+    ]
+
+
+def test_prompt_is_cut_alike_for_every_candidate(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    [example], _ = build_examples(
+        rows({"text": "the film was a cat", "label": 0}),
+        tokenizer,
+        contract(sequence_length=6),
+        LONG_WORDS,
+        TRUNCATE,
+    )
+    assert [tokenizer.decode(each.tokens) for each in example.sequences] == [
+        "<s> cat It was bad good",
+        "<s> cat It was great",
+    ]
+
+
+def test_candidates_are_never_cut(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows({"text": "a", "label": 0})
+    assert problems_of(data, tokenizer, contract(positions=1), LONG_WORDS, TRUNCATE) == [
+        "row 1: has a candidate of 2 tokens, the program reads 1: export with more positions"
+    ]
+    assert problems_of(data, tokenizer, contract(sequence_length=3), LONG_WORDS, TRUNCATE) == [
+        "row 1: has a candidate of 2 tokens, the program takes 3: export a longer program"
+    ]
+
+
+def test_more_sequences_than_a_step_has(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows({"text": "a", "label": 0})
+    small = contract(batch_size=1)
+    assert problems_of(data, tokenizer, small, LONG_WORDS) == [
+        "row 1: has candidates of 2 sequences, a step of the program takes 1: "
+        "export with a larger batch size or more positions"
+    ]
+    assert len(build_examples(data, tokenizer, small, LONG_WORDS, training=False)[0]) == 1
+
+
+def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows({"text": "the film was a cat on a mat and a dog"})
+    small = contract(sequence_length=6, positions=3)
+    assert problems_of(data, tokenizer, small) == [
+        "row 1: has 12 tokens, 11 to learn; the program takes 6 and reads 3: shorten it, "
+        "export a longer program, or set overflow to truncate or split"
+    ]
+    cut, report = build_examples(data, tokenizer, small, options=TRUNCATE)
+    assert [show_sample(each, tokenizer) for each in cut] == ["row 1\n  <s>[the][ film][ was]"]
+    assert "ends cut off, not learnt: 1 row (1)" in report.text()
+    split, report = build_examples(data, tokenizer, small, options=SPLIT)
+    assert [show_sample(each, tokenizer)[8:] for each in split] == [
+        "<s>[the][ film][ was]",
+        "<s> film was[ a][ cat][ on]",
+        "<s> cat on[ a][ mat][ and]",
+        "<s> a mat and[ a][ dog]",
+    ]
+    assert report.notes == {"split into several examples": [1]}
+
+
+def test_completion_keeps_half_the_program_for_its_prompt(
+    tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    data = rows({"prompt": "the film was a cat on a mat", "completion": " and a dog was bad and good"})
+    [example], report = build_examples(data, tokenizer, contract(sequence_length=8), options=TRUNCATE)
+    assert show_sample(example, tokenizer) == "row 1\n  <s> on a mat[ and][ a][ dog][ was]"
+    assert set(report.notes) == {"prompts cut at the beginning", "ends cut off, not learnt"}
+
+
+def test_split_completion(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows({"prompt": "the film", "completion": " was a cat on a mat"})
+    examples, _ = build_examples(data, tokenizer, contract(positions=4), options=SPLIT)
+    assert [show_sample(each, tokenizer)[8:] for each in examples] == [
+        "<s>the film[ was][ a][ cat][ on]",
+        "<s>the film was a cat on[ a][ mat][</s>]",
+    ]
+
+
+def test_split_is_not_for_candidates(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    [problem] = problems_of(rows(FILM), tokenizer, contract(), load_task("sst2"), SPLIT)
+    assert problem.startswith("overflow split is for texts, completions and messages")
+
+
+def test_program_that_is_too_small_for_anything(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    for options in (TRUNCATE, SPLIT):
+        [problem] = problems_of(
+            rows({"prompt": "the film", "completion": " was"}),
+            tokenizer,
+            contract(sequence_length=2),
+            options=options,
+        )
+        assert problem == "row 1: the program takes 2 tokens, too few to learn anything: export a longer one"
+
+
+# Rows that can't be used
+
+
+@pytest.mark.parametrize(
+    ("fields", "task", "problems"),
+    [
+        ({"text": ""}, None, ["row 2: has 1 tokens and none to learn from"]),
+        ({"text": 3}, None, ["row 2: column 'text' is int, must be a text"]),
+        ({"txt": "a"}, None, ["row 2: is no row of text: its columns are txt"]),
+        ({"sentence": "a", "label": 7}, "sst2", ["row 2: column 'label' is 7, the task knows 0, 1"]),
+        ({"label": 0}, "sst2", ["row 2: column 'sentence' is missing"]),
+    ],
+)
+def test_problems_name_their_row(
+    tokenizer: Tokenizer,
+    contract: MakeContract,
+    fields: dict[str, Any],
+    task: str | None,
+    problems: list[str],
+) -> None:
+    good = FILM if task else {"text": "a cat"}
+    data = rows(good, fields, good)
+    assert problems_of(data, tokenizer, contract(), load_task(task) if task else None) == problems
+
+
+def test_all_problems_are_collected(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows(*({"sentence": "a", "label": value} for value in range(60)))
+    problems = problems_of(data, tokenizer, contract(), load_task("sst2"), source="train.tsv")
+    assert len(problems) == 21
+    assert problems[0] == "row 3: column 'label' is 2, the task knows 0, 1"
+    assert problems[-1] == "... and 38 more (58 in all)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "task", "problem"),
+    [
+        ({"text": "a", "label": 1}, "sst2", "no row has the column 'sentence'; its columns are label, text"),
+        ({"sentence": "a", "label": 1}, None, "its columns are label, sentence; needed are text, prompt and"),
+        ({}, None, "its columns are none; needed are text, prompt and"),
+    ],
+)
+def test_missing_columns_are_told_once(
+    tokenizer: Tokenizer, contract: MakeContract, fields: dict[str, Any], task: str | None, problem: str
+) -> None:
+    [told] = problems_of(rows(*[fields] * 30), tokenizer, contract(), load_task(task) if task else None)
+    assert told.startswith(problem)
+
+
+def test_mixed_kinds_and_no_rows(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    assert problems_of(rows({"text": "a"}, {"messages": []}), tokenizer, contract()) == [
+        "it mixes rows of several kinds: messages, text"
+    ]
+    assert problems_of([], tokenizer, contract()) == ["it has no rows"]
+
+
+def test_empty_completion_and_prompt(
+    tokenizer: Tokenizer, bare_tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    assert problems_of(rows({"prompt": "a", "completion": ""}), tokenizer, contract()) == [
+        "row 1: its completion is empty: there is nothing to learn from"
+    ]
+    task = Task("a", "{t}", label_words={"0": "Yes", "1": "No"})
+    assert problems_of(rows({"t": "", "label": 0}), bare_tokenizer, contract(), task) == [
+        "row 1: has an empty prompt: nothing predicts its candidates"
+    ]
+
+
+def test_candidates_that_are_one_token(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    same = Task("a", "{t}", choices=("x", "y"))
+    assert problems_of(
+        rows({"t": "a", "x": "Yes", "y": " Yes", "label": 0}), tokenizer, contract(), same
+    ) == ["row 1: has two candidates that are one token: ' Yes' = 'ĠYes', ' Yes' = 'ĠYes'"]
+
+
+def test_tokenizer_of_another_program(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    [problem] = problems_of(rows(FILM), tokenizer, contract(vocabulary_size=310), load_task("sst2"))
+    assert problem.endswith("(335), the program knows 310: the tokenizer is not this program's")
+
+
+# Properties
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+WORDY = st.lists(st.sampled_from("the film was bad good a cat dog".split()), max_size=40).map(" ".join)
+
+
+def check_slots(example: Example, contract: Contract) -> None:
+    for sequence in example.sequences:
+        assert 0 < len(sequence.tokens) <= contract.sequence_length
+        assert 0 < len(sequence.slots) <= contract.positions
+        for slot in sequence.slots:
+            assert 0 <= slot.position < len(sequence.tokens)
+    for candidate in range(example.candidates):
+        weights = [s.weight for each in example.sequences for s in each.slots if s.candidate == candidate]
+        assert np.isclose(sum(weights), 1)
+    make_batch([example], contract)
+
+
+@settings(deadline=None)
+@given(TEXTS | WORDY, st.integers(3, 40), st.integers(1, 20), st.sampled_from(["truncate", "split"]))
+def test_texts_teach_each_token_by_the_one_before_it(
+    text: str, length: int, positions: int, overflow: Any
+) -> None:
+    contract, tokens = program(length, positions), tiny().encode(text)
+    if not tokens:
+        return
+    examples, _ = build_examples(rows({"text": text}), tiny(), contract, options=BuildOptions(overflow))
+    for example in examples:
+        check_slots(example, contract)
+        for sequence in example.sequences:
+            assert sequence.tokens[0] == 1
+            assert all(sequence.tokens[slot.position + 1] == slot.target for slot in sequence.slots)
+    targets = [slot.target for example in examples for slot in example.sequences[0].slots]
+    assert targets == (tokens if overflow == "split" else tokens[: len(targets)])
+
+
+@settings(deadline=None)
+@given(WORDY, WORDY, st.integers(4, 40), st.integers(1, 20), st.sampled_from(["truncate", "split"]))
+def test_completions_keep_their_boundary(
+    prompt: str, completion: str, length: int, positions: int, overflow: Any
+) -> None:
+    contract = program(length, positions)
+    data = rows({"prompt": prompt, "completion": " " + completion})
+    examples, _ = build_examples(data, tiny(), contract, options=BuildOptions(overflow))
+    wanted = [*tiny().encode_pair(prompt, " " + completion).completion, 2]
+    for example in examples:
+        check_slots(example, contract)
+        for slot in example.sequences[0].slots:
+            assert example.sequences[0].tokens[slot.position + 1] == slot.target
+    targets = [slot.target for example in examples for slot in example.sequences[0].slots]
+    assert targets == (wanted if overflow == "split" else wanted[: len(targets)])
+
+
+@settings(deadline=None)
+@given(
+    TEXTS | WORDY,
+    st.lists(WORDY.filter(bool), min_size=2, max_size=4, unique=True),
+    st.integers(45, 60),
+)
+def test_candidates_have_weights_that_sum_to_one(text: str, candidates: list[str], length: int) -> None:
+    contract = program(length, 44)
+    task = Task("a", "{t}", choices_column="c")
+    data = rows({"t": text, "c": candidates, "label": 1})
+    [example], _ = build_examples(data, tiny(), contract, task, TRUNCATE)
+    assert (example.candidates, example.label) == (len(candidates), 1)
+    check_slots(example, contract)
+    if len(example.sequences) > 1:
+        for sequence in example.sequences:
+            assert all(sequence.tokens[slot.position + 1] == slot.target for slot in sequence.slots)
+
+
+# What it needs
+
+
+def test_only_messages_need_jinja2_and_nothing_needs_torch() -> None:
+    modules = "example_building readers report spans task text_metrics tokenizer".split()
+    code = f"import sys, {', '.join(f'prge.rows.{name}' for name in modules)}\n"
+    code += "print(sorted({'jinja2', 'torch', 'transformers', 'executorch'} & set(sys.modules)))"
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout == "[]\n"
+
+
+# From a file
+
+
+def test_training_and_development_rows_of_one_file(
+    write: Callable[[str, str], Path], tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    path = write("a.tsv", "sentence\tlabel\n" + "".join(f"a cat\t{n % 2}\n" for n in range(20)))
+    task, parts = load_task("sst2"), []
+    for start, limit in ((0, 12), (12, 8)):
+        selection = Selection(start, limit, shuffle_seed=1)
+        examples, report = load_examples(path, tokenizer, contract(), task, selection)
+        assert report.text().startswith(f"{path} (task sst2): {limit} rows")
+        parts.append([example.row for example in examples])
+    assert sorted(parts[0] + parts[1]) == list(range(1, 21))
+
+
+def test_sst2_becomes_examples(shared: Path, tokenizer: Tokenizer, contract: MakeContract) -> None:
+    path = shared / "data" / "sst2" / "train.tsv"
+    selection = Selection(0, 1000, shuffle_seed=0)
+    examples, report = load_examples(
+        path, tokenizer, contract(sequence_length=128), load_task("sst2"), selection, TRUNCATE
+    )
+    assert len(examples) == 1000
+    assert all(len(example.sequences) == 1 and len(example.sequences[0].slots) == 2 for example in examples)
+    assert report.classes["0"] + report.classes["1"] == 1000

@@ -1,0 +1,141 @@
+"""Rows of files: forms, quoting, encodings, every error with its row number, selections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prge.errors import ConfigError, DataError
+from prge.rows.readers import Row, Selection, read_rows, select_rows
+
+Write = Callable[[str, "str | bytes"], Path]
+
+
+def test_jsonl_rows_keep_their_line_numbers(write: Write) -> None:
+    path = write("a.jsonl", '{"text": "one"}\n\n{"text": "two\u2028lines", "label": 1}\r\n')
+    assert read_rows(path) == [Row(1, {"text": "one"}), Row(3, {"text": "two\u2028lines", "label": 1})]
+
+
+def test_csv_with_quotes_and_line_breaks(write: Write) -> None:
+    path = write("a.csv", 'text,label\r\n"a ""quoted"", text\nof two lines",1\r\n\r\nplain,0\r\n')
+    assert read_rows(path) == [
+        Row(1, {"text": 'a "quoted", text\nof two lines', "label": "1"}),
+        Row(2, {"text": "plain", "label": "0"}),
+    ]
+
+
+def test_tsv_without_quotes_in_its_header_is_read_as_it_is(write: Write) -> None:
+    path = write("a.tsv", 'sentence\tlabel\n"open quote\t1\nit \'s "fine" \t0\n')
+    assert [row.fields["sentence"] for row in read_rows(path)] == ['"open quote', 'it \'s "fine" ']
+
+
+def test_tsv_with_quotes_in_its_header_is_quoted(write: Write) -> None:
+    path = write("a.tsv", '"sentence"\t"label"\n"a\tb ""c"""\t"1"\n')
+    assert read_rows(path) == [Row(1, {"sentence": 'a\tb "c"', "label": "1"})]
+
+
+def test_byte_order_mark_is_not_part_of_the_first_column(write: Write) -> None:
+    assert read_rows(write("a.csv", b"\xef\xbb\xbftext\nhi\n")) == [Row(1, {"text": "hi"})]
+    assert read_rows(write("a.jsonl", b'\xef\xbb\xbf{"text": "hi"}')) == [Row(1, {"text": "hi"})]
+
+
+def test_long_fields(write: Write) -> None:
+    assert len(read_rows(write("a.csv", "text\n" + "a" * 200_000 + "\n"))[0].fields["text"]) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problems"),
+    [
+        (
+            "a.jsonl",
+            '{"text": "one"}\n{"text": \n[1]\n"x"\n{"text": "\\ud800"}\n',
+            [
+                "row 2: not JSON: Expecting value at character 10",
+                "row 3: is a JSON list, must be an object with columns",
+                "row 4: is a JSON string, must be an object with columns",
+                "row 5: has half of a \\u escape pair",
+            ],
+        ),
+        ("deep.jsonl", "[" * 200_000 + "\n", ["row 1: not JSON that can be read"]),
+        (
+            "a.tsv",
+            "text\tlabel\nfine\t1\nno label\n\nc\t1\tmore\n",
+            [
+                "row 2 (line 3): has 1 fields, the header names 2: text, label",
+                "row 3 (line 5): has 3 fields, the header names 2: text, label",
+            ],
+        ),
+        ("a.csv", 'text\nfine\n"never closed\n', ["row 2 (line 3): not csv: unexpected end of data"]),
+        (
+            "twice.csv",
+            "text,text,\na,b,c\n",
+            ["line 1: the header has empty or repeated columns: '', 'text'"],
+        ),
+        ("empty.jsonl", "", ["it has no rows"]),
+        ("header.csv", "text,label\n", ["it has no rows"]),
+        ("latin.csv", "text\nfine\ncaf\xe9\n".encode("latin-1"), ["line 3, byte 13 of the file: 0xe9"]),
+        ("bom.csv", b"\xef\xbb\xbftext\n\xff", ["line 2, byte 8 of the file: 0xff"]),
+        ("wide.csv", "text\nfine\n".encode("utf-16"), ["byte 0: it begins as a UTF-16 file"]),
+        ("a.parquet", "", ["its name ends in '.parquet', known are .jsonl, .ndjson, .csv, .tsv"]),
+    ],
+)
+def test_problems_name_their_rows(write: Write, name: str, content: str | bytes, problems: list[str]) -> None:
+    with pytest.raises(DataError) as caught:
+        read_rows(write(name, content))
+    assert len(caught.value.problems) == len(problems)
+    for told, expected in zip(caught.value.problems, problems, strict=True):
+        assert told.startswith(expected)
+
+
+def test_many_problems_are_counted(write: Write) -> None:
+    with pytest.raises(DataError) as caught:
+        read_rows(write("a.jsonl", "x\n" * 57))
+    assert caught.value.problems[0].startswith("row 1: ")
+    assert caught.value.problems[-1] == "... and 37 more (57 in all)"
+    assert len(caught.value.problems) == 21
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such file"):
+        read_rows(tmp_path / "a.jsonl")
+
+
+def test_selection_in_file_order() -> None:
+    assert select_rows(range(10), Selection(start=2, limit=3)) == [2, 3, 4]
+    assert select_rows(range(4), Selection(start=2)) == [2, 3]
+
+
+def test_shuffle_is_the_same_everywhere() -> None:
+    # Philox 4x64-10 is fixed by its paper (doi 10.1145/2063384.2063405), so this order is too.
+    assert select_rows(range(10), Selection(shuffle_seed=42)) == [7, 1, 6, 4, 3, 5, 9, 0, 2, 8]
+
+
+@given(st.integers(1, 300), st.integers(0, 2**64 - 1), st.integers(1, 299))
+def test_ranges_of_one_shuffle_share_no_row(count: int, seed: int, cut: int) -> None:
+    train = select_rows(range(count), Selection(0, cut, seed))
+    rest = select_rows(range(count), Selection(cut, None, seed)) if cut < count else []
+    assert sorted([*train, *rest]) == list(range(count))
+
+
+def test_selection_that_leaves_nothing() -> None:
+    with pytest.raises(DataError, match="the file has 3 rows, start is 3"):
+        select_rows([1, 2, 3], Selection(start=3))
+
+
+def test_selection_that_can_not_be() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Selection(start=-1, limit=0, shuffle_seed=-1)
+    assert len(caught.value.problems) == 3
+
+
+def test_sst2_is_read_entirely(shared: Path) -> None:
+    path = shared / "data" / "sst2" / "train.tsv"
+    rows = read_rows(path)
+    assert len(rows) == 67_349
+    assert {row.fields["label"] for row in rows} == {"0", "1"}
+    assert rows[0] == Row(1, {"sentence": "hide new secretions from the parental units ", "label": "0"})
+    assert rows[-1].number == 67_349

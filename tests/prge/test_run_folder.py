@@ -1,0 +1,333 @@
+"""Records of a run survive a kill, its folder has one owner, and peak memory counts what was swapped out."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prge.errors import RunError
+from prge.memory import PeakMemory, proportional_memory, resident_bytes
+from prge.progress import Progress, duration
+from prge.run_folder import (
+    LOCK,
+    LOG,
+    METRICS,
+    SUMMARY,
+    RunLog,
+    environment,
+    read_metrics,
+    reported,
+    run_lock,
+    write_summary,
+)
+
+
+def step(n: int, **more: Any) -> dict[str, Any]:
+    return {"event": "step", "step": n, "loss": 1 / (n + 1), **more}
+
+
+def test_metrics_are_one_json_object_a_line_at_once(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run")
+    log.metric(step(0))
+    log.metric({"event": "evaluation", "step": 0, "loss": np.float32(0.5), "rows": np.int64(8)})
+    # Read before anything is closed.
+    lines = (tmp_path / "run" / METRICS).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"event": "step", "step": 0, "loss": 1.0},
+        {"event": "evaluation", "step": 0, "loss": 0.5, "rows": 8},
+    ]
+    log.close()
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.metric({"event": "step", "step": 0, "loss": float("nan"), "scalars": np.array([np.inf, 1.0])})
+    assert read_metrics(tmp_path) == [{"event": "step", "step": 0, "loss": None, "scalars": [None, 1.0]}]
+
+
+def test_resume_drops_a_torn_line_and_what_lies_beyond_the_step(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        for n in range(5):
+            log.metric(step(n))
+    with (tmp_path / METRICS).open("a", encoding="utf-8") as stream:
+        stream.write('{"event": "step", "st')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
+    with RunLog(tmp_path, keep_through=2) as log:
+        assert log.last("step") == step(2)
+        assert log.last("evaluation") is None
+        log.metric(step(3, again=True))
+    assert read_metrics(tmp_path) == [step(0), step(1), step(2), step(3, again=True)]
+
+
+@pytest.mark.parametrize("torn", ["{", '{"event": "step", "step": 1}', "3\n", "\n"])
+def test_torn_last_line(tmp_path: Path, torn: str) -> None:
+    (tmp_path / METRICS).write_text(json.dumps(step(0)) + "\n" + torn, encoding="utf-8")
+    assert read_metrics(tmp_path) == [step(0)]
+    with RunLog(tmp_path) as log:
+        log.metric(step(1))
+    assert read_metrics(tmp_path) == [step(0), step(1)]
+
+
+def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text("{}\n{ not json\n{}\n", encoding="utf-8")
+    for read in (read_metrics, RunLog):
+        with pytest.raises(RunError, match="line 2 is damaged"):
+            read(tmp_path)
+
+
+def test_killed_process_loses_no_whole_line(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from prge.run_folder import RunLog; "
+        "log = RunLog(Path(sys.argv[1])); log.text('hello'); "
+        "[log.metric({'event': 'step', 'step': n}) for n in range(3)]; os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
+    assert child.returncode == -9
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2]
+    assert (tmp_path / LOG).read_text(encoding="utf-8").endswith(" hello\n")
+
+
+def test_log_lines_begin_with_the_time(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.text("first")
+    with RunLog(tmp_path) as log:
+        log.text("second")
+    lines = (tmp_path / LOG).read_text(encoding="utf-8").splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["first", "second"]
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00 ", lines[0])
+
+
+def test_full_disk_is_told_with_the_folder_and_keeps_whole_lines(tmp_path: Path) -> None:
+    """A limit on file size takes a part of a line and refuses the rest, as a full disk does."""
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from prge.run_folder import RunLog\n"
+        "from prge.errors import RunError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "log = RunLog(Path(sys.argv[1]))\n"
+        "try:\n"
+        "    [log.metric({'event': 'step', 'step': n}) for n in range(9)]\n"
+        "except RunError as error:\n"
+        "    print(error); log.close()"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert str(tmp_path) in child.stdout
+    assert "free some storage" in child.stdout
+    assert (tmp_path / METRICS).stat().st_size == 100 > 3 * len('{"event": "step", "step": 0}\n')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (errno.ENOSPC, "free some storage"),
+        (errno.EACCES, "check the rights"),
+        (errno.EROFS, "check the rights"),
+    ],
+)
+def test_refused_writes_are_told_with_a_remedy(code: int, remedy: str) -> None:
+    with pytest.raises(RunError) as caught, reported(Path("runs/a")):
+        raise OSError(code, os.strerror(code))
+    assert caught.value.what == f"runs/a can't be written: {os.strerror(code)}"
+    assert remedy in caught.value.remedy
+
+
+def test_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(RunError, match="can't be written"):
+        RunLog(tmp_path / "run")
+
+
+def test_summary_has_three_blocks_and_is_replaced_whole(tmp_path: Path) -> None:
+    for status in ("running", "finished"):
+        write_summary(tmp_path, {"status": status, "out": tmp_path}, {"loss": np.float64("nan"), "steps": 3})
+    content = json.loads((tmp_path / SUMMARY).read_text(encoding="utf-8"))
+    assert list(content) == ["run", "train", "meta"]
+    assert content["run"] == {"status": "finished", "out": str(tmp_path)}
+    assert content["train"] == {"loss": None, "steps": 3}
+    assert content["meta"].keys() == environment().keys()
+    assert [path.name for path in tmp_path.iterdir()] == [SUMMARY]
+
+
+def test_failed_summary_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_summary(tmp_path, {"status": "running"}, {}, {})
+    before = (tmp_path / SUMMARY).read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RunError, match="No space left"):
+        write_summary(tmp_path, {"status": "finished"}, {}, {})
+    assert (tmp_path / SUMMARY).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [SUMMARY]
+
+
+def test_environment_tells_versions_without_importing() -> None:
+    code = (
+        "import sys; from prge.run_folder import environment; found = environment(); "
+        "assert not {'torch', 'numpy', 'executorch'} & set(sys.modules); print(found['versions']['numpy'])"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert child.stdout.strip() == np.__version__
+    found = environment()
+    assert found["python"] == sys.version.split()[0]
+    assert found["cpu"]["count"] == os.cpu_count()
+    assert found["cpu"]["model"]
+
+
+def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from prge.run_folder import run_lock\n"
+        "with run_lock(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(RunError, match=rf"in use by process {holder.pid}\n") as caught,
+            run_lock(tmp_path),
+        ):
+            raise AssertionError("two owners")
+        assert caught.value.remedy
+        holder.kill()
+        holder.wait()
+    # The killed owner's lock is gone, and the file tells the new one.
+    with run_lock(tmp_path):
+        assert (tmp_path / LOCK).read_text(encoding="ascii") == f"{os.getpid()}\n"
+
+
+STATUS = "Name:\tpython\nVmHWM:\t    500 kB\nVmRSS:\t    {rss} kB\nVmSwap:\t    {swap} kB\nThreads:\t2\n"
+
+
+def test_peak_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text(STATUS.format(rss=400, swap=0), encoding="utf-8")
+    memory = PeakMemory(status)
+    assert memory.report()["peak_bytes"] == 500 * 1024
+    status.write_text(STATUS.format(rss=300, swap=600), encoding="utf-8")
+    memory.sample()
+    status.write_text(STATUS.format(rss=100, swap=0), encoding="utf-8")
+    assert memory.report() == {"peak_bytes": 900 * 1024, "method": PeakMemory.method}
+
+
+def test_present_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    assert resident_bytes(status) is None
+    status.write_text("VmSwap:\t 3 kB\n", encoding="utf-8")
+    assert resident_bytes(status) is None
+    status.write_text(STATUS.format(rss=300, swap=600), encoding="utf-8")
+    assert resident_bytes(status) == 900 * 1024
+
+
+def test_proportional_memory(tmp_path: Path) -> None:
+    rollup = tmp_path / "smaps_rollup"
+    assert proportional_memory(rollup) == {"bytes": None, "reason": f"{rollup}: No such file or directory"}
+    rollup.write_text("aa-bb ---p 00000000 00:00 0 [rollup]\nRss:   9 kB\n")
+    assert proportional_memory(rollup) == {"bytes": None, "reason": f"{rollup} has no Pss"}
+    rollup.write_text("aa-bb ---p 00000000 00:00 0 [rollup]\nRss:   9 kB\nPss:   7 kB\n")
+    assert proportional_memory(rollup)["bytes"] == 7 * 1024
+
+
+def test_peak_memory_of_this_process() -> None:
+    if not Path("/proc/self/status").exists():
+        assert PeakMemory().report()["peak_bytes"] is None
+        return
+    peak = PeakMemory().report()["peak_bytes"]
+    assert peak >= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * 0.9
+
+
+@pytest.mark.parametrize("content", [None, "VmRSS:\t 3 kB\n"])
+def test_peak_memory_that_can_not_be_known_is_null_with_a_reason(tmp_path: Path, content: str | None) -> None:
+    status = tmp_path / "status"
+    if content is not None:
+        status.write_text(content, encoding="utf-8")
+    report = PeakMemory(status).report()
+    assert report["peak_bytes"] is None
+    assert str(status) in report["reason"]
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_progress_without_a_terminal_is_a_line_every_few_seconds() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(10, stream=stream, clock=clock, every_seconds=5) as progress:
+        for done in range(1, 11):
+            clock.now += 2
+            progress.update(done, rows=8, loss=1 / done, accuracy=0.75 if done == 2 else None)
+        progress.note("written to runs/a")
+    assert stream.getvalue().splitlines() == [
+        "step 3/10  loss 0.3333  accuracy 0.75  4 rows/s  14 s left",
+        "step 6/10  loss 0.1667  accuracy 0.75  4 rows/s  8 s left",
+        "step 9/10  loss 0.1111  accuracy 0.75  4 rows/s  2 s left",
+        "step 10/10  loss 0.1  accuracy 0.75  4 rows/s  0 s left",
+        "written to runs/a",
+    ]
+
+
+def test_steps_of_an_earlier_process_do_not_count_for_the_time_left() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(100, stream=stream, clock=clock, every_seconds=0)
+    progress.skip(90)
+    clock.now = 3
+    progress.update(91, rows=6)
+    assert stream.getvalue() == "step 91/100  2 rows/s  27 s left\n"
+
+
+def test_quiet_progress_says_nothing() -> None:
+    stream = io.StringIO()
+    with Progress(2, quiet=True, stream=stream, every_seconds=0) as progress:
+        progress.update(1, loss=1.0)
+        progress.note("text")
+    assert stream.getvalue() == ""
+
+
+class Terminal(io.StringIO):
+    """Text that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_is_a_bar() -> None:
+    stream = Terminal()
+    with Progress(4, stream=stream) as progress:
+        progress.skip(1)
+        progress.update(2, rows=2, loss=0.5)
+        progress.note("a note")
+        progress.update(4, rows=2, loss=0.25)
+    text = stream.getvalue()
+    assert "100%" in text
+    assert "4/4, loss 0.25" in text
+    assert "a note\n" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3725, "1 h 2 min"), (-1, "0 s")],
+)
+def test_duration(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

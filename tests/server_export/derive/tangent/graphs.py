@@ -1,0 +1,147 @@
+"""Graphs with tangents of small modules and of programs, and what PyTorch's own forward mode says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from prge.contract import U_PREFIX, V_PREFIX
+from server_export.check.eager_engine import EagerEngine
+from server_export.derive.tangent.transform import Dense, RankOne, differentiate
+from server_export.graph.rewriting import rewrite
+from server_export.model.program import BuiltProgram, example_inputs
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Function(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(*inputs)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Normal numbers, the same for the same shape and seed."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def inputs_of(graph_module: GraphModule) -> list[str]:
+    """Names of the inputs in order."""
+    return [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
+
+
+def trace(module: nn.Module, inputs: Tensors, rewritten: bool = False) -> GraphModule:
+    """The graph of a module, as the transformation takes it."""
+    with torch.no_grad():
+        graph_module = torch.export.export(module, inputs, strict=False).module(check_guards=False)
+        if rewritten:
+            rewrite(graph_module)
+    return graph_module
+
+
+def with_tangents(
+    module: nn.Module, active: Tensors, passive: Tensors = (), queries: int = 3, rewritten: bool = False
+) -> GraphModule:
+    """The graph of a module of active and passive tensors; takes tangents of the active ones too."""
+    graph_module = trace(module, (*active, *passive), rewritten)
+    seeds = dict.fromkeys(inputs_of(graph_module)[: len(active)], Dense())
+    graph = differentiate(graph_module, seeds, queries)
+    # Constants of rules are float32, and torch can't convert what is quantized, not even to what it is.
+    return graph.double() if active[0].dtype == torch.float64 else graph
+
+
+def directions(active: Tensors, queries: int) -> Tensors:
+    """A random tangent of every active tensor for every query."""
+    return tuple(
+        random(queries, *tensor.shape, seed=7 + number, dtype=tensor.dtype)
+        for number, tensor in enumerate(active)
+    )
+
+
+def jvp(module: nn.Module, active: Tensors, passive: Tensors, tangents: Tensors) -> tuple[Any, torch.Tensor]:
+    """The module's answer, and its derivative along the tangents of every query."""
+    answer, found = None, []
+    for query in range(len(tangents[0])):
+        along = tuple(tangent[query] for tangent in tangents)
+        answer, derivative = torch.func.jvp(lambda *moved: module(*moved, *passive), active, along)
+        found.append(derivative)
+    return answer, torch.stack(found)
+
+
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference as a part of the largest number; infinite for shapes that differ."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def program_with_tangents(built: BuiltProgram, queries: int | None = None) -> GraphModule:
+    """The graph of a tangent program before it is traced again."""
+    graph_module = trace(built.module, example_inputs(built.module.contract), rewritten=True)
+    seeds = inputs_of(graph_module)[-len(built.contract.modules) :]
+    contract = built.contract
+    return differentiate(
+        graph_module, dict.fromkeys(seeds, RankOne(contract.rows)), queries or contract.queries
+    )
+
+
+def tangents_by_gradients(built: BuiltProgram, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tangents of a program in float64 by backpropagation: gradients times u v^T. Converts the module.
+
+    A copy for every row tells the rows' gradients apart, and one pass for every column of the answer those.
+    """
+    contract = built.contract
+    stack = replace(built.module.contract, copies=contract.rows, batch_size=1)
+    engine = EagerEngine(built.module, stack, torch.float64)
+    named = {spec.name: tensor for spec, tensor in zip(contract.inputs, inputs, strict=True)}
+    arrays = {
+        spec.name: (
+            named[spec.name].expand(spec.shape) if "lora_b" in spec.name else named[spec.name]
+        ).numpy()
+        for spec in stack.inputs
+    }
+    rows, width = stack.outputs[0].shape
+    found = torch.zeros(contract.queries, rows, width, dtype=torch.float64)
+    for column in range(width):
+        weights = np.zeros((rows, width))
+        weights[:, column] = 1
+        gradients = engine.gradients(arrays, weights)
+        for module in contract.modules:
+            gradient = torch.from_numpy(gradients[module.input_name])
+            u, v = (named[prefix + module.name].double() for prefix in (U_PREFIX, V_PREFIX))
+            found[:, :, column] += torch.einsum("qri,rij,qrj->qr", u, gradient, v)
+    return found
+
+
+class ShapeRecorder(Interpreter):
+    """Runs a graph and keeps the shape of every tensor in it, by node."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__(graph_module)
+        self.shapes: dict[Node, tuple[int, ...]] = {}
+
+    def run_node(self, node: Node) -> Any:
+        value = super().run_node(node)
+        if isinstance(value, torch.Tensor):
+            self.shapes[node] = tuple(value.shape)
+        return value
+
+
+def shapes_of(graph_module: GraphModule, inputs: Sequence[torch.Tensor]) -> dict[Node, tuple[int, ...]]:
+    """The shape of every tensor of a graph."""
+    recorder = ShapeRecorder(graph_module)
+    with torch.no_grad():
+        recorder.run(*inputs)
+    return recorder.shapes

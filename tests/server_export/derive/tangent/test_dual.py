@@ -1,0 +1,222 @@
+"""What a value with tangents puts off, and that putting it off saves work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from tests.server_export.tangent.graphs import Function, random, shapes_of, with_tangents
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from server_export.derive.tangent.dual import Builder, Dual, Interleaved
+
+aten = torch.ops.aten
+
+QUERIES = 5
+
+
+def wide_operators(module: nn.Module) -> list[str]:
+    """Names of the operators of a module's graph that work on all tangents of a [2, 4] input."""
+    graph = with_tangents(module, (random(2, 4),), queries=QUERIES)
+    shapes = shapes_of(graph, (random(2, 4), random(QUERIES, 2, 4)))
+    return [
+        str(node.target).split(".")[1]
+        for node, shape in shapes.items()
+        if node.op == "call_function" and shape[0] >= QUERIES
+    ]
+
+
+def test_bias_and_slope_cost_one_slot() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double()
+    # The slope meets the tangents once, right before the slots are joined for the next layer.
+    assert wide_operators(layers) == ["cat", "linear", "slice", "mul", "cat", "linear", "slice"]
+
+
+def test_slopes_are_multiplied_before_they_meet_the_tangents() -> None:
+    assert wide_operators(Function(lambda x: torch.tanh(torch.exp(x) * 3).sigmoid())) == ["mul"]
+
+
+def test_constants_are_added_to_the_primal_alone() -> None:
+    assert wide_operators(Function(lambda x: (x + 1) - 2 + 3)) == []
+
+
+def test_bias_of_a_value_that_is_needed_whole_is_padded_with_zeros() -> None:
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    found = wide_operators(Function(lambda x: first(x) + second(x)))
+    assert found == ["cat", "linear", "linear", "add", "add", "add", "slice"]
+
+
+@pytest.fixture
+def builder() -> Builder:
+    return Builder(GraphModule({}, Graph()), Graph(), QUERIES)
+
+
+def run(builder: Builder, value: Any, *inputs: torch.Tensor) -> Any:
+    builder.graph.output(value)
+    with torch.no_grad():
+        return GraphModule(builder.graph_module, builder.graph)(*inputs)
+
+
+def placeholders(builder: Builder, *names: str) -> list[Node]:
+    return [builder.graph.placeholder(name) for name in names]
+
+
+def test_stack_is_the_primal_and_its_scaled_tangents(builder: Builder) -> None:
+    primal, tangents, factor = placeholders(builder, "primal", "tangents", "factor")
+    dual = Dual.of_parts(builder, (3,), primal, tangents, factor)
+    assert not dual.is_stacked
+    inputs = random(1, 3), random(QUERIES, 3), random(1, 3, seed=1)
+    expected = torch.cat([inputs[0], inputs[1] * inputs[2]])
+    torch.testing.assert_close(run(builder, dual.stack, *inputs), expected)
+
+
+def test_forms_are_made_once(builder: Builder) -> None:
+    (stack,) = placeholders(builder, "stack")
+    dual = Dual.stacked(builder, (3,), stack)
+    assert dual.stack is stack
+    assert dual.primal is dual.primal
+    assert dual.tangents is dual.unscaled
+    assert len(builder.graph.nodes) == 3
+
+
+@pytest.mark.parametrize("order", [("stack", "primal"), ("primal", "stack")])
+def test_bias_reaches_the_primal_and_no_tangent(builder: Builder, order: tuple[str, str]) -> None:
+    (stack,) = placeholders(builder, "stack")
+    builder.graph_module.register_buffer("bias", random(3))
+    dual = Dual.stacked(builder, (2, 3), stack, builder.graph.get_attr("bias"))
+    forms = {name: getattr(dual, name) for name in order}
+    value = random(1 + QUERIES, 2, 3)
+    whole, primal, tangents = run(builder, (forms["stack"], forms["primal"], dual.tangents), value)
+    expected = value.clone()
+    expected[0] += builder.graph_module.bias
+    torch.testing.assert_close(whole, expected)
+    torch.testing.assert_close(primal, expected[:1])
+    torch.testing.assert_close(tangents, expected[1:])
+
+
+def test_alignment_puts_ones_between_slots_and_dimensions(builder: Builder) -> None:
+    (stack,) = placeholders(builder, "stack")
+    dual = Dual.stacked(builder, (3,), stack)
+    assert dual.aligned(1) is dual
+    aligned = dual.aligned(3)
+    assert aligned.shape == (1, 1, 3)
+    assert run(builder, aligned.stack, random(1 + QUERIES, 3)).shape == (1 + QUERIES, 1, 1, 3)
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_interleaved_tangents_are_the_same_numbers(builder: Builder, is_stacked: bool) -> None:
+    whole, primal, tangents = placeholders(builder, "whole", "primal", "tangents")
+    dual = (
+        Dual.stacked(builder, (2, 3), whole)
+        if is_stacked
+        else Dual.of_parts(builder, (2, 3), primal, tangents)
+    )
+    value = random(1 + QUERIES, 2, 3)
+    found = Interleaved.of(dual)
+    beside, meeting, _ = found.beside(found.primal)
+    parts = found.inside, beside, meeting, found.stack, found.tangents, found.primal
+    inside, beside, meeting, stack, tangents, primal = run(builder, parts, value, value[:1], value[1:])
+    assert torch.equal(inside, value[1:].permute(1, 0, 2))
+    assert torch.equal(beside * meeting, value[0].reshape(2, 1, 3) * inside)
+    assert torch.equal(stack, value)
+    assert torch.equal(tangents, value[1:])
+    assert torch.equal(primal, value[:1])
+    assert Interleaved.of(found) is found
+
+
+@pytest.mark.parametrize("queries", [1, QUERIES])
+def test_a_primal_meets_interleaved_tangents_as_a_product_left_them(queries: int) -> None:
+    builder = Builder(GraphModule(nn.Module(), Graph()), Graph(), queries)
+    primal, lying = placeholders(builder, "primal", "lying")
+    builder.know_shape(lying, 6, queries * 4)
+    dual = Interleaved(builder, (2, 3, 4), primal, lying)
+    beside, meeting, shape = dual.beside(dual.primal)
+    assert shape == ((6, 4) if queries == 1 else (6, queries, 4))
+    assert (meeting is lying) == (queries == 1)
+    value, tangents = random(1, 2, 3, 4), random(6, queries * 4, seed=1)
+    product = run(builder, builder.product(beside, meeting), value, tangents)
+    expected = value.reshape(6, 1, 4) * tangents.reshape(6, queries, 4)
+    assert torch.equal(product.reshape(6, queries, 4), expected)
+
+
+def test_interleaved_tangents_follow_a_reshape(builder: Builder) -> None:
+    primal, inside = placeholders(builder, "primal", "inside")
+    dual = Interleaved(builder, (2, 3, 4), primal, inside)
+    builder.know_shape(inside, 2, 3, QUERIES, 4)
+    kept, turned = dual.reshaped((6, 4)), dual.reshaped((2, 12))
+    assert isinstance(kept, Interleaved)
+    value = random(1 + QUERIES, 2, 3, 4)
+    stacks = run(builder, (kept.stack, turned.stack), value[:1], value[1:].permute(1, 2, 0, 3))
+    assert torch.equal(stacks[0], value.reshape(-1, 6, 4))
+    assert torch.equal(stacks[1], value.reshape(-1, 2, 12))
+
+
+def test_values_that_lie_alike_are_joined_as_they_lie(builder: Builder) -> None:
+    first, second, other = placeholders(builder, "first", "second", "other")
+    builder.know_shape(first, 2, 3)
+    builder.know_shape(second, 2, 6)
+    seen = [builder.reshape(first, 2, 1, 3), builder.reshape(second, 2, 1, 6)]
+    joined = builder.joined(seen, [3, 6], (2, 1))
+    assert joined.args == ([first, second], 1)
+    apart = builder.joined([seen[0], other], [3, 6], (2, 1))
+    assert apart.args[0][0] is seen[0]
+    inputs = random(2, 3), random(2, 6, seed=1), random(2, 1, 6, seed=2)
+    whole, both = run(builder, (joined, apart), *inputs)
+    assert torch.equal(whole, torch.cat(inputs[:2], 1))
+    assert torch.equal(both, torch.cat([inputs[0].reshape(2, 1, 3), inputs[2]], 2))
+
+
+def test_products_with_numbers_and_with_nothing(builder: Builder) -> None:
+    (x,) = placeholders(builder, "x")
+    assert builder.product(None, x) is x
+    assert builder.product(2, None) == 2
+    assert builder.product(2, 3) == 6
+    assert run(builder, builder.product(2, x), torch.tensor([4.0])).tolist() == [8.0]
+
+
+def test_equal_constants_are_stored_once(builder: Builder) -> None:
+    assert builder.ones(1, 4) is builder.ones(1, 4)
+    assert builder.ones(1, 4) is not builder.ones(4, 1)
+    assert builder.zeros(1, 4) is not builder.ones(1, 4)
+
+
+def test_sum_and_repetition(builder: Builder) -> None:
+    (x,) = placeholders(builder, "x")
+    value = random(2, 3, dtype=torch.float32)
+    every, only = builder.ones(4, 1, 1), builder.tangents_only((2, 3), 3)
+    results = (
+        builder.total(x, 2, 3),
+        builder.repeated(x, every, (2, 3)),
+        builder.repeated(x, only, (2, 3)),
+        only,
+    )
+    total, repeated, tangents, mask = run(builder, results, value)
+    assert mask.shape == (1 + QUERIES, 2, 1)
+    torch.testing.assert_close(total, value.sum(1, keepdim=True))
+    assert torch.equal(repeated, value.repeat(4, 1, 1))
+    assert torch.equal(tangents[0], torch.zeros(2, 3))
+    assert torch.equal(tangents[1:], (3 * value).repeat(QUERIES, 1, 1))
+
+
+@pytest.mark.parametrize(("width", "layers"), [(1024, 1), (1031, 1), (2048, 2), (3 * 1024, 2), (2**21, 3)])
+def test_long_sum_is_taken_in_parts(builder: Builder, width: int, layers: int) -> None:
+    (x,) = placeholders(builder, "x")
+    value = random(2, width, dtype=torch.float32)
+    total = run(builder, builder.total(x, 2, width), value)
+    torch.testing.assert_close(total, value.sum(1, keepdim=True), rtol=1e-5, atol=1e-3)
+    weights = [node.args[1] for node in builder.graph.nodes if node.target is torch.ops.aten.linear.default]
+    assert len(weights) == layers
+
+
+def test_numbers_of_a_product_meet_before_its_node(builder: Builder) -> None:
+    (x,) = placeholders(builder, "x")
+    product = builder.product(-0.5, builder.product(x, 2.0))
+    assert builder.apart(product) == (x, -1.0)
+    assert builder.apart(x) == (x, 1)
+    assert builder.apart(None) == (None, 1)
+    assert run(builder, product, torch.tensor([4.0])).tolist() == [-4.0]

@@ -1,0 +1,80 @@
+"""Delegates by level: what XNNPACK takes goes together unless something else lies between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge
+from torch import nn
+from torch.fx import Graph, Node
+
+from server_export.lower.partitioning import LevelPartitioner, delegate_levels
+
+
+def chain(*names: str) -> dict[str, Node]:
+    """A graph of functions, each of which reads the one before; the first reads an input."""
+    graph = Graph()
+    nodes = {"input": graph.placeholder("input")}
+    last = nodes["input"]
+    for name in names:
+        last = nodes[name] = graph.call_function(torch.neg, (last,), name=name)
+    graph.output(last)
+    return nodes
+
+
+def levels(nodes: dict[str, Node], *groups: tuple[str, ...]) -> dict[str, int]:
+    found = delegate_levels(nodes["input"].graph, [[nodes[name] for name in group] for group in groups])
+    return {node.name: level for node, level in found.items()}
+
+
+def test_neighbours_share_a_level() -> None:
+    assert levels(chain("a", "b"), ("a",), ("b",)) == {"a": 0, "b": 0}
+
+
+def test_what_comes_after_an_operator_outside_is_of_the_next_level() -> None:
+    nodes = chain("a", "outside", "also_outside", "b", "c")
+    assert levels(nodes, ("a",), ("b",), ("c",)) == {"a": 0, "b": 1, "c": 1}
+
+
+def test_operators_outside_before_the_first_group_cost_no_level() -> None:
+    assert levels(chain("outside", "a"), ("a",)) == {"a": 0}
+
+
+def test_branches_of_one_level_go_together() -> None:
+    nodes = chain("a", "b")
+    graph = nodes["input"].graph
+    with graph.inserting_before(nodes["a"]):
+        nodes["apart"] = graph.call_function(torch.neg, (nodes["input"],), name="apart")
+    assert levels(nodes, ("apart",), ("a",), ("b",)) == {"apart": 0, "a": 0, "b": 0}
+
+
+def test_group_waits_for_the_last_of_its_operators() -> None:
+    nodes = chain("a", "outside", "b")
+    graph = nodes["input"].graph
+    with graph.inserting_before(nodes["a"]):
+        nodes["early"] = graph.call_function(torch.neg, (nodes["input"],), name="early")
+    assert levels(nodes, ("a",), ("early", "b")) == {"a": 0, "early": 1, "b": 1}
+
+
+def test_group_that_waits_for_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="wait for one that waits"):
+        levels(chain("a", "outside", "b"), ("a", "b"))
+
+
+class Broken(nn.Module):
+    """Two layers with an operator between them that XNNPACK doesn't take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.cumsum(self.first(source), 0)) + source
+
+
+def test_delegates_of_a_module_are_its_levels() -> None:
+    exported = torch.export.export(Broken(), (torch.ones(2, 4),))
+    edge = to_edge(exported, compile_config=EdgeCompileConfig(_check_ir_validity=False))
+    lowered = edge.to_backend(LevelPartitioner()).exported_program().graph_module
+    calls = [node for node in lowered.graph.nodes if "call_delegate" in str(node.target)]
+    assert len(calls) == 2

@@ -1,0 +1,186 @@
+"""Which layers are adapted, what is in them, and where an adapter to start from fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("peft")
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from prge.adapter import read_peft
+from prge.errors import AdapterError, ConfigError
+from server_export.bundle import write_adapter
+from server_export.model.loading import load_adapter
+from server_export.model.lora_fa import (
+    convert_conv1d,
+    default_target_modules,
+    initial_lora_a,
+    match_target_modules,
+)
+from tests.server_export.programs import build
+from tests.tiny_models import ARCHITECTURES, make_model
+
+
+def peft_choice(architecture: str, targets: str | list[str]) -> list[str]:
+    model = get_peft_model(make_model(architecture), LoraConfig(r=2, target_modules=targets))
+    names = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    return [name.removeprefix("base_model.model.") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("llama", ["q_proj", "v_proj"]),
+        ("llama", ["layers.1.self_attn.k_proj", "down_proj"]),
+        ("llama", r".*layers\.0.*\.(gate|up)_proj"),
+        ("llama", "all-linear"),
+        ("gemma3", "all-linear"),
+        ("phi3", ["qkv_proj", "gate_up_proj"]),
+        ("gpt2", ["c_attn"]),
+        ("gpt2", "all-linear"),
+        ("distilbert", "all-linear"),
+    ],
+)
+def test_targets_mean_what_they_mean_in_peft(architecture: str, targets: str | list[str]) -> None:
+    model = make_model(architecture)
+    convert_conv1d(model)
+    assert match_target_modules(model, targets) == peft_choice(architecture, targets)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_has_default_targets(architecture: str) -> None:
+    model = make_model(architecture)
+    convert_conv1d(model)
+    assert match_target_modules(model, default_target_modules(model))
+
+
+@pytest.mark.parametrize("word", ["all-linear", r".*layers\.0.*\.(gate|up)_proj", "q_proj"])
+def test_one_word_of_a_command_line_means_the_same(word: str) -> None:
+    model = make_model("llama")
+    assert match_target_modules(model, [word]) == peft_choice("llama", [word] if word == "q_proj" else word)
+
+
+def test_targets_that_cannot_be_adapted_are_named() -> None:
+    model = make_model("llama")
+    with pytest.raises(ConfigError, match="no layer matches") as error:
+        match_target_modules(model, ["query"])
+    assert "q_proj" in str(error.value)
+    with pytest.raises(ConfigError, match="lm_head is the output head"):
+        match_target_modules(model, ["lm_head"])
+    with pytest.raises(ConfigError, match="not a linear layer"):
+        match_target_modules(model, ["mlp"])
+
+
+def test_conv1d_becomes_the_same_linear_layer() -> None:
+    conv = Conv1D(6, 4)
+    nn.init.normal_(conv.bias)
+    model = nn.Sequential(conv)
+    x = torch.randn(2, 3, 4)
+    expected = conv(x)
+    assert convert_conv1d(model) == 1
+    assert isinstance(model[0], nn.Linear)
+    torch.testing.assert_close(model[0](x), expected)
+
+
+def test_lora_a_depends_on_the_seed_alone() -> None:
+    model = make_model("llama")
+    names = match_target_modules(model, ["q_proj", "down_proj"])
+    first, again, other = (initial_lora_a(model, names, 4, seed) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in names)
+    assert not any(torch.equal(first[name], other[name]) for name in names)
+    bound = 64**-0.5  # kaiming_uniform with a = sqrt(5) on 64 inputs
+    q_proj = first["model.layers.0.self_attn.q_proj"]
+    assert q_proj.shape == (4, 64)
+    assert bound * 0.9 < float(q_proj.abs().max()) <= bound
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
+def test_adapter_folder_loads_in_peft_and_here(architecture: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    built = build(architecture)
+    write_adapter(tmp_path / "adapter", built)
+    model = PeftModel.from_pretrained(make_model(architecture), str(tmp_path / "adapter"))
+    layers = dict(model.named_modules())
+    for name, matrix in built.lora_a.items():
+        layer = layers[f"base_model.model.{name}"]
+        assert torch.equal(layer.lora_A["default"].weight, matrix)
+        assert layer.scaling["default"] == built.alpha / built.rank
+    assert not read_peft(tmp_path / "adapter", built.contract.modules).values.any()
+
+
+def train(adapter: Path) -> None:
+    """Give an adapter folder numbers in lora_B."""
+    weights = load_file(adapter / "adapter_model.safetensors")
+    for name, tensor in weights.items():
+        if "lora_B" in name:
+            tensor.normal_()
+    save_file(weights, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def test_export_starts_from_an_adapter(tmp_path: Path) -> None:
+    write_adapter(
+        tmp_path / "adapter", build("llama", rank=3, alpha=7.5, target_modules=["k_proj", "up_proj"])
+    )
+    train(tmp_path / "adapter")
+    built = build("llama", adapter=tmp_path / "adapter")
+    assert (built.rank, built.alpha, built.target_modules) == (3, 7.5, ["k_proj", "up_proj"])
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name in built.lora_a:
+        assert torch.equal(built.lora_a[name], weights[f"base_model.model.{name}.lora_A.weight"])
+        assert torch.equal(built.lora_b[name], weights[f"base_model.model.{name}.lora_B.weight"])
+        layer = built.module.model.get_submodule(name)
+        torch.testing.assert_close(layer.lora_a, built.lora_a[name] * 2.5)
+
+
+def test_adapter_of_a_model_with_a_head_fits_the_encoder(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "adapter", build("bert"))
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = {
+        name.replace("model.encoder", "model.bert.encoder"): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(weights, path)
+    built = build("bert", adapter=tmp_path / "adapter")
+    assert next(module.name for module in built.contract.modules) == "encoder.layer.0.attention.self.query"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_rslora": True}, "use_rslora"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "lora_only"}, "bias"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"r": 5}, "has rank 4, the adapter says 5"),
+    ],
+)
+def test_other_kinds_of_adapter_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "adapter", build("llama"))
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
+    with pytest.raises(AdapterError, match=message):
+        load_adapter(tmp_path / "adapter")
+
+
+def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "adapter", build("gpt2"))
+    with pytest.raises(AdapterError, match=r"the model has no linear layer transformer\.h\.0"):
+        build("llama", adapter=tmp_path / "adapter")
+
+
+def test_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        load_adapter(tmp_path)
