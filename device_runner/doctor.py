@@ -10,16 +10,17 @@ import importlib
 import importlib.metadata
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from device_runner.requirements import Check, requirement
+from prge.cli import VERBS
 from prge.memory import memory_info
 
 MIB = 1 << 20
@@ -31,18 +32,10 @@ CORE = ("python", "numpy", "safetensors", "tokenizers", "jsonargparse", "PyYAML"
 DEVICE = (*CORE, "torch", "executorch", "engine")
 EXPORT = (*DEVICE, "torchao", "transformers", "peft")
 
+BY_EXTRA = {"": CORE, "device": DEVICE, "plot": (*CORE, "matplotlib"), "export": EXPORT}
 NEEDS: Mapping[str, Sequence[str]] = {
-    "inspect": CORE,
-    "probe": DEVICE,
-    "run": DEVICE,
-    "eval": DEVICE,
-    "replay": CORE,
-    "plot": (*CORE, "matplotlib"),
-    "export": EXPORT,
-    "publish": EXPORT,
-    "baseline": EXPORT,
-    "demo": EXPORT,
-    "compare": (*EXPORT, "matplotlib"),
+    name: (*BY_EXTRA[verb.extra], *(["matplotlib"] if name == "compare" else []))
+    for name, verb in VERBS.items()
 }
 # What these verbs do without where the native engine is.
 NATIVE_VERBS, NOT_FOR_NATIVE = ("probe", "run", "eval"), ("torch", "engine")
@@ -54,16 +47,6 @@ from executorch.extension.pybindings import _C
 names = _C._get_registered_backend_names()
 print(json.dumps({"backends": list(names), "threads": _C._threadpool_get_thread_count()}))
 """
-
-
-@dataclass(frozen=True)
-class Check:
-    """Outcome of one check: `state` is ok, warn or missing; `remedy` is empty if there is nothing to do."""
-
-    name: str
-    state: str
-    found: str
-    remedy: str = ""
 
 
 def main(argv: list[str]) -> int:
@@ -131,19 +114,6 @@ def pip_command(names: Sequence[str]) -> str:
     return (
         "pip install " + " ".join(f"'{word}'" if "<" in word else word for word in wanted) if wanted else ""
     )
-
-
-def requirement(name: str) -> str:
-    """What prge asks for by that name, such as `torch==2.13.0`; the bare name if that can't be told."""
-    try:
-        required = importlib.metadata.requires("prge") or []
-    except importlib.metadata.PackageNotFoundError:
-        required = []
-    for line in required:
-        wanted = line.partition(";")[0].strip()
-        if _plain_name(re.split(r"[\[<>=!~ ]", wanted)[0]) == _plain_name(name):
-            return wanted
-    return name
 
 
 def _survived(name: str, check: Callable[[], Check]) -> Check:
@@ -287,7 +257,3 @@ def _verb_lines(lacking: Mapping[str, Sequence[str]]) -> Iterator[str]:
             continue
         command = pip_command(names)
         yield f"prge {verb:<{width}}  lacks {', '.join(names)}" + (f": {command}" if command else "")
-
-
-def _plain_name(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from device_runner.engines.choice import EngineName, choose
+from device_runner.engines.choice import choose
 from device_runner.engines.lengths import PROGRAM_BYTES, chosen_lengths
 from device_runner.engines.programs import open_programs
-from device_runner.session.inputs import adapter_folder
 from prge.adapter import read_peft
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
+from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.evaluation import Scores
 from prge.examples import Example
@@ -24,7 +24,7 @@ from prge.rows.readers import Selection
 from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import reported
+from prge.run_folder import adapter_folder, reported
 from prge.settings import parse_settings
 
 DESCRIPTION = "Score an adapter on rows of a file; prints the loss and the metric of the task."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,17 @@ from prge.adapter import adapter_size
 from prge.bundle import (
     MANIFEST,
     PROGRAM,
-    SCORE_METHOD,
-    STEP_METHOD,
-    TRUNK_METHOD,
-    UPPER_METHOD,
     check_file,
     read_contracts,
     read_manifest,
     read_shorter,
     read_trunk,
 )
+from prge.bundle_memory import memory_of_scoring, memory_of_steps
 from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
-from prge.costs import RUNTIME_BYTES, bytes_text, run_memory
+from prge.costs import bytes_text
 from prge.errors import BundleError
 from prge.settings import parse_settings
-
-ENGINES = tuple(RUNTIME_BYTES)
 
 _PARTS = {
     "runtime": "runtime, without a program",
@@ -40,7 +35,6 @@ _PARTS = {
     "total": "in all",
     "while_loading": "while loading, with what is packed twice",
 }
-_OF_STEPS = (STEP_METHOD, UPPER_METHOD, TRUNK_METHOD)
 _SECTIONS = (
     *("lora", "readout", "quantization", "tokenizer"),
     *("lowering", "score_lowering", "trunk_lowering", "verification", "versions"),
@@ -94,7 +88,6 @@ def inspect(folder: Path) -> dict[str, Any]:
         for name, entry in manifest["files"].items()
     }
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    score_lowering = _mapping(manifest.get("score_lowering"))
     return {
         "folder": str(folder),
         **manifest,
@@ -102,48 +95,9 @@ def inspect(folder: Path) -> dict[str, Any]:
         "unlisted_files": sorted(present - set(files) - {MANIFEST}),
         "rows_per_call": contract.rows,
         "adapter_parameters": adapter_size(contract.modules),
-        "memory": memory_estimate(contract, _lowering_of_steps(manifest), _workspace(manifest, _OF_STEPS)),
-        "score_memory": memory_estimate(scoring, score_lowering, _workspace(manifest, [SCORE_METHOD]))
-        if scoring
-        else None,
+        "memory": memory_of_steps(manifest, contract),
+        "score_memory": memory_of_scoring(manifest, scoring) if scoring else None,
     }
-
-
-def memory_estimate(
-    contract: Contract, lowering: Mapping[str, Any], workspace: object = None
-) -> dict[str, dict[str, Any]]:
-    """Bytes that a run needs while one method is loaded, by engine and cause; null is what isn't known.
-
-    Args:
-        contract: of the method.
-        lowering: its block of the manifest.
-        workspace: what the export measured of XNNPACK's workspace.
-    """
-    weights, planned = lowering.get("constant_bytes"), lowering.get("planned_memory_bytes")
-    return {
-        engine: run_memory(contract, engine, _number(weights), _number(planned), _number(workspace)).to_json()
-        for engine in ENGINES
-    }
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) else None
-
-
-def _workspace(manifest: Mapping[str, Any], methods: Sequence[str]) -> int | None:
-    """The larger of what an export measured for some methods, which share it; None if it didn't."""
-    measured = _mapping(_mapping(manifest.get("verification")).get("workspace_bytes"))
-    found = [measured[method] for method in methods if isinstance(measured.get(method), int)]
-    return max(found, default=None)
-
-
-def _lowering_of_steps(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all that is loaded for steps: a trunk has an arena beside the one of the step above it."""
-    lowering, trunk = (_mapping(manifest.get(name)) for name in ("lowering", "trunk_lowering"))
-    planned = [block.get("planned_memory_bytes") for block in (lowering, trunk)]
-    if all(isinstance(count, int) for count in planned):
-        lowering["planned_memory_bytes"] = sum(planned)
-    return lowering
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import ConfigError, PrgeError, RunError
+from prge.palette import COLOURS, MARKERS
 from prge.run_folder import Record, read_metrics, reported
 from prge.settings import parse_settings
 
 AXES = ("step", "rows", "seconds")
-# Distinguishable with any kind of colour vision: M. Okabe, K. Ito, "Color Universal Design", 2008.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SCORES = ("accuracy", "f1", "exact_match")
 
 

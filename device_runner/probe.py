@@ -8,34 +8,41 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from device_runner.engines.choice import EngineName
 from device_runner.engines.programs import Programs, open_programs
-from device_runner.session.inputs import adapter_folder, fit_heads, make_estimator
-from device_runner.session.settings import RunSettings, suggested_queries
+from device_runner.session.noise import (
+    LEAST_NOISE,
+    NEIGHBOUR,
+    POOR,
+    WITHOUT_NOISE,
+    Agreement,
+    compare,
+    neighbours_agree,
+)
+from device_runner.session.settings import suggested_queries
 from prge.adapter import Adapter, read_peft
-from prge.bundle import Bundle, open_bundle
+from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
 from prge.directions import RankOneDirections
-from prge.engine import Engine
+from prge.encoder_heads import fit_heads
+from prge.engine import Engine, EngineName
 from prge.errors import ConfigError, EngineError
-from prge.estimators import Estimator
 from prge.evaluation import score
 from prge.examples import Batch, Example
-from prge.head import Classifier, Head
+from prge.head import Head
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import reported
+from prge.run_folder import adapter_folder, reported
 from prge.sampling import Sampler
 from prge.settings import parse_settings
 from prge.tangents import Tangents
@@ -43,13 +50,6 @@ from prge.tangents import Tangents
 Float64Array = NDArray[np.float64]
 
 DESCRIPTION = "Measure on real rows how much signal each estimator and step size has, and recommend one."
-
-# To a smooth loss two step sizes this near are one; rounding falls out differently.
-NEIGHBOUR = math.sqrt(2)
-POOR = 0.9
-STEPS_OF_A_NOTE = 4
-_LEAST_NOISE = 1e-6
-_WITHOUT_NOISE = "exact tangents have no such noise: prge export --estimator tangent"
 
 
 @dataclass(frozen=True)
@@ -105,24 +105,6 @@ class ProbeSettings:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """How far scalars follow a reference: found = slope * reference + what is left.
-
-    `r` is their correlation about zero. Directions have no sign of their own, so the mean of true scalars is
-    zero, and a mean that differs from it is an error as any other. It is 0 where there is nothing to compare.
-    """
-
-    r: float
-    slope: float
-
-    @property
-    def signal_to_noise(self) -> float:
-        """Power of what follows the reference over power of what is left; at most 1e6."""
-        signal = max(self.r, 0.0) ** 2
-        return signal / max(1 - signal, _LEAST_NOISE)
-
-
-@dataclass(frozen=True)
 class Reading:
     """One estimator at one step size: how it agrees with the reference, and what a scalar costs in rows.
 
@@ -134,20 +116,6 @@ class Reading:
     agreement: Agreement
     rows_per_scalar: float
     between: Agreement | None = None
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """How scalars at a step size agree with their neighbour's, and what a scalar costs in rows.
-
-    `agreement` is of the two. `between` is of the slopes from the one step to the other with the first ones:
-    these have no part of the way in common. Where rounding makes the loss a staircase, or the steps are so
-    large that the loss has levelled off, neighbours agree all the same, and these don't.
-    """
-
-    agreement: Agreement
-    between: Agreement
-    rows_per_scalar: float
 
 
 @dataclass(frozen=True)
@@ -179,7 +147,7 @@ class Report:
             )
         quantized = self.quantization is not None and agreement.r < POOR
         remedy = (
-            f" Int8 activations ({self.quantization}) make differences noisy; {_WITHOUT_NOISE}." * quantized
+            f" Int8 activations ({self.quantization}) make differences noisy; {WITHOUT_NOISE}." * quantized
         )
         between = agreement.r if best.between is None else best.between.r
         if between <= 0:
@@ -304,7 +272,7 @@ def probe(settings: ProbeSettings) -> Report:
         readings = _against_neighbours(programs.step, adapter, steps, queries, settings, head)
     return Report(
         contract.is_tangent,
-        quantization(bundle),
+        bundle.quantization,
         settings.batches,
         settings.batches * sampler.per_step,
         queries,
@@ -313,79 +281,9 @@ def probe(settings: ProbeSettings) -> Report:
     )
 
 
-def compare(found: Float64Array, reference: Float64Array) -> Agreement:
-    """How far scalars follow a reference of the same shape; scalars that are not finite don't at all."""
-    y, x = found.ravel(), reference.ravel()
-    lengths = float(np.linalg.norm(y)), float(np.linalg.norm(x))
-    if not all(0 < length < math.inf for length in lengths):
-        return Agreement(0.0, 0.0)
-    r = float((y / lengths[0]) @ (x / lengths[1]))
-    return Agreement(min(max(r, -1.0), 1.0), r * lengths[0] / lengths[1])
-
-
-def neighbours_agree(
-    estimators: tuple[Estimator, Estimator],
-    engine: Engine,
-    adapter: Adapter,
-    steps: Sequence[Sequence[Batch]],
-    seed: int,
-    classifier: Classifier | None = None,
-) -> Neighbours:
-    """Compare the scalars of an estimator with those of its neighbour.
-
-    Args:
-        estimators: the same one at a step size and at NEIGHBOUR times that.
-        engine: runs a stack program.
-        adapter: where the gradient is asked for.
-        steps: the batches of each step to measure.
-        seed: of the directions.
-        classifier: scores an encoder's states.
-    """
-    here, beyond = (
-        [
-            estimator.measure(engine, adapter, batches, seed, step, classifier)
-            for step, batches in enumerate(steps)
-        ]
-        for estimator in estimators
-    )
-    near, far = (np.stack([measurement.scalars for measurement in side]) for side in (here, beyond))
-    between = (NEIGHBOUR * far - near) / (NEIGHBOUR - 1)
-    rows = sum(measurement.rows for measurement in here)
-    return Neighbours(compare(far, near), compare(between, near), rows / near.size)
-
-
-def noise_note(
-    settings: RunSettings, engine: Engine, adapter: Adapter, sampler: Sampler, head: Classifier | None
-) -> str:
-    """One line on the noise that a run's differences have in int8 activations, from its first steps.
-
-    Args:
-        settings: of the run, settled.
-        engine: runs the steps.
-        adapter: where the run starts.
-        sampler: answers the run's batches.
-        head: the classifier of the training rows, or None.
-    """
-    epsilons = (settings.epsilon, settings.epsilon * NEIGHBOUR)
-    plain = replace(settings, clip=0.0, normalize=False)
-    first, second = (make_estimator(replace(plain, epsilon=epsilon)) for epsilon in epsilons)
-    steps = [sampler.batches(step) for step in range(STEPS_OF_A_NOTE)]
-    agreement = neighbours_agree((first, second), engine, adapter, steps, settings.seed, head).agreement
-    sizes = " and ".join(f"{epsilon:.3g}" for epsilon in epsilons)
-    note = f"int8 activations: differences at epsilon {sizes} agree with r = {agreement.r:.2f}"
-    return f"{note}; {_WITHOUT_NOISE}" if agreement.r < POOR else note
-
-
 def _signal_text(agreement: Agreement) -> str:
     ratio = agreement.signal_to_noise
-    return f"{ratio:.3g}" if ratio < 0.99 / _LEAST_NOISE else f">{0.99 / _LEAST_NOISE:.0g}"
-
-
-def quantization(bundle: Bundle) -> str | None:
-    """The bundle's quantization scheme; None for float32."""
-    block = bundle.manifest.get("quantization")
-    scheme = block.get("scheme") if isinstance(block, Mapping) else None
-    return None if scheme in (None, "fp32") else str(scheme)
+    return f"{ratio:.3g}" if ratio < 0.99 / LEAST_NOISE else f">{0.99 / LEAST_NOISE:.0g}"
 
 
 def _head(

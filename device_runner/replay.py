@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from device_runner.session.inputs import FINAL, JOURNAL, Heads, make_estimator, new_state
+from device_runner.session.inputs import make_estimator, new_state
 from device_runner.session.settings import RunSettings
 from prge.adapter import Adapter, read_peft, write_peft
 from prge.checkpoint import HEAD, TrainingState, head_arrays
 from prge.contract import AdaptedModule
+from prge.encoder_heads import Heads
 from prge.errors import RunError
 from prge.journal import Journal, Record, decode_array
+from prge.run_folder import FINAL, JOURNAL
 from prge.settings import parse_settings
 
 DESCRIPTION = "Make a run's adapter again from its journal alone, and compare it with the run's result."

@@ -18,20 +18,16 @@ from device_runner.engines.choice import choose
 from device_runner.engines.lengths import chosen_lengths
 from device_runner.engines.programs import Programs, open_programs
 from device_runner.engines.trunk_cache import TrunkCache
-from device_runner.probe import noise_note, quantization
 from device_runner.session.gates import Gates
 from device_runner.session.inputs import (
-    FINAL,
-    JOURNAL,
-    Heads,
     RunInputs,
-    fit_heads,
     learning_rates,
     make_estimator,
     new_state,
     read_inputs,
     training_settings,
 )
+from device_runner.session.noise import noise_note
 from device_runner.session.settings import RunSettings, settled
 from device_runner.session.watching import Watcher
 from prge.adapter import write_peft
@@ -47,18 +43,16 @@ from prge.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
+from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
 from prge.journal import Journal, Record
 from prge.rows.scoring import evaluate
-from prge.run_folder import run_lock
+from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, run_lock, with_stored_settings
 from prge.sampling import Sampler
 from prge.settings import parse_settings, settings_to_yaml
 from prge.training import train
 
-CONFIG = "config.yaml"
-CHECKPOINTS = "checkpoints"
-TRUNK_CACHE = "trunk_cache"
 DESCRIPTION = "Fine-tune the adapter of a bundle by forward passes on the stock engine."
 
 
@@ -68,21 +62,6 @@ def main(argv: Sequence[str]) -> int:
     final = run(settings)
     print(final)
     return 0
-
-
-def with_stored_settings(argv: Sequence[str]) -> list[str]:
-    """`--resume RUN` reads RUN's own settings first; what is given beside it must then agree with them."""
-    words = list(argv)
-    for index, word in enumerate(words):
-        flag, equals, folder = word.partition("=")
-        if flag == "--resume" and (equals or index + 1 < len(words)):
-            run_folder = Path(folder if equals else words[index + 1])
-            if not (run_folder / CONFIG).is_file():
-                raise RunError(
-                    f"{run_folder} is no run: it has no {CONFIG}", remedy="give the folder of `--out`"
-                )
-            return ["--config", str(run_folder / CONFIG), *words, "--out", str(run_folder)]
-    return words
 
 
 def run(settings: RunSettings) -> Path:
@@ -189,7 +168,7 @@ def _tell_noise(
     watcher: Watcher,
 ) -> None:
     """Say how noisy differences in quantized activations are; a run goes on without the answer too."""
-    if engine.contract.kind != "stack" or quantization(inputs.bundle) is None:
+    if engine.contract.kind != "stack" or inputs.bundle.quantization is None:
         return
     try:
         watcher.say(noise_note(settings, engine, state.adapter, sampler, state.training_classifier))

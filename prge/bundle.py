@@ -88,6 +88,13 @@ class Bundle:
         return self.scoring or self.contract
 
     @property
+    def quantization(self) -> str | None:
+        """The scheme of the frozen weights; None for float32."""
+        block = self.manifest.get("quantization")
+        scheme = block.get("scheme") if isinstance(block, Mapping) else None
+        return None if scheme in (None, "fp32") else str(scheme)
+
+    @property
     def program(self) -> Path:
         """The `.pte` file."""
         return self.folder / PROGRAM

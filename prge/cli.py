@@ -16,7 +16,7 @@ from prge.errors import PrgeError, RunError
 
 @dataclass(frozen=True)
 class Verb:
-    """Where a verb's `main(argv) -> exit code` lives, what it does, and the extra whose packages it needs."""
+    """Where a verb's `main(argv) -> exit code` lives, what it does, and the extra that it needs, if any."""
 
     module: str
     help: str
@@ -26,17 +26,17 @@ class Verb:
 VERBS = {
     "export": Verb("server_export.export", "turn a model into a bundle that a device can train", "export"),
     "estimate": Verb("server_export.estimate", "tell what an export and its runs would cost", "export"),
-    "inspect": Verb("device_runner.inspect_bundle", "show what a bundle holds and needs", "device"),
+    "inspect": Verb("device_runner.inspect_bundle", "show what a bundle holds and needs", ""),
     "probe": Verb("device_runner.probe", "measure the signal of estimators and step sizes", "device"),
     "run": Verb("device_runner.run", "fine-tune the adapter of a bundle", "device"),
     "eval": Verb("device_runner.evaluate", "measure an adapter on rows of a task", "device"),
     "baseline": Verb("server_export.baselines.command", "train the same model by another method", "export"),
-    "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", "device"),
+    "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", ""),
     "plot": Verb("device_runner.plot", "draw loss and accuracy of runs", "plot"),
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
     "compare": Verb("server_export.compare.command", "compare training methods at equal quality", "export"),
-    "android": Verb("device_runner.android.command", "train on a phone over adb", "device"),
-    "doctor": Verb("device_runner.doctor", "check what this machine has and what is missing", "device"),
+    "android": Verb("device_runner.android.command", "train on a phone over adb", ""),
+    "doctor": Verb("device_runner.doctor", "check what this machine has and what is missing", ""),
     "demo": Verb("server_export.demo", "export, train and evaluate a tiny model in one go", "export"),
 }
 
@@ -69,9 +69,10 @@ def _start(name: str, argv: list[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "prge", "server_export", "device_runner") or os.environ.get("PRGE_DEBUG"):
             raise
+        package = f"prge[{verb.extra}]" if verb.extra else "prge"
         raise PrgeError(
             f"the package {missing} is not installed",
-            remedy=f"pip install 'prge[{verb.extra}]'; `prge doctor` shows what else is missing",
+            remedy=f"pip install '{package}'; `prge doctor` shows what else is missing",
         ) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from prge.contract import Contract
 Array = NDArray[Any]
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
+
+EngineName = Literal["auto", "native", "torch"]
 
 
 class Engine(Protocol):

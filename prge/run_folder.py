@@ -7,7 +7,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from io import RawIOBase
@@ -18,14 +18,44 @@ from prge.atomic import storage_error, write_file
 from prge.errors import RunError
 from prge.memory import PeakMemory, memory_info
 
+CONFIG = "config.yaml"
+JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
 LOG = "log.txt"
 SUMMARY = "run.json"
 LOCK = "run.lock"
+CHECKPOINTS = "checkpoints"
+FINAL = "final"
+TRUNK_CACHE = "trunk_cache"
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "executorch", "torchao", "transformers", "peft")
 
 Record = dict[str, Any]
+
+
+def with_stored_settings(argv: Sequence[str]) -> list[str]:
+    """`--resume RUN` reads RUN's own settings first; what is given beside it must then agree with them."""
+    words = list(argv)
+    for index, word in enumerate(words):
+        flag, equals, folder = word.partition("=")
+        if flag == "--resume" and (equals or index + 1 < len(words)):
+            run_folder = Path(folder if equals else words[index + 1])
+            if not (run_folder / CONFIG).is_file():
+                raise RunError(
+                    f"{run_folder} is no run: it has no {CONFIG}", remedy="give the folder of `--out`"
+                )
+            return ["--config", str(run_folder / CONFIG), *words, "--out", str(run_folder)]
+    return words
+
+
+def adapter_folder(path: Path) -> Path:
+    """A PEFT folder: the path itself, or the result of the run folder that it names."""
+    final = path / FINAL
+    if final.is_dir():
+        return final
+    if (path / JOURNAL).is_file():
+        raise RunError(f"{path} is a run without a result", remedy=f"finish it: prge run --resume {path}")
+    return path
 
 
 class RunLog:

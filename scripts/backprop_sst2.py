@@ -22,10 +22,10 @@ from peft import PeftModel
 from torch.nn import functional as F
 from transformers import AutoModel
 
-from device_runner.session.inputs import Heads
 from device_runner.session.settings import RunSettings
 from prge.bundle import open_bundle
 from prge.contract import Contract
+from prge.encoder_heads import Heads
 from prge.examples import Example
 from prge.journal import Journal
 from prge.rows.example_building import BuildOptions, load_examples

@@ -34,8 +34,8 @@ from prge.engine import Array, Engine
 from prge.examples import Batch, Example, Slot, TokenSequence, make_batch
 from prge.objectives import losses, score_gradient, score_slopes, scores
 from server_export.check.eager_engine import EagerEngine
-from server_export.derive.tangent.program import export_programs
 from server_export.lower.lowering import lower
+from server_export.lower.method_graphs import export_programs
 from server_export.model.loading import load_model
 from server_export.model.program import STEP_METHOD, BuiltProgram, build_program
 from server_export.model.quantization import dequantize

@@ -31,12 +31,12 @@ from prge.bundle import STEP_METHOD, Bundle
 from prge.contract import Contract
 from prge.exact import Exact
 from server_export.check.verification import run_program
-from server_export.derive.tangent.exact import exact_answers
-from server_export.derive.tangent.program import export_programs
 from server_export.lower.lowering import lower
+from server_export.lower.method_graphs import export_programs
 from server_export.model.program import BuiltProgram, build_program, example_inputs
 from server_export.model.quantization import dequantize
 from server_export.model.random_models import CONFIGURATIONS, random_model
+from server_export.model.reference import exact_answers
 from server_export.settings import ExportConfig
 
 ESTIMATORS = ("exact", "tangent", "antithetic")

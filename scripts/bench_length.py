@@ -32,10 +32,10 @@ from reports import report
 from device_runner.engines.choice import choose
 from device_runner.engines.length_engine import row_lengths
 from device_runner.engines.programs import Programs, open_programs
-from device_runner.session.inputs import fit_heads
 from prge.adapter import Adapter, read_peft
 from prge.bundle import Bundle, open_bundle
 from prge.differences import Antithetic, Differences
+from prge.encoder_heads import fit_heads
 from prge.engine import Engine
 from prge.estimators import Estimator
 from prge.evaluation import score

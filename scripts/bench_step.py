@@ -66,9 +66,9 @@ def export_program(arguments: argparse.Namespace, scheme: str, copies: int, fold
     """Write `program.pte` and its contract, and its matrix products' programs."""
     from roofline import Cost, LargestLayer, ProductProgram
 
-    from server_export.derive.tangent.program import export_programs
     from server_export.limit import matrix_products
     from server_export.lower.lowering import lower
+    from server_export.lower.method_graphs import export_programs
     from server_export.model.program import STEP_METHOD, build_program
     from server_export.settings import ExportConfig
 

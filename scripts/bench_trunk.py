@@ -38,8 +38,8 @@ from server_export.model.random_models import CONFIGURATIONS, random_model
 
 def export_program(arguments: argparse.Namespace, scheme: str, folder: Path, cut: bool) -> Bundle:
     """Write a program without its method for scoring, and describe it."""
-    from server_export.derive.tangent.program import cut_of, export_programs
     from server_export.lower.lowering import lower
+    from server_export.lower.method_graphs import cut_of, export_programs
     from server_export.model.program import build_program
     from server_export.settings import ExportConfig
 

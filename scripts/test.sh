@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types and tests. Arguments go to pytest: scripts/test.sh -k journal
+# Style, types, imports and tests. Arguments go to pytest: scripts/test.sh -k journal
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
@@ -9,4 +9,5 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 "$VENV/bin/ruff" check --quiet --output-format concise .
 "$VENV/bin/ruff" format --check --quiet . || fail "ruff format has something to do: run $VENV/bin/ruff format"
 "$VENV/bin/mypy"
+"$VENV/bin/lint-imports" --no-logo >/dev/null || "$VENV/bin/lint-imports" --no-logo
 exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --quiet "$@"

@@ -76,8 +76,8 @@ def _build(config: ExportConfig) -> tuple[BuiltProgram, Any]:
 def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path) -> Path:
     from server_export.bundle import write_bundle, write_program
     from server_export.check.verification import verify
-    from server_export.derive.tangent.program import cut_of, export_programs
     from server_export.lower.lowering import collector_paused, lower
+    from server_export.lower.method_graphs import cut_of, export_programs
 
     with new_folder(out, overwrite=config.overwrite) as folder, collector_paused():
         with _stage("tracing") as note:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 
@@ -22,6 +21,7 @@ from prge.bundle import MANIFEST, TOKENIZER
 from prge.checkpoint import HEAD
 from prge.errors import ConfigError, RunError
 from server_export.publishing.model_card import CardFacts, model_card, read_run
+from server_export.publishing.settings import PublishConfig
 from server_export.publishing.trained import Trained, load_base, load_peft, read_trained
 
 if TYPE_CHECKING:
@@ -31,51 +31,6 @@ CARD = "README.md"
 DESCRIPTION = "Give a trained adapter to PEFT, merge it into its model, or make an inference program of both."
 # What a published folder has one of; no other folder is ever replaced.
 _PUBLISHED = (CONFIG, "config.json", MANIFEST)
-
-
-@dataclass(frozen=True)
-class PublishConfig:
-    """Publish a trained adapter."""
-
-    source: Path
-    """Run folder, checkpoint or PEFT folder with the trained adapter."""
-
-    out: Path
-    """Folder to write."""
-
-    bundle: Path | None = None
-    """Bundle that the adapter was trained with; without it the one that the run's config.yaml names."""
-
-    model: str | None = None
-    """Folder or hub id of the base model; without it the one that bundle or adapter name."""
-
-    revision: str | None = None
-    """Revision of a hub model; without it the one that the bundle names."""
-
-    format: Literal["peft", "merged", "program"] = "peft"
-    """peft: an adapter for PEFT; merged: a Hugging Face model; program: an ExecuTorch inference program."""
-
-    sequence_length: int | None = None
-    """program: tokens that it takes; without it the bundle's length."""
-
-    quantize: str | None = None
-    """program: quantization of the frozen weights; without it the bundle's."""
-
-    overwrite: bool = False
-    """Replace the folder if it was published before."""
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.format != "program":
-            problems += [
-                f"{name} is for the format program, but format is {self.format}"
-                for name in ("sequence_length", "quantize")
-                if getattr(self, name) is not None
-            ]
-        if self.sequence_length is not None and self.sequence_length < 1:
-            problems.append(f"sequence_length is {self.sequence_length}, must be at least 1")
-        if problems:
-            raise ConfigError("these settings can't be used:", problems)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,10 +18,10 @@ from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
 from device_runner.android.runtime import BundleSettings, build_runtime, open_runtime
-from device_runner.session.inputs import adapter_folder
 from device_runner.session.settings import RunSettings
 from prge.bundle import open_bundle
 from prge.errors import ConfigError, DeviceError, PrgeError
+from prge.run_folder import adapter_folder
 from prge.settings import parse_settings, settings_to_yaml
 
 Settings = TypeVar("Settings")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from device_runner.android.adb import quote
 from device_runner.android.device import Phone
 from device_runner.android.runtime import MANIFEST
-from device_runner.doctor import Check
+from device_runner.requirements import Check
 from prge.errors import DeviceError
 
 MIB = 1 << 20

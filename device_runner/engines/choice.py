@@ -8,13 +8,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from device_runner.engines.base import ProgramEngine
 from prge.bundle import STEP_METHOD, Bundle
+from prge.engine import EngineName
 from prge.errors import EngineError
-
-EngineName = Literal["auto", "native", "torch"]
 
 
 @dataclass(frozen=True)

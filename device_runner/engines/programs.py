@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from device_runner.engines.choice import EngineName, choose
+from device_runner.engines.choice import choose
 from device_runner.engines.length_engine import LengthEngine
 from device_runner.engines.lengths import groups, variants_of
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.engines.trunk_engine import TrunkEngine
 from prge.bundle import PROGRAM, TRUNK_METHOD, Bundle
 from prge.contract import Contract
-from prge.engine import Array, Engine
+from prge.engine import Array, Engine, EngineName
 
 
 class Programs:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-import numpy as np
 
 from device_runner.session.settings import RunSettings
 from prge.adapter import Adapter, read_peft
 from prge.bundle import Bundle, file_sha256
 from prge.checkpoint import HEAD, TrainingState, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule
-from prge.engine import Engine
-from prge.errors import ConfigError, RunError
+from prge.encoder_heads import Heads
 from prge.estimators import Estimator
-from prge.evaluation import pooled_states
 from prge.exact import Exact, check_candidates
 from prge.examples import Example
-from prge.head import CrossFittedHeads, Head, fit_cross_fitted, fit_head
-from prge.journal import Journal, Record, decode_array, encode_array
+from prge.head import Head
+from prge.journal import Record, encode_array
 from prge.optimizers import make_optimizer, schedule
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.run_folder import adapter_folder
 from prge.tangents import Tangents
 from prge.training import TrainingSettings
-
-JOURNAL = "journal.jsonl"
-FINAL = "final"
 
 # What may differ between the parts of one run: where things lie (hashes tell what they are), how fast it goes
 # and how it looks.
@@ -163,71 +156,3 @@ def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:
         for name, peak in peaks.items()
     }
     return lambda step: {name: rate(step) for name, rate in rates.items()}
-
-
-@dataclass(frozen=True)
-class Heads:
-    """An encoder's classification head, and those that score the training rows in its stead."""
-
-    head: Head | None = None
-    cross_fitted: CrossFittedHeads | None = None
-
-    def to_record(self) -> Record:
-        """The journal's record of them."""
-        if self.head is None:
-            raise ValueError("there is no head")
-        folds = self.cross_fitted.heads if self.cross_fitted else ()
-        return {
-            "kind": "head",
-            "classes": len(self.head.bias),
-            "values": encode_array(self.head.values),
-            "folds": [encode_array(fold.values) for fold in folds],
-        }
-
-    @classmethod
-    def from_journal(cls, journal: Journal, width: int) -> Heads | None:
-        """The heads that a run's journal holds."""
-        record = journal.first("head")
-        if record is None:
-            return None
-
-        def decode(values: str) -> Head:
-            head = Head(record["classes"], width)
-            head.values[:] = decode_array(values)
-            return head
-
-        folds = [decode(values) for values in record["folds"]]
-        return cls(decode(record["values"]), CrossFittedHeads(folds) if folds else None)
-
-
-def fit_heads(
-    engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int, folds: int = 0
-) -> Heads:
-    """Fit an encoder's head on examples, and with `folds` those that score the examples in its stead.
-
-    Raises:
-        ConfigError: a class has too few rows.
-    """
-    rows = [example.row for example in examples]
-    labels = np.array([example.label for example in examples])
-    classes = examples[0].candidates
-    states = pooled_states(engine, adapter, examples, pad)
-    try:
-        head = fit_head(states, labels, classes)
-        return Heads(head, fit_cross_fitted(states, labels, rows, classes, folds) if folds else None)
-    except ValueError as error:
-        raise ConfigError(
-            "the classification head can't be fitted",
-            [str(error)],
-            remedy="give more rows of every class" + (", or fewer --head-folds" if folds else ""),
-        ) from None
-
-
-def adapter_folder(path: Path) -> Path:
-    """A PEFT folder: the path itself, or the result of the run folder that it names."""
-    final = path / FINAL
-    if final.is_dir():
-        return final
-    if (path / JOURNAL).is_file():
-        raise RunError(f"{path} is a run without a result", remedy=f"finish it: prge run --resume {path}")
-    return path

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from device_runner.engines.choice import EngineName
 from device_runner.engines.lengths import PROGRAM_BYTES, check_lengths
 from device_runner.engines.trunk_cache import Precision
 from prge.bundle import Bundle
 from prge.directions import Distribution
+from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.optimizers import OptimizerName
 from prge.training_flags import TrainingFlags, flag

@@ -17,9 +17,8 @@ from prge.estimators import Measurement
 from prge.journal import Journal, Record, decode_array
 from prge.memory import proportional_memory
 from prge.progress import Progress
+from prge.rows.scoring import METRIC_NAMES
 from prge.run_folder import RunLog, write_summary
-
-METRICS = ("accuracy", "f1", "perplexity")
 
 
 class Watcher:
@@ -106,7 +105,7 @@ class Watcher:
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
         """See prge.training.Observer."""
-        metrics = {name: record[name] for name in METRICS if name in record}
+        metrics = {name: record[name] for name in METRIC_NAMES if name in record}
         self.final = {"step": record["step"], "loss": record["loss"], **metrics}
         if fresh or ("evaluation", record["step"]) not in self.written:
             self.log.metric(

@@ -15,6 +15,8 @@ from prge.rows.task import Task
 from prge.rows.text_metrics import accuracy, macro_f1, perplexity, token_f1
 from prge.rows.tokenizer import Tokenizer
 
+METRIC_NAMES = ("accuracy", "f1", "perplexity")
+
 
 def evaluate(
     engine: Engine,

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from device_runner.run import CONFIG, with_stored_settings
-from device_runner.session.inputs import FINAL
 from prge.atomic import write_file
 from prge.bundle import Bundle, file_sha256, open_bundle
 from prge.errors import ConfigError, RunError
-from prge.examples import Example
-from prge.rows.example_building import BuildOptions, load_examples
-from prge.rows.readers import Selection
-from prge.rows.report import show_sample
 from prge.rows.task import Task, load_task
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
-from prge.run_folder import SUMMARY, run_lock
+from prge.run_folder import CONFIG, FINAL, SUMMARY, run_lock, with_stored_settings
 from prge.settings import parse_settings, read_settings, settings_to_yaml
+from server_export.baselines.inputs import read_inputs
 from server_export.baselines.settings import BaselineSettings
 
 DESCRIPTION = "Train the model of a bundle by another method, in PyTorch, on the same rows."
@@ -34,19 +28,6 @@ INPUTS = "inputs.json"
 _NOT_IDENTITY = frozenset(
     {"bundle", "model", "train", "dev", "test", "task", "out", "resume", "threads", "quiet"}
 )
-
-
-@dataclass(frozen=True)
-class BaselineInputs:
-    """The rows of a baseline, read as a device reads them."""
-
-    bundle: Bundle
-    tokenizer: Tokenizer
-    task: Task | None
-    train: list[Example]
-    dev: list[Example]
-    test: list[Example]
-    report: str
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,33 +101,6 @@ def is_finished(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return status in ("completed", "stopped early")
-
-
-def read_inputs(bundle: Bundle, settings: BaselineSettings, task: Task | None) -> BaselineInputs:
-    """Tokenize the rows as `prge run` and `prge eval` do.
-
-    Raises:
-        PrgeError: what is wrong with them.
-    """
-    tokenizer = bundle_tokenizer(bundle)
-    options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
-    seed = settings.shuffle_seed
-    chosen = Selection(settings.train_start, settings.train_limit, seed)
-    train, report = load_examples(settings.train, tokenizer, bundle.contract, task, chosen, options)
-    texts = [report.text(), show_sample(train[0], tokenizer, bundle.contract.label_tokens)]
-    others: list[list[Example]] = []
-    for path, selection in (
-        (settings.dev, Selection(settings.dev_start, settings.dev_limit, seed)),
-        (settings.test, Selection()),
-    ):
-        others.append([])
-        if path is not None:
-            others[-1], report = load_examples(
-                path, tokenizer, bundle.score_contract, task, selection, options, training=False
-            )
-            texts.append(report.text())
-    dev, test = others
-    return BaselineInputs(bundle, tokenizer, task, train, dev, test, "\n".join(texts))
 
 
 def _identity(bundle: Bundle, settings: BaselineSettings, task: Task | None) -> dict[str, Any]:

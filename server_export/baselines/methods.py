@@ -7,15 +7,10 @@ settings of its own makes them of these by `settings_of(settings: BaselineSettin
 from __future__ import annotations
 
 import difflib
-import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from prge.errors import ConfigError
-
-if TYPE_CHECKING:
-    from server_export.baselines.method import Method, Problem
-    from server_export.baselines.settings import BaselineSettings
 
 BaselineOptimizer = Literal["adam", "adamw", "sgd", "momentum"]
 
@@ -104,11 +99,3 @@ def find_method(name: str) -> MethodEntry:
             remedy="methods are " + ", ".join(METHODS),
         )
     return METHODS[name]
-
-
-def prepare(problem: Problem, settings: BaselineSettings) -> Method:
-    """The method that settings name, ready for its first step on a problem."""
-    module = importlib.import_module(find_method(settings.method).module)
-    own = getattr(module, "settings_of", None)
-    method: Method = module.prepare(problem, own(settings) if own else settings)
-    return method

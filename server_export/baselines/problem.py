@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from device_runner.session.inputs import Heads, fit_heads
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import AdaptedModule, Contract
+from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Array
 from prge.errors import BundleError
 from prge.examples import Batch, Example, make_batch
@@ -61,7 +61,7 @@ class ModelProblem:
         self.score_contract = single_contract(bundle.score_contract, batch_rows)
         self.positions = position_numbers(loaded, self.score_contract.sequence_length)
         convert_conv1d(loaded.model)
-        round_base(loaded.model, str(bundle.manifest.get("quantization", {}).get("scheme", "fp32")))
+        round_base(loaded.model, bundle.quantization or "fp32")
         start = load_adapter(bundle.adapter)
         self.bundle = bundle
         self.model: nn.Module = loaded.model

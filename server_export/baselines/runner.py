@@ -15,24 +15,23 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from device_runner.session.inputs import FINAL, Heads
-from device_runner.session.watching import METRICS
 from prge.adapter import Adapter, read_arrays
 from prge.atomic import new_folder
 from prge.checkpoint import HEAD, head_arrays
+from prge.encoder_heads import Heads
 from prge.errors import DivergenceError, PrgeError
 from prge.examples import Example
 from prge.head import CrossFittedHeads, Head
 from prge.memory import proportional_memory, resident_bytes
 from prge.optimizers import schedule
 from prge.progress import Progress
-from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
-from prge.run_folder import RunLog, write_summary
+from prge.rows.scoring import METRIC_NAMES, evaluate, extract_answers, mean_token_f1
+from prge.run_folder import FINAL, RunLog, write_summary
 from prge.sampling import Sampler
-from server_export.baselines.command import BaselineInputs
+from server_export.baselines.inputs import BaselineInputs
 from server_export.baselines.loop import BEST, CHECKPOINT, Checkpoints, LoopSettings, LoopState, Record, train
-from server_export.baselines.method import Method, Saving, StepResult
-from server_export.baselines.methods import find_method, prepare
+from server_export.baselines.method import Method, Problem, Saving, StepResult
+from server_export.baselines.methods import find_method
 from server_export.baselines.problem import ModelProblem, open_problem
 from server_export.baselines.settings import BaselineSettings
 from server_export.quiet import quiet_libraries
@@ -106,6 +105,14 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
         shutil.rmtree(settings.out / name, ignore_errors=True)
 
 
+def prepare(problem: Problem, settings: BaselineSettings) -> Method:
+    """The method that settings name, ready for its first step on a problem."""
+    module = importlib.import_module(find_method(settings.method).module)
+    own = getattr(module, "settings_of", None)
+    method: Method = module.prepare(problem, own(settings) if own else settings)
+    return method
+
+
 class Watcher:
     """Progress on the terminal, metrics and summary in the run folder; implements the loop's `Observer`."""
 
@@ -176,7 +183,7 @@ class Watcher:
 
     def on_evaluation(self, state: LoopState, record: Record) -> None:
         """See loop.Observer."""
-        metrics = {name: record[name] for name in ("loss", *METRICS) if name in record}
+        metrics = {name: record[name] for name in ("loss", *METRIC_NAMES) if name in record}
         self._metric({"event": "evaluation", "split": "dev", "step": record["step"], **metrics})
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.say(f"step {record['step']}: development rows: {shown}")

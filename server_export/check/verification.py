@@ -13,9 +13,9 @@ import torch
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.errors import BundleError
 from server_export.check.process_memory import anonymous_bytes
-from server_export.derive.tangent.exact import exact_answers
 from server_export.lower.lifting import interpret
 from server_export.model.program import STEP_METHOD, BuiltProgram, example_inputs
+from server_export.model.reference import exact_answers
 from server_export.quiet import quiet_engine
 
 # Of log-probabilities and pooled states, and of derivatives as a part of the largest one. Models of 12

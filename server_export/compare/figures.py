@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from device_runner.plot import COLOURS, MARKERS
 from prge.errors import PrgeError
+from prge.palette import COLOURS, MARKERS
 from server_export.compare.outcome import Outcome, Result, has_quality
 from server_export.compare.records import Point, read_curve
 

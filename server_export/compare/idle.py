@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+
+from prge.cli import VERBS
+from prge.memory import PeakMemory
 
 
 def idle_memory() -> int | None:
@@ -19,10 +23,7 @@ def idle_memory() -> int | None:
 
 def main() -> None:
     """Import what a run imports, and print the peak as JSON."""
-    import device_runner.run
-    from prge.memory import PeakMemory
-
-    assert device_runner.run.DESCRIPTION
+    importlib.import_module(VERBS["run"].module)
     print(json.dumps(PeakMemory().report()))
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.inspect_bundle import inspect
+from prge.bundle import read_contracts, read_manifest
+from prge.bundle_memory import memory_of_steps
 from prge.run_folder import SUMMARY, read_metrics
 
 Record = dict[str, Any]
@@ -132,6 +133,7 @@ def read_curve(run: Mapping[str, Any]) -> list[Point]:
 
 def activation_bytes(bundle: Path) -> int | None:
     """Memory that a bundle's steps take for values: the planned arena and XNNPACK's measured workspace."""
-    memory = inspect(bundle)["memory"]["native"]
+    manifest = read_manifest(bundle)
+    memory = memory_of_steps(manifest, read_contracts(manifest)[0])["native"]
     parts = [memory["arena_bytes"], memory["workspace_bytes"]]
     return None if None in parts else sum(parts)

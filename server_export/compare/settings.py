@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from device_runner.engines.choice import EngineName
+from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.optimizers import OptimizerName, ScheduleName
 from prge.settings import parse_settings

@@ -15,7 +15,6 @@ from prge.bundle import STEP_METHOD as STEP_METHOD
 from prge.bundle import TRUNK_METHOD, UPPER_METHOD, variant_name
 from prge.contract import ABSENT, U_PREFIX, V_PREFIX, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError
-from server_export.derive.tangent.exact import exact_answers
 from server_export.model import attention, readout
 from server_export.model.blocks import blocks_below, in_top_blocks
 from server_export.model.loading import LoadedModel, StartAdapter, load_adapter, load_model, parameter_count
@@ -30,6 +29,7 @@ from server_export.model.lora_fa import (
     normal_targets,
 )
 from server_export.model.quantization import QuantizationReport, quantize
+from server_export.model.reference import exact_answers
 from server_export.model.rotary import make_rotary_constant
 from server_export.model.tokenization import label_token_ids, load_tokenizer
 from server_export.settings import ExportConfig

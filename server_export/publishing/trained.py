@@ -20,7 +20,7 @@ from prge.errors import AdapterError, BundleError, ConfigError, RunError
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
-    from server_export.publish import PublishConfig
+    from server_export.publishing.settings import PublishConfig
 
 _LORA_A = ".lora_A.weight"
 # Eager and engine differ by 1e-5 in float32; another model of the same shapes by far more.

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from device_runner import doctor
-from device_runner.doctor import NEEDS, Check, lacks, main, pip_command, requirement
+from device_runner.doctor import NEEDS, lacks, main, pip_command
+from device_runner.requirements import Check, requirement
 
 GOOD_ENGINE = {"backends": ["XnnpackBackend"], "threads": 2}
 

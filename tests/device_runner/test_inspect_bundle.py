@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from device_runner.inspect_bundle import inspect, main, memory_estimate
+from device_runner.inspect_bundle import inspect, main
 from prge.bundle import ADAPTER, PROGRAM
+from prge.bundle_memory import memory_estimate
 from prge.contract import TensorSpec
 from prge.costs import RUNTIME_BYTES
 from prge.errors import BundleError

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from device_runner.plot import COLOURS, draw, labels, main, series, smooth
+from device_runner.plot import draw, labels, main, series, smooth
 from prge.errors import ConfigError, PrgeError, RunError
+from prge.palette import COLOURS
 from prge.run_folder import METRICS, RunLog
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from device_runner import probe as probe_verb
 from device_runner import run as run_verb
-from device_runner.probe import Agreement, ProbeSettings, Reading, Report, compare, probe
+from device_runner.probe import ProbeSettings, Reading, Report, probe
 from device_runner.run import run
+from device_runner.session.noise import Agreement, compare
 from device_runner.session.settings import RunSettings
 from prge.cli import main
 from prge.errors import ConfigError, EngineError

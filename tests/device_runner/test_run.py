@@ -13,11 +13,12 @@ import pytest
 from device_runner import evaluate as evaluate_verb
 from device_runner import run as run_verb
 from device_runner.replay import main as replay
-from device_runner.run import run, with_stored_settings
+from device_runner.run import run
 from device_runner.session.settings import RunSettings
 from prge.bundle import MANIFEST, open_bundle
 from prge.errors import ConfigError
 from prge.journal import Journal
+from prge.run_folder import with_stored_settings
 from prge.settings import parse_settings
 from tests.device_runner.numpy_device import BATCH, QUERIES, Device, Killed, write_films
 

@@ -20,8 +20,8 @@ from prge.engine import Engine
 from prge.examples import Example
 from prge.sampling import Sampler
 from server_export.check.eager_engine import EagerEngine
-from server_export.derive.tangent.program import export_programs
 from server_export.lower.lowering import lower
+from server_export.lower.method_graphs import export_programs
 from server_export.model.program import BuiltProgram
 from tests.rows import choice, completion
 from tests.server_export.programs import build

@@ -24,7 +24,8 @@ from prge.adapter import Adapter, read_peft, stack, write_peft  # noqa: E402
 from prge.bundle import Bundle, file_sha256, open_bundle, read_manifest  # noqa: E402
 from prge.contract import AdaptedModule  # noqa: E402
 from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
-from server_export.publish import PublishConfig, main, publish  # noqa: E402
+from server_export.publish import main, publish  # noqa: E402
+from server_export.publishing.settings import PublishConfig  # noqa: E402
 from server_export.publishing.trained import adapter_modules, answer_problems, find_adapter  # noqa: E402
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model  # noqa: E402
 

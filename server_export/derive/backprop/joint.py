@@ -23,9 +23,9 @@ from torch.fx.node import map_arg
 from prge.contract import Contract
 from prge.errors import BundleError
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
-from server_export.derive.backprop.loss import answer_slopes
 from server_export.derive.backprop.rules import apply_rules
 from server_export.graph.rewriting import attribute, fill_in_values, rewrite
+from server_export.model.loss import answer_slopes
 
 _REMEDY = "export with --estimator tangent, and please report it with the name of the model"
 

@@ -24,12 +24,12 @@ import numpy as np
 
 from device_runner.android.packages import Package, download_debian, unpack_debian
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, default_cache
-from device_runner.session.inputs import adapter_folder
 from prge.adapter import read_peft
 from prge.bundle import open_bundle
 from prge.directions import Directions
 from prge.errors import PrgeError
 from prge.journal import Journal
+from prge.run_folder import adapter_folder
 from tests.device_runner.android.daemons import (
     PORT,
     REPOSITORY,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from device_runner.session.inputs import adapter_folder
 from prge.adapter import read_peft
 from prge.bundle import open_bundle
+from prge.run_folder import adapter_folder
 from tests.device_runner.android.conftest import DEMO
 from tests.device_runner.android.daemons import SERIAL, Daemon, wait_for_device
 

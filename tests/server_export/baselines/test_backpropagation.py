@@ -11,7 +11,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from server_export.baselines.methods import METHODS, prepare
+from server_export.baselines.methods import METHODS
+from server_export.baselines.runner import prepare
 from server_export.baselines.settings import BaselineSettings
 from tests.rows import bigram_completions
 from tests.server_export.baselines.problems import build_problem, classified_rows

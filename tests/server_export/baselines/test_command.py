@@ -14,12 +14,11 @@ import pytest
 pytest.importorskip("torch")
 
 from device_runner.plot import draw
-from device_runner.session.inputs import adapter_folder
 from prge.adapter import read_arrays, read_peft
 from prge.bundle import open_bundle
 from prge.cli import main
 from prge.errors import ConfigError, DivergenceError, RunError
-from prge.run_folder import read_metrics
+from prge.run_folder import adapter_folder, read_metrics
 from prge.settings import field_help
 from server_export.baselines import runner
 from server_export.baselines.command import run

@@ -27,11 +27,11 @@ from prge.objectives import losses, scores
 from server_export.check.eager_engine import EagerEngine
 from server_export.check.verification import run_program, run_step, verify
 from server_export.derive.backprop.joint import backpropagate
-from server_export.derive.backprop.loss import answer_slopes
 from server_export.derive.backprop.rules import RULES, apply_rules
-from server_export.derive.tangent.program import export_programs
 from server_export.graph.rewriting import fill_in_values
 from server_export.lower.lowering import lower, rewritten_graph
+from server_export.lower.method_graphs import export_programs
+from server_export.model.loss import answer_slopes
 from server_export.model.program import BuiltProgram, example_inputs
 from tests.rows import choice, classified, completion, long_choice
 from tests.server_export.programs import build

@@ -11,12 +11,12 @@ pytest.importorskip("executorch")
 
 import torch
 
-from server_export.derive.tangent.exact import exact_answers
-from server_export.derive.tangent.program import export_programs
 from server_export.graph import rewriting as graph_rewriting
 from server_export.graph.rotation import find_rotations
 from server_export.lower.lowering import export_graph
+from server_export.lower.method_graphs import export_programs
 from server_export.model.program import example_inputs
+from server_export.model.reference import exact_answers
 from tests.server_export.programs import build
 from tests.tiny_models import DECODERS
 

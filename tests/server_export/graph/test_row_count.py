@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from server_export.derive.tangent import program as tangent_program
-from server_export.derive.tangent.program import export_programs
 from server_export.graph.row_count import TRACED_ROWS, with_rows
 from server_export.lower.lifting import exported_program
 from server_export.lower.lowering import rewritten_graph
+from server_export.lower.method_graphs import export_programs
 from server_export.model.program import example_inputs
 from tests.server_export.programs import build
 from tests.tiny_models import ARCHITECTURES, SHALLOW

@@ -13,10 +13,10 @@ from dataclasses import replace  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.fx import GraphModule, Node  # noqa: E402
 
-from server_export.derive.tangent.exact import exact_answers  # noqa: E402
 from server_export.graph.row_sharing import share_rows  # noqa: E402
 from server_export.lower.lowering import rewritten_graph  # noqa: E402
 from server_export.model.program import BuiltProgram, example_inputs  # noqa: E402
+from server_export.model.reference import exact_answers  # noqa: E402
 from tests.server_export.programs import build  # noqa: E402
 from tests.tiny_models import ARCHITECTURES, SHALLOW  # noqa: E402
 

@@ -19,14 +19,14 @@ from prge.contract import TRUNK_PREFIX
 from prge.errors import BundleError, ConfigError
 from server_export.check import verification
 from server_export.check.verification import run_program, verify
-from server_export.derive.tangent.exact import exact_answers
-from server_export.derive.tangent.program import cut_of, export_programs
 from server_export.derive.tangent.transform import RankOne, differentiate
 from server_export.export import export
 from server_export.graph.row_sharing import share_rows
 from server_export.graph.trunk import split
 from server_export.lower.lowering import LoweredProgram, lower, rewritten_graph
+from server_export.lower.method_graphs import cut_of, export_programs
 from server_export.model.program import BuiltProgram, example_inputs
+from server_export.model.reference import exact_answers
 from tests.server_export.programs import build, make_export_config
 from tests.tiny_models import ARCHITECTURES, LENGTH, WIDTH, save_model
 

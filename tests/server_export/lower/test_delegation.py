@@ -17,10 +17,10 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server_export.derive.tangent.program import export_programs
 from server_export.lower import delegation
 from server_export.lower.delegation import Results, XnnpackBackend, halves
 from server_export.lower.lowering import lower
+from server_export.lower.method_graphs import export_programs
 from tests.server_export.programs import build
 
 torch.set_num_threads(1)

@@ -26,8 +26,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from prge.errors import BundleError
-from server_export.derive.tangent.program import export_programs
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
+from server_export.lower.method_graphs import export_programs
 from server_export.model.program import BuiltProgram, example_inputs
 from tests.server_export.programs import build
 from tests.tiny_models import SHALLOW

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from prge.contract import LORA_B_PREFIX, Contract
-from server_export.derive.backprop.loss import answer_slopes
+from server_export.model.loss import answer_slopes
 
 
 def exact_answers(

@@ -24,11 +24,11 @@ from prge.contract import V_PREFIX
 from prge.errors import BundleError, ConfigError
 from server_export.check import verification
 from server_export.check.verification import FP32_TOLERANCE, run_program, verify
-from server_export.derive.tangent.exact import exact_answers
-from server_export.derive.tangent.program import export_programs
 from server_export.export import export
 from server_export.lower.lowering import LoweringReport, lower
+from server_export.lower.method_graphs import export_programs
 from server_export.model.program import SCORE_METHOD, STEP_METHOD, BuiltProgram, build_program, example_inputs
+from server_export.model.reference import exact_answers
 from tests.server_export.programs import build, make_export_config
 from tests.tiny_models import ARCHITECTURES, SHALLOW, save_model
 

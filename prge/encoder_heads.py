@@ -1,0 +1,74 @@
+"""An encoder's classification heads: fitted on rows, or as a run's journal holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prge.adapter import Adapter
+from prge.engine import Engine
+from prge.errors import ConfigError
+from prge.evaluation import pooled_states
+from prge.examples import Example
+from prge.head import CrossFittedHeads, Head, fit_cross_fitted, fit_head
+from prge.journal import Journal, Record, decode_array, encode_array
+
+
+@dataclass(frozen=True)
+class Heads:
+    """An encoder's classification head, and those that score the training rows in its stead."""
+
+    head: Head | None = None
+    cross_fitted: CrossFittedHeads | None = None
+
+    def to_record(self) -> Record:
+        """The journal's record of them."""
+        if self.head is None:
+            raise ValueError("there is no head")
+        folds = self.cross_fitted.heads if self.cross_fitted else ()
+        return {
+            "kind": "head",
+            "classes": len(self.head.bias),
+            "values": encode_array(self.head.values),
+            "folds": [encode_array(fold.values) for fold in folds],
+        }
+
+    @classmethod
+    def from_journal(cls, journal: Journal, width: int) -> Heads | None:
+        """The heads that a run's journal holds."""
+        record = journal.first("head")
+        if record is None:
+            return None
+
+        def decode(values: str) -> Head:
+            head = Head(record["classes"], width)
+            head.values[:] = decode_array(values)
+            return head
+
+        folds = [decode(values) for values in record["folds"]]
+        return cls(decode(record["values"]), CrossFittedHeads(folds) if folds else None)
+
+
+def fit_heads(
+    engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int, folds: int = 0
+) -> Heads:
+    """Fit an encoder's head on examples, and with `folds` those that score the examples in its stead.
+
+    Raises:
+        ConfigError: a class has too few rows.
+    """
+    rows = [example.row for example in examples]
+    labels = np.array([example.label for example in examples])
+    classes = examples[0].candidates
+    states = pooled_states(engine, adapter, examples, pad)
+    try:
+        head = fit_head(states, labels, classes)
+        return Heads(head, fit_cross_fitted(states, labels, rows, classes, folds) if folds else None)
+    except ValueError as error:
+        raise ConfigError(
+            "the classification head can't be fitted",
+            [str(error)],
+            remedy="give more rows of every class" + (", or fewer --head-folds" if folds else ""),
+        ) from None

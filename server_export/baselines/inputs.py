@@ -1,0 +1,54 @@
+"""The rows of a baseline, read as a device reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prge.bundle import Bundle
+from prge.examples import Example
+from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.readers import Selection
+from prge.rows.report import show_sample
+from prge.rows.task import Task
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from server_export.baselines.settings import BaselineSettings
+
+
+@dataclass(frozen=True)
+class BaselineInputs:
+    """The rows of a baseline, read as a device reads them."""
+
+    bundle: Bundle
+    tokenizer: Tokenizer
+    task: Task | None
+    train: list[Example]
+    dev: list[Example]
+    test: list[Example]
+    report: str
+
+
+def read_inputs(bundle: Bundle, settings: BaselineSettings, task: Task | None) -> BaselineInputs:
+    """Tokenize the rows as `prge run` and `prge eval` do.
+
+    Raises:
+        PrgeError: what is wrong with them.
+    """
+    tokenizer = bundle_tokenizer(bundle)
+    options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
+    seed = settings.shuffle_seed
+    chosen = Selection(settings.train_start, settings.train_limit, seed)
+    train, report = load_examples(settings.train, tokenizer, bundle.contract, task, chosen, options)
+    texts = [report.text(), show_sample(train[0], tokenizer, bundle.contract.label_tokens)]
+    others: list[list[Example]] = []
+    for path, selection in (
+        (settings.dev, Selection(settings.dev_start, settings.dev_limit, seed)),
+        (settings.test, Selection()),
+    ):
+        others.append([])
+        if path is not None:
+            others[-1], report = load_examples(
+                path, tokenizer, bundle.score_contract, task, selection, options, training=False
+            )
+            texts.append(report.text())
+    dev, test = others
+    return BaselineInputs(bundle, tokenizer, task, train, dev, test, "\n".join(texts))
