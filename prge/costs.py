@@ -5,7 +5,7 @@
     work       multiply-accumulates of matrix products, and numbers that pass through all other operators
 
 Weights and tables follow from shapes. The rest (workspace, planned values, passes) is modelled on what the
-engine was measured to take; `scripts/bench_estimate.py` holds all of it against the engine.
+engine was measured to take; `scripts/bench/estimate.py` holds all of it against the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB = 1 << 20
 GROUP_SIZE = 32
 
 # Resident memory of a process with the driver and an engine, before it loads a program: Python 3.11 and
-# ExecuTorch 1.5.1 on Linux x86_64, as `scripts/bench_device_memory.py` measures it.
+# ExecuTorch 1.5.1 on Linux x86_64, as `scripts/bench/device_memory.py` measures it.
 RUNTIME_BYTES = {"native": 52 * MIB, "torch": 237 * MIB}
 
 # Resident memory of an export besides weights: while it loads, and with all of ExecuTorch's exporter.

@@ -9,5 +9,5 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 "$VENV/bin/ruff" check --quiet --output-format concise .
 "$VENV/bin/ruff" format --check --quiet . || fail "ruff format has something to do: run $VENV/bin/ruff format"
 "$VENV/bin/mypy"
-"$VENV/bin/lint-imports" --no-logo >/dev/null || "$VENV/bin/lint-imports" --no-logo
+"$VENV/bin/lint-imports" --no-logo
 exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --quiet "$@"

@@ -1,6 +1,6 @@
 """Draw the curves of a study: mean and range over seeds of a development figure, against rows forwarded.
 
-    python scripts/plot_study.py "P-RGE=results/forward-only-*.jsonl" \\
+    python scripts/studies/plot.py "P-RGE=results/forward-only-*.jsonl" \\
         "backpropagation=results/backprop-*.jsonl" --value loss accuracy --out figure.png
 
 Each curve is a label and a pattern of files with evaluation records, one file a seed.

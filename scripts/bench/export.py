@@ -1,6 +1,6 @@
 """What an export takes: seconds, peak memory, size of the bundle, by scheme and estimator.
 
-    python scripts/bench_export.py --model smollm2-135m --quantize fp32 --json out.json
+    python scripts/bench/export.py --model smollm2-135m --quantize fp32 --json out.json
 
 The model is an architecture with random weights, written to a temporary folder in bfloat16. Every export is a
 `prge export` in a process of its own; the estimators take turns, and figures are medians. Prints JSON:

@@ -1,6 +1,6 @@
 """Rows per second of a run whose rows pay for their own length, against one fixed length.
 
-    python scripts/bench_length.py --data train.tsv --model all-MiniLM-L6-v2 --json out.json
+    python scripts/bench/length.py --data train.tsv --model all-MiniLM-L6-v2 --json out.json
 
 One bundle with methods of several lengths is exported. Steps on the same rows of the data are timed in pairs,
 with the shortest method that holds a batch and with the longest, one after the other in one process and in

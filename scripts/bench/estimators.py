@@ -1,6 +1,6 @@
 """Exact tangents against finite differences, in the engine: how true their scalars are and what they cost.
 
-    python scripts/bench_estimators.py --model smollm2-135m --quantize 8da4w --queries 4 --json out.json
+    python scripts/bench/estimators.py --model smollm2-135m --quantize 8da4w --queries 4 --json out.json
 
 Truth is the derivative of the loss in float64 along the same directions, with the same quantized weights and
 activations that are not rounded; `cos_` keys are cosines between all scalars of an estimator and the true

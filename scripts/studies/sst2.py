@@ -1,10 +1,10 @@
 """Fine-tune a sentence encoder on SST-2 by forward passes, against backpropagation through the same adapter.
 
-    python scripts/results_sst2.py --model MODEL --data SST2_FOLDER --out results
+    python scripts/studies/sst2.py --model MODEL --data SST2_FOLDER --out results
 
 MODEL is a folder or hub id of all-MiniLM-L6-v2, SST2_FOLDER holds train.tsv, dev.tsv and test-labeled.tsv.
 A seed draws 1,000 training rows of train.tsv, another 1,000 without their labels for the frozen lora_a
-(scripts/principal_adapter.py), the directions and the order of rows. All runs compute the same number of
+(principal_adapter.py), the directions and the order of rows. All runs compute the same number of
 rows. Settings were chosen on the 872 rows of dev.tsv with seed 42, which is none of the default ones; the
 1,821 test rows are read once per run. Training rows are phrases, the others sentences, so these go through a
 longer program of the same adapter. Prints JSON.
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from studies import prge, principal_adapter, summarize
+from verbs import prge, principal_adapter, summarize
 
 ROWS = 1000
 # The layer whose gradient agrees most between training and development rows.
@@ -38,6 +38,7 @@ TRAIN_LENGTH, TEST_LENGTH = 24, 64
 # Half of the phrases have at most 10 tokens.
 LENGTHS = (8, 12, 16)
 BACKPROP_RATES = (1e-2, 3e-2, 1e-1)
+BACKPROP_BATCH, BACKPROP_EPOCHS = 16, 4
 
 
 def main() -> None:
@@ -104,7 +105,8 @@ def recovered(results: dict[str, Any], name: str) -> float:
     """Part of backpropagation's gain in test accuracy over the frozen fp32 encoder."""
     start = results["frozen-fp32"]["test_accuracy"]["mean"]
     gain: float = results[name]["test_accuracy"]["mean"] - start
-    return gain / (results["backpropagation"]["test_accuracy"]["mean"] - start)
+    whole: float = results["backpropagation"]["test_accuracy"]["mean"] - start
+    return gain / whole
 
 
 def forward_only(arguments: argparse.Namespace, scheme: str, estimator: str, seed: int) -> dict[str, Any]:
@@ -170,25 +172,53 @@ def first_step(arguments: argparse.Namespace, scheme: str, seed: int) -> Path:
 
 
 def backpropagation(arguments: argparse.Namespace, seed: int, rates: tuple[float, ...]) -> dict[str, Any]:
-    """The reference in PyTorch on the seed's rows and adapter, with the heads of its frozen fp32 encoder."""
-    import torch
-    from backprop_sst2 import backprop
-
-    torch.set_num_threads(arguments.threads)
-    common = (
-        bundle(arguments, "fp32", "antithetic", seed, TEST_LENGTH),
-        first_step(arguments, "fp32", seed),
-        arguments.model,
-        arguments.data,
-    )
+    """The reference in PyTorch on the seed's rows and adapter, at the best of some rates."""
     rate = rates[0]
     if len(rates) > 1:
-        tuned = [backprop(*common, rate, epochs=4, test=False) for rate in rates]
-        rate = min(tuned, key=lambda found: found["dev_loss"])["learning_rate"]
-    found = backprop(*common, rate, epochs=4, test=not arguments.dev_only)
-    lines = [json.dumps(record) + "\n" for record in found.pop("curve")]
-    (arguments.out / f"backprop-{seed}.jsonl").write_text("".join(lines))
-    return {"seed": seed, **found}
+        rate = min(rates, key=lambda rate: baseline(arguments, seed, rate, test=False)["best"]["loss"])
+    found = baseline(arguments, seed, rate, test=not arguments.dev_only)
+    splits = {"dev": found["best"], "test": found["test"]}
+    return {
+        "seed": seed,
+        "learning_rate": rate,
+        **{
+            f"{name}_{figure}": split[figure]
+            for name, split in splits.items()
+            if split is not None
+            for figure in ("accuracy", "loss")
+        },
+    }
+
+
+def baseline(arguments: argparse.Namespace, seed: int, rate: float, *, test: bool) -> dict[str, Any]:
+    """What a run of `prge baseline` came to, done unless it was before."""
+    out = Path(arguments.out / f"backprop-{seed}-{rate:g}{'-test' if test else ''}")
+    if not (out / "final").exists():
+        files = {"train": arguments.data / "train.tsv", "dev": arguments.data / "dev.tsv"}
+        if test:
+            files["test"] = arguments.data / "test-labeled.tsv"
+        epoch = -(-ROWS // BACKPROP_BATCH)
+        prge(
+            "baseline",
+            method="backprop-lora-fa",
+            model=arguments.model,
+            bundle=bundle(arguments, "fp32", "antithetic", seed, TEST_LENGTH),
+            task="sst2",
+            out=out,
+            seed=seed,
+            shuffle_seed=seed,
+            train_limit=ROWS,
+            steps=BACKPROP_EPOCHS * epoch,
+            evaluate_every=epoch,
+            select="loss",
+            batch_size=BACKPROP_BATCH,
+            learning_rate=rate,
+            schedule="linear",
+            threads=arguments.threads,
+            **files,
+        )
+    found: dict[str, Any] = json.loads((out / "run.json").read_text(encoding="utf-8"))["train"]
+    return found
 
 
 def scores(arguments: argparse.Namespace, scheme: str, seed: int, adapter: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Time of a training step on the engine: against one copy at a time, and against its matrix products alone.
 
-    python scripts/bench_step.py --model smollm2-135m --queries 4 --batch-size 2 --seq-len 64 --json out.json
+    python scripts/bench/step.py --model smollm2-135m --queries 4 --batch-size 2 --seq-len 64 --json out.json
 
 The programs have the same random weights and run the same step (antithetic, the same directions and rows;
 the tangent program, the same rows), interleaved in one process; figures are medians. The `limit` of a program
@@ -64,9 +64,9 @@ class Exported:
 
 def export_program(arguments: argparse.Namespace, scheme: str, copies: int, folder: Path) -> Exported:
     """Write `program.pte` and its contract, and its matrix products' programs."""
+    from limit import matrix_products
     from roofline import Cost, LargestLayer, ProductProgram
 
-    from server_export.limit import matrix_products
     from server_export.lower.lowering import lower
     from server_export.lower.method_graphs import export_programs
     from server_export.model.program import STEP_METHOD, build_program

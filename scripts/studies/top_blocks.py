@@ -1,6 +1,6 @@
 """What it costs in accuracy to adapt the top blocks of a sentence encoder alone, on SST-2.
 
-    python scripts/results_top_blocks.py --model MODEL --data SST2_FOLDER --out results --blocks 1 2 3 6
+    python scripts/studies/top_blocks.py --model MODEL --data SST2_FOLDER --out results --blocks 1 2 3 6
 
 MODEL is a folder or hub id of all-MiniLM-L6-v2 or alike, SST2_FOLDER holds train.tsv, dev.tsv and
 test-labeled.tsv. Gradients are exact (`--estimator exact`), so that what differs is where the adapters are:
@@ -17,7 +17,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from studies import evaluations, prge, summarize
+from verbs import evaluations, prge, summarize
 
 ROWS = 1000
 SEARCH_SEED = 7

@@ -1,6 +1,6 @@
 """Time and memory of a step by backpropagation, against tangents and antithetic copies on the same rows.
 
-    python scripts/bench_exact.py --model smollm2-135m --quantize fp32 8da4w --queries 4 --json out.json
+    python scripts/bench/exact.py --model smollm2-135m --quantize fp32 8da4w --queries 4 --json out.json
 
 The programs have the same random weights and take steps on the same rows, interleaved in one process; seconds
 are medians, ratios those of pairs of the same round. Memory is what the export planned, and what the engine
@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_step import Step
 from reports import report_schemes
+from step import Step
 
 from device_runner.engines.executorch_engine import ExecutorchEngine, set_threads
 from prge.adapter import Adapter

@@ -1,6 +1,6 @@
 """What `prge estimate` says against what is: size of the file, memory of export and run, seconds a step.
 
-    python scripts/bench_estimate.py --models smollm2-135m qwen2.5-0.5b --layers 4 --json estimate.json
+    python scripts/bench/estimate.py --models smollm2-135m qwen2.5-0.5b --layers 4 --json estimate.json
 
 Every program is exported by `prge export` in a process of its own, and run in another one on either engine.
 The estimate comes from the configuration alone. For its seconds calls of the calibration alternate with calls
@@ -24,7 +24,7 @@ from typing import Any
 
 from reports import report
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("native", "torch")
 
 

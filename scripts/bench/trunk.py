@@ -1,6 +1,6 @@
 """Time of a training step above a cached trunk against one of the program with adapters in all blocks.
 
-    python scripts/bench_trunk.py --model smollm2-135m --adapt-layers top:4 --queries 4 --json out.json
+    python scripts/bench/trunk.py --model smollm2-135m --adapt-layers top:4 --queries 4 --json out.json
 
 Two programs of the same random model: one with adapters everywhere, and one with adapters in the top blocks,
 cut into trunk and step. The first epoch fills the cache. In the second one every step is timed beside a step

@@ -17,7 +17,7 @@ def prge(verb: str, *words: object, **flags: Any) -> None:
 
 
 def principal_adapter(**flags: Any) -> None:
-    """Make an adapter to start from; see scripts/principal_adapter.py."""
+    """Make an adapter to start from; see scripts/studies/principal_adapter.py."""
     _call(Path(__file__).with_name("principal_adapter.py"), **flags)
 
 

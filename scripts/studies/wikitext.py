@@ -1,10 +1,10 @@
 """Adapt a small language model to WikiText by forward passes, and measure token perplexity before and after.
 
-    python scripts/results_wikitext.py --model MODEL --data wikitext.json --out results --backprop
+    python scripts/studies/wikitext.py --model MODEL --data wikitext.json --out results --backprop
 
 `--data` is a JSON list of passages: the first 800 are trained on, the next 100 choose the step, the others
 are the test rows, read once per seed by `prge eval`. The frozen lora_a are principal directions over the
-first 100 training passages (scripts/principal_adapter.py); a seed changes the directions and the order of
+first 100 training passages (principal_adapter.py); a seed changes the directions and the order of
 rows. All runs compute the same number of rows. Calls the verbs export, run and eval as a user would and
 prints the table as JSON.
 """
@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from studies import evaluations, prge, principal_adapter, summarize
+from verbs import evaluations, prge, principal_adapter, summarize
 
 FIGURES = ("before", "after", "dev", "seconds")
 

@@ -1,6 +1,6 @@
 """An adapter whose lora_a are principal directions of what its layers see, and whose lora_b are zero.
 
-    python scripts/principal_adapter.py --model MODEL --data train.tsv --start 1000 --limit 1000 \
+    python scripts/studies/principal_adapter.py --model MODEL --data train.tsv --start 1000 --limit 1000 \
         --target-modules layer.2.attention.self.value --rank 1 --out adapter
 
 A random lora_a catches rank / width of a layer's input; its first principal directions catch most of it. So

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 # Writes what the grid reads, and its call beside it; fails where it is told to.
-BENCH_STEP = """
+STEP_BENCH = """
 import json, pathlib, sys
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 root = pathlib.Path(__file__).parent
@@ -36,8 +36,8 @@ SMALL = "--models tinyllama-1.1b smollm2-135m --layers 2 --seq-lens 16 --queries
 @pytest.fixture
 def grid(tmp_path: Path) -> Path:
     """A folder with the script and a benchmark that answers at once."""
-    shutil.copy(SCRIPTS / "bench_grid.py", tmp_path)
-    (tmp_path / "bench_step.py").write_text(BENCH_STEP, encoding="utf-8")
+    shutil.copy(REPOSITORY / "scripts" / "bench" / "grid.py", tmp_path)
+    (tmp_path / "step.py").write_text(STEP_BENCH, encoding="utf-8")
     (tmp_path / "fails").write_text("never", encoding="utf-8")
     (tmp_path / "calls").touch()
     return tmp_path
@@ -45,12 +45,12 @@ def grid(tmp_path: Path) -> Path:
 
 def start(grid: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, grid / "bench_grid.py", "--out", grid / "out", *SMALL.split(), *words],
+        [sys.executable, grid / "grid.py", "--out", grid / "out", *SMALL.split(), *words],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
-        env={"PYTHONPATH": str(SCRIPTS.parent), "PATH": "", "MPLCONFIGDIR": str(grid)},
+        env={"PYTHONPATH": str(REPOSITORY), "PATH": "", "MPLCONFIGDIR": str(grid)},
     )
 
 
@@ -114,9 +114,8 @@ def test_no_cell_begins_after_the_time_nor_for_a_plot_alone(grid: Path) -> None:
         assert calls(grid) == []
 
 
-def test_what_a_call_costs_whatever_its_size_is_gained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_costs_whatever_its_size_is_gained_once() -> None:
     pytest.importorskip("executorch")
-    monkeypatch.syspath_prepend(SCRIPTS)
     from roofline import possible_speedup
 
     # Without it the products alone decide; a measured time below their roofline is noise.

@@ -1,9 +1,9 @@
 """Training steps around a base setting, one axis at a time: models, lengths, queries, batch sizes, depths.
 
-    python scripts/bench_grid.py --out grid --layers 4 --minutes 60
-    python scripts/bench_grid.py --out grid --layers 4 --plot-only --markdown
+    python scripts/bench/grid.py --out grid --layers 4 --minutes 60
+    python scripts/bench/grid.py --out grid --layers 4 --plot-only --markdown
 
-Every cell is a call of scripts/bench_step.py with random weights, in a process of its own. Its JSON stays in
+Every cell is a call of scripts/bench/step.py with random weights, in a process of its own. Its JSON stays in
 `--out` under a name of its setting; a cell whose file exists isn't run again, so that a grid which was
 stopped goes on with the same command. The most useful cells come first: the base of every model, then the
 axes of the first model, of the second. `grid.json` and a figure are written at the end from the cells that
@@ -24,7 +24,7 @@ from typing import Any
 
 from server_export.model.random_models import CONFIGURATIONS
 
-BENCH_STEP = Path(__file__).with_name("bench_step.py")
+STEP_BENCH = Path(__file__).with_name("step.py")
 
 # Of a cell's JSON, what a grid keeps; `tangent_over_stack` is computed from two of them.
 FIGURES = (
@@ -97,7 +97,7 @@ class Cell:
             "--json": file,
         }
         words = [str(word) for flag in flags.items() for word in flag]
-        return [sys.executable, str(BENCH_STEP), *words]
+        return [sys.executable, str(STEP_BENCH), *words]
 
 
 def bases(arguments: argparse.Namespace) -> list[Cell]:

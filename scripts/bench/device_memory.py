@@ -1,8 +1,8 @@
 """What an engine costs on a device besides the model: resident memory and time to load, in fresh processes.
 
-    python scripts/bench_device_memory.py --json memory.json
-    python scripts/bench_device_memory.py --bundles tinyllama --only-bundles
-    python scripts/bench_device_memory.py --copies 8 4 2 1
+    python scripts/bench/device_memory.py --json memory.json
+    python scripts/bench/device_memory.py --bundles tinyllama --only-bundles
+    python scripts/bench/device_memory.py --copies 8 4 2 1
 
 Every figure is of a child that imports what `prge run` imports, opens a program and its tokenizer where it
 has one, loads it on one engine and runs it twice. The model's are anonymous memory that this adds (packed
@@ -25,12 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from reports import report
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "server_export" / "demo_data" / "model"
 DEMO = (
     "--target-modules o_proj down_proj --queries 4 --batch-size 4 --sequence-length 32 --positions 2".split()
@@ -40,7 +41,7 @@ EXPORT = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from bench_device_memory import export_large
+from device_memory import export_large
 export_large(Path(sys.argv[2]), None if sys.argv[3] == "None" else int(sys.argv[3]), int(sys.argv[4]))
 """
 ENGINES = ("native", "torch")
@@ -165,7 +166,7 @@ def curve(copies: list[int], layers: int | None, base: Path, threads: int, repea
     return found
 
 
-def _output(command: list[object]) -> str:
+def _output(command: Sequence[object]) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
     if done.returncode:

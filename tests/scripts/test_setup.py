@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the scripts need bash")
 
@@ -22,7 +22,7 @@ def checkout(tmp_path: Path) -> Path:
     (root / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
     programs = root / ".venv" / "bin"
     programs.mkdir(parents=True)
-    for name in ("python", "prge", "ruff", "mypy"):
+    for name in ("python", "prge", "ruff", "mypy", "lint-imports"):
         (programs / name).write_text(f'#!/bin/sh\nprintf "%s|" {name} "$PWD" "$@"; echo\n', encoding="utf-8")
         (programs / name).chmod(0o755)
     stamp = subprocess.run(
@@ -56,7 +56,7 @@ def test_test_runs_style_types_and_tests_in_the_repository(checkout: Path, tmp_p
     child = start(checkout, "test.sh", "-k", "a b", cwd=tmp_path)
     assert (child.returncode, child.stderr) == (0, "")
     lines = child.stdout.splitlines()
-    assert [line.split("|")[0] for line in lines] == ["ruff", "ruff", "mypy", "python"]
+    assert [line.split("|")[0] for line in lines] == ["ruff", "ruff", "mypy", "lint-imports", "python"]
     assert all(line.split("|")[1] == str(checkout) for line in lines)
     assert lines[-1].endswith("|-k|a b|")
 
