@@ -150,7 +150,7 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
             ModuleNotFoundError("No module named 'torch'", name="torch.nn"),
             2,
             "prge inspect: error: the package torch is not installed\n"
-            "  pip install 'prge[device]'; `prge doctor` shows what else is missing\n",
+            "  pip install 'prge'; `prge doctor` shows what else is missing\n",
         ),
     ],
     ids=lambda value: type(value).__name__,

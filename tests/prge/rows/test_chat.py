@@ -9,8 +9,8 @@ import pytest
 from prge.errors import BundleError, DataError
 from prge.rows.chat import ChatTemplate, check_messages
 from prge.rows.tokenizer import Tokenizer
-from tests.device_runner.chat_templates import CHATML, EVERYTHING, HEADERS, TURNS
-from tests.device_runner.tiny_tokenizers import byte_level_backend
+from tests.prge.rows.chat_templates import CHATML, EVERYTHING, HEADERS, TURNS
+from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "turns": TURNS, "everything": EVERYTHING}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}

@@ -22,8 +22,8 @@ from prge.rows.readers import Row, Selection
 from prge.rows.report import show_sample
 from prge.rows.task import Task, load_task, parse_task
 from prge.rows.tokenizer import Tokenizer
-from tests.device_runner.chat_templates import CHATML, TURNS
-from tests.device_runner.tiny_tokenizers import byte_level_backend
+from tests.prge.rows.chat_templates import CHATML, TURNS
+from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 MakeContract = Callable[..., Contract]
 FILM = {"sentence": "the film was a cat ", "label": 1}

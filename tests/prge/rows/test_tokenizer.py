@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from prge.errors import BundleError
 from prge.rows.tokenizer import Pair, Tokenizer, load_tokenizer
-from tests.device_runner.tiny_tokenizers import byte_level_backend
+from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 
 @cache

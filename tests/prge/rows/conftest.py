@@ -10,7 +10,7 @@ import pytest
 
 from prge.contract import AdaptedModule, Contract
 from prge.rows.tokenizer import Tokenizer
-from tests.device_runner.tiny_tokenizers import byte_level_backend, encoder_backend, prefixed_backend
+from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend, prefixed_backend
 
 
 @pytest.fixture(scope="session")
