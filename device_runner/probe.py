@@ -35,6 +35,7 @@ from prge.directions import RankOneDirections
 from prge.encoder_heads import fit_heads
 from prge.engine import Engine, EngineName
 from prge.errors import ConfigError, EngineError
+from prge.estimators import Step
 from prge.evaluation import score
 from prge.examples import Batch, Example
 from prge.head import Head
@@ -366,7 +367,7 @@ def _tangents(
 ) -> Float64Array:
     """Exact derivatives of the mean losses of some batches, f64 [queries, batches]."""
     batches = [batch for step in group for batch in sampler.batches(step)]
-    measured = Tangents(shared=True).measure(engine, adapter, batches, seed, group.start, head)
+    measured = Tangents(shared=True).measure(engine, Step(adapter, batches, seed, group.start, head))
     return measured.scalars.reshape(engine.contract.queries, len(group), -1).mean(-1)
 
 

@@ -8,9 +8,7 @@ trunk_cache/     what a bundle's trunk made of training rows; may be deleted at 
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +23,10 @@ from device_runner.session.inputs import (
     make_estimator,
     new_state,
     read_inputs,
-    training_settings,
 )
 from device_runner.session.noise import noise_note
+from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, settled
-from device_runner.session.watching import Watcher
 from prge.adapter import write_peft
 from prge.atomic import write_file
 from prge.bundle import Bundle, open_bundle
@@ -51,7 +48,8 @@ from prge.rows.scoring import evaluate
 from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, run_lock, with_stored_settings
 from prge.sampling import Sampler
 from prge.settings import parse_settings, settings_to_yaml
-from prge.training import train
+from prge.training import AdapterLearner, train
+from prge.watching import Watcher, graceful_stop
 
 DESCRIPTION = "Fine-tune the adapter of a bundle by forward passes on the stock engine."
 
@@ -83,7 +81,8 @@ def run(settings: RunSettings) -> Path:
             programs = open_programs(
                 bundle, settings.threads, settings.keep_programs, settings.engine, cache, settings.lengths
             )
-            with Watcher(settings, inputs, programs, journal) as watcher, _graceful_stop(watcher):
+            facts = _Facts(inputs, programs)
+            with Watcher(settings, journal.steps, facts) as watcher, graceful_stop(watcher):
                 watcher.say(inputs.report)
                 for text in filter(None, (programs.notes, note)):
                     watcher.say(text)
@@ -122,28 +121,27 @@ def _train(
         prune_checkpoints(checkpoints, {*recent, state.progress.best_step})
 
     def score(state: TrainingState) -> Record:
-        found, _ = evaluate(
+        record, _ = evaluate(
             programs.score, state.adapter, inputs.dev, inputs.task, state.head, pad, settings.select
         )
-        return found
+        return record
 
     gates = Gates(settings)
     sampler = Sampler(inputs.train, programs.step.contract, settings.seed, settings.calls, pad)
     if settings.resume is None:
         _tell_noise(settings, inputs, programs.step, sampler, state, watcher)
-    train(
+    learner = AdapterLearner(
         programs.step,
         sampler,
         make_estimator(settings),
         learning_rates(settings),
         state,
-        training_settings(settings),
+        settings.of_loop,
         journal,
         save,
-        watcher,
         score if inputs.dev else None,
-        lambda: gates.hold(watcher),
     )
+    train(learner, settings.of_loop, watcher, lambda: gates.hold(watcher))
     if programs.trunk is not None:
         watcher.say(f"trunk: {programs.trunk.computed} rows computed, {programs.trunk.reused} from the cache")
     if watcher.stopped and state.step < settings.steps:
@@ -244,19 +242,24 @@ def _check_folder(settings: RunSettings) -> None:
         )
 
 
-@contextmanager
-def _graceful_stop(watcher: Watcher) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after its step, a second one at once."""
+class _Facts:
+    """What run.json says of a run besides what its watcher counts."""
 
-    def stop(number: int, frame: object) -> None:
-        if watcher.stopped:
-            raise KeyboardInterrupt
-        watcher.stopped = True
-        watcher.say("stopping after this step; once more to stop at once")
+    def __init__(self, inputs: RunInputs, programs: Programs) -> None:
+        self.inputs = inputs
+        self.programs = programs
+        self.sensors = {"start": Sensors().record()}
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __call__(self) -> tuple[Record, Record]:
+        """The blocks `run` and `train`."""
+        run = {
+            **self.inputs.bundle.description,
+            "engine": self.programs.engine,
+            "threads": self.programs.threads,
+        }
+        return run, {
+            "training_rows": len(self.inputs.train),
+            "development_rows": len(self.inputs.dev),
+            "trained_values": self.inputs.adapter.size,
+            "sensors": {**self.sensors, "last": Sensors().record()},
+        }

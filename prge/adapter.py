@@ -23,7 +23,7 @@ import safetensors.numpy
 
 from prge.atomic import new_folder
 from prge.bundle import file_sha256
-from prge.contract import AdaptedModule
+from prge.contract import LORA_B_PREFIX, AdaptedModule
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError
 
@@ -64,6 +64,10 @@ class Adapter:
     def named(self) -> dict[str, FloatArray]:
         """Views [rank, out] into `values` by module name, always the same; writing to one writes to it."""
         return dict(self._named)
+
+    def inputs(self) -> dict[str, FloatArray]:
+        """The same views by the names of program inputs, `lora_b.<module>`."""
+        return {LORA_B_PREFIX + name: view for name, view in self._named.items()}
 
     def copy(self) -> Adapter:
         """An adapter with its own values."""

@@ -95,6 +95,16 @@ class Bundle:
         return None if scheme in (None, "fp32") else str(scheme)
 
     @property
+    def description(self) -> dict[str, Any]:
+        """What run.json says of the bundle that a run trains: hashes, model, quantization."""
+        return {
+            "bundle": self.sha256,
+            "program": self.manifest["files"][PROGRAM],
+            "model": self.manifest["model"],
+            "quantization": self.manifest.get("quantization"),
+        }
+
+    @property
     def program(self) -> Path:
         """The `.pte` file."""
         return self.folder / PROGRAM

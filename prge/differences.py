@@ -11,7 +11,6 @@ program was exported with changes its speed and nothing else:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -22,9 +21,7 @@ from prge.adapter import Adapter, LoraBStack, adapter_size
 from prge.contract import AdaptedModule, Contract
 from prge.directions import Directions, Distribution
 from prge.engine import Engine, FloatArray
-from prge.estimators import Float64Array, Measurement, clipped
-from prge.examples import Batch
-from prge.head import Classifier, Head
+from prge.estimators import Calls, Float64Array, Measurement, Step, clipped
 from prge.objectives import losses, score_gradient, scores
 
 
@@ -114,52 +111,37 @@ class Differences:
         self.clip = clip
         self._stack: LoraBStack | None = None
 
-    def measure(
-        self,
-        engine: Engine,
-        adapter: Adapter,
-        batches: Sequence[Batch],
-        seed: int,
-        step: int,
-        classifier: Classifier | None = None,
-        trained_head: Head | None = None,
-    ) -> Measurement:
+    def measure(self, engine: Engine, step: Step) -> Measurement:
         """Loss of every variant over all batches: ceil(variants / copies) calls per batch."""
         contract = engine.contract
         variants = self.rule.variants()
-        directions = Directions(self.distribution, seed, step, adapter.size)
+        directions = Directions(self.distribution, step.seed, step.number, step.adapter.size)
         stack = self._stack_of(contract)
-        examples = sum(batch.examples for batch in batches)
         total = np.zeros(len(variants))
-        head_gradient = np.zeros(trained_head.size) if trained_head is not None else None
-        engine_seconds, rows = 0.0, 0
+        calls = Calls(engine, step.trained_head)
         for start in range(0, len(variants), contract.copies):
             chunk = variants[start : start + contract.copies]
             for copy in range(contract.copies):
                 # Copies beyond the last variant repeat it; their rows are computed and not read.
                 variant = chunk[min(copy, len(chunk) - 1)]
-                stack.fill(copy, perturbed(adapter, variant, directions))
-            for batch in batches:
+                stack.fill(copy, perturbed(step.adapter, variant, directions))
+            for batch in step.batches:
                 inputs = batch.inputs(contract.given_rows // contract.batch_size, contract.is_encoder)
-                begin = time.perf_counter()
-                outputs = engine.forward({**inputs, **stack.inputs})
-                engine_seconds += time.perf_counter() - begin
-                rows += contract.computed_rows
-                batch_scores = scores(batch, outputs, contract.copies, classifier)[: len(chunk)]
+                outputs = calls.forward({**inputs, **stack.inputs})
+                batch_scores = scores(batch, outputs, contract.copies, step.classifier)[: len(chunk)]
                 total[start : start + len(chunk)] += losses(batch_scores, batch.labels).sum(-1)
-                if trained_head is not None and head_gradient is not None:
+                if step.trained_head is not None:
                     real = batch.owner >= 0
                     pooled = outputs["pooled"].reshape(contract.copies, len(real), -1)[: len(chunk), real]
-                    head_gradient += trained_head.gradient(pooled, score_gradient(batch_scores, batch.labels))
-        if head_gradient is not None:
-            head_gradient /= examples * len(variants)
-        mean = total / examples
+                    calls.learn_head(pooled, score_gradient(batch_scores, batch.labels))
+        mean = total / step.examples
+        rounds = -(-len(variants) // contract.copies)
         return Measurement(
             float(mean.mean()),
             clipped(self.rule.scalars(mean), self.clip),
-            None if head_gradient is None else head_gradient.astype(np.float32),
-            engine_seconds,
-            rows,
+            calls.head_gradient(step.examples * len(variants)),
+            calls.seconds,
+            contract.computed_rows * rounds * len(step.batches),
         )
 
     def gradient(

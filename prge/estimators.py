@@ -10,6 +10,7 @@ prge/exact.py has the gradient from the program.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from prge.adapter import Adapter
 from prge.contract import AdaptedModule
-from prge.engine import Engine, FloatArray
+from prge.engine import Array, Engine, FloatArray
 from prge.examples import Batch
 from prge.head import Classifier, Head
 from prge.journal import Record, encode_array
@@ -28,13 +29,35 @@ Float64Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Step:
+    """What one step is measured on.
+
+    `adapter`: where the gradient is asked for. `batches`: the step's examples, each batch the rows of one
+    copy. `seed` with `number`, that of the step, makes its directions. `classifier` scores an encoder's
+    states; `trained_head` is the head whose exact gradient is wanted, where it is trained.
+    """
+
+    adapter: Adapter
+    batches: Sequence[Batch]
+    seed: int
+    number: int
+    classifier: Classifier | None = None
+    trained_head: Head | None = None
+
+    @property
+    def examples(self) -> int:
+        """Examples of all batches."""
+        return sum(batch.examples for batch in self.batches)
+
+
+@dataclass(frozen=True)
 class Measurement:
     """What one step learnt from the engine.
 
     `loss`: mean over the step's examples. `scalars`: f64 [queries] or [queries, examples]; without directions
-    none, but the `gradient` by the adapter's values, f32 [size]. `head_gradient`:
-    exact derivative of the mean loss by the head's values, f32 [size]; None without a trained head. `rows`:
-    how many the engine computed. `largest_tangent`: largest derivative that it answered, if it answers any.
+    none, but the `gradient` by the adapter's values, f32 [size]. `head_gradient`: exact derivative of the
+    mean loss by the head's values, f32 [size]; None without a trained head. `rows`: how many the engine
+    computed. `largest_tangent`: largest derivative that it computed, if it computes any.
     """
 
     loss: float
@@ -53,40 +76,47 @@ class Measurement:
     @property
     def learnt(self) -> Record:
         """What a journal keeps of it, so that `Estimator.gradient` has all it needs."""
-        known: Record = (
+        record: Record = (
             {"scalars": self.scalars.tolist()}
             if self.gradient is None
             else {"gradient": encode_array(self.gradient)}
         )
         if self.head_gradient is not None:
-            known["head_gradient"] = encode_array(self.head_gradient)
-        return known
+            record["head_gradient"] = encode_array(self.head_gradient)
+        return record
+
+
+class Calls:
+    """The calls of one step: their time, and the gradient of a trained head that they add up to."""
+
+    def __init__(self, engine: Engine, head: Head | None) -> None:
+        self.engine = engine
+        self.head = head
+        self.seconds = 0.0
+        self._head_gradient = np.zeros(0 if head is None else head.size)
+
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Run the program once."""
+        begin = time.perf_counter()
+        outputs = self.engine.forward(inputs)
+        self.seconds += time.perf_counter() - begin
+        return outputs
+
+    def learn_head(self, pooled: FloatArray, by_score: Float64Array) -> None:
+        """Add the head's gradient, from states [..., examples, width] and the loss's slopes by the scores."""
+        if self.head is not None:
+            self._head_gradient += self.head.gradient(pooled, by_score)
+
+    def head_gradient(self, examples: int) -> FloatArray | None:
+        """The gradient of the mean loss of so many examples, f32 [size]; None without a trained head."""
+        return None if self.head is None else (self._head_gradient / examples).astype(np.float32)
 
 
 class Estimator(Protocol):
     """How a step gets its gradient from calls of a program."""
 
-    def measure(
-        self,
-        engine: Engine,
-        adapter: Adapter,
-        batches: Sequence[Batch],
-        seed: int,
-        step: int,
-        classifier: Classifier | None = None,
-        trained_head: Head | None = None,
-    ) -> Measurement:
-        """Run the programs of one step.
-
-        Args:
-            engine: runs a program of the kind that the estimator is for.
-            adapter: where the gradient is asked for.
-            batches: the step's examples, each batch the rows of one copy.
-            seed: of the directions, with `step`.
-            step: number of the step.
-            classifier: scores an encoder's states.
-            trained_head: the head whose exact gradient is wanted, where it is trained.
-        """
+    def measure(self, engine: Engine, step: Step) -> Measurement:
+        """Run the programs of one step, on an engine of the kind that the estimator is for."""
         ...
 
     def gradient(

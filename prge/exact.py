@@ -8,19 +8,17 @@ gradient of the step's mean loss. A journal keeps the gradient: nothing smaller 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from prge.adapter import Adapter
-from prge.contract import ABSENT, GRADIENT_PREFIX, LORA_B_PREFIX, AdaptedModule, Contract
+from prge.contract import ABSENT, GRADIENT_PREFIX, AdaptedModule, Contract
 from prge.engine import Array, Engine, FloatArray
 from prge.errors import ConfigError
-from prge.estimators import Float64Array, Measurement
+from prge.estimators import Calls, Float64Array, Measurement, Step
 from prge.examples import Batch, Example
-from prge.head import Classifier, Head
+from prge.head import Classifier
 from prge.journal import decode_array
 from prge.objectives import losses, score_gradient, scores
 
@@ -34,43 +32,29 @@ class Exact:
     def __init__(self, clip: float = 0.0) -> None:
         self.clip = clip
 
-    def measure(
-        self,
-        engine: Engine,
-        adapter: Adapter,
-        batches: Sequence[Batch],
-        seed: int,
-        step: int,
-        classifier: Classifier | None = None,
-        trained_head: Head | None = None,
-    ) -> Measurement:
+    def measure(self, engine: Engine, step: Step) -> Measurement:
         """Loss of every example and the gradient of their mean: one call per batch."""
         contract = engine.contract
-        examples = sum(batch.examples for batch in batches)
-        lora_b = {LORA_B_PREFIX + name: view for name, view in adapter.named().items()}
-        gradient = np.zeros(adapter.size)
-        head_gradient = np.zeros(trained_head.size) if trained_head is not None else None
-        total, engine_seconds = 0.0, 0.0
-        for batch in batches:
+        lora_b = step.adapter.inputs()
+        gradient = np.zeros(step.adapter.size)
+        calls, loss = Calls(engine, step.trained_head), 0.0
+        for batch in step.batches:
             inputs = {**batch.inputs(1, contract.is_encoder), **lora_b}
-            inputs |= loss_inputs(contract, batch, examples, classifier)
-            begin = time.perf_counter()
-            outputs = engine.forward(inputs)
-            engine_seconds += time.perf_counter() - begin
+            outputs = calls.forward(inputs | loss_inputs(contract, batch, step.examples, step.classifier))
             gradient += np.concatenate(
                 [outputs[GRADIENT_PREFIX + module.name].ravel() for module in contract.modules]
             )
-            batch_scores = scores(batch, outputs, 1, classifier)
-            total += float(losses(batch_scores, batch.labels).sum())
-            if trained_head is not None and head_gradient is not None:
+            batch_scores = scores(batch, outputs, 1, step.classifier)
+            loss += float(losses(batch_scores, batch.labels).sum())
+            if step.trained_head is not None:
                 by_score = score_gradient(batch_scores, batch.labels)
-                head_gradient += trained_head.gradient(outputs["pooled"][None, batch.owner >= 0], by_score)
+                calls.learn_head(outputs["pooled"][None, batch.owner >= 0], by_score)
         return Measurement(
-            total / examples,
+            loss / step.examples,
             np.zeros(0),
-            None if head_gradient is None else (head_gradient / examples).astype(np.float32),
-            engine_seconds,
-            ROWS_OF_A_STEP * contract.rows * len(batches),
+            calls.head_gradient(step.examples),
+            calls.seconds,
+            ROWS_OF_A_STEP * contract.rows * len(step.batches),
             gradient=shortened(gradient, self.clip).astype(np.float32),
         )
 

@@ -9,19 +9,15 @@ how log-probabilities or states change; from there to the loss the chain rule ne
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from prge.adapter import Adapter
-from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, AdaptedModule, Contract
+from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule, Contract
 from prge.directions import RankOneDirections, on_grid
 from prge.engine import Engine, FloatArray
-from prge.estimators import Float64Array, Measurement, clipped
-from prge.examples import Batch
-from prge.head import Classifier, Head
+from prge.estimators import Calls, Float64Array, Measurement, Step, clipped
 from prge.objectives import largest_tangent, losses, score_gradient, score_slopes, scores
 
 
@@ -39,46 +35,34 @@ class Tangents:
         self._contract: Contract | None = None
         self._directions = RankOneDirections(0, 0, 0, 0, ())
 
-    def measure(
-        self,
-        engine: Engine,
-        adapter: Adapter,
-        batches: Sequence[Batch],
-        seed: int,
-        step: int,
-        classifier: Classifier | None = None,
-        trained_head: Head | None = None,
-    ) -> Measurement:
+    def measure(self, engine: Engine, step: Step) -> Measurement:
         """Loss of every example and its derivatives: one call per batch."""
         contract = engine.contract
-        examples = sum(batch.examples for batch in batches)
-        directions = self._directions_of(seed, step, (contract.queries, examples), contract.modules)
+        directions = self._directions_of(
+            step.seed, step.number, (contract.queries, step.examples), contract.modules
+        )
         factors = self._factors_of(contract)
-        lora_b = {LORA_B_PREFIX + name: view for name, view in adapter.named().items()}
-        scalars = np.zeros((contract.queries, examples))
-        head_gradient = np.zeros(trained_head.size) if trained_head is not None else None
-        total, largest, engine_seconds, first = 0.0, 0.0, 0.0, 0
-        for batch in batches:
+        lora_b = step.adapter.inputs()
+        scalars = np.zeros((contract.queries, step.examples))
+        calls, loss, largest, first = Calls(engine, step.trained_head), 0.0, 0.0, 0
+        for batch in step.batches:
             directions.fill(factors, np.where(batch.owner < 0, -1, first + batch.owner))
-            inputs = {**batch.inputs(1, contract.is_encoder), **lora_b, **factors}
-            begin = time.perf_counter()
-            outputs = engine.forward(inputs)
-            engine_seconds += time.perf_counter() - begin
-            batch_scores = scores(batch, outputs, 1, classifier)
+            outputs = calls.forward({**batch.inputs(1, contract.is_encoder), **lora_b, **factors})
+            batch_scores = scores(batch, outputs, 1, step.classifier)
             by_score = score_gradient(batch_scores, batch.labels)
-            total += float(losses(batch_scores, batch.labels).sum())
-            slopes = score_slopes(batch, outputs, classifier)
+            loss += float(losses(batch_scores, batch.labels).sum())
+            slopes = score_slopes(batch, outputs, step.classifier)
             scalars[:, first : first + batch.examples] = (by_score * slopes).sum(-1)
             largest = float(np.maximum(largest, largest_tangent(batch, outputs)))
-            if trained_head is not None and head_gradient is not None:
-                head_gradient += trained_head.gradient(outputs["pooled"][None, batch.owner >= 0], by_score)
+            if step.trained_head is not None:
+                calls.learn_head(outputs["pooled"][None, batch.owner >= 0], by_score)
             first += batch.examples
         return Measurement(
-            total / examples,
+            loss / step.examples,
             on_grid(clipped(scalars, self.clip)),
-            None if head_gradient is None else (head_gradient / examples).astype(np.float32),
-            engine_seconds,
-            contract.computed_rows * len(batches),
+            calls.head_gradient(step.examples),
+            calls.seconds,
+            contract.computed_rows * len(step.batches),
             largest,
         )
 

@@ -1,4 +1,4 @@
-"""The loop: measure a step's batches, estimate a gradient from what was measured, take a step along it.
+"""The loop: take a step, score development rows when they are due, keep what was learnt.
 
     rows -> directions(seed, step) -> engine -> scalars -> gradient -> optimizer
     rows -> engine -> gradient -> optimizer
@@ -19,7 +19,7 @@ import numpy as np
 from prge.checkpoint import Progress, TrainingState
 from prge.engine import Engine
 from prge.errors import DivergenceError
-from prge.estimators import Estimator, Measurement
+from prge.estimators import Estimator, Measurement, Step
 from prge.journal import Journal, Record
 from prge.sampling import Sampler
 
@@ -36,6 +36,31 @@ class TrainingSettings:
     divergence_ratio: float = 3.0
 
 
+class Learner(Protocol):
+    """What is trained: an adapter by an estimator (below), or a whole model by another method."""
+
+    @property
+    def progress(self) -> Progress:
+        """Steps so far, and the best of them."""
+        ...
+
+    def step(self) -> tuple[Record, Measurement | None]:
+        """Take the next step: its record, and what was measured unless that was known already.
+
+        Raises:
+            DivergenceError: the loss or a derivative is not finite, or the loss far above the first one.
+        """
+        ...
+
+    def evaluate(self) -> tuple[Record, bool] | None:
+        """Score development rows: the record, and whether it is new; None where there is nothing to score."""
+        ...
+
+    def save(self, best: bool = False) -> None:
+        """Keep what was learnt so far, or keep it as the best."""
+        ...
+
+
 class Observer(Protocol):
     """What the loop tells whoever watches; `measurement` is None for what the journal already held."""
 
@@ -49,67 +74,100 @@ class Observer(Protocol):
 
 
 def train(
-    engine: Engine,
-    sampler: Sampler,
-    estimator: Estimator,
-    learning_rates: Callable[[int], dict[str, float]],
-    state: TrainingState,
+    learner: Learner,
     settings: TrainingSettings,
-    journal: Journal,
-    save: Callable[[TrainingState], object],
     observer: Observer,
-    evaluate: Callable[[TrainingState], Record] | None = None,
     interrupted: Callable[[], bool] = lambda: False,
-) -> TrainingState:
-    """Train until `settings.steps`, an early stop, or an interruption; `state` is changed in place.
+) -> None:
+    """Train until `settings.steps`, an early stop, or an interruption.
 
     Raises:
-        DivergenceError: the loss or a derivative is not finite, or the loss far above the first one; the
-            state before it is saved.
+        DivergenceError: see Learner.step.
     """
     while True:
-        if evaluate is not None and _due(state.step, settings.evaluate_every, settings.steps):
-            known = journal.evaluation(state.step)
-            record = known or journal.append({"kind": "evaluation", "step": state.step, **evaluate(state)})
-            if state.judge(record):
-                save(state)
-            observer.on_evaluation(record, fresh=known is None)
-            if settings.patience and state.progress.evaluations_since_best >= settings.patience:
-                break
-        if state.step >= settings.steps or interrupted():
+        step = learner.progress.step
+        if _due(step, settings.evaluate_every, settings.steps) and (evaluation := learner.evaluate()):
+            record, fresh = evaluation
+            if learner.progress.judge(step, record["value"]):
+                learner.save(best=True)
+            observer.on_evaluation(record, fresh)
+        if settings.patience and learner.progress.evaluations_since_best >= settings.patience:
             break
-        known, measurement = journal.step(state.step), None
-        if known is None:
-            batches = sampler.batches(state.step)
-            measurement = estimator.measure(
-                engine,
-                state.adapter,
-                batches,
-                settings.seed,
-                state.step,
-                state.training_classifier,
-                state.trained_head,
-            )
-            known = {
-                "kind": "step",
-                "step": state.step,
-                "seed": settings.seed,
-                "rows": [row for batch in batches for row in batch.rows],
-                "loss": measurement.loss,
-                **measurement.learnt,
-                **learning_rates(state.step),
-            }
-            if problem := _divergence(measurement, state, settings):
-                save(state)
+        if step >= settings.steps or interrupted():
+            break
+        record, measurement = learner.step()
+        observer.on_step(record, measurement)
+        if settings.checkpoint_every and (step + 1) % settings.checkpoint_every == 0:
+            learner.save()
+    learner.save()
+
+
+@dataclass(frozen=True)
+class AdapterLearner:
+    """Implements Learner: an adapter, along the gradients that an estimator makes of an engine's answers.
+
+    `state` is changed in place and handed to `keep` and `score`, which writes and scores it.
+    """
+
+    engine: Engine
+    sampler: Sampler
+    estimator: Estimator
+    learning_rates: Callable[[int], dict[str, float]]
+    state: TrainingState
+    settings: TrainingSettings
+    journal: Journal
+    keep: Callable[[TrainingState], object]
+    score: Callable[[TrainingState], Record] | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """See Learner."""
+        return self.state.progress
+
+    def step(self) -> tuple[Record, Measurement | None]:
+        """See Learner; the state before a step that diverges is saved."""
+        state, measurement = self.state, None
+        record = self.journal.step(state.step)
+        if record is None:
+            record, measurement = self._measured()
+            if problem := _divergence(measurement, state, self.settings):
+                self.save()
                 raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
-            journal.append(known)
-        gradient = estimator.gradient(known, settings.seed, state.step, state.adapter.modules)
-        state.apply(known, gradient)
-        observer.on_step(known, measurement)
-        if settings.checkpoint_every and state.step % settings.checkpoint_every == 0:
-            save(state)
-    save(state)
-    return state
+            self.journal.append(record)
+        state.apply(
+            record, self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
+        )
+        return record, measurement
+
+    def _measured(self) -> tuple[Record, Measurement]:
+        state, seed = self.state, self.settings.seed
+        batches = self.sampler.batches(state.step)
+        step = Step(state.adapter, batches, seed, state.step, state.training_classifier, state.trained_head)
+        measurement = self.estimator.measure(self.engine, step)
+        record = {
+            "kind": "step",
+            "step": state.step,
+            "seed": seed,
+            "rows": [row for batch in batches for row in batch.rows],
+            "loss": measurement.loss,
+            **measurement.learnt,
+            **self.learning_rates(state.step),
+        }
+        return record, measurement
+
+    def evaluate(self) -> tuple[Record, bool] | None:
+        """See Learner; an evaluation that the journal holds is taken from there."""
+        if self.score is None:
+            return None
+        known = self.journal.evaluation(self.state.step)
+        if known is not None:
+            return known, False
+        record = {"kind": "evaluation", "step": self.state.step, **self.score(self.state)}
+        return self.journal.append(record), True
+
+    def save(self, best: bool = False) -> None:
+        """See Learner; a checkpoint is the same whether it is the best or not."""
+        self.keep(self.state)
 
 
 def _due(step: int, every: int, last: int) -> bool:
@@ -118,11 +176,11 @@ def _due(step: int, every: int, last: int) -> bool:
 
 def _divergence(measurement: Measurement, state: TrainingState, settings: TrainingSettings) -> str:
     """What is wrong with a step that must not be taken; empty if nothing is."""
-    loss, found = measurement.loss, measurement.derivatives
-    bad = int(found.size - np.isfinite(found).sum())
+    loss, derivatives = measurement.loss, measurement.derivatives
+    bad = int(derivatives.size - np.isfinite(derivatives).sum())
     if bad or not math.isfinite(loss):
-        kind = "scalars" if measurement.gradient is None else "derivatives"
-        return f"step {state.step}: the loss is {loss}, {bad} of {found.size} {kind} are not finite"
+        name = "scalars" if measurement.gradient is None else "derivatives"
+        return f"step {state.step}: the loss is {loss}, {bad} of {derivatives.size} {name} are not finite"
     return loss_has_risen(state.progress, settings.divergence_ratio)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from prge.optimizers import ScheduleName
+from prge.training import TrainingSettings
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
 
@@ -85,6 +86,11 @@ class TrainingFlags:
         if self.task and Path(self.task).is_file():
             paths["task"] = str(Path(self.task).resolve())
         return replace(self, **paths)
+
+    @property
+    def of_loop(self) -> TrainingSettings:
+        """The part of the settings that the loop needs."""
+        return TrainingSettings(**{item.name: getattr(self, item.name) for item in fields(TrainingSettings)})
 
     def shared_problems(self) -> list[str]:
         """What can't be used of the settings above."""

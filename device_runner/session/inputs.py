@@ -25,7 +25,6 @@ from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from prge.run_folder import adapter_folder
 from prge.tangents import Tangents
-from prge.training import TrainingSettings
 
 # What may differ between the parts of one run: where things lie (hashes tell what they are), how fast it goes
 # and how it looks.
@@ -132,18 +131,6 @@ def make_estimator(settings: RunSettings) -> Estimator:
     if settings.estimator == "one-sided":
         rule = OneSided(settings.queries, settings.epsilon, settings.baseline, settings.normalize)
     return Differences(rule, settings.directions, settings.clip)
-
-
-def training_settings(settings: RunSettings) -> TrainingSettings:
-    """The part of the settings that the loop needs."""
-    return TrainingSettings(
-        steps=settings.steps,
-        seed=settings.seed,
-        evaluate_every=settings.evaluate_every,
-        checkpoint_every=settings.checkpoint_every,
-        patience=settings.patience,
-        divergence_ratio=settings.divergence_ratio,
-    )
 
 
 def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:

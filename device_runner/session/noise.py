@@ -12,7 +12,7 @@ from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import RunSettings
 from prge.adapter import Adapter
 from prge.engine import Engine
-from prge.estimators import Estimator, Float64Array
+from prge.estimators import Estimator, Float64Array, Step
 from prge.examples import Batch
 from prge.head import Classifier
 from prge.sampling import Sampler
@@ -87,7 +87,7 @@ def neighbours_agree(
     """
     here, beyond = (
         [
-            estimator.measure(engine, adapter, batches, seed, step, classifier)
+            estimator.measure(engine, Step(adapter, batches, seed, step, classifier))
             for step, batches in enumerate(steps)
         ]
         for estimator in estimators

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from reports import report_schemes
-from step import Step
+from step import TimedStep
 
 from device_runner.engines.executorch_engine import ExecutorchEngine, set_threads
 from prge.adapter import Adapter
@@ -63,7 +63,7 @@ def build(arguments: argparse.Namespace, scheme: str, estimator: str) -> BuiltPr
 
 def step_of(
     arguments: argparse.Namespace, scheme: str, estimator: str, folder: Path
-) -> tuple[Step, dict[str, Any]]:
+) -> tuple[TimedStep, dict[str, Any]]:
     """One training step on a program, and what it takes."""
     built = build(arguments, scheme, estimator)
     lowered = lower(export_programs(built))
@@ -88,7 +88,9 @@ def step_of(
         answers = run_program(path, inputs)
         dequantize(built.module)
         facts["cos_float"] = cosine(answers[1:], exact_answers(built.module, built.contract, inputs)[1:])
-    step = Step(ExecutorchEngine.load(Bundle(folder, built.contract, {}), check=False), arguments.queries)
+    step = TimedStep(
+        ExecutorchEngine.load(Bundle(folder, built.contract, {}), check=False), arguments.queries
+    )
     if estimator == "exact":
         step.estimator = Exact()
     return step, facts

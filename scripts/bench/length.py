@@ -37,7 +37,7 @@ from prge.bundle import Bundle, open_bundle
 from prge.differences import Antithetic, Differences
 from prge.encoder_heads import fit_heads
 from prge.engine import Engine
-from prge.estimators import Estimator
+from prge.estimators import Estimator, Step
 from prge.evaluation import score
 from prge.examples import Batch, Example
 from prge.head import Classifier
@@ -96,14 +96,16 @@ class Steps:
         """Time of a step for every batch; a rate of zero keeps the adapter."""
         start = time.perf_counter()
         for number, batch in enumerate(batches, first):
-            found = self.estimator.measure(self.engine, self.adapter, [batch], 0, number, self.classifier)
+            found = self.estimator.measure(
+                self.engine, Step(self.adapter, [batch], 0, number, self.classifier)
+            )
             gradient = self.estimator.gradient(found.learnt, 0, number, self.adapter.modules)
             self.optimizer.update(self.adapter.values, gradient, 0.0)
         return time.perf_counter() - start
 
     def scalars(self, batch: Batch) -> np.ndarray[Any, Any]:
         """Those of one batch."""
-        return self.estimator.measure(self.engine, self.adapter, [batch], 0, 0, self.classifier).scalars
+        return self.estimator.measure(self.engine, Step(self.adapter, [batch], 0, 0, self.classifier)).scalars
 
     def score_seconds(self, examples: Sequence[Example], adapter: Adapter) -> float:
         """Time to score some examples."""

@@ -33,7 +33,7 @@ from prge.bundle import Bundle
 from prge.contract import Contract
 from prge.differences import Antithetic, Differences
 from prge.engine import Engine
-from prge.estimators import Estimator
+from prge.estimators import Estimator, Step
 from prge.examples import Example, Slot, TokenSequence, make_batch
 from prge.memory import PeakMemory
 from prge.optimizers import Adam
@@ -57,9 +57,9 @@ class Exported:
     largest_layer: LargestLayer
     limit: ProductProgram
 
-    def step(self, queries: int) -> Step:
+    def step(self, queries: int) -> TimedStep:
         """One training step on this program."""
-        return Step(load(self.folder), queries)
+        return TimedStep(load(self.folder), queries)
 
 
 def export_program(arguments: argparse.Namespace, scheme: str, copies: int, folder: Path) -> Exported:
@@ -117,7 +117,7 @@ def load(folder: Path) -> ExecutorchEngine:
     return ExecutorchEngine.load(Bundle(folder, contract, {}), check=False)
 
 
-class Step:
+class TimedStep:
     """One training step on one engine."""
 
     def __init__(self, engine: Engine, queries: int) -> None:
@@ -156,7 +156,7 @@ class Step:
     def __call__(self) -> tuple[float, float, list[float]]:
         """Seconds of the step, seconds in the engine, the scalars."""
         start = time.perf_counter()
-        found = self.estimator.measure(self.engine, self.adapter, [self.batch], 0, 0)
+        found = self.estimator.measure(self.engine, Step(self.adapter, [self.batch], 0, 0))
         gradient = self.estimator.gradient(found.learnt, 0, 0, self.adapter.modules)
         # A rate of zero keeps both programs on the same values, so that their scalars can be compared.
         self.optimizer.update(self.adapter.values, gradient, 0.0)
@@ -169,7 +169,7 @@ def run_alone(folder: Path, queries: int, steps: int) -> None:
     idle = memory.report()["peak_bytes"]
     set_threads(None)  # imports the runtime
     runtime = memory.report()["peak_bytes"]
-    step = Step(load(folder), queries)
+    step = TimedStep(load(folder), queries)
     timings = [step()[:2] for _ in range(steps)]
     print(
         json.dumps(

@@ -29,7 +29,7 @@ from prge.bundle import STEP_METHOD, TRUNK_METHOD, UPPER_METHOD, Bundle
 from prge.contract import Contract
 from prge.differences import Antithetic, Differences
 from prge.engine import Engine
-from prge.estimators import Estimator
+from prge.estimators import Estimator, Step
 from prge.examples import Batch, Example, Slot, TokenSequence, make_batch
 from prge.optimizers import Adam
 from prge.tangents import Tangents
@@ -107,7 +107,7 @@ class Timing:
     scalars: np.ndarray[Any, Any]
 
 
-class Step:
+class TimedStep:
     """Training steps on one engine."""
 
     def __init__(self, engine: Engine, queries: int) -> None:
@@ -122,7 +122,7 @@ class Step:
     def __call__(self, batch: Batch) -> Timing:
         """One step; a rate of zero keeps the adapter, so that epochs can be compared."""
         start = time.perf_counter()
-        found = self.estimator.measure(self.engine, self.adapter, [batch], 0, 0)
+        found = self.estimator.measure(self.engine, Step(self.adapter, [batch], 0, 0))
         gradient = self.estimator.gradient(found.learnt, 0, 0, self.adapter.modules)
         self.optimizer.update(self.adapter.values, gradient, 0.0)
         return Timing(time.perf_counter() - start, found.engine_seconds, found.scalars)
@@ -137,10 +137,10 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
     trunk, upper = load(cut_bundle, TRUNK_METHOD), load(cut_bundle, UPPER_METHOD)
     cache = TrunkCache(folder / "cache", arguments.cache_bytes)
     engine = TrunkEngine([trunk], [upper], "bench", cache)
-    full = Step(load(full_bundle, STEP_METHOD), arguments.queries)
+    full = TimedStep(load(full_bundle, STEP_METHOD), arguments.queries)
     cached, anew = (
-        Step(engine, arguments.queries),
-        Step(TrunkEngine([trunk], [upper], "bench"), arguments.queries),
+        TimedStep(engine, arguments.queries),
+        TimedStep(TrunkEngine([trunk], [upper], "bench"), arguments.queries),
     )
     batches = make_batches(full.engine.contract, arguments.repeats + 1)
     # The first batch warms caches up: its pair isn't counted.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 
 import peft
 import torch
@@ -19,18 +18,19 @@ from prge.adapter import Adapter, read_arrays
 from prge.atomic import new_folder
 from prge.checkpoint import HEAD, head_arrays
 from prge.encoder_heads import Heads
-from prge.errors import DivergenceError, PrgeError
 from prge.examples import Example
 from prge.head import CrossFittedHeads, Head
-from prge.memory import proportional_memory, resident_bytes
+from prge.journal import Record
+from prge.memory import resident_bytes
 from prge.optimizers import schedule
-from prge.progress import Progress
-from prge.rows.scoring import METRIC_NAMES, evaluate, extract_answers, mean_token_f1
-from prge.run_folder import FINAL, RunLog, write_summary
+from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
+from prge.run_folder import FINAL
 from prge.sampling import Sampler
+from prge.training import train
+from prge.watching import Watcher, graceful_stop
 from server_export.baselines.inputs import BaselineInputs
-from server_export.baselines.loop import BEST, CHECKPOINT, Checkpoints, LoopSettings, LoopState, Record, train
-from server_export.baselines.method import Method, Problem, Saving, StepResult
+from server_export.baselines.learner import BEST, CHECKPOINT, BaselineLearner, BaselineState, Checkpoints
+from server_export.baselines.method import Method, Problem, Saving
 from server_export.baselines.methods import find_method
 from server_export.baselines.problem import ModelProblem, open_problem
 from server_export.baselines.settings import BaselineSettings
@@ -47,13 +47,14 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
 
     Raises:
         PrgeError: the model isn't the bundle's, or the training diverged.
+        KeyboardInterrupt: interrupted by the user, with the newest checkpoint kept.
     """
     quiet_libraries()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     entry = find_method(settings.method)
     importlib.import_module(entry.module)
-    baseline_bytes = resident_bytes()
+    facts = _Facts(settings, inputs, resident_bytes())
     batch_rows = settings.batch_size or inputs.bundle.contract.batch_size
     problem = open_problem(
         inputs.bundle,
@@ -65,44 +66,71 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
         settings.head_folds,
     )
     sampler = Sampler(inputs.train, problem.contract, settings.seed, pad=problem.pad)
-    with Watcher(settings, inputs, baseline_bytes) as watcher:
+    checkpoints = Checkpoints(settings.out)
+    with Watcher(settings, checkpoints.step, facts) as watcher, graceful_stop(watcher):
         watcher.say(inputs.report)
         _heads_of(settings.out, problem)
         if not entry.adapts:
             problem.merge_adapter()
         method = prepare(problem, settings)
         _fit_heads(settings.out, problem)
-        checkpoints = Checkpoints(settings.out)
-        state = checkpoints.load(method)
-        if not state.progress.step:
-            state.rows = method.prior_rows
-        watcher.start(state, method)
-        rows = _Scoring(settings, inputs, problem)
-        train(
+        facts.method, facts.state = method, checkpoints.load(method)
+        if not watcher.rows:
+            watcher.rows = method.prior_rows
+        score = _Scoring(settings, inputs, problem)
+        learner = BaselineLearner(
             method,
             sampler.chosen,
             schedule(settings.schedule, settings.learning_rate, settings.steps, settings.warmup),
-            state,
-            LoopSettings(
-                settings.steps,
-                settings.evaluate_every,
-                settings.checkpoint_every,
-                settings.patience,
-                settings.divergence_ratio,
-            ),
+            facts.state,
+            settings.divergence_ratio,
             checkpoints,
-            watcher,
             lambda: _constants(problem, method),
-            (lambda: rows(inputs.dev)) if inputs.dev else None,
+            (lambda: score(inputs.dev)) if inputs.dev else None,
         )
-        # What comes now is no part of training.
-        watcher.finish()
+        watcher.start_clock()
+        train(learner, settings.of_loop, watcher, lambda: watcher.stopped)
+        if watcher.stopped and learner.progress.step < settings.steps:
+            watcher.say(f"stopped after step {learner.progress.step}; the same command goes on with it")
+            raise KeyboardInterrupt
+        watcher.stop_clock()
         checkpoints.load_best(method)
         if inputs.test:
-            watcher.test = _test(inputs, problem, rows)
+            facts.test = _test(inputs, problem, score)
         _write_final(settings.out / FINAL, problem, method)
     for name in (CHECKPOINT, BEST, _HEADS):
         shutil.rmtree(settings.out / name, ignore_errors=True)
+
+
+@dataclass
+class _Facts:
+    """What run.json says of a baseline, as far as it is known."""
+
+    settings: BaselineSettings
+    inputs: BaselineInputs
+    baseline_bytes: int | None
+    method: Method | None = None
+    state: BaselineState = field(default_factory=BaselineState)
+    test: Record | None = None
+
+    def __call__(self) -> tuple[Record, Record]:
+        """The blocks `run` and `train`."""
+        trained = self.method.parameters() if self.method is not None else []
+        run = {
+            "method": self.settings.method,
+            **self.inputs.bundle.description,
+            "engine": "pytorch",
+            "threads": torch.get_num_threads(),
+        }
+        return run, {
+            "training_rows": len(self.inputs.train),
+            "development_rows": len(self.inputs.dev),
+            "trained_values": sum(parameter.numel() for parameter in trained),
+            "activation_bytes": self.state.activation_bytes,
+            "best": self.state.best,
+            "test": self.test,
+            "memory": {"baseline_bytes": self.baseline_bytes},
+        }
 
 
 def prepare(problem: Problem, settings: BaselineSettings) -> Method:
@@ -111,125 +139,6 @@ def prepare(problem: Problem, settings: BaselineSettings) -> Method:
     own = getattr(module, "settings_of", None)
     method: Method = module.prepare(problem, own(settings) if own else settings)
     return method
-
-
-class Watcher:
-    """Progress on the terminal, metrics and summary in the run folder; implements the loop's `Observer`."""
-
-    def __init__(
-        self, settings: BaselineSettings, inputs: BaselineInputs, baseline_bytes: int | None
-    ) -> None:
-        self.settings = settings
-        self.inputs = inputs
-        self.baseline_bytes = baseline_bytes
-        self.state = LoopState()
-        self.trained_values = 0
-        self.test: Record | None = None
-        self.memory: Record | None = None
-        self.progress = Progress(settings.steps, quiet=settings.quiet)
-        self.log: RunLog | None = None
-        self._texts: list[str] = []
-        self._written: set[tuple[str, int]] = set()
-
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.progress.close()
-        if error is None:
-            whole = self.state.progress.step == self.settings.steps
-            self._summarize("completed" if whole else "stopped early")
-        else:
-            status = "diverged" if isinstance(error, DivergenceError) else "failed"
-            self._summarize("interrupted" if isinstance(error, KeyboardInterrupt) else status)
-        if self.log is not None:
-            if isinstance(error, PrgeError):
-                self.log.text(f"error: {error}")
-            self.log.close()
-
-    def say(self, text: str) -> None:
-        """Tell the user, and the log once it is open."""
-        self.progress.note(text)
-        for line in text.splitlines():
-            if self.log is None:
-                self._texts.append(line)
-            else:
-                self.log.text(line)
-
-    def start(self, state: LoopState, method: Method) -> None:
-        """Open metrics and log at the step that the run goes on from."""
-        self.state = state
-        self.trained_values = sum(parameter.numel() for parameter in method.parameters())
-        self.log = RunLog(self.settings.out, keep_through=state.progress.step)
-        for line in self._texts:
-            self.log.text(line)
-        self._written = {(record["event"], record["step"]) for record in self.log.records}
-        self.progress.skip(state.progress.step)
-        self._summarize("running")
-
-    def finish(self) -> None:
-        """Look at memory for the last time: training is over."""
-        assert self.log is not None
-        self.memory = self.log.memory.report()
-
-    def on_step(self, state: LoopState, result: StepResult, learning_rate: float) -> None:
-        """See loop.Observer."""
-        step = state.progress.step
-        figures = {"loss": result.loss, "learning_rate": learning_rate}
-        self._metric({"event": "step", "step": step, **figures})
-        self.progress.update(step, result.rows, loss=result.loss)
-
-    def on_evaluation(self, state: LoopState, record: Record) -> None:
-        """See loop.Observer."""
-        metrics = {name: record[name] for name in ("loss", *METRIC_NAMES) if name in record}
-        self._metric({"event": "evaluation", "split": "dev", "step": record["step"], **metrics})
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self.say(f"step {record['step']}: development rows: {shown}")
-
-    def _metric(self, record: Record) -> None:
-        assert self.log is not None
-        if (record["event"], record["step"]) not in self._written:
-            times = {"seconds": self.state.seconds, "evaluation_seconds": self.state.evaluation_seconds}
-            self.log.metric({**record, "rows": self.state.rows, **times})
-
-    def _summarize(self, status: str) -> None:
-        manifest, state = self.inputs.bundle.manifest, self.state
-        settings = {name: None if v is None else str(v) for name, v in asdict(self.settings).items()}
-        memory = self.memory or (self.log.memory.report() if self.log is not None else {"peak_bytes": None})
-        write_summary(
-            self.settings.out,
-            run={
-                "status": status,
-                "method": self.settings.method,
-                "settings": settings,
-                "bundle": self.inputs.bundle.sha256,
-                "program": manifest["files"]["program.pte"],
-                "model": manifest["model"],
-                "quantization": manifest.get("quantization"),
-                "engine": "pytorch",
-                "threads": torch.get_num_threads(),
-            },
-            train={
-                "steps": state.progress.step,
-                "seconds": state.seconds,
-                "evaluation_seconds": state.evaluation_seconds,
-                "rows": state.rows,
-                "training_rows": len(self.inputs.train),
-                "development_rows": len(self.inputs.dev),
-                "trained_values": self.trained_values,
-                "activation_bytes": state.activation_bytes,
-                "last_evaluation": state.last,
-                "best": state.best,
-                "test": self.test,
-                "memory": {
-                    **memory,
-                    "baseline_bytes": self.baseline_bytes,
-                    "proportional": proportional_memory(),
-                },
-            },
-        )
 
 
 class _Scoring:
@@ -244,7 +153,7 @@ class _Scoring:
     def __call__(self, examples: Sequence[Example]) -> Record:
         """A record with `loss`, `examples`, the metric, and `value`, where more is better."""
         head = self.problem.heads.head
-        found, _ = evaluate(
+        record, _ = evaluate(
             self.problem.engine(),
             self.adapter,
             examples,
@@ -253,7 +162,7 @@ class _Scoring:
             self.problem.pad,
             self.settings.select,
         )
-        return found
+        return record
 
 
 def _test(inputs: BaselineInputs, problem: ModelProblem, rows: _Scoring) -> Record:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from prge.estimators import Step
+
 pytest.importorskip("torch")
 
 import torch
@@ -49,7 +51,7 @@ def _adapter(built: BuiltProgram) -> Adapter:
 
 def _scalars(engine: Engine, adapter: Adapter, rule: Rule, rows: str) -> np.ndarray:
     batches = Sampler(ROWS[rows], engine.contract, seed=1, calls=2).batches(0)
-    return Differences(rule).measure(engine, adapter, batches, seed=1, step=0).scalars
+    return Differences(rule).measure(engine, Step(adapter, batches, 1, 0)).scalars
 
 
 @pytest.mark.parametrize("rows", ROWS)

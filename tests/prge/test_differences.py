@@ -8,6 +8,7 @@ import pytest
 from prge.adapter import Adapter
 from prge.differences import Antithetic, Differences, OneSided, Rule
 from prge.directions import Directions
+from prge.estimators import Step
 from prge.sampling import Sampler
 from tests.numpy_engine import NumpyEngine, completion_gradient
 from tests.rows import random_completions
@@ -17,7 +18,7 @@ SEED, STEP = 3, 5
 
 def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, calls: int = 1) -> np.ndarray:
     batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
-    return Differences(rule).measure(engine, adapter, batches, SEED, STEP).scalars
+    return Differences(rule).measure(engine, Step(adapter, batches, SEED, STEP)).scalars
 
 
 def _adapter(engine: NumpyEngine) -> Adapter:
@@ -133,7 +134,7 @@ def test_clipping_bounds_the_scalars_of_a_step() -> None:
     batches = Sampler(random_completions(12), engine.contract, SEED).batches(STEP)
     rule = Antithetic(4, 1e-2)
     whole, shrunk = (
-        Differences(rule, clip=limit).measure(engine, _adapter(engine), batches, SEED, STEP).scalars
+        Differences(rule, clip=limit).measure(engine, Step(_adapter(engine), batches, SEED, STEP)).scalars
         for limit in (0.0, 0.1)
     )
     assert np.sqrt((shrunk**2).mean()) == pytest.approx(0.1)

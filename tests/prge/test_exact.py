@@ -13,6 +13,7 @@ from prge.adapter import Adapter
 from prge.contract import Contract
 from prge.engine import Array
 from prge.errors import ConfigError
+from prge.estimators import Step
 from prge.exact import Exact, check_candidates
 from prge.examples import Batch, Example
 from prge.head import Classifier, CrossFittedHeads, Head
@@ -80,7 +81,7 @@ def test_it_is_the_slope_of_the_mean_loss(name: str, calls: int) -> None:
     engine = model.exact()
     adapter = adapter_of(engine)
     batches = Sampler(ROWS[name], engine.contract, SEED, calls).batches(STEP)
-    found = Exact().measure(engine, adapter, batches, SEED, STEP)
+    found = Exact().measure(engine, Step(adapter, batches, SEED, STEP))
     expected = slope(lambda values: mean_loss(model, values, batches), adapter.values)
     assert found.gradient is not None
     np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
@@ -97,7 +98,7 @@ def test_an_encoder_is_scored_by_the_head_of_every_row(folds: int) -> None:
     adapter = adapter_of(engine)
     head: Classifier = CrossFittedHeads([head_of(fold) for fold in range(folds)]) if folds else head_of()
     batches = Sampler(CLASSES, engine.contract, SEED, 2).batches(STEP)
-    found = Exact().measure(engine, adapter, batches, SEED, STEP, head)
+    found = Exact().measure(engine, Step(adapter, batches, SEED, STEP, head))
     expected = slope(lambda values: mean_loss(model, values, batches, head), adapter.values)
     np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
 
@@ -113,7 +114,7 @@ def test_a_trained_head_has_its_own_gradient() -> None:
         moved.values[:] = values
         return mean_loss(model, adapter.values, batches, moved)
 
-    found = Exact().measure(engine, adapter, batches, SEED, STEP, head, head)
+    found = Exact().measure(engine, Step(adapter, batches, SEED, STEP, head, head))
     np.testing.assert_allclose(found.head_gradient, slope(loss, head.values), atol=1e-4)
 
 
@@ -123,7 +124,7 @@ def test_clipping_shortens_the_whole_gradient() -> None:
     batches = Sampler(random_completions(8), engine.contract, SEED).batches(STEP)
 
     def gradient(clip: float) -> Array:
-        found = Exact(clip).measure(engine, adapter, batches, SEED, STEP).gradient
+        found = Exact(clip).measure(engine, Step(adapter, batches, SEED, STEP)).gradient
         assert found is not None
         return found
 
@@ -137,7 +138,7 @@ def test_a_journal_gives_the_same_bits_back() -> None:
     engine = NumpyEngine().exact()
     adapter = adapter_of(engine)
     batches = Sampler(random_completions(8), engine.contract, SEED).batches(STEP)
-    found = Exact().measure(engine, adapter, batches, SEED, STEP)
+    found = Exact().measure(engine, Step(adapter, batches, SEED, STEP))
     stored: Mapping[str, Any] = json.loads(json.dumps(found.learnt))
     assert "scalars" not in stored
     # Four bytes a number as text, three bytes in four letters.

@@ -13,7 +13,7 @@ from prge import directions
 from prge.adapter import Adapter
 from prge.directions import RankOneDirections, on_grid
 from prge.engine import Array
-from prge.estimators import Measurement
+from prge.estimators import Measurement, Step
 from prge.examples import Batch, Example
 from prge.head import Classifier, CrossFittedHeads, Head
 from prge.objectives import losses, scores
@@ -93,7 +93,7 @@ def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
     model = NumpyEngine()
     engine, adapter = model.tangent(QUERIES), _adapter(model)
     batches = _batches(engine, ROWS[rows], calls)
-    found = Tangents(shared).measure(engine, adapter, batches, SEED, STEP)
+    found = Tangents(shared).measure(engine, Step(adapter, batches, SEED, STEP))
     exact = _exact_gradients(model, adapter, batches)
     expected = np.einsum("qes,es->qe", _rank_one(found, adapter, shared), exact)
     np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
@@ -106,7 +106,7 @@ def test_scalars_of_completions_against_the_gradient_in_closed_form(rows: str) -
     model = NumpyEngine()
     engine, adapter = model.tangent(QUERIES), _adapter(model)
     (batch,) = _batches(engine, ROWS[rows])
-    found = Tangents().measure(engine, adapter, [batch], SEED, STEP)
+    found = Tangents().measure(engine, Step(adapter, [batch], SEED, STEP))
     lora_b = adapter.named()[MODULE].astype(np.float64)
     for example in range(batch.examples):
         read = np.flatnonzero(batch.weights[example])
@@ -123,7 +123,7 @@ def test_scalars_of_an_encoder(folds: int, calls: int) -> None:
     engine, adapter = model.tangent(QUERIES), _adapter(model)
     head = CrossFittedHeads([_head(1), _head(2)]) if folds else _head()
     batches = _batches(engine, CLASSES, calls)
-    found = Tangents().measure(engine, adapter, batches, SEED, STEP, head)
+    found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP, head))
     exact = _exact_gradients(model, adapter, batches, head)
     expected = np.einsum("qes,es->qe", _rank_one(found, adapter), exact)
     np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
@@ -134,7 +134,7 @@ def test_a_trained_head_gets_its_exact_gradient() -> None:
     model = NumpyEngine(encoder=True)
     engine, adapter, head = model.tangent(QUERIES), _adapter(model), _head()
     batches = _batches(engine, CLASSES, calls=2)
-    found = Tangents().measure(engine, adapter, batches, SEED, STEP, head, head)
+    found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP, head, head))
     expected = []
     for axis in np.eye(head.size, dtype=np.float32) * np.float32(2**-12):
         above, below = Head(3, 6), Head(3, 6)
@@ -155,7 +155,7 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
         directions, "rademacher", lambda seed, step, query, size: np.tile(combinations[query], size // 5)
     )
     estimator = Tangents()
-    found = estimator.measure(engine, adapter, batches, SEED, STEP)
+    found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
     exact = _exact_gradients(model, adapter, batches).mean(0)
     np.testing.assert_allclose(
         estimator.gradient(found.learnt, SEED, STEP, adapter.modules), exact, atol=1e-5
@@ -171,7 +171,7 @@ def test_the_estimate_is_unbiased(shared: bool) -> None:
     exact = _exact_gradients(model, adapter, batches)
     estimator, seeds, total = Tangents(shared), 40, 0
     for seed in range(seeds):
-        found = estimator.measure(engine, adapter, batches, seed, STEP)
+        found = estimator.measure(engine, Step(adapter, batches, seed, STEP))
         total = total + estimator.gradient(found.learnt, seed, STEP, adapter.modules)
     error = np.linalg.norm(total / seeds - exact.mean(0))
     spread = np.linalg.norm(exact.mean(0)) if shared else np.sqrt((exact**2).sum(-1).mean() / len(exact))
@@ -183,7 +183,7 @@ def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> 
     engine, adapter = model.tangent(QUERIES), _adapter(model)
     batches = _batches(engine, random_completions(12))
     estimator = Tangents(shared=True)
-    found = estimator.measure(engine, adapter, batches, SEED, STEP)
+    found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
     exact = _exact_gradients(model, adapter, batches).mean(0)
     along = _rank_one(found, adapter, shared=True)[:, 0]
     np.testing.assert_allclose(found.scalars.mean(1), along @ exact, atol=2e-5)
@@ -196,7 +196,7 @@ def test_the_root_mean_square_over_queries_is_the_norm_of_an_examples_gradient()
     model = NumpyEngine()
     engine, adapter = model.tangent(4000), _adapter(model)
     batches = _batches(engine, random_completions(12))
-    found = Tangents().measure(engine, adapter, batches, SEED, STEP)
+    found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP))
     norms = np.linalg.norm(_exact_gradients(model, adapter, batches), axis=-1)
     np.testing.assert_allclose(np.sqrt((found.scalars**2).mean(0)), norms, rtol=0.08)
 
@@ -205,10 +205,10 @@ def test_clipping_shrinks_the_examples_that_are_too_steep() -> None:
     model = NumpyEngine()
     engine, adapter = model.tangent(QUERIES), _adapter(model)
     batches = _batches(engine, random_completions(12))
-    whole = Tangents().measure(engine, adapter, batches, SEED, STEP).scalars
+    whole = Tangents().measure(engine, Step(adapter, batches, SEED, STEP)).scalars
     size = np.sqrt((whole**2).mean(0))
     limit = float(np.median(size))
-    found = Tangents(clip=limit).measure(engine, adapter, batches, SEED, STEP).scalars
+    found = Tangents(clip=limit).measure(engine, Step(adapter, batches, SEED, STEP)).scalars
     np.testing.assert_allclose(np.sqrt((found**2).mean(0)), np.minimum(size, limit), rtol=1e-6)
     np.testing.assert_allclose(found / found[0], whole / whole[0], rtol=1e-6)
 
@@ -225,7 +225,7 @@ def test_rows_of_an_example_share_its_direction_and_padding_has_none() -> None:
     engine = Watching(NumpyEngine(batch_size=5), QUERIES)
     adapter = _adapter(engine)
     batches = _batches(engine, ROWS["longer candidates"], calls=2)
-    found = Tangents().measure(engine, adapter, batches, SEED, STEP)
+    found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP))
     step = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules)
     ((_, u, v),) = step.factors()
     for call, inputs in enumerate(seen):
@@ -248,7 +248,7 @@ def test_the_adapter_is_given_without_a_copy_and_buffers_are_kept() -> None:
     engine = Watching(NumpyEngine(), QUERIES)
     adapter, estimator = _adapter(engine), Tangents()
     for step in (STEP, STEP + 1):
-        estimator.measure(engine, adapter, _batches(engine, random_completions(12)), SEED, step)
+        estimator.measure(engine, Step(adapter, _batches(engine, random_completions(12)), SEED, step))
     assert np.shares_memory(seen[0][f"lora_b.{MODULE}"], adapter.values)
     assert seen[0][f"u.{MODULE}"] is seen[1][f"u.{MODULE}"]
 
@@ -256,7 +256,7 @@ def test_the_adapter_is_given_without_a_copy_and_buffers_are_kept() -> None:
 def test_a_step_counts_its_tangents_as_rows() -> None:
     engine = NumpyEngine(batch_size=4).tangent(QUERIES)
     batches = _batches(engine, random_completions(12), calls=2)
-    found = Tangents().measure(engine, _adapter(engine), batches, SEED, STEP)
+    found = Tangents().measure(engine, Step(_adapter(engine), batches, SEED, STEP))
     assert engine.calls == 2
     assert found.rows == 2 * 4 * (1 + QUERIES)
     assert found.engine_seconds > 0
@@ -276,7 +276,7 @@ def test_the_largest_tangent_of_all_calls_is_told() -> None:
 
     engine = Watching(model, QUERIES)
     batches = _batches(engine, random_completions(12), calls=3)
-    found = Tangents().measure(engine, _adapter(engine), batches, SEED, STEP)
+    found = Tangents().measure(engine, Step(_adapter(engine), batches, SEED, STEP))
     assert found.largest_tangent == engine.largest > 0
 
 
@@ -286,7 +286,7 @@ def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
     adapter = _adapter(engine)
     batches = _batches(engine, random_completions(12), calls=2)
     estimator = Tangents(clip=clip)
-    found = estimator.measure(engine, adapter, batches, SEED, STEP)
+    found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
     live = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
     stored = json.loads(json.dumps(found.learnt))
     assert on_grid(np.array(stored["scalars"])).tolist() == stored["scalars"]

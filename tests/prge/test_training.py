@@ -23,7 +23,7 @@ from prge.journal import Journal, Record
 from prge.optimizers import make_optimizer, schedule
 from prge.sampling import Sampler
 from prge.tangents import Tangents
-from prge.training import TrainingSettings, train
+from prge.training import AdapterLearner, TrainingSettings, train
 from tests.numpy_engine import NumpyEngine, NumpyExactEngine, NumpyTangentEngine
 from tests.rows import bigram_completions, classified
 from tests.templates import write_template
@@ -93,7 +93,7 @@ class Run:
         load_latest(checkpoints, state, newest=sum(r["kind"] == "step" for r in journal.records))
         rate = schedule("cosine", 0.05, self.settings.steps)
         try:
-            return train(
+            learner = AdapterLearner(
                 engine or self.engine,
                 Sampler(self.examples, self.engine.contract, self.settings.seed),
                 self.estimator,
@@ -102,9 +102,10 @@ class Run:
                 self.settings,
                 journal,
                 save or (lambda state: save_checkpoint(checkpoints, state, self.template)),
-                self.observer,
                 self.evaluate,
             )
+            train(learner, self.settings, self.observer)
+            return state
         finally:
             journal.close()
 
@@ -230,7 +231,7 @@ def test_an_interruption_keeps_what_was_learnt(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     state = run.fresh_state()
     journal = Journal(run.folder / "journal.jsonl")
-    train(
+    learner = AdapterLearner(
         run.engine,
         Sampler(run.examples, run.engine.contract, 7),
         run.estimator,
@@ -239,9 +240,8 @@ def test_an_interruption_keeps_what_was_learnt(tmp_path: Path) -> None:
         run.settings,
         journal,
         lambda state: save_checkpoint(run.folder / "checkpoints", state, run.template),
-        run.observer,
-        interrupted=lambda: state.step == 3,
     )
+    train(learner, run.settings, run.observer, interrupted=lambda: state.step == 3)
     assert (run.folder / "checkpoints/step-000003").is_dir()
 
 
@@ -278,18 +278,18 @@ def test_a_growing_loss_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", steps=400)
     run.model.weight *= 0.1
     rate = {"learning_rate": -1.0}
+    learner = AdapterLearner(
+        run.engine,
+        Sampler(run.examples, run.engine.contract, 7),
+        run.estimator,
+        lambda step: rate,
+        run.fresh_state(),
+        run.settings,
+        Journal(run.folder / "journal.jsonl"),
+        lambda state: None,
+    )
     with pytest.raises(DivergenceError, match="the smoothed loss is"):
-        train(
-            run.engine,
-            Sampler(run.examples, run.engine.contract, 7),
-            run.estimator,
-            lambda step: rate,
-            run.fresh_state(),
-            run.settings,
-            Journal(run.folder / "journal.jsonl"),
-            lambda state: None,
-            run.observer,
-        )
+        train(learner, run.settings, run.observer)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:

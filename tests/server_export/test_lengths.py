@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prge.estimators import Step
+
 pytest.importorskip("executorch")
 
 import torch
@@ -116,7 +118,7 @@ def test_scalars_are_those_of_the_longest(made: Callable[[str], Bundle], kind: s
     for start in range(0, len(examples), 2):
         batch = make_batch(examples[start : start + 2], contract)
         found, expected = (
-            estimator.measure(each, adapter, [batch], 7, start, head).scalars for each in (short, fixed)
+            estimator.measure(each, Step(adapter, [batch], 7, start, head)).scalars for each in (short, fixed)
         )
         # A difference divides the last bits of a loss by its step.
         np.testing.assert_allclose(found, expected, atol=1e-6 if contract.is_tangent else 1e-4)

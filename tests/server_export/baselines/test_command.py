@@ -93,9 +93,9 @@ def test_killed_and_resumed_it_ends_in_the_same_numbers(
     on_step = runner.Watcher.on_step
     for last in (3, 8):
 
-        def stop(self: Any, state: Any, *rest: Any, last: int = last) -> None:
-            on_step(self, state, *rest)
-            if state.progress.step == last:
+        def stop(self: Any, record: Any, *rest: Any, last: int = last) -> None:
+            on_step(self, record, *rest)
+            if record["step"] + 1 == last:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(runner.Watcher, "on_step", stop)
@@ -122,9 +122,9 @@ def test_an_encoder_goes_on_with_the_heads_that_it_began_with(
     killed = make_settings(encoder_workplace, out=tmp_path / "killed", **changes)
     on_step = runner.Watcher.on_step
 
-    def stop(self: Any, state: Any, *rest: Any) -> None:
-        on_step(self, state, *rest)
-        if state.progress.step == 7:
+    def stop(self: Any, record: Any, *rest: Any) -> None:
+        on_step(self, record, *rest)
+        if record["step"] + 1 == 7:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(runner.Watcher, "on_step", stop)
