@@ -49,7 +49,7 @@ from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, ru
 from prge.sampling import Sampler
 from prge.settings import parse_settings, settings_to_yaml
 from prge.training import AdapterLearner, train
-from prge.watching import Watcher, graceful_stop
+from prge.watching import Watcher, graceful_stop, shown
 
 DESCRIPTION = "Fine-tune the adapter of a bundle by forward passes on the stock engine."
 
@@ -112,6 +112,8 @@ def _train(
     state = new_state(settings, inputs.adapter, heads)
     load_latest(checkpoints, state, newest=journal.steps)
     recent = [state.step]
+    if journal.steps:
+        watcher.say(f"going on after step {journal.steps} of {settings.steps}")
 
     def save(state: TrainingState) -> None:
         """Keep the best checkpoint and the two newest."""
@@ -147,7 +149,10 @@ def _train(
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
-    return write_final(settings, inputs, state)
+    final = write_final(settings, inputs, state)
+    best = journal.evaluation(state.step)
+    watcher.say(f"final: step {state.step} of {watcher.steps}" + (f": {shown(best)}" if best else ""))
+    return final
 
 
 def _trunk_cache(settings: RunSettings, bundle: Bundle) -> TrunkCache | None:

@@ -48,6 +48,7 @@ class Example:
     `row` is its number in the file, counted from 1. `candidates` is the number of scores; `label` is the
     index of the right one, or None for a completion (one candidate, whose score is to rise).
     `answers` are the gold texts and `choices` the candidate texts of a task whose metric compares texts.
+    `cut`: a part of the row was left out because it didn't fit the program.
     """
 
     row: int
@@ -56,6 +57,7 @@ class Example:
     label: int | None
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    cut: bool = False
 
 
 @dataclass(frozen=True)

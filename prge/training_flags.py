@@ -53,6 +53,8 @@ class TrainingFlags:
     """Shuffle the training and development files before start and limit; the same rows on every machine."""
     overflow: Literal["error", "truncate", "split"] = "truncate"
     """What to do with a row that is too long for the program; whatever is cut is reported."""
+    max_dropped: float = 0.05
+    """Largest share of target tokens that may be left out because rows are too long."""
     append_eos: bool = True
     """End completions with the tokenizer's end-of-sequence token, where it has one."""
 
@@ -110,6 +112,8 @@ class TrainingFlags:
             }
         )
         problems += self.not_positive("learning_rate", "divergence_ratio")
+        if not 0 <= self.max_dropped <= 1:
+            problems.append(f"--max-dropped is {self.max_dropped}, must be from 0 to 1")
         if self.head_folds < 0 or self.head_folds == 1:
             problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
         if self.warmup > self.steps:

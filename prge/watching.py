@@ -117,8 +117,7 @@ class Watcher:
         if fresh or ("evaluation", record["step"]) not in self._written:
             self._metric("evaluation", record["step"], {"split": "dev", **metrics})
         if fresh:
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-            self.say(f"step {record['step']}: development rows: {shown}")
+            self.say(f"step {record['step']}: development rows: {shown(record)}")
         self._last = time.perf_counter()
 
     def _metric(self, event: str, step: int, figures: Record) -> None:
@@ -173,6 +172,12 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def shown(record: Record) -> str:
+    """Loss and metric of a record, for a person."""
+    figures = {name: value for name, value in _evaluation(record).items() if name != "step"}
+    return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
 
 
 def _evaluation(record: Record) -> Record:

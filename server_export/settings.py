@@ -91,8 +91,10 @@ class ExportConfig:
     """Shorter lengths that the program gets methods for, so that a row pays for the next one above its own.
     The weights are stored once. Without numbers a quarter, a half and three quarters of sequence_length."""
 
-    positions: int = 8
-    """Log-probabilities that can be read of every row."""
+    positions: int | None = None
+    """Target tokens that a row has room for, each with a pass through the vocabulary head. Without it as
+    many as the longest row holds, or one for each label word. Candidates of one token need only one each: a
+    smaller number makes their program faster."""
 
     classes: int = 8
     """exact: most classes of an encoder's head. Its rows are weighed inside the program."""
@@ -162,6 +164,13 @@ class ExportConfig:
             return ()
         quarters = [self.sequence_length * part // 4 for part in (1, 2, 3)]
         return tuple(sorted({n for n in self.lengths or quarters if 0 < n < self.sequence_length}))
+
+    @property
+    def read_positions(self) -> int:
+        """Target tokens that a decoder's row has room for."""
+        if self.positions is not None:
+            return self.positions
+        return len(self.label_words) if self.label_words else max(self.sequence_length - 1, 1)
 
     @property
     def stack_copies(self) -> int:

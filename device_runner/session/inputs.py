@@ -61,7 +61,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     contract = bundle.contract
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
-    options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
+    options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
     train_examples, report = load_examples(settings.train, tokenizer, contract, task, chosen, options)

@@ -23,7 +23,7 @@ from prge.contract import Contract
 from prge.errors import DataError
 from prge.examples import Example, Slot, TokenSequence
 from prge.rows.readers import Row, Selection, data_error, read_rows, select_rows
-from prge.rows.report import DataReport
+from prge.rows.report import ENCODER_CUT, END_CUT, PROMPT_CUT, DataReport
 from prge.rows.task import RowError, Task
 from prge.rows.tokenizer import Pair, Tokenizer
 
@@ -32,13 +32,10 @@ if TYPE_CHECKING:
 
 Overflow = Literal["error", "truncate", "split"]
 
-PROMPT_CUT = "prompts cut at the beginning"
-END_CUT = "ends cut off, not learnt"
 SPLIT = "split into several examples"
 INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
 TURN_INEXACT = "assistant turns learnt with their header, the generation prompt differs from it"
 CONTROL = "messages with control tokens written in them, read as such"
-ENCODER_CUT = "texts cut at the end"
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,8 @@ class BuildOptions:
     """What is too long for the program: `error`, `truncate`, or `split` (not candidates) it."""
     append_eos: bool = True
     """Learn an end-of-sequence token after completions and answers, where the model has one."""
+    max_dropped: float | None = None
+    """Largest share of target tokens that may be left out; None: any."""
     control_tokens: bool = False
     """Read control tokens written in texts, such as </s>, as such."""
 
@@ -138,7 +137,9 @@ class _Builder:
         problems: list[str] = []
         for row in rows:
             try:
-                examples += self.examples(kind, row)
+                made = self.examples(kind, row)
+                cut = self.report.was_cut(row.number)
+                examples += [replace(each, cut=True) for each in made] if cut else made
             except RowError as problem:
                 problems.append(f"row {row.number}: {problem}")
             except DataError as error:
@@ -154,7 +155,23 @@ class _Builder:
             for sequence in example.sequences:
                 self.report.lengths.append(len(sequence.tokens))
                 self.report.slots.append(len(sequence.slots))
+        self.check_dropped(source)
         return examples, self.report
+
+    def check_dropped(self, source: str) -> None:
+        """Raise DataError if more target tokens would be left out than the options allow."""
+        share, limit = self.report.dropped_share, self.options.max_dropped
+        if limit is not None and share > limit:
+            targets = self.report.dropped + sum(self.report.slots)
+            raise DataError(
+                f"{source} would lose {share:.0%} of its target tokens",
+                [
+                    f"{self.report.dropped} of {targets} don't fit rows of {self.length} tokens with room "
+                    f"for {self.contract.positions} targets; --max-dropped is {limit:g}"
+                ],
+                remedy="keep them all with --overflow split, or export with a larger --sequence-length or "
+                "--positions; or leave them out with a larger --max-dropped",
+            )
 
     def kind(self, rows: Sequence[Row], source: str) -> str:
         """What the rows are, checked as a whole: a missing column is told once and not for every row."""
@@ -336,6 +353,7 @@ class _Builder:
             self.report.note(PROMPT_CUT, row.number)
         if done < len(targets):
             self.report.note(END_CUT, row.number)
+            self.report.dropped += len(targets) - done
         return windows
 
     def task_examples(self, task: Task, row: Row) -> list[Example]:

@@ -11,14 +11,20 @@ from prge.rows.tokenizer import Tokenizer
 
 SHOWN_ROWS = 5
 
+PROMPT_CUT = "prompts cut at the beginning"
+END_CUT = "ends cut off, not learnt"
+ENCODER_CUT = "texts cut at the end"
+CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT)
+
 
 @dataclass
 class DataReport:
-    """What became of the rows, for a person to read before training."""
+    """What became of the rows, for a person to read before training; `dropped` target tokens didn't fit."""
 
     kind: str
     sequence_length: int
     positions: int
+    dropped: int = 0
     rows: int = 0
     examples: int = 0
     lengths: list[int] = field(default_factory=list)
@@ -32,6 +38,15 @@ class DataReport:
         if numbers[-1:] != [row]:
             numbers.append(row)
 
+    @property
+    def dropped_share(self) -> float:
+        """Share of the target tokens that didn't fit."""
+        return self.dropped / max(1, self.dropped + sum(self.slots))
+
+    def was_cut(self, row: int) -> bool:
+        """Whether a part of a row was left out."""
+        return any(row in self.notes.get(event, ())[-1:] for event in CUTS)
+
     def text(self) -> str:
         """A few lines: rows, lengths against the program's, learnt tokens, classes, cuts with row numbers."""
         lines = [
@@ -41,8 +56,9 @@ class DataReport:
         ]
         if any(self.slots):
             lines.append(
-                f"  read positions: {sum(self.slots)} beside {sum(self.lengths)} tokens, "
-                f"at most {max(self.slots)} in a sequence; the program reads {self.positions}"
+                f"  target tokens: {sum(self.slots)} of {sum(self.lengths)} tokens, "
+                f"at most {max(self.slots)} in a sequence; the program has room for {self.positions}"
+                + (f"; {self.dropped} more don't fit" if self.dropped else "")
             )
         if self.classes:
             lines.append(

@@ -15,7 +15,7 @@ from prge.rows.task import Task
 from prge.rows.text_metrics import accuracy, macro_f1, perplexity, token_f1
 from prge.rows.tokenizer import Tokenizer
 
-METRIC_NAMES = ("accuracy", "f1", "perplexity")
+METRIC_NAMES = ("accuracy", "f1", "perplexity", "cut_examples")
 
 
 def evaluate(
@@ -29,10 +29,13 @@ def evaluate(
 ) -> tuple[dict[str, Any], Scores]:
     """Score examples: a record with `loss`, the metric by its name, and `value`, where more is better.
 
-    Without a task, and for completions, the metric is the perplexity per token.
+    Without a task, and for completions, the metric is the perplexity per token. `cut_examples` is there if
+    some examples are not whole.
     """
     found = score(engine, adapter, examples, head, pad)
     record: dict[str, Any] = {"loss": found.loss, "examples": len(examples)}
+    if cut := sum(example.cut for example in examples):
+        record["cut_examples"] = cut
     if task is None or examples[0].label is None:
         name, metric = "perplexity", perplexity(found.losses.tolist(), found.tokens.tolist())
         better = -metric

@@ -34,7 +34,7 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings, task: Task | None) -
         PrgeError: what is wrong with them.
     """
     tokenizer = bundle_tokenizer(bundle)
-    options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
+    options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
     train, report = load_examples(settings.train, tokenizer, bundle.contract, task, chosen, options)

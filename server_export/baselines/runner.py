@@ -27,7 +27,7 @@ from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
 from prge.run_folder import FINAL
 from prge.sampling import Sampler
 from prge.training import train
-from prge.watching import Watcher, graceful_stop
+from prge.watching import Watcher, graceful_stop, shown
 from server_export.baselines.inputs import BaselineInputs
 from server_export.baselines.learner import BEST, CHECKPOINT, BaselineLearner, BaselineState, Checkpoints
 from server_export.baselines.method import Method, Problem, Saving
@@ -75,6 +75,8 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
         method = prepare(problem, settings)
         _fit_heads(settings.out, problem)
         facts.method, facts.state = method, checkpoints.load(method)
+        if watcher.steps:
+            watcher.say(f"going on after step {watcher.steps} of {settings.steps}")
         if not watcher.rows:
             watcher.rows = method.prior_rows
         score = _Scoring(settings, inputs, problem)
@@ -98,6 +100,9 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
         if inputs.test:
             facts.test = _test(inputs, problem, score)
         _write_final(settings.out / FINAL, problem, method)
+        best = facts.state.best
+        step = best["step"] if best else watcher.steps
+        watcher.say(f"final: step {step} of {watcher.steps}" + (f": {shown(best)}" if best else ""))
     for name in (CHECKPOINT, BEST, _HEADS):
         shutil.rmtree(settings.out / name, ignore_errors=True)
 

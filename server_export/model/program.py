@@ -390,7 +390,7 @@ def _contract(
         copies=config.stack_copies,
         batch_size=config.batch_size,
         sequence_length=config.sequence_length,
-        positions=0 if kind == "pooled" else config.positions,
+        positions=0 if kind == "pooled" else config.read_positions,
         width=int(loaded.config.hidden_size),
         vocabulary_size=int(loaded.model.get_input_embeddings().weight.shape[0]),
         label_tokens=tuple(label_tokens),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def test_text(tokenizer: Tokenizer, contract: MakeContract) -> None:
     assert report.text() == (
         "the data (text): 1 rows, 1 examples, 1 sequences\n"
         "  tokens in a sequence: 5 to 5, mean 5.0; the program takes 48\n"
-        "  read positions: 4 beside 5 tokens, at most 4 in a sequence; the program reads 16"
+        "  target tokens: 4 of 5 tokens, at most 4 in a sequence; the program has room for 16"
     )
 
 
@@ -253,7 +254,7 @@ def test_encoder(encoder_tokenizer: Tokenizer, contract: MakeContract) -> None:
     )
     assert (example.candidates, example.label, example.sequences[0].slots) == (2, 1, ())
     assert make_batch([example], encoder).attention_mask[0].sum() == 7
-    assert "read positions" not in report.text()
+    assert "target tokens" not in report.text()
 
 
 def test_encoder_cuts_the_end_and_keeps_its_special_tokens(
@@ -525,6 +526,43 @@ def test_candidates_have_weights_that_sum_to_one(text: str, candidates: list[str
     if len(example.sequences) > 1:
         for sequence in example.sequences:
             assert all(sequence.tokens[slot.position + 1] == slot.target for slot in sequence.slots)
+
+
+# Nothing is left out in silence
+
+LONG = {"text": "a cat on a mat " * 10}
+
+
+def test_rows_that_would_lose_more_target_tokens_than_allowed_are_refused(
+    tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    few = contract(positions=8)
+    allowed = BuildOptions(overflow="truncate", max_dropped=0.05)
+    with pytest.raises(DataError, match=r"would lose 8\d% of its target tokens") as caught:
+        build_examples(rows(LONG), tokenizer, few, options=allowed)
+    assert "--overflow split" in caught.value.remedy and "--positions" in caught.value.remedy
+    for harmless in (replace(allowed, overflow="split"), replace(allowed, max_dropped=1.0), TRUNCATE):
+        assert build_examples(rows(LONG), tokenizer, few, options=harmless)
+
+
+def test_split_rows_lose_nothing_and_what_is_cut_is_counted(
+    tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    whole = len(tokenizer.encode(LONG["text"]))
+    few = contract(positions=8)
+    parts, report = build_examples(rows(LONG), tokenizer, few, options=BuildOptions(overflow="split"))
+    assert report.dropped == 0
+    assert sum(len(sequence.slots) for part in parts for sequence in part.sequences) == whole
+    assert not any(part.cut for part in parts)
+    _, report = build_examples(rows(LONG), tokenizer, few, options=TRUNCATE)
+    assert report.dropped == whole - 8
+    assert f"{whole - 8} more don't fit" in report.text()
+
+
+def test_only_cut_rows_are_marked(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    both = rows({"text": "a cat"}, LONG)
+    examples, _ = build_examples(both, tokenizer, contract(), options=TRUNCATE)
+    assert [example.cut for example in examples] == [False, True]
 
 
 # What it needs
