@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from prge.contract import FORMAT, Contract, TensorSpec, tensor_specs
-from prge.errors import BundleError
+from prge.documents import DocumentError, read_json
+from prge.errors import BundleError, shown
 
 MANIFEST = "manifest.json"
 PROGRAM = "program.pte"
@@ -148,13 +149,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             remedy="give the folder that `prge export` wrote",
         )
     try:
-        manifest = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        manifest = read_json(path)
+    except DocumentError as error:
         raise BundleError(f"{path} is damaged: {error}", remedy="copy or export the bundle again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise BundleError(
-            f"{path} has format {found!r}, this version reads {FORMAT}",
+            f"{path} has format {shown(found)}, this version reads {FORMAT}",
             remedy="export the bundle again with this version",
         )
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):

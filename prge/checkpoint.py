@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from prge.adapter import Adapter, read_arrays, read_peft, write_peft
+from prge.documents import read_json
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError
 from prge.head import Classifier, CrossFittedHeads, Head
@@ -148,7 +149,7 @@ def load_checkpoint(folder: Path, state: TrainingState) -> None:
             remedy="resume with the settings of the run",
         )
     try:
-        progress = Progress(**json.loads((folder / STATE).read_text()))
+        progress = Progress(**read_json(folder / STATE))
     except (OSError, ValueError, TypeError) as error:
         raise AdapterError(
             f"{folder / STATE} is damaged", [str(error)], remedy="remove this checkpoint"

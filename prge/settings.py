@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from prge.errors import ConfigError
+from prge.documents import DocumentError, read_yaml
+from prge.errors import ConfigError, shown
 
 Settings = TypeVar("Settings")
 
@@ -197,19 +198,17 @@ def _place(words: _Words, loose: list[str], kinds: Mapping[str, Any], positional
             loose.clear()
         elif loose:
             words.given.append(_Given(key.upper(), key, loose.pop(0)))
-    words.problems += [f"{word!r} stands alone: which flag does it belong to?" for word in loose]
+    words.problems += [f"{shown(word)} stands alone: which flag does it belong to?" for word in loose]
 
 
 def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> list[_Given]:
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except OSError as error:
         problems.append(f"{path} can't be read: {error.strerror or error}")
         return []
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{path} is not YAML: {' '.join(str(error).split())}")
+    except DocumentError as error:
+        problems.append(f"{path} can't be read: {error}")
         return []
     if content is None:
         return []
@@ -221,7 +220,7 @@ def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> lis
         if key in kinds:
             given.append(_Given(f"{path}: {key}", key, value))
         else:
-            problems.append(f"{path}: {key!r} is no setting of this verb{_nearest(str(key), kinds, str)}")
+            problems.append(f"{path}: {shown(key)} is no setting of this verb{_nearest(str(key), kinds, str)}")
     return given
 
 
@@ -243,7 +242,7 @@ def _build(
             # One at a time: jsonargparse stops at the first problem.
             checked = checker.parse_object({entry.key: entry.value}, defaults=False)
         except (argparse.ArgumentError, TypeError, ValueError):
-            problems.append(f"{entry.where} must be {_describe(kinds[entry.key])}, not {entry.value!r}")
+            problems.append(f"{entry.where} must be {_describe(kinds[entry.key])}, not {shown(entry.value)}")
             values.setdefault(entry.key, None)
         else:
             values[entry.key] = getattr(checked, entry.key)
