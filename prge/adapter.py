@@ -138,28 +138,29 @@ def read_peft(
         template = Path(template_folder)
         problems += _scale_problems(config, _read_config(template))
         frozen = read_arrays(template / WEIGHTS)
-    adapter = Adapter.zeros(modules)
     with _open_weights(folder / WEIGHTS) as weights:
         bad = _tensor_problems(weights, modules)
         problems += bad.values()
-        for module, view in zip(adapter.modules, _views(adapter.modules, adapter.values), strict=True):
+        for module in modules:
             name = _PREFIX + module.name + _B
             if name not in bad:
-                lora_b = weights.get_tensor(name)
-                problems += _infinite(name, lora_b)
-                view[...] = lora_b.T
+                problems += _infinite(name, weights.get_tensor(name))
             name = _PREFIX + module.name + _A
             if name not in bad:
                 lora_a = weights.get_tensor(name)
                 problems += _infinite(name, lora_a)
                 if template_folder is not None and not np.array_equal(lora_a, frozen.get(name, ())):
                     problems.append(f"{name} differs from the one inside the program")
-    if problems:
-        raise AdapterError(
-            f"the adapter {folder} doesn't fit the program",
-            problems,
-            remedy="give an adapter of this bundle, or export a bundle from it with --adapter",
-        )
+        if problems:
+            raise AdapterError(
+                f"the adapter {folder} doesn't fit the program",
+                problems,
+                remedy="give an adapter of this bundle, or export a bundle from it with --adapter",
+            )
+        # Only now: the modules are a manifest's, and their sizes are those of the file.
+        adapter = Adapter.zeros(modules)
+        for module, view in zip(adapter.modules, _views(adapter.modules, adapter.values), strict=True):
+            view[...] = weights.get_tensor(_PREFIX + module.name + _B).T
     return adapter
 
 
@@ -181,9 +182,16 @@ def write_peft(
         overwrite: whether an existing folder is replaced, by exchanging the two.
 
     Raises:
-        AdapterError: the template is damaged or not of these modules.
+        AdapterError: the adapter has values that are not finite; the template is damaged or not of these
+            modules.
         RunError: the folder exists, or the storage is full or refuses.
     """
+    if problem := _infinite("lora_b", adapter.values):
+        raise AdapterError(
+            f"the adapter is not written to {folder}",
+            problem,
+            remedy="train again with a lower learning rate",
+        )
     template = Path(template_folder)
     config = _read_bytes(template / CONFIG)
     tensors: dict[str, Array] = {}
@@ -293,9 +301,7 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
     except DocumentError as error:
         raise AdapterError(f"{path} is damaged", [str(error)], remedy="copy the folder again") from None
     if not isinstance(hashes, dict):
-        raise AdapterError(
-            f"{path} is damaged", ["it holds no JSON object"], remedy="copy the folder again"
-        )
+        raise AdapterError(f"{path} is damaged", ["it holds no JSON object"], remedy="copy the folder again")
     problems = []
     present = {each.name for each in folder.iterdir() if each.is_file()}
     for name, expected in hashes.items():
@@ -331,7 +337,8 @@ def _config_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]
 def _scale_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:
     """Where alpha / rank differs from the scale inside the program."""
     return [
-        f"{CONFIG} has {key} {shown(config.get(key))}, the program was exported with {shown(template.get(key))}"
+        f"{CONFIG} has {key} {shown(config.get(key))}, "
+        f"the program was exported with {shown(template.get(key))}"
         for key in ("lora_alpha", "rank_pattern", "alpha_pattern")
         if (config.get(key) or None) != (template.get(key) or None)
     ]

@@ -23,6 +23,8 @@ from prge.estimators import Estimator, Measurement
 from prge.journal import Journal, Record
 from prge.sampling import Sampler
 
+_REMEDY = "start a new run with a lower learning rate"
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -65,7 +67,7 @@ def train(
 
     Raises:
         DivergenceError: the loss or a derivative is not finite, or the loss far above the first one; the
-            state before it is saved.
+            state before it is saved. Or the step made numbers that are not finite; it is not in the journal.
     """
     while True:
         if evaluate is not None and _due(state.step, settings.evaluate_every, settings.steps):
@@ -79,6 +81,7 @@ def train(
         if state.step >= settings.steps or interrupted():
             break
         known, measurement = journal.step(state.step), None
+        fresh = known is None
         if known is None:
             batches = sampler.batches(state.step)
             measurement = estimator.measure(
@@ -101,10 +104,14 @@ def train(
             }
             if problem := _divergence(measurement, state, settings):
                 save(state)
-                raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
-            journal.append(known)
+                raise DivergenceError(problem, remedy=_REMEDY)
         gradient = estimator.gradient(known, settings.seed, state.step, state.adapter.modules)
-        state.apply(known, gradient)
+        with np.errstate(over="ignore", invalid="ignore"):
+            state.apply(known, gradient)
+        if problem := state.overflow():
+            raise DivergenceError(f"step {state.step - 1}: {problem}", remedy=_REMEDY)
+        if fresh:
+            journal.append(known)
         observer.on_step(known, measurement)
         if settings.checkpoint_every and state.step % settings.checkpoint_every == 0:
             save(state)

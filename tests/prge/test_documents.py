@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from prge.documents import (
     read_json,
     read_yaml,
 )
+from tests.measured import measured
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
@@ -149,15 +148,9 @@ def test_no_document_takes_long_or_much(tmp_path: Path, name: str) -> None:
     path = tmp_path / "document"
     path.write_text(WORST[name])
     reader = "read_yaml" if name.startswith("yaml") else "read_json"
-    program = (
-        "import contextlib, resource, time, pathlib\n"
-        f"from prge.documents import DocumentError, {reader}\n"
-        "start = time.process_time()\n"
-        "with contextlib.suppress(DocumentError):\n"
-        f"    {reader}(pathlib.Path({str(path)!r}))\n"
-        "print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    found = measured(
+        f"import contextlib, pathlib\nfrom prge.documents import DocumentError, {reader}",
+        f"with contextlib.suppress(DocumentError):\n    {reader}(pathlib.Path({str(path)!r}))",
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    seconds, kilobytes = map(float, done.stdout.split())
-    assert seconds < 1
-    assert kilobytes < 200_000
+    assert found.seconds < 1
+    assert found.peak_bytes < 200e6
