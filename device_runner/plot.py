@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prge.bounds import bound_problems
 from prge.errors import ConfigError, PrgeError, RunError
 from prge.palette import COLOURS, MARKERS
 from prge.run_folder import Record, read_metrics, reported
@@ -28,11 +29,9 @@ class PlotSettings:
     """Weight of the past in the smoothed training loss, 0 for none; the raw loss stays visible behind it."""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = bound_problems(self)
         if not self.runs:
             problems.append("no run is given")
-        if not 0 <= self.smoothing < 1:
-            problems.append(f"--smoothing is {self.smoothing}, must be at least 0 and below 1")
         if self.out.suffix not in (".png", ".svg", ".pdf"):
             problems.append(f"--out is {self.out}, must end in .png, .svg or .pdf")
         if problems:

@@ -7,7 +7,6 @@ stack bundle     there is no reference; scalars at a step size are compared with
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from device_runner.session.noise import (
 )
 from device_runner.session.settings import suggested_queries
 from prge.adapter import Adapter, read_peft
+from prge.bounds import bound_problems
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
@@ -87,16 +87,7 @@ class ProbeSettings:
     """File to write the result to as JSON."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"--{name} is {getattr(self, name)}, must be at least {least}"
-            for name, least in (("batches", 1), ("seed", 0), ("threads", 1))
-            if getattr(self, name) is not None and getattr(self, name) < least
-        ]
-        problems += [
-            f"--epsilons has {epsilon}, must be above 0 and finite"
-            for epsilon in self.epsilons
-            if not 0 < epsilon < math.inf
-        ]
+        problems = bound_problems(self)
         if not self.epsilons:
             problems.append("--epsilons is empty, give at least one")
         if problems:

@@ -24,8 +24,9 @@ import safetensors.numpy
 from prge.atomic import new_folder
 from prge.bundle import file_sha256
 from prge.contract import LORA_B_PREFIX, AdaptedModule
+from prge.documents import MOST_JSON_BYTES, DocumentError, parse_json, read_document, read_json
 from prge.engine import Array, FloatArray
-from prge.errors import AdapterError
+from prge.errors import AdapterError, shown
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -141,28 +142,29 @@ def read_peft(
         template = Path(template_folder)
         problems += _scale_problems(config, _read_config(template))
         frozen = read_arrays(template / WEIGHTS)
-    adapter = Adapter.zeros(modules)
     with _open_weights(folder / WEIGHTS) as weights:
         bad = _tensor_problems(weights, modules)
         problems += bad.values()
-        for module, view in zip(adapter.modules, _views(adapter.modules, adapter.values), strict=True):
+        for module in modules:
             name = _PREFIX + module.name + _B
             if name not in bad:
-                lora_b = weights.get_tensor(name)
-                problems += _infinite(name, lora_b)
-                view[...] = lora_b.T
+                problems += _infinite(name, weights.get_tensor(name))
             name = _PREFIX + module.name + _A
             if name not in bad:
                 lora_a = weights.get_tensor(name)
                 problems += _infinite(name, lora_a)
                 if template_folder is not None and not np.array_equal(lora_a, frozen.get(name, ())):
                     problems.append(f"{name} differs from the one inside the program")
-    if problems:
-        raise AdapterError(
-            f"the adapter {folder} doesn't fit the program",
-            problems,
-            remedy="give an adapter of this bundle, or export a bundle from it with --adapter",
-        )
+        if problems:
+            raise AdapterError(
+                f"the adapter {folder} doesn't fit the program",
+                problems,
+                remedy="give an adapter of this bundle, or export a bundle from it with --adapter",
+            )
+        # Only now: the modules are a manifest's, and their sizes are those of the file.
+        adapter = Adapter.zeros(modules)
+        for module, view in zip(adapter.modules, _views(adapter.modules, adapter.values), strict=True):
+            view[...] = weights.get_tensor(_PREFIX + module.name + _B).T
     return adapter
 
 
@@ -184,9 +186,16 @@ def write_peft(
         overwrite: whether an existing folder is replaced, by exchanging the two.
 
     Raises:
-        AdapterError: the template is damaged or not of these modules.
+        AdapterError: the adapter has values that are not finite; the template is damaged or not of these
+            modules.
         RunError: the folder exists, or the storage is full or refuses.
     """
+    if problem := _infinite("lora_b", adapter.values):
+        raise AdapterError(
+            f"the adapter is not written to {folder}",
+            problem,
+            remedy="train again with a lower learning rate",
+        )
     template = Path(template_folder)
     config = _read_bytes(template / CONFIG)
     tensors: dict[str, Array] = {}
@@ -247,11 +256,12 @@ def _serialize(tensors: Mapping[str, Array]) -> bytes:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
+        return read_document(path, MOST_JSON_BYTES)
+    except (OSError, DocumentError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise AdapterError(
             f"{path.parent} is not a PEFT adapter",
-            [f"{path.name}: {error.strerror or error}"],
+            [f"{path.name}: {reason}"],
             remedy=f"give a folder with {CONFIG} and {WEIGHTS}",
         ) from None
 
@@ -259,8 +269,8 @@ def _read_bytes(path: Path) -> bytes:
 def _read_config(folder: Path) -> dict[str, Any]:
     content = _read_bytes(folder / CONFIG)
     try:
-        config = json.loads(content)
-    except ValueError as error:
+        config = parse_json(content)
+    except DocumentError as error:
         raise AdapterError(
             f"{folder / CONFIG} is damaged", [str(error)], remedy="copy the folder again"
         ) from None
@@ -291,16 +301,19 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
     if not path.is_file():
         return
     try:
-        hashes = {str(name): str(value) for name, value in json.loads(path.read_bytes()).items()}
-    except (ValueError, AttributeError) as error:
+        hashes = read_json(path)
+    except DocumentError as error:
         raise AdapterError(f"{path} is damaged", [str(error)], remedy="copy the folder again") from None
+    if not isinstance(hashes, dict):
+        raise AdapterError(f"{path} is damaged", ["it holds no JSON object"], remedy="copy the folder again")
     problems = []
+    present = {each.name for each in folder.iterdir() if each.is_file()}
     for name, expected in hashes.items():
         if only is not None and name != only:
             continue
         if Path(name).name != name:
-            problems.append(f"{HASHES} names a file outside the folder: {name!r}")
-        elif not (folder / name).is_file():
+            problems.append(f"{HASHES} names a file outside the folder: {shown(name)}")
+        elif name not in present:
             problems.append(f"{name} is missing")
         elif file_sha256(folder / name) != expected:
             problems.append(f"{name} was changed after it was written: its SHA-256 differs")
@@ -315,20 +328,21 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
 def _config_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) -> list[str]:
     problems = []
     if str(config.get("peft_type", "")).upper() != "LORA":
-        problems.append(f"{CONFIG} has peft_type {config.get('peft_type')!r}, must be 'LORA'")
+        problems.append(f"{CONFIG} has peft_type {shown(config.get('peft_type'))}, must be 'LORA'")
     for key in ("use_rslora", "use_dora"):
         if config.get(key):
             problems.append(f"{CONFIG} has {key}, which a LoRA-FA program doesn't compute")
-    ranks = {module.rank for module in modules}
+    ranks = sorted({module.rank for module in modules})
     if not config.get("rank_pattern") and config.get("r") not in ranks:
-        problems.append(f"{CONFIG} has rank r = {config.get('r')!r}, the program has {sorted(ranks)}")
+        problems.append(f"{CONFIG} has rank r = {shown(config.get('r'))}, the program has {ranks}")
     return problems
 
 
 def _scale_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:
     """Where alpha / rank differs from the scale inside the program."""
     return [
-        f"{CONFIG} has {key} {config.get(key)!r}, the program was exported with {template.get(key)!r}"
+        f"{CONFIG} has {key} {shown(config.get(key))}, "
+        f"the program was exported with {shown(template.get(key))}"
         for key in ("lora_alpha", "rank_pattern", "alpha_pattern")
         if (config.get(key) or None) != (template.get(key) or None)
     ]

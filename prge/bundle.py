@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from prge.contract import FORMAT, Contract, TensorSpec, tensor_specs
-from prge.errors import BundleError
+from prge.documents import DocumentError, read_json
+from prge.errors import BundleError, shown
 
 MANIFEST = "manifest.json"
 PROGRAM = "program.pte"
@@ -30,6 +32,8 @@ STEP_METHOD = "forward"
 SCORE_METHOD = "score"
 TRUNK_METHOD = "trunk"
 UPPER_METHOD = "step"
+MOST_LENGTHS = 64
+LONGEST_NAME = 255
 
 
 @dataclass(frozen=True)
@@ -158,13 +162,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             remedy="give the folder that `prge export` wrote",
         )
     try:
-        manifest = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        manifest = read_json(path)
+    except DocumentError as error:
         raise BundleError(f"{path} is damaged: {error}", remedy="copy or export the bundle again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise BundleError(
-            f"{path} has format {found!r}, this version reads {FORMAT}",
+            f"{path} has format {shown(found)}, this version reads {FORMAT}",
             remedy="export the bundle again with this version",
         )
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
@@ -179,7 +183,8 @@ def open_bundle(folder: Path | str) -> Bundle:
     """Open a bundle after comparing every file with the manifest.
 
     Raises:
-        BundleError: the manifest is unusable, or a file is missing, changed, or outside the folder.
+        BundleError: the manifest is unusable; a file is missing, changed, outside the folder, or in the place
+            of one that is read and not in the manifest.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -188,9 +193,20 @@ def open_bundle(folder: Path | str) -> Bundle:
         raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
     for name in files:
         check_file(folder, manifest, name)
+    _check_unlisted(folder, files)
     contract, scoring = read_contracts(manifest)
     trunk, shorter = read_trunk(manifest, contract), read_shorter(manifest, contract)
     return Bundle(folder, contract, manifest, scoring, trunk, shorter)
+
+
+def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
+    """Refuse files that a reader could take for the bundle's and whose hash nobody knows."""
+    for name in (ADAPTER, TOKENIZER):
+        for path in sorted((folder / name).glob("[!.]*")):
+            if f"{name}/{path.name}" not in files:
+                raise BundleError(
+                    f"{path} is not in the bundle's manifest", remedy="remove it, or copy the bundle again"
+                )
 
 
 def read_shorter(manifest: Mapping[str, Any], contract: Contract) -> dict[int, tuple[TensorSpec, ...]]:
@@ -206,9 +222,14 @@ def read_shorter(manifest: Mapping[str, Any], contract: Contract) -> dict[int, t
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BundleError(
-            f"the manifest's lengths can't be read: {error!r}", remedy="export the bundle again"
+            f"the manifest's lengths can't be read: {shown(error)}", remedy="export the bundle again"
         ) from None
     lengths = [*found, contract.sequence_length]
+    if len(lengths) > MOST_LENGTHS:
+        raise BundleError(
+            f"the manifest has {len(lengths)} lengths, must be at most {MOST_LENGTHS}",
+            remedy="export the bundle again",
+        )
     expected = [(spec.name, len(spec.shape)) for spec in contract.cut]
     if lengths != sorted(set(lengths)) or any(
         [(spec.name, len(spec.shape)) for spec in cut] != expected for cut in found.values()
@@ -258,7 +279,7 @@ def read_contracts(manifest: Mapping[str, Any]) -> tuple[Contract, Contract | No
         )
     scoring = Contract.from_json(block)
     problems = [
-        f"{name} is {getattr(contract, name)!r} and {getattr(scoring, name)!r}"
+        f"{name} is {shown(getattr(contract, name))} and {shown(getattr(scoring, name))}"
         for name in ("readout", "width", "vocabulary_size", "label_tokens", "modules")
         if getattr(contract, name) != getattr(scoring, name)
     ]
@@ -284,13 +305,18 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\\" in name:
         raise BundleError(
-            f"{folder / MANIFEST} names a file outside the bundle: {name!r}", remedy="don't use this bundle"
+            f"{folder / MANIFEST} names a file outside the bundle: {shown(name)}",
+            remedy="don't use this bundle",
         )
     if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and "sha256" in entry):
         raise BundleError(
             f"{folder / MANIFEST} says neither size nor hash of {name}", remedy="export the bundle again"
         )
     path = folder / relative
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in relative.parts):
+        raise BundleError(
+            f"the bundle lacks its file {shown(name)}", remedy="copy or export the bundle again"
+        )
     if any((folder / part).is_symlink() for part in (relative, *relative.parents[:-1])):
         raise BundleError(
             f"{path} is a link or in a linked folder", remedy="copy the bundle with its links followed"

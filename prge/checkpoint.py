@@ -9,7 +9,6 @@ checkpoints/step-000120/    a PEFT folder
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from prge.adapter import Adapter, read_arrays, read_peft, write_peft
+from prge.documents import read_json
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError
 from prge.head import Classifier, CrossFittedHeads, Head
@@ -36,7 +36,7 @@ class Progress:
     step: int = 0
     judged: int = -1
     best_step: int = -1
-    best_value: float = -math.inf
+    best_value: float | None = None
     evaluations_since_best: int = 0
     first_loss: float | None = None
     smoothed_loss: float | None = None
@@ -54,7 +54,7 @@ class Progress:
         if step <= self.judged:
             return step == self.best_step
         self.judged = step
-        if value > self.best_value:
+        if self.best_value is None or value > self.best_value:
             self.best_step, self.best_value, self.evaluations_since_best = step, value, 0
             return True
         self.evaluations_since_best += 1
@@ -97,6 +97,18 @@ class TrainingState:
             head_gradient = decode_array(record["head_gradient"])
             self.head_optimizer.update(self.head.values, head_gradient, record["head_learning_rate"])
         self.progress.count_step(record["loss"])
+
+    def overflow(self) -> str:
+        """What is no longer finite, in words; empty if everything is."""
+        arrays: dict[str, Array] = {"the adapter": self.adapter.values}
+        if self.trained_head:
+            arrays["the head"] = self.trained_head.values
+        arrays |= {f"the optimizer's {name}": array for name, array in _optimizer_arrays(self).items()}
+        return "; ".join(
+            f"{name} has {int(np.count_nonzero(~np.isfinite(array)))} values that are not finite"
+            for name, array in arrays.items()
+            if not np.isfinite(array).all()
+        )
 
     def judge(self, record: Record) -> bool:
         """Take note of an evaluation; see Progress.judge."""
@@ -148,7 +160,7 @@ def load_checkpoint(folder: Path, state: TrainingState) -> None:
             remedy="resume with the settings of the run",
         )
     try:
-        progress = Progress(**json.loads((folder / STATE).read_text()))
+        progress = Progress(**read_json(folder / STATE))
     except (OSError, ValueError, TypeError) as error:
         raise AdapterError(
             f"{folder / STATE} is damaged", [str(error)], remedy="remove this checkpoint"

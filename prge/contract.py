@@ -52,11 +52,12 @@ part, which no adapter changes, made of them. A trunk program is that lower part
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from prge.errors import BundleError
+from prge.errors import BundleError, shown
 
 FORMAT = 1
 LORA_B_PREFIX = "lora_b."
@@ -67,6 +68,13 @@ KINDS = ("stack", "tangent", "exact", "trunk")
 # A score beside which exp of this one is 0 in float32; finite, so that no sum makes a NaN of it.
 ABSENT = -1e9
 READOUTS = ("logprobs", "verbalizer", "pooled")
+# Far beyond any model; what a manifest asks for is checked before it is allocated.
+LARGEST_SIZE = 1 << 24
+MOST_MODULES = 10_000
+MOST_CALL_BYTES = 1 << 36
+
+
+_SIZES = "copies batch_size sequence_length positions width vocabulary_size queries classes".split()
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,11 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor's values."""
+        return math.prod(self.shape) * (8 if self.dtype == "int64" else 4)
 
 
 @dataclass(frozen=True)
@@ -121,12 +134,12 @@ class Contract:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {getattr(self, name)}, must be at least 1"
+            f"{name} is {shown(getattr(self, name))}, must be at least 1"
             for name in ("copies", "batch_size", "sequence_length", "vocabulary_size")
             if getattr(self, name) < 1
         ]
         if self.kind not in KINDS:
-            problems.append(f"kind is {self.kind!r}, this version knows {', '.join(KINDS)}")
+            problems.append(f"kind is {shown(self.kind)}, this version knows {', '.join(KINDS)}")
         if self.is_tangent and self.queries < 1:
             problems.append(f"queries is {self.queries}, a tangent program needs at least 1")
         if self.kind != "stack" and self.copies != 1:
@@ -145,7 +158,7 @@ class Contract:
         if (self.kind == "exact" and self.is_encoder) != (self.classes > 0):
             problems.append(f"classes is {self.classes}, an exact program of an encoder alone has some")
         if self.readout not in READOUTS:
-            problems.append(f"readout is {self.readout!r}, must be one of {', '.join(READOUTS)}")
+            problems.append(f"readout is {shown(self.readout)}, must be one of {', '.join(READOUTS)}")
         if self.readout == "pooled" and self.width < 1:
             problems.append(f"width is {self.width}, a pooled readout needs at least 1")
         if self.readout != "pooled" and self.positions < 1:
@@ -154,11 +167,37 @@ class Contract:
             problems.append("label_tokens is empty, a verbalizer readout needs them")
         if not self.modules:
             problems.append("modules is empty: there is nothing to train")
+        problems = problems or self._size_problems()
         if problems:
             raise BundleError(
                 "the manifest describes no program that can be run: " + "; ".join(problems),
                 remedy="export the bundle again with this version of prge",
             )
+
+    def _size_problems(self) -> list[str]:
+        """Sizes that no program has, found without making any tensor."""
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        sizes |= {f"{spec.name}'s shape": size for spec in self.cut for size in spec.shape}
+        problems = [
+            f"{name} is {shown(size)}, must be at most {LARGEST_SIZE}"
+            for name, size in sizes.items()
+            if size > LARGEST_SIZE
+        ]
+        problems += [f"{spec.name} has shape {list(spec.shape)}" for spec in self.cut if min(spec.shape) < 1]
+        if len(self.modules) > MOST_MODULES or len({m.name for m in self.modules}) < len(self.modules):
+            problems.append(f"modules are {len(self.modules)}, must be at most {MOST_MODULES} different ones")
+        problems += [
+            f"the module {shown(module.name)} has rank {shown(module.rank)} and features "
+            f"{shown(module.in_features)} to {shown(module.out_features)}, must be 1 to {LARGEST_SIZE}"
+            for module in self.modules
+            if not all(1 <= n <= LARGEST_SIZE for n in (module.rank, module.in_features, module.out_features))
+        ]
+        if (
+            not problems
+            and (total := sum(spec.bytes for spec in (*self.inputs, *self.outputs))) > MOST_CALL_BYTES
+        ):
+            problems.append(f"inputs and outputs take {total} bytes, must be at most {MOST_CALL_BYTES}")
+        return problems
 
     @property
     def rows(self) -> int:
@@ -309,9 +348,9 @@ class Contract:
                 cut=tensor_specs(block.get("cut", ())),
                 classes=int(block.get("classes", 0)),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise BundleError(
-                f"the manifest's contract can't be read: {error!r}",
+                f"the manifest's contract can't be read: {shown(error)}",
                 remedy="export the bundle again with this version of prge",
             ) from None
 

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Iterable
+
+SHOWN_PROBLEMS = 20
+LONGEST_LINE = 1000
+LONGEST_VALUE = 100
+# What would move a terminal's cursor, or can't be written at all.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def shown(value: object) -> str:
+    """A value from elsewhere as a message shows it: its repr, shortened."""
+    try:
+        return shortened(_REPR.repr(value), LONGEST_VALUE)
+    except ValueError:  # Python doesn't print integers of thousands of digits
+        return f"a {type(value).__name__} of thousands of digits"
+
+
+def shortened(text: str, longest: int) -> str:
+    """A text of at most `longest` characters: what is longer loses its middle."""
+    if len(text) <= longest:
+        return text
+    kept = longest - 3
+    return f"{text[: kept - kept // 3]}...{text[len(text) - kept // 3 :]}"
 
 
 class PrgeError(Exception):
@@ -11,17 +35,21 @@ class PrgeError(Exception):
     exit_code = 2
 
     def __init__(self, what: str, *, remedy: str = "") -> None:
-        super().__init__(f"{what}\n  {remedy}" if remedy else what)
+        super().__init__(_printable(f"{what}\n  {remedy}" if remedy else what))
         self.what = what
         self.remedy = remedy
 
 
 class ProblemsError(PrgeError):
-    """Several problems of one kind, told at once so that one correction is enough."""
+    """Several problems of one kind, told at once so that one correction is enough; of many, the first."""
 
     def __init__(self, what: str, problems: Iterable[str], *, remedy: str = "") -> None:
         self.problems = list(problems)
-        super().__init__("\n".join([what, *(f"  - {problem}" for problem in self.problems)]), remedy=remedy)
+        listed = [f"  - {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
+        if len(self.problems) > SHOWN_PROBLEMS:
+            rest = len(self.problems) - SHOWN_PROBLEMS
+            listed.append(f"  - ... and {rest} more ({len(self.problems)} in all)")
+        super().__init__("\n".join([what, *listed]), remedy=remedy)
 
 
 class ConfigError(ProblemsError):
@@ -54,3 +82,16 @@ class DeviceError(PrgeError):
 
 class DivergenceError(PrgeError):
     """The loss is no longer finite, or far above where it began."""
+
+
+def _printable(message: str) -> str:
+    lines = (
+        _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], shortened(line, LONGEST_LINE))
+        for line in message.split("\n")
+    )
+    return "\n".join(lines)
+
+
+_REPR = reprlib.Repr()  # never makes the whole text of a long value
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = LONGEST_VALUE
+_REPR.maxlevel = 3

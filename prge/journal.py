@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from prge.atomic import storage_error
+from prge.documents import parse_json
 from prge.engine import FloatArray
 from prge.errors import RunError
 
@@ -141,7 +142,7 @@ def _read(path: Path) -> tuple[list[Record], int]:
 
 def _parse(line: bytes) -> Record | None:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
         record: Record = entry["record"]
         return record if line == _line(record) else None
     except (ValueError, KeyError, TypeError):

@@ -26,7 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from prge.errors import ConfigError
+from prge.bounds import bound_problems, flag
+from prge.documents import DocumentError, read_yaml
+from prge.errors import ConfigError, shortened, shown
 
 Settings = TypeVar("Settings")
 
@@ -144,8 +146,8 @@ def _read_words(argv: Sequence[str], kinds: Mapping[str, Any], positional: Seque
         if not _is_flag(word):
             loose.append(word)
             continue
-        flag, equals, value = word.partition("=")
-        key = flag.lstrip("-").replace("-", "_")
+        name, equals, value = word.partition("=")
+        key = name.lstrip("-").replace("-", "_")
         if key == "help":
             words.help = True
         elif key == "print_config":
@@ -156,12 +158,12 @@ def _read_words(argv: Sequence[str], kinds: Mapping[str, Any], positional: Seque
             else:
                 words.config.append(value if equals else rest.pop(0))
         elif key in kinds:
-            _read_values(words, flag, key, [value] if equals else None, rest, kinds[key])
+            _read_values(words, name, key, [value] if equals else None, rest, kinds[key])
         elif key.startswith("no_") and kinds.get(key[3:]) is bool and not equals:
-            words.given.append(_Given(flag, key[3:], False))
+            words.given.append(_Given(name, key[3:], False))
         else:
-            nearest = _nearest(key, [*kinds, *_OWN_FLAGS], _flag)
-            words.problems.append(f"{flag} is no flag of this verb{nearest}")
+            nearest = _nearest(key, [*kinds, *_OWN_FLAGS], flag)
+            words.problems.append(f"{shortened(name, 100)} is no flag of this verb{nearest}")
             # Its value is not a second problem.
             if not equals and rest and not _is_flag(rest[0]) and not positional:
                 rest.pop(0)
@@ -170,7 +172,7 @@ def _read_words(argv: Sequence[str], kinds: Mapping[str, Any], positional: Seque
 
 
 def _read_values(
-    words: _Words, flag: str, key: str, values: list[str] | None, rest: list[str], kind: Any
+    words: _Words, name: str, key: str, values: list[str] | None, rest: list[str], kind: Any
 ) -> None:
     """Take the value or values of a flag off the words that follow it."""
     value: Any
@@ -182,11 +184,11 @@ def _read_values(
         while values is None and rest and not _is_flag(rest[0]):
             value.append(rest.pop(0))
     elif values is None and (not rest or _is_flag(rest[0])):
-        words.problems.append(f"{flag} needs a value: {_describe(kind)}")
+        words.problems.append(f"{name} needs a value: {_describe(kind)}")
         return
     else:
         value = values[0] if values else rest.pop(0)
-    words.given.append(_Given(flag, key, value))
+    words.given.append(_Given(name, key, value))
 
 
 def _place(words: _Words, loose: list[str], kinds: Mapping[str, Any], positional: Sequence[str]) -> None:
@@ -197,19 +199,17 @@ def _place(words: _Words, loose: list[str], kinds: Mapping[str, Any], positional
             loose.clear()
         elif loose:
             words.given.append(_Given(key.upper(), key, loose.pop(0)))
-    words.problems += [f"{word!r} stands alone: which flag does it belong to?" for word in loose]
+    words.problems += [f"{shown(word)} stands alone: which flag does it belong to?" for word in loose]
 
 
 def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> list[_Given]:
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except OSError as error:
         problems.append(f"{path} can't be read: {error.strerror or error}")
         return []
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{path} is not YAML: {' '.join(str(error).split())}")
+    except DocumentError as error:
+        problems.append(f"{path} can't be read: {error}")
         return []
     if content is None:
         return []
@@ -221,7 +221,9 @@ def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> lis
         if key in kinds:
             given.append(_Given(f"{path}: {key}", key, value))
         else:
-            problems.append(f"{path}: {key!r} is no setting of this verb{_nearest(str(key), kinds, str)}")
+            problems.append(
+                f"{path}: {shown(key)} is no setting of this verb{_nearest(str(key), kinds, str)}"
+            )
     return given
 
 
@@ -243,19 +245,22 @@ def _build(
             # One at a time: jsonargparse stops at the first problem.
             checked = checker.parse_object({entry.key: entry.value}, defaults=False)
         except (argparse.ArgumentError, TypeError, ValueError):
-            problems.append(f"{entry.where} must be {_describe(kinds[entry.key])}, not {entry.value!r}")
+            problems.append(f"{entry.where} must be {_describe(kinds[entry.key])}, not {shown(entry.value)}")
             values.setdefault(entry.key, None)
         else:
             values[entry.key] = getattr(checked, entry.key)
     problems += [
-        f"{_flag(item.name)} is missing: {_describe(kinds[item.name])}"
+        f"{flag(item.name)} is missing: {_describe(kinds[item.name])}"
         for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
         if _is_required(item) and item.name not in values
     ]
-    if problems:
-        count = "a setting" if len(problems) == 1 else f"{len(problems)} settings"
-        raise ConfigError(f"{count} can't be used:", problems, remedy=f"`{prog} --help` lists all settings")
-    return settings_type(**values)
+    if not problems:
+        settings = settings_type(**values)
+        problems = bound_problems(settings)
+        if not problems:
+            return settings
+    count = "a setting" if len(problems) == 1 else f"{len(problems)} settings"
+    raise ConfigError(f"{count} can't be used:", problems, remedy=f"`{prog} --help` lists all settings")
 
 
 def _help(
@@ -284,10 +289,10 @@ def _help(
             note = f"(default: {_shown(default)})" if _shown(default) else ""
         text = f"{helps.get(item.name, '')} {note}".strip().replace("%", "%%")
         if kind is bool:
-            group.add_argument(_flag(item.name), action="store_true", help=text)
+            group.add_argument(flag(item.name), action="store_true", help=text)
         else:
             group.add_argument(
-                _flag(item.name), metavar=_metavar(kind), nargs="+" if _is_list(kind) else None, help=text
+                flag(item.name), metavar=_metavar(kind), nargs="+" if _is_list(kind) else None, help=text
             )
     own = parser.add_argument_group("where settings come from")
     own.add_argument("--config", metavar="FILE", help="YAML file with settings; flags win over it")
@@ -303,10 +308,6 @@ def _is_flag(word: str) -> bool:
 
 def _is_required(item: dataclasses.Field[Any]) -> bool:
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-
-
-def _flag(key: str) -> str:
-    return "--" + key.replace("_", "-")
 
 
 def _nearest(key: str, known: Iterable[str], show: Any) -> str:

@@ -23,6 +23,8 @@ from prge.estimators import Estimator, Measurement, Step
 from prge.journal import Journal, Record
 from prge.sampling import Sampler
 
+_REMEDY = "start a new run with a lower learning rate"
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -48,7 +50,8 @@ class Learner(Protocol):
         """Take the next step: its record, and what was measured unless that was known already.
 
         Raises:
-            DivergenceError: the loss or a derivative is not finite, or the loss far above the first one.
+            DivergenceError: the loss, a derivative or what became of the step is not finite, or the loss is
+                far above the first one.
         """
         ...
 
@@ -125,18 +128,21 @@ class AdapterLearner:
         return self.state.progress
 
     def step(self) -> tuple[Record, Measurement | None]:
-        """See Learner; the state before a step that diverges is saved."""
+        """See Learner; the state before a step that diverges is saved; no journal has that step."""
         state, measurement = self.state, None
-        record = self.journal.step(state.step)
+        record = known = self.journal.step(state.step)
         if record is None:
             record, measurement = self._measured()
             if problem := _divergence(measurement, state, self.settings):
                 self.save()
-                raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
+                raise DivergenceError(problem, remedy=_REMEDY)
+        gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
+        with np.errstate(over="ignore", invalid="ignore"):
+            state.apply(record, gradient)
+        if problem := state.overflow():
+            raise DivergenceError(f"step {state.step - 1}: {problem}", remedy=_REMEDY)
+        if known is None:
             self.journal.append(record)
-        state.apply(
-            record, self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
-        )
         return record, measurement
 
     def _measured(self) -> tuple[Record, Measurement]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from prge.bounds import bound_problems
 from prge.optimizers import ScheduleName
 from prge.training import TrainingSettings
 
@@ -96,49 +96,11 @@ class TrainingFlags:
 
     def shared_problems(self) -> list[str]:
         """What can't be used of the settings above."""
-        problems = self.below(
-            {
-                "steps": 1,
-                "warmup": 0,
-                "evaluate_every": 0,
-                "checkpoint_every": 0,
-                "patience": 0,
-                "seed": 0,
-                "train_start": 0,
-                "dev_start": 0,
-                "threads": 1,
-                "train_limit": 1,
-                "dev_limit": 1,
-            }
-        )
-        problems += self.not_positive("learning_rate", "divergence_ratio")
-        if not 0 <= self.max_dropped <= 1:
-            problems.append(f"--max-dropped is {self.max_dropped}, must be from 0 to 1")
-        if self.head_folds < 0 or self.head_folds == 1:
+        problems = bound_problems(self)
+        if self.head_folds == 1:
             problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
         if self.warmup > self.steps:
             problems.append(f"--warmup is {self.warmup}, --steps only {self.steps}")
         if self.patience and not self.dev:
             problems.append("--patience needs --dev rows to judge by")
         return problems
-
-    def below(self, least: Mapping[str, float]) -> list[str]:
-        """A line for every setting that is given and below its least value."""
-        return [
-            f"{flag(name)} is {getattr(self, name)}, must be at least {bound}"
-            for name, bound in least.items()
-            if getattr(self, name) is not None and getattr(self, name) < bound
-        ]
-
-    def not_positive(self, *names: str) -> list[str]:
-        """A line for every setting that isn't more than 0."""
-        return [
-            f"{flag(name)} is {getattr(self, name)}, must be more than 0"
-            for name in names
-            if not getattr(self, name) > 0
-        ]
-
-
-def flag(name: str) -> str:
-    """A setting's flag on the command line."""
-    return f"--{name.replace('_', '-')}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from prge.bounds import bound_problems
 from prge.errors import ConfigError
 
 Readout = Literal["logprobs", "verbalizer", "pooled"]
@@ -19,16 +20,6 @@ SCHEMES = ("fp32", "8da8w", "8da4w")
 WEIGHT_ONLY = ("int8wo", "int4wo", "8w", "4w", "int8_weight_only", "int4_weight_only", "a16w8", "a16w4")
 
 DEFAULT_QUERIES = 4
-_COUNTS = (
-    "rank",
-    "queries",
-    "copies",
-    "batch_size",
-    "score_batch_size",
-    "sequence_length",
-    "positions",
-    "classes",
-)
 
 
 @dataclass(frozen=True)
@@ -122,11 +113,7 @@ class ExportConfig:
     """Replace the bundle if the folder exists."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {getattr(self, name)}, must be at least 1"
-            for name in _COUNTS
-            if getattr(self, name) is not None and getattr(self, name) < 1
-        ]
+        problems = bound_problems(self)
         owners = {"copies": ("antithetic",), "score_batch_size": ("tangent", "exact")}
         problems += [
             f"{name} belongs to estimator {' or '.join(owner)}, but estimator is {self.estimator}"
@@ -136,12 +123,10 @@ class ExportConfig:
         if self.adapt_layers is not None and self.adapter is not None:
             problems.append("adapt_layers is for a new adapter, but adapter is given and brings its layers")
         problems += [
-            f"lengths has {length}, must be from 1 up to sequence_length {self.sequence_length}"
+            f"--lengths has {length}, must be at most --sequence-length {self.sequence_length}"
             for length in self.lengths or ()
-            if not 1 <= length <= self.sequence_length
+            if length > self.sequence_length
         ]
-        if not self.alpha > 0:
-            problems.append(f"alpha is {self.alpha}, must be above 0")
         if self.quantize.lower() in WEIGHT_ONLY:
             problems.append(
                 f"quantize is {self.quantize!r}: XNNPACK computes weight-only quantized layers wrongly "

@@ -326,4 +326,5 @@ def _index_limits(contract: Contract) -> dict[str, int]:
         "attention_mask": 2,
         "positions": contract.sequence_length,
         "targets": labels if contract.readout == "verbalizer" else contract.vocabulary_size,
+        "cells": contract.rows * contract.candidates,
     }

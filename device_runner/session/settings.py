@@ -8,12 +8,13 @@ from typing import Literal
 
 from device_runner.engines.lengths import PROGRAM_BYTES, check_lengths
 from device_runner.engines.trunk_cache import Precision
+from prge.bounds import BOUNDS, flag
 from prge.bundle import Bundle
 from prge.directions import Distribution
 from prge.engine import EngineName
-from prge.errors import ConfigError
+from prge.errors import BundleError, ConfigError, shown
 from prge.optimizers import OptimizerName
-from prge.training_flags import TrainingFlags, flag
+from prge.training_flags import TrainingFlags
 
 EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 
@@ -89,24 +90,6 @@ class RunSettings(TrainingFlags):
 
     def __post_init__(self) -> None:
         problems = self.shared_problems()
-        problems += self.below(
-            {
-                "calls": 1,
-                "program_bytes": 0,
-                "trunk_cache_bytes": 0,
-                "queries": 1,
-                "head_learning_rate": 0,
-                "clip": 0,
-            }
-        )
-        problems += self.not_positive("epsilon")
-        problems += [
-            f"{flag(name)} is {getattr(self, name)}, must be from 0 up to 1"
-            for name in ("momentum", "beta2")
-            if not 0 <= getattr(self, name) <= 1
-        ]
-        if self.pause_below_battery is not None and not 0 <= self.pause_below_battery <= 100:
-            problems.append(f"--pause-below-battery is {self.pause_below_battery}, must be from 0 up to 100")
         problems += self._without_meaning()
         if self.baseline == "leave-one-out" and self.queries == 1:
             problems.append("--baseline leave-one-out needs --queries of at least 2")
@@ -168,4 +151,9 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
 
 def suggested_queries(bundle: Bundle) -> int:
     """Random directions a step that a bundle was exported for."""
-    return int(bundle.contract.queries or bundle.manifest.get("queries") or 4)
+    queries = bundle.contract.queries or bundle.manifest.get("queries") or 4
+    if type(queries) is not int or BOUNDS["queries"].problem(queries):
+        raise BundleError(
+            f"the manifest's queries are {shown(queries)}, must be a number", remedy="export the bundle again"
+        )
+    return queries

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from prge.contract import Contract
 from prge.errors import DataError
 from prge.examples import Example, Slot, TokenSequence
-from prge.rows.readers import Row, Selection, data_error, read_rows, select_rows
+from prge.rows.readers import Row, Selection, read_rows, select_rows
 from prge.rows.report import ENCODER_CUT, END_CUT, PROMPT_CUT, DataReport
 from prge.rows.task import RowError, Task
 from prge.rows.tokenizer import Pair, Tokenizer
@@ -146,8 +146,8 @@ class _Builder:
                 headline = error.what.partition("\n")[0]
                 problems.append(f"row {row.number}: {headline}: {'; '.join(error.problems)}")
         if problems:
-            raise data_error(
-                f"{source} has rows that can't be used", problems, "correct or remove these rows"
+            raise DataError(
+                f"{source} has rows that can't be used", problems, remedy="correct or remove these rows"
             )
         self.report.rows = len(rows)
         self.report.examples = len(examples)

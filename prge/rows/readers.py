@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from prge.documents import DocumentError, parse_json
 from prge.errors import ConfigError, DataError
 
-SHOWN_PROBLEMS = 20
 FORMATS = (".jsonl", ".ndjson", ".csv", ".tsv")
 UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -58,14 +57,6 @@ class Selection:
             raise ConfigError("the selection of rows can't be used", problems)
 
 
-def data_error(what: str, problems: Sequence[str], remedy: str = "") -> DataError:
-    """A DataError that shows the first problems and counts the rest."""
-    shown = list(problems[:SHOWN_PROBLEMS])
-    if len(problems) > len(shown):
-        shown.append(f"... and {len(problems) - len(shown)} more ({len(problems)} in all)")
-    return DataError(what, shown, remedy=remedy)
-
-
 def read_rows(path: Path | str) -> list[Row]:
     """Read every row of a jsonl, csv or tsv file.
 
@@ -91,7 +82,9 @@ def read_rows(path: Path | str) -> list[Row]:
     else:
         rows = list(_table_rows(_quoted_records(text, "\t" if suffix == ".tsv" else ","), problems))
     if problems:
-        raise data_error(f"{path} has rows that can't be read", problems, "correct or remove these rows")
+        raise DataError(
+            f"{path} has rows that can't be read", problems, remedy="correct or remove these rows"
+        )
     if not rows:
         raise DataError(
             f"{path} can't be used", ["it has no rows"], remedy="give a file with at least one row"
@@ -144,16 +137,9 @@ def _json_rows(text: str, problems: list[str]) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
-            # A lone surrogate, legal in JSON, is no text that a tokenizer could take.
-            if "\\ud" in line.lower():
-                json.dumps(fields, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            problems.append(f"row {number}: has half of a \\u escape pair")
-        except json.JSONDecodeError as error:
-            problems.append(f"row {number}: not JSON: {error.msg} at character {error.pos + 1}")
-        except (ValueError, RecursionError) as error:
-            problems.append(f"row {number}: not JSON that can be read: {error}")
+            fields = parse_json(line)
+        except DocumentError as error:
+            problems.append(f"row {number}: {error}")
         else:
             if isinstance(fields, dict):
                 yield Row(number, fields)

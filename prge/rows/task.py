@@ -17,9 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from prge.errors import ConfigError
+from prge.documents import DocumentError, read_yaml
+from prge.errors import ConfigError, shown
 
 TASKS = Path(__file__).parent / "tasks"
 METRICS = ("accuracy", "f1", "f1_answer")
@@ -106,7 +105,7 @@ class Template:
             if replacements is not None:
                 if text not in replacements:
                     raise RowError(
-                        f"column {part.column!r} is {text!r}, the task knows {', '.join(replacements)}"
+                        f"column {part.column!r} is {shown(text)}, the task knows {', '.join(replacements)}"
                     )
                 text = replacements[text]
             for name in part.filters:
@@ -282,7 +281,7 @@ class Task:
         ):
             if spelling in known:
                 return known.index(spelling)
-        raise RowError(f"column {self.label_column!r} is {value!r}, the task knows {', '.join(known)}")
+        raise RowError(f"column {self.label_column!r} is {shown(value)}, the task knows {', '.join(known)}")
 
     def candidate_text(self, prompt: str, candidate: str, row: Mapping[str, Any]) -> str:
         """What follows a prompt for a candidate, separator included. Raises RowError."""
@@ -316,9 +315,9 @@ def load_task(name_or_path: str | Path) -> Task:
             remedy=f"give a path to a YAML file, or one of {', '.join(task_names())}",
         )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML", [" ".join(str(error).split())]) from None
+        content = read_yaml(path)
+    except DocumentError as error:
+        raise ConfigError(f"{path} can't be read as a task", [str(error)]) from None
     return parse_task(content, str(path))
 
 
@@ -331,7 +330,7 @@ def parse_task(content: object, source: str) -> Task:
     for key in content:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, 1)
-            problems.append(f"unknown key {key!r}" + (f", did you mean {close[0]}?" if close else ""))
+            problems.append(f"unknown key {shown(key)}" + (f", did you mean {close[0]}?" if close else ""))
     arguments: dict[str, Any] = {}
     for key in known:
         if content.get(key) is None:
@@ -345,16 +344,16 @@ def parse_task(content: object, source: str) -> Task:
                     str(name): _texts(each, f"{key}.{name}", problems) for name, each in value.items()
                 }
             else:
-                problems.append(f"{key} is {value!r}, must be column: {{value: text}}")
+                problems.append(f"{key} is {shown(value)}, must be column: {{value: text}}")
         elif key == "choices":
             if isinstance(value, list) and all(isinstance(each, str) for each in value):
                 arguments[key] = tuple(value)
             else:
-                problems.append(f"{key} is {value!r}, must be a list of columns")
+                problems.append(f"{key} is {shown(value)}, must be a list of columns")
         elif isinstance(value, str):
             arguments[key] = value
         else:
-            problems.append(f"{key} is {value!r}, must be a text")
+            problems.append(f"{key} is {shown(value)}, must be a text")
     remedy = f"known keys: {', '.join(known)}"
     try:
         task = Task(**{"name": "", "template": "", **arguments})
@@ -368,7 +367,7 @@ def parse_task(content: object, source: str) -> Task:
 
 def _texts(value: object, key: str, problems: list[str]) -> dict[str, str]:
     if not isinstance(value, dict):
-        problems.append(f"{key} is {value!r}, must be keys and texts")
+        problems.append(f"{key} is {shown(value)}, must be keys and texts")
         return {}
     for name, text in value.items():
         if isinstance(text, bool):
@@ -376,7 +375,7 @@ def _texts(value: object, key: str, problems: list[str]) -> dict[str, str]:
                 f"{key} {name} is {text}: put it in quotes (YAML takes bare Yes and No for true and false)"
             )
         elif not isinstance(text, (str, int, float)):
-            problems.append(f"{key} {name} is {text!r}, must be a text")
+            problems.append(f"{key} {name} is {shown(text)}, must be a text")
     return {_key(name): str(text) for name, text in value.items()}
 
 

@@ -156,7 +156,8 @@ class BaselineLearner:
         if self.score is None or step <= self.progress.judged:
             return None
         record = {"step": step, **self.score()}
-        if record["value"] > self.progress.best_value:
+        best = self.progress.best_value
+        if best is None or record["value"] > best:
             self.state.best = {name: figure for name, figure in record.items() if name != "value"}
         return record, True
 

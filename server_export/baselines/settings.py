@@ -6,8 +6,9 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from prge.bounds import flag
 from prge.errors import ConfigError
-from prge.training_flags import TrainingFlags, flag
+from prge.training_flags import TrainingFlags
 from server_export.baselines.methods import METHODS, BaselineOptimizer, find_method
 
 
@@ -73,8 +74,6 @@ class BaselineSettings(TrainingFlags):
     def __post_init__(self) -> None:
         entry = find_method(self.method)
         problems = self.shared_problems()
-        problems += self.below({"batch_size": 1})
-        problems += self.not_positive("epsilon")
         defaults = {
             item.name: item.default if item.default_factory is MISSING else item.default_factory()
             for item in fields(self)

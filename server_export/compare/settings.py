@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from prge.bounds import bound_problems
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.optimizers import OptimizerName, ScheduleName
@@ -147,29 +148,10 @@ class CompareSettings:
         return str(Path(self.task).resolve()) if Path(self.task).is_file() else self.task
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = bound_problems(self)
         for name in ("model", "data"):
             if not getattr(self, name):
                 problems.append(f"--{name} is missing: {_WANTED[name]}")
-        problems += [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}, must be at least 1"
-            for name in ("evaluations", "rank", "batch_size", "sequence_length", "threads", "search_trials")
-            if getattr(self, name) < 1
-        ]
-        problems += [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}, must be above 0 and at most 1"
-            for name in ("search_share", "target_share")
-            if not 0 < getattr(self, name) <= 1
-        ]
-        if not self.budget_value > 0:
-            problems.append(f"--budget-value is {self.budget_value}, must be above 0")
-        if not self.search_factor > 1:
-            problems.append(f"--search-factor is {self.search_factor}, must be above 1")
-        problems += [
-            f"learning_rates: that of {name} is {rate}, must be above 0"
-            for name, rate in self.learning_rates.items()
-            if not rate > 0
-        ]
         if not self.methods or not self.seeds:
             problems.append("at least one method and one seed are needed")
         if len(set(self.seeds)) < len(self.seeds):

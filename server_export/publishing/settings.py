@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from prge.bounds import bound_problems
 from prge.errors import ConfigError
 
 
@@ -41,14 +42,12 @@ class PublishConfig:
     """Replace the folder if it was published before."""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = bound_problems(self)
         if self.format != "program":
             problems += [
                 f"{name} is for the format program, but format is {self.format}"
                 for name in ("sequence_length", "quantize")
                 if getattr(self, name) is not None
             ]
-        if self.sequence_length is not None and self.sequence_length < 1:
-            problems.append(f"sequence_length is {self.sequence_length}, must be at least 1")
         if problems:
             raise ConfigError("these settings can't be used:", problems)

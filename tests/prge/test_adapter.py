@@ -372,3 +372,31 @@ def test_a_place_that_refuses_says_so(tmp_path: Path, template: Path) -> None:
 def test_reading_and_writing_import_no_torch() -> None:
     code = "import sys, prge.adapter; assert not {'torch', 'executorch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_an_adapter_that_is_not_finite_is_never_written(tmp_path: Path, template: Path) -> None:
+    adapter = read_peft(template, MODULES)
+    adapter.values[1] = np.nan
+    with pytest.raises(AdapterError, match="has 1 values that are not finite"):
+        write_peft(tmp_path / "new", adapter, template)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "hashes.json"])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"Infinity", b"9" * 5000, b'"\\udc00"', b"[]", b" " * (3 << 20)]
+)
+def test_hostile_documents_are_refused_in_words(template: Path, name: str, content: bytes) -> None:
+    (template / name).write_bytes(content)
+    with pytest.raises(AdapterError) as caught:
+        read_peft(template, MODULES)
+    assert name in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_config_with_a_list_for_a_rank(template: Path) -> None:
+    (template / "hashes.json").unlink(missing_ok=True)
+    config = json.loads((template / "adapter_config.json").read_text())
+    (template / "adapter_config.json").write_text(json.dumps({**config, "r": [1] * 10_000}))
+    with pytest.raises(AdapterError, match=r"has rank r = \[1, 1"):
+        read_peft(template, MODULES)

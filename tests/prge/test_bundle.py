@@ -291,3 +291,39 @@ def test_every_refusal_says_what_to_do(folder: Path) -> None:
     with pytest.raises(BundleError) as caught:
         open_bundle(folder)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["tokenizer/chat_template.jinja", "adapter/head.safetensors"])
+def test_a_file_that_is_read_and_that_nobody_hashed_is_refused(folder: Path, name: str) -> None:
+    (folder / name).write_text("{{ messages }}")
+    with pytest.raises(BundleError, match=f"{Path(name).name} is not in the bundle's manifest"):
+        open_bundle(folder)
+
+
+def test_a_file_that_no_reader_takes_for_the_bundles_is_left_alone(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    (folder / "tokenizer/.DS_Store").write_text("a file manager's")
+    assert open_bundle(folder).contract == make_contract()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"[" * 100_000, "more than 32 levels"),
+        (b'{"format": NaN}', "NaN"),
+        (b'{"format": ' + b"9" * 5000 + b"}", "a number of 5000 digits"),
+        (b'{"format": "\\ud800"}', "half of a"),
+        (b" " * (3 << 20), "at most"),
+    ],
+)
+def test_a_hostile_manifest_is_refused_in_words(folder: Path, content: bytes, told: str) -> None:
+    (folder / MANIFEST).write_bytes(content)
+    with pytest.raises(BundleError, match=f"manifest.json is damaged: .*{told}"):
+        open_bundle(folder)
+
+
+def test_more_lengths_than_a_program_has(folder: Path) -> None:
+    lengths = [{"sequence_length": length} for length in range(1, 100)]
+    write_manifest(folder, {**read_json(folder), "lengths": lengths})
+    with pytest.raises(BundleError, match="has 100 lengths, must be at most 64"):
+        open_bundle(folder)

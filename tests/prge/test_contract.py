@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -144,6 +145,32 @@ def test_round_trip_through_json(changes: dict[str, Any]) -> None:
 def test_impossible_contract_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(BundleError, match=named):
         make_contract(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"copies": 10**12}, "copies is 1000000000000, must be at most 16777216"),
+        ({"sequence_length": 10**12}, "sequence_length is 1000000000000"),
+        ({"vocabulary_size": 10**300}, "vocabulary_size is 1000"),
+        ({"batch_size": 1 << 20, "sequence_length": 1 << 20}, "inputs and outputs take .* bytes"),
+        ({"modules": (AdaptedModule("q", 10**12, 8, 8),)}, "the module 'q' has rank 1000000000000"),
+        ({"modules": (AdaptedModule("q", 0, 8, 8),)}, "the module 'q' has rank 0"),
+        ({"modules": (AdaptedModule("q", 1 << 24, 8, 1 << 24),)}, "inputs and outputs take .* bytes"),
+        ({"modules": (AdaptedModule("q", 4, 8, 8),) * 2}, "modules are 2, must be .* different ones"),
+        ({"cut": (TensorSpec("trunk.0", "float32", (2, -5)),)}, r"trunk.0 has shape \[2, -5\]"),
+        ({"cut": (TensorSpec("trunk.0", "float32", (2, 10**12)),)}, "trunk.0's shape is 1000000000000"),
+    ],
+)
+def test_sizes_of_no_program_are_refused_before_anything_is_allocated(
+    changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(BundleError, match=named):
+        Contract.from_json(asdict(make_contract()) | {name: _json(value) for name, value in changes.items()})
+
+
+def _json(value: Any) -> Any:
+    return [asdict(each) for each in value] if isinstance(value, tuple) else value
 
 
 def test_all_problems_are_told_at_once() -> None:

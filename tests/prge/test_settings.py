@@ -36,6 +36,7 @@ class Sample:
     out: Path | None = None
     """Where to write."""
     name: str = "x"
+    shift: float = 0.0
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,8 +76,9 @@ def test_flags_of_every_kind() -> None:
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        (["--learning_rate", "-0.5"], "learning_rate", -0.5),
-        (["--learning-rate", "-.5"], "learning_rate", -0.5),
+        (["--learning_rate", "0.5"], "learning_rate", 0.5),
+        (["--shift", "-0.5"], "shift", -0.5),
+        (["--shift", "-.5"], "shift", -0.5),
         (["--queries", "null"], "queries", None),
         (["--overwrite", "false"], "overwrite", False),
         (["--overwrite=true"], "overwrite", True),
@@ -142,8 +144,14 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
     ("content", "told"),
     [
         (b"- a\n- b\n", "holds a list, not a mapping of settings"),
-        (b"a: [1\n", "is not YAML"),
-        (b"\xff\xff", "is not YAML"),
+        (b"a: [1\n", "can't be read: not YAML: line 2, column 1"),
+        (b"\xff\xff", "can't be read: it is not UTF-8"),
+        (b"learning_rate: .inf\n", "can't be read: it has inf, which is no finite number"),
+        (b"queries: &a [*a]\n", "can't be read: it has an alias"),
+        (b"queries: " + b"[" * 50_000, "can't be read: it has more than 32 levels"),
+        (b"queries: " + b"9" * 5000, "can't be read: not YAML"),
+        (b"queries: 2020-99-99\n", "must be a whole number or null, not '2020-99-99'"),
+        (b"queries: " + b"a" * 5000, "must be a whole number or null, not 'aaaa"),
         (b"learning_rate: true\n", "learning_rate must be a number, not True"),
         (b"name: no\n", "name must be a text, not False"),
         (b"label_words: [a, 1]\n", "label_words must be a list of texts, not ['a', 1]"),
@@ -213,8 +221,9 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     st.builds(
         Sample,
         bundle=st.text("abc/. é", min_size=1).map(Path),
-        learning_rate=st.floats(allow_nan=False),
-        queries=st.none() | st.integers(14),
+        learning_rate=st.floats(1e-30, 1e30),
+        shift=st.floats(allow_nan=False, allow_infinity=False),
+        queries=st.none() | st.integers(14, 1 << 20),
         estimator=st.sampled_from(["antithetic", "one-sided"]),
         label_words=st.lists(st.text(max_size=5)).map(tuple),
         overwrite=st.booleans(),

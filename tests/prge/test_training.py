@@ -274,6 +274,28 @@ def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "run/checkpoints/step-000003").is_dir()
 
 
+def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
+    """Adam's first update is the learning rate times the signs of the gradient."""
+    run = Run(tmp_path / "run")
+    with (
+        Journal(run.folder / "journal.jsonl") as journal,
+        pytest.raises(DivergenceError, match=r"step 0: the adapter has \d+ values that are not finite"),
+    ):
+        train(
+            run.engine,
+            Sampler(run.examples, run.engine.contract, 7),
+            run.estimator,
+            lambda step: {"learning_rate": 3.4e38},
+            run.fresh_state(),
+            run.settings,
+            journal,
+            lambda state: save_checkpoint(run.folder / "checkpoints", state, run.template),
+            run.observer,
+        )
+    assert journal.steps == 0
+    assert not list(run.folder.glob("checkpoints/*"))
+
+
 def test_a_growing_loss_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", steps=400)
     run.model.weight *= 0.1

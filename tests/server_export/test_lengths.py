@@ -184,5 +184,5 @@ def test_lengths_are_chosen_or_named() -> None:
     assert make_export_config("m", sequence_length=64, lengths=[]).shorter_lengths == (16, 32, 48)
     assert make_export_config("m", sequence_length=3, lengths=[]).shorter_lengths == (1, 2)
     assert make_export_config("m", sequence_length=64, lengths=[40, 8, 64, 8]).shorter_lengths == (8, 40)
-    with pytest.raises(ConfigError, match="lengths has 65, must be from 1 up to sequence_length 64"):
+    with pytest.raises(ConfigError, match="--lengths has 65, must be at most --sequence-length 64"):
         make_export_config("m", sequence_length=64, lengths=[65])

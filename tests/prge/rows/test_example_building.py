@@ -406,9 +406,8 @@ def test_problems_name_their_row(
 def test_all_problems_are_collected(tokenizer: Tokenizer, contract: MakeContract) -> None:
     data = rows(*({"sentence": "a", "label": value} for value in range(60)))
     problems = problems_of(data, tokenizer, contract(), load_task("sst2"), source="train.tsv")
-    assert len(problems) == 21
+    assert len(problems) == 58
     assert problems[0] == "row 3: column 'label' is 2, the task knows 0, 1"
-    assert problems[-1] == "... and 38 more (58 in all)"
 
 
 @pytest.mark.parametrize(

@@ -324,10 +324,10 @@ def test_unknown_name_and_damaged_yaml(tmp_path: Path) -> None:
         load_task("sst-2")
     path = tmp_path / "a.yaml"
     path.write_text("name: [\n")
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match="can't be read as a task"):
         load_task(path)
     path.write_text("name: !!python/object/apply:os.system ['true']\n")
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match="can't be read as a task"):
         load_task(path)
 
 

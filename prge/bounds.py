@@ -1,0 +1,95 @@
+"""What numbers a setting may have: one table for all verbs, by the setting's name.
+
+They are far beyond any use. What is outside of them would overflow, run out of memory, or never end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prge.errors import shown
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `least` to `most`, without the ends that are `open`."""
+
+    least: float
+    most: float
+    open: tuple[float, ...] = ()
+
+    def problem(self, value: float) -> str:
+        """What a number must be otherwise; empty if it lies in the range."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number"
+        if value < self.least or (value == self.least and self.least in self.open):
+            return f"must be {'more than' if self.least in self.open else 'at least'} {self.least}"
+        if value > self.most or (value == self.most and self.most in self.open):
+            return f"must be {'less than' if self.most in self.open else 'at most'} {self.most}"
+        return ""
+
+
+_LARGEST_FLOAT32 = 3.4e38
+_SEED = Range(0, 2**64 - 1)
+_COUNT = Range(1, 10**9)
+_COUNT_OR_NONE = Range(0, 10**9)
+_PASSES = Range(1, 10_000)
+_SIZE = Range(1, 1 << 20)
+_BYTES = Range(0, 2**63 - 1)
+_POSITIVE = Range(0, _LARGEST_FLOAT32, open=(0,))
+_POSITIVE_OR_NONE = Range(0, _LARGEST_FLOAT32)
+_SHARE = Range(0, 1, open=(0,))
+_DECAY = Range(0, 1, open=(1,))
+
+BOUNDS: Mapping[str, Range] = {
+    **dict.fromkeys(("seed", "seeds", "search_seed", "shuffle_seed"), _SEED),
+    **dict.fromkeys(("steps", "limit", "train_limit", "dev_limit", "test_limit"), _COUNT),
+    **dict.fromkeys(("step", "start", "train_start", "dev_start", "test_start"), _COUNT_OR_NONE),
+    **dict.fromkeys(("warmup", "evaluate_every", "checkpoint_every", "patience"), _COUNT_OR_NONE),
+    **dict.fromkeys(("calls", "batches", "evaluations", "search_trials", "analysis_steps"), _PASSES),
+    **dict.fromkeys(("calibration_rows", "held_out", "threads"), _PASSES),
+    **dict.fromkeys(("head_folds", "top_blocks", "lines"), Range(0, 10_000)),
+    **dict.fromkeys(("rank", "queries", "copies", "classes", "positions", "branch_pool"), _SIZE),
+    **dict.fromkeys(("batch_size", "score_batch_size", "sequence_length", "lengths"), _SIZE),
+    **dict.fromkeys(("program_bytes", "trunk_cache_bytes"), _BYTES),
+    "max_dropped": Range(0, 1),
+    **dict.fromkeys(("learning_rate", "learning_rates", "analysis_learning_rate"), _POSITIVE),
+    **dict.fromkeys(("priming_learning_rate", "epsilon", "epsilons", "alpha", "divergence_ratio"), _POSITIVE),
+    **dict.fromkeys(("head_learning_rate", "clip"), _POSITIVE_OR_NONE),
+    **dict.fromkeys(("momentum", "beta2", "smoothing"), _DECAY),
+    **dict.fromkeys(("retention", "memory_share", "channel_fractions", "branch_width"), _SHARE),
+    **dict.fromkeys(("search_share", "target_share"), _SHARE),
+    "priming_share": Range(0, 1),
+    "budget_value": Range(0, 1e15, open=(0,)),
+    "search_factor": Range(1, 1e6, open=(1,)),
+    "target": Range(-_LARGEST_FLOAT32, _LARGEST_FLOAT32),
+    "pause_above_celsius": Range(-273, 1000),
+    "pause_below_battery": Range(0, 100),
+    "seconds": Range(0, 1e6),
+}
+
+
+def bound_problems(settings: Any) -> list[str]:
+    """A line for every number of a settings object that lies outside of its bounds."""
+    return [
+        f"{flag(item.name)} is {shown(value)}, {problem}"
+        for item in dataclasses.fields(settings)
+        for value in _numbers(getattr(settings, item.name))
+        if (problem := BOUNDS[item.name].problem(value) if item.name in BOUNDS else "")
+    ]
+
+
+def flag(name: str) -> str:
+    """A setting's flag on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _numbers(value: Any) -> Iterable[float]:
+    values = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(value, (Mapping, list, tuple)):
+        values = (value,)
+    return [each for each in values if isinstance(each, (int, float)) and not isinstance(each, bool)]

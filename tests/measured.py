@@ -1,0 +1,54 @@
+"""CPU seconds and peak memory of a program in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# The peak of getrusage begins with that of the parent; this one with the process.
+_PEAK = "next(int(line.split()[1]) << 10 for line in open('/proc/self/status') if line.startswith('VmHWM'))"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `program` took, and what its preparation had taken at most before it."""
+
+    seconds: float
+    peak_bytes: int
+    before_bytes: int
+
+    @property
+    def above_bytes(self) -> int:
+        """Memory that the program took above its preparation."""
+        return self.peak_bytes - self.before_bytes
+
+
+def measured(preparation: str, program: str) -> Measured:
+    """Run Python statements after others that are not measured."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("peak memory is read from /proc")
+    source = "\n".join(
+        [
+            "import time",
+            preparation,
+            f"before, start = {_PEAK}, time.process_time()",
+            program,
+            f"print(time.process_time() - start, {_PEAK}, before)",
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, peak, before = done.stdout.split()[-3:]
+    return Measured(float(seconds), int(peak), int(before))
