@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from tests.server_export.tangent.graphs import Function, random, shapes_of, with_tangents
+from tests.server_export.derive.tangent.graphs import Function, random, shapes_of, with_tangents
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 

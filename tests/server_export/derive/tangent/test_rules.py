@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis.extra.numpy import BroadcastableShapes, array_shapes, mutually_broadcastable_shapes
-from tests.server_export.tangent.graphs import (
+from tests.server_export.derive.tangent.graphs import (
     Function,
     Tensors,
     directions,

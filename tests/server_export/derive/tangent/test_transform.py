@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
-from tests.server_export.tangent.graphs import (
+from tests.server_export.derive.tangent.graphs import (
     Function,
     inputs_of,
     jvp,
