@@ -16,6 +16,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis.extra.numpy import BroadcastableShapes, array_shapes, mutually_broadcastable_shapes
+from torch import nn
+from torch.fx import GraphModule
+
+from server_export.derive.tangent import transform
+from server_export.derive.tangent.rules import RULES, Rule
 from tests.server_export.derive.tangent.graphs import (
     Function,
     Tensors,
@@ -25,11 +30,6 @@ from tests.server_export.derive.tangent.graphs import (
     relative_difference,
     with_tangents,
 )
-from torch import nn
-from torch.fx import GraphModule
-
-from server_export.derive.tangent import transform
-from server_export.derive.tangent.rules import RULES, Rule
 
 torch.set_num_threads(1)
 aten = torch.ops.aten
@@ -177,6 +177,12 @@ for sign, operate in OPERATORS.items():
         positive(5),
         passive=(random(5, 4),),
     )
+case(
+    "x with a factor times its layer",
+    lambda x, w: F.linear(hidden := torch.exp(x), w) * hidden,
+    X,
+    passive=(random(4, 4),),
+)
 case("number * x", lambda x: 2 * x, X)
 case("2 + x", lambda x: 2 + x, X)
 case("number / x", lambda x: aten.mul.Tensor(aten.reciprocal.default(x), 3), positive(3, 4))
