@@ -122,22 +122,6 @@ def _index(builder: Builder, node: Node, source: Dual, indices: list[Node | None
     return source.each(_shape(node), pick)
 
 
-@rule(aten.gather.default)
-def _gather(builder: Builder, node: Node, source: Dual, dim: int, index: Node) -> Dual:
-    shape, at = _shape(node), _after_slots(dim)
-
-    def gather(slots: Node, count: int) -> Node:
-        every = builder.call(aten.expand.default, builder.reshape(index, 1, *shape), [count, *shape])
-        return builder.call(node.target, slots, at, every)
-
-    is_last = dim % len(shape) == len(shape) - 1 and source.shape[:-1] == shape[:-1]
-    if isinstance(source, _LogProbabilities) and is_last:
-        # Less the same mean: there are far fewer of these than of all.
-        primal, picked = gather(source.primal, 1), gather(source.logits.tangents, builder.queries)
-        return Parts(builder, shape, primal, builder.call(aten.sub.Tensor, picked, source.mean))
-    return source.each(shape, gather)
-
-
 @rule(aten.mean.dim, aten.sum.dim_IntList)
 def _reduce(
     builder: Builder, node: Node, source: Dual, dims: list[int] | None, keepdim: bool = False, **named: Any
@@ -594,25 +578,20 @@ def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> D
     return Parts(builder, shape, primal, tangents)
 
 
-class _LogProbabilities(Parts):
-    """Log-probabilities over the last dimension: their tangents are those of `logits` less their `mean`."""
+@rule("prge.gather_log_softmax.default")
+def _gather_log_softmax(builder: Builder, node: Node, logits: Dual, index: Node) -> Dual:
+    shape = _shape(node)
+    probability = builder.call(aten.softmax.int, logits.primal, -1)
+    mean = _sum(builder, builder.product(probability, logits.tangents), logits.shape, -1)
+    index = builder.reshape(index, 1, *shape)
 
-    logits: Dual
-    mean: Node
+    def chosen(target: Any, slots: Node, count: int, *dim: int) -> Node:
+        return builder.call(target, slots, *dim, builder.call(aten.expand.default, index, [count, *shape]))
 
-
-@rule(aten.log_softmax.int, aten._log_softmax.default)
-def _log_softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
-    shape, at = _shape(node), _after_slots(dim)
-    primal = builder.call(aten.log_softmax.int, source.primal, at)
-    probability = builder.call(aten.softmax.int, source.primal, at)
-    mean = _sum(builder, builder.product(probability, source.tangents), shape, dim)
-    tangents = builder.call(aten.sub.Tensor, source.tangents, mean)
-    if dim % len(shape) < len(shape) - 1:
-        return Parts(builder, shape, primal, tangents)
-    result = _LogProbabilities(builder, shape, primal, tangents)
-    result.logits, result.mean = source, mean
-    return result
+    primal = chosen(node.target, logits.primal, 1)
+    # Less the mean after they are chosen: there are far fewer of these than of all.
+    tangents = chosen(aten.gather.default, logits.tangents, builder.queries, -1)
+    return Parts(builder, shape, primal, builder.call(aten.sub.Tensor, tangents, mean))
 
 
 def _sum(builder: Builder, source: Node, shape: tuple[int, ...], dim: int) -> Node:
