@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, engine_form
 
 aten = torch.ops.aten
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-_LEAST_PROBABILITY = torch.finfo(torch.float32).tiny
 _QUANTIZATION = ("choose_qparams_affine", "quantize_affine", "dequantize_affine")
 
 
@@ -43,7 +45,6 @@ def to_core(graph_module: GraphModule) -> GraphModule:
             new.meta = node.meta
             node.replace_all_uses_with(new)
             graph.erase_node(node)
-    _take_few_logarithms(graph)
     _name_numbers(graph_module)
     # XNNPACK's partitioner wants every quantized layer to have its own quantization of what it multiplies.
     apart = {getattr(torch.ops.torchao, name) for name in _QUANTIZATION}
@@ -68,8 +69,9 @@ def _softmax(graph: Graph, source: Node, dim: int, *_: Any) -> Node:
     return graph.call_function(aten._softmax.default, (source, dim, False))
 
 
-def _log_softmax(graph: Graph, source: Node, dim: int, *_: Any) -> Node:
-    return graph.call_function(aten._log_softmax.default, (source, dim, False))
+def _gather_log_softmax(graph: Graph, logits: Node, index: Node) -> Node:
+    tracer = GraphAppendingTracer(graph)
+    return engine_form(Proxy(logits, tracer), Proxy(index, tracer)).node
 
 
 _TO_CORE: dict[Any, Callable[..., Node]] = {
@@ -77,36 +79,8 @@ _TO_CORE: dict[Any, Callable[..., Node]] = {
     aten.rsub.Scalar: _reversed_difference,
     aten.new_zeros.default: _zeros,
     aten.softmax.int: _softmax,
-    aten.log_softmax.int: _log_softmax,
+    GATHER_LOG_SOFTMAX: _gather_log_softmax,
 }
-
-
-def _take_few_logarithms(graph: Graph) -> None:
-    """Look probabilities up before their logarithm is taken.
-
-    XNNPACK has a softmax, but no log-softmax, and a portable kernel takes as long for the vocabulary as many
-    layers take. Log-probabilities end at that of the least normal float, -87.3.
-    """
-    for node in list(graph.nodes):
-        source = node.args[0] if node.target is aten.gather.default else None
-        if source is None or source.target is not aten._log_softmax.default:
-            continue
-        logits, dim, _ = source.args
-        if node.args[1] != dim or any(user.target is not aten.gather.default for user in source.users):
-            continue
-        with graph.inserting_before(node):
-            new = graph.call_function(aten._softmax.default, (logits, dim, False))
-            new.meta = source.meta
-            for target, arguments in (
-                (aten.gather.default, (dim, node.args[2])),
-                (aten.clamp.default, (_LEAST_PROBABILITY,)),
-                (aten.log.default, ()),
-            ):
-                new = graph.call_function(target, (new, *arguments))
-                new.meta = node.meta
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-    graph.eliminate_dead_code()
 
 
 def _name_numbers(graph_module: GraphModule) -> None:

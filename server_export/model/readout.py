@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX
 from server_export.model.lora_fa import CallInputs, replace_module
 
 
@@ -38,7 +39,7 @@ def at_positions(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """logits [rows, count, tokens], targets i64 [rows, count] -> log p(target) [rows, count]."""
-    return torch.log_softmax(logits, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return GATHER_LOG_SOFTMAX(logits, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def pool_mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,12 @@ from prge.contract import Contract
 from prge.errors import BundleError
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import apply_rules
+from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, GatherLogSoftmax
 from server_export.graph.rewriting import attribute, fill_in_values, rewrite
 from server_export.model.loss import answer_slopes
 
+# What autograd goes through instead of an operator.
+_WITH_A_WAY_BACK = {GATHER_LOG_SOFTMAX: GatherLogSoftmax.apply}
 _REMEDY = "export with --estimator tangent, and please report it with the name of the model"
 
 
@@ -103,7 +106,8 @@ def _run(graph: Graph, values: dict[Node, Any], constants: dict[str, torch.Tenso
             values[node] = constants[str(node.target)]
         elif node.op == "call_function" and node in needed:
             arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*arguments, **named)
+            target = _WITH_A_WAY_BACK.get(node.target, node.target)
+            values[node] = target(*arguments, **named)
     (answer,) = output.args[0]
     result: torch.Tensor = values[answer]
     return result

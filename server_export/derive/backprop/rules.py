@@ -124,35 +124,11 @@ def _sum(
 @rule(aten._softmax_backward_data.default)
 def _softmax(writer: Writer, node: Node, gradient: Node, result: Node, dim: int, *_: Any) -> Node:
     weighted = writer.times(gradient, result)
-    return writer.minus(weighted, writer.times(result, _total_over(writer, weighted, dim)))
-
-
-@rule(aten._log_softmax_backward_data.default)
-def _log_softmax(writer: Writer, node: Node, gradient: Node, result: Node, dim: int, *_: Any) -> Node:
-    while result.target is aten.detach.default:
-        result = result.args[0]
-    probability = (
-        # Nothing then reads the logarithms but what looks some of them up.
-        writer.call(aten._softmax.default, result.args[0], dim, False)
-        if result.target is aten._log_softmax.default
-        else writer.call(aten.exp.default, result)
-    )
-    if gradient.target is aten.scatter_add.default and _is_zero(gradient.args[0]):
-        # The slopes of the few numbers that are read go straight to their places.
-        _, at, index, slopes = gradient.args
-        spread = writer.times(probability, writer.times(_total_over(writer, slopes, dim), -1.0))
-        return writer.call(aten.scatter_add.default, spread, at, index, slopes)
-    return writer.minus(gradient, writer.times(probability, _total_over(writer, gradient, dim)))
-
-
-def _total_over(writer: Writer, source: Node, dim: int) -> Node:
-    if dim % source.meta["val"].dim() == source.meta["val"].dim() - 1:
-        return writer.total(source)
-    return writer.call(aten.sum.dim_IntList, source, [dim], True)
-
-
-def _is_zero(node: Node) -> bool:
-    return node.target is aten.new_zeros.default
+    if dim % weighted.meta["val"].dim() == weighted.meta["val"].dim() - 1:
+        total = writer.total(weighted)
+    else:
+        total = writer.call(aten.sum.dim_IntList, weighted, [dim], True)
+    return writer.minus(weighted, writer.times(result, total))
 
 
 @rule(aten.sigmoid_backward.default)

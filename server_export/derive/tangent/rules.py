@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from server_export.derive.tangent.dual import Builder, Dual, Interleaved, Number, aten
+from server_export.derive.tangent.builder import Builder, Number, aten
+from server_export.derive.tangent.dual import Biased, Dual, Interleaved, Parts, Scaled, Stacked
 
 # Keeps a quotient with a removable singularity at 0 finite there, and changes no other float32.
 _TINY = 1e-20
@@ -121,22 +122,6 @@ def _index(builder: Builder, node: Node, source: Dual, indices: list[Node | None
     return source.each(_shape(node), pick)
 
 
-@rule(aten.gather.default)
-def _gather(builder: Builder, node: Node, source: Dual, dim: int, index: Node) -> Dual:
-    shape, at = _shape(node), _after_slots(dim)
-
-    def gather(slots: Node, count: int) -> Node:
-        every = builder.call(aten.expand.default, builder.reshape(index, 1, *shape), [count, *shape])
-        return builder.call(node.target, slots, at, every)
-
-    is_last = dim % len(shape) == len(shape) - 1 and source.shape[:-1] == shape[:-1]
-    if isinstance(source, _LogProbabilities) and is_last:
-        # Less the same mean: there are far fewer of these than of all.
-        primal, picked = gather(source.primal, 1), gather(source.logits.tangents, builder.queries)
-        return Dual.of_parts(builder, shape, primal, builder.call(aten.sub.Tensor, picked, source.mean))
-    return source.each(shape, gather)
-
-
 @rule(aten.mean.dim, aten.sum.dim_IntList)
 def _reduce(
     builder: Builder, node: Node, source: Dual, dims: list[int] | None, keepdim: bool = False, **named: Any
@@ -167,10 +152,10 @@ def _linear(builder: Builder, node: Node, source: Dual, weight: Node, bias: Node
         return source.each(shape, lambda slots, _: builder.call(node.target, slots, weight))
     slots = builder.call(node.target, source.stack, weight)
     if bias is None:
-        return Dual.stacked(builder, shape, slots)
+        return Stacked(builder, shape, slots)
     if bias.op == "get_attr":
-        return Dual.stacked(builder, shape, slots, bias)
-    return _shifted(builder, shape, Dual.stacked(builder, shape, slots), bias)
+        return Biased(builder, shape, slots, bias)
+    return _shifted(builder, shape, Stacked(builder, shape, slots), bias)
 
 
 # Quantization of activations: every slot of a token gets a scale and zero point of its own
@@ -183,7 +168,7 @@ def _choose_scales(
     both = builder.call(node.target, source.stack, mapping, [1, *block], *rest, **named)
     scales, zero_points = (builder.call(operator.getitem, both, index) for index in range(2))
     shape = source.shape[:-1]
-    return Dual.stacked(builder, shape, scales), Dual.stacked(builder, shape, zero_points)
+    return Stacked(builder, shape, scales), Stacked(builder, shape, zero_points)
 
 
 @rule(operator.getitem)
@@ -196,7 +181,7 @@ def _quantize(
     builder: Builder, node: Node, source: Dual, block: list[int], scale: Dual, zero: Dual, *rest: Any
 ) -> Dual:
     slots = builder.call(node.target, source.stack, [1, *block], scale.stack, zero.stack, *rest)
-    return Dual.stacked(builder, source.shape, slots)
+    return Stacked(builder, source.shape, slots)
 
 
 # Sums and products
@@ -210,12 +195,12 @@ def _add(builder: Builder, node: Node, left: Value, right: Value, *, alpha: Numb
     if isinstance(left, Dual) and isinstance(right, Dual):
         left, right = left.aligned(len(shape)), right.aligned(len(shape))
         if left.is_stacked or right.is_stacked:
-            return Dual.stacked(builder, shape, builder.call(node.target, left.stack, right.stack))
+            return Stacked(builder, shape, builder.call(node.target, left.stack, right.stack))
         parts = (
             builder.call(node.target, first, second)
             for first, second in ((left.primal, right.primal), (left.tangents, right.tangents))
         )
-        return Dual.of_parts(builder, shape, *parts)
+        return Parts(builder, shape, *parts)
     if isinstance(left, Dual):
         return _shifted(builder, shape, left, right, node.target)
     if node.target is aten.sub.Tensor:
@@ -234,12 +219,12 @@ def _shifted(
     source = source.aligned(len(shape))
     is_vector = isinstance(other, Node) and other.op == "get_attr" and _shape(other) == shape[-1:]
     if is_vector and target is aten.add.Tensor and source.is_stacked and source.shape == shape:
-        return Dual.stacked(builder, shape, source.stack, other)
+        return Biased(builder, shape, source.stack, other)
     primal = builder.call(target, source.primal, other)
     if source.shape == shape:
         return source.behind(primal)
     spread = builder.call(aten.mul.Tensor, source.tangents, builder.ones(1, *shape))
-    return Dual.of_parts(builder, shape, primal, spread)
+    return Parts(builder, shape, primal, spread)
 
 
 def _scaled(builder: Builder, value: Value, number: Number) -> Value:
@@ -263,7 +248,7 @@ def _multiply(builder: Builder, node: Node, left: Value, right: Value) -> Dual:
             for one, other in ((left, right), (right, left))
         )
         primal = builder.call(aten.mul.Tensor, left.primal, right.primal)
-        return Dual.of_parts(builder, shape, primal, builder.call(aten.add.Tensor, *terms))
+        return Parts(builder, shape, primal, builder.call(aten.add.Tensor, *terms))
     source, other = (left, right) if isinstance(left, Dual) else (right, left)
     source = source.aligned(len(shape))
     if source.is_stacked or source.shape != shape:
@@ -275,7 +260,7 @@ def _square(builder: Builder, shape: tuple[int, ...], source: Dual) -> Dual:
     """x x, whose tangents are 2 x dx; where all slots are in one tensor, so are x times them."""
     if source.is_stacked:
         slots = builder.call(aten.mul.Tensor, source.primal, source.stack)
-        return Dual.stacked(builder, shape, slots, factor=2)
+        return Scaled(builder, shape, slots, 2)
     square = builder.call(aten.mul.Tensor, source.primal, source.primal)
     return source.behind(square, builder.call(aten.add.Tensor, source.primal, source.primal))
 
@@ -288,15 +273,15 @@ def _stacked_product(builder: Builder, shape: tuple[int, ...], left: Dual, right
         slope = builder.product(builder.product(factor, left.primal), only)
         straight = builder.call(aten.mul.Tensor, right.primal, left.stack)
         turned = builder.product(slope, right.slots)
-        return Dual.stacked(builder, shape, builder.call(aten.add.Tensor, straight, turned))
+        return Stacked(builder, shape, builder.call(aten.add.Tensor, straight, turned))
     rest = _without(factor, right.primal)
     narrow = builder.product(builder.product(factor if rest is None else rest, only), right.slots)
     turned = builder.product(narrow, left.primal)
     if rest is None:
         straight = builder.call(aten.mul.Tensor, right.primal, left.stack)
-        return Dual.stacked(builder, shape, builder.call(aten.add.Tensor, straight, turned))
+        return Stacked(builder, shape, builder.call(aten.add.Tensor, straight, turned))
     both = builder.call(aten.add.Tensor, left.stack, turned)
-    return Dual.stacked(builder, shape, builder.call(aten.mul.Tensor, right.primal, both))
+    return Stacked(builder, shape, builder.call(aten.mul.Tensor, right.primal, both))
 
 
 def _without(product: Node | None, one: Node) -> Node | None:
@@ -323,8 +308,8 @@ def _divide(builder: Builder, node: Node, left: Value, right: Value) -> Dual:
     if isinstance(left, Dual):
         left = left.aligned(len(shape))
         other = builder.product(builder.product(left.factor, inverse), left.unscaled)
-        return Dual.of_parts(builder, shape, primal, builder.call(aten.add.Tensor, other, term))
-    return Dual.of_parts(builder, shape, primal, term)
+        return Parts(builder, shape, primal, builder.call(aten.add.Tensor, other, term))
+    return Parts(builder, shape, primal, term)
 
 
 @rule(aten.bmm.default)
@@ -401,9 +386,7 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
         builder.reshape(right.v, queries, rows, 1, out),
     )
     primal = builder.call(aten.bmm.default, left, right.primal)
-    return Dual.of_parts(
-        builder, shape, builder.reshape(primal, 1, *shape), builder.reshape(seed, queries, *shape)
-    )
+    return Parts(builder, shape, builder.reshape(primal, 1, *shape), builder.reshape(seed, queries, *shape))
 
 
 def _one_product(
@@ -431,14 +414,14 @@ def _one_product(
     )
     product = builder.call(aten.bmm.default, reduced, matrices)
     builder.know_shape(product, slots * rows, length, out)
-    return Dual.stacked(builder, shape, builder.reshape(product, slots, *shape))
+    return Stacked(builder, shape, builder.reshape(product, slots, *shape))
 
 
 @rule(aten.cat.default)
 def _cat(builder: Builder, node: Node, parts: list[Value], dim: int = 0) -> Dual:
     shape, at = _shape(node), _after_slots(dim)
     if all(isinstance(part, Dual) and part.is_stacked for part in parts):
-        return Dual.stacked(builder, shape, builder.call(node.target, [part.stack for part in parts], at))
+        return Stacked(builder, shape, builder.call(node.target, [part.stack for part in parts], at))
     primals = [
         part.primal if isinstance(part, Dual) else builder.reshape(part, 1, *_shape(original))
         for part, original in zip(parts, node.args[0], strict=True)
@@ -447,7 +430,7 @@ def _cat(builder: Builder, node: Node, parts: list[Value], dim: int = 0) -> Dual
         part.tangents if isinstance(part, Dual) else builder.zeros(builder.queries, *_shape(original))
         for part, original in zip(parts, node.args[0], strict=True)
     ]
-    return Dual.of_parts(
+    return Parts(
         builder,
         shape,
         builder.call(node.target, primals, at),
@@ -465,7 +448,7 @@ def _where(builder: Builder, node: Node, condition: Node, left: Value, right: Va
     is_full = torch.broadcast_shapes(_shape(node.args[0]), *active) == shape
     zeros = builder.zeros(1) if is_full else builder.zeros(1, *shape)
     tangents = [side.tangents if isinstance(side, Dual) else zeros for side in sides]
-    return Dual.of_parts(
+    return Parts(
         builder,
         shape,
         builder.call(node.target, condition, *primals),
@@ -477,7 +460,7 @@ def _where(builder: Builder, node: Node, condition: Node, left: Value, right: Va
 def _masked_fill(builder: Builder, node: Node, source: Dual, mask: Node, value: Number) -> Dual:
     shape = _shape(node)
     source = source.aligned(len(shape))
-    return Dual.of_parts(
+    return Parts(
         builder,
         shape,
         builder.call(node.target, source.primal, mask, value),
@@ -592,28 +575,23 @@ def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> D
     weighted = builder.product(builder.product(source.factor, primal), source.unscaled)
     mean = _sum(builder, weighted, shape, dim)
     tangents = builder.call(aten.sub.Tensor, weighted, builder.product(mean, primal))
-    return Dual.of_parts(builder, shape, primal, tangents)
+    return Parts(builder, shape, primal, tangents)
 
 
-class _LogProbabilities(Dual):
-    """Log-probabilities over the last dimension: their tangents are those of `logits` less their `mean`."""
+@rule("prge.gather_log_softmax.default")
+def _gather_log_softmax(builder: Builder, node: Node, logits: Dual, index: Node) -> Dual:
+    shape = _shape(node)
+    probability = builder.call(aten.softmax.int, logits.primal, -1)
+    mean = _sum(builder, builder.product(probability, logits.tangents), logits.shape, -1)
+    index = builder.reshape(index, 1, *shape)
 
-    logits: Dual
-    mean: Node
+    def chosen(target: Any, slots: Node, count: int, *dim: int) -> Node:
+        return builder.call(target, slots, *dim, builder.call(aten.expand.default, index, [count, *shape]))
 
-
-@rule(aten.log_softmax.int, aten._log_softmax.default)
-def _log_softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
-    shape, at = _shape(node), _after_slots(dim)
-    primal = builder.call(aten.log_softmax.int, source.primal, at)
-    probability = builder.call(aten.softmax.int, source.primal, at)
-    mean = _sum(builder, builder.product(probability, source.tangents), shape, dim)
-    tangents = builder.call(aten.sub.Tensor, source.tangents, mean)
-    if dim % len(shape) < len(shape) - 1:
-        return Dual.of_parts(builder, shape, primal, tangents)
-    result = _LogProbabilities(builder, shape, primal=primal, tangents=tangents)
-    result.logits, result.mean = source, mean
-    return result
+    primal = chosen(node.target, logits.primal, 1)
+    # Less the mean after they are chosen: there are far fewer of these than of all.
+    tangents = chosen(aten.gather.default, logits.tangents, builder.queries, -1)
+    return Parts(builder, shape, primal, builder.call(aten.sub.Tensor, tangents, mean))
 
 
 def _sum(builder: Builder, source: Node, shape: tuple[int, ...], dim: int) -> Node:

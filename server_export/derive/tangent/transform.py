@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import BundleError
-from server_export.derive.tangent.dual import Builder, Dual
+from server_export.derive.tangent.builder import Builder
+from server_export.derive.tangent.dual import Dual, Parts
 from server_export.derive.tangent.rules import RULES, Factors, Value
 from server_export.graph.rewriting import as_module
 
@@ -78,7 +79,7 @@ def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
     name, shape = str(node.target), tuple(node.meta["val"].shape)
     if isinstance(seed, Dense):
         tangents = builder.graph.placeholder(f"d_{name}")
-        return Dual.of_parts(builder, shape, builder.reshape(copy, 1, *shape), tangents)
+        return Parts(builder, shape, builder.reshape(copy, 1, *shape), tangents)
     builder.know_shape(copy, *shape[1:])
     u, v = (builder.graph.placeholder(f"{factor}_{name}") for factor in ("u", "v"))
     for factor, width in ((u, shape[1]), (v, shape[2])):

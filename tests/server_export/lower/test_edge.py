@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from server_export.check.verification import run_program
+from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX
 from server_export.lower.edge import edge_program, to_core
 from server_export.lower.lowering import lower
 
@@ -101,43 +102,27 @@ def test_the_program_it_is_made_from_stays_as_it_is() -> None:
     torch.testing.assert_close(program.module(check_guards=False)(*INPUTS), module(*INPUTS))
 
 
-class LogProbabilities(nn.Module):
-    """Log-probabilities of chosen tokens; with `keep`, all of them too."""
-
-    def __init__(self, keep: bool = False) -> None:
-        super().__init__()
-        self.keep = keep
-
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        every = torch.log_softmax(logits, -1)
-        chosen = every.gather(-1, targets)
-        return (chosen, every) if self.keep else (chosen,)
-
-
-def operators_of(program: torch.export.ExportedProgram) -> set[str]:
-    return {str(node.target).split(".")[1] for node in program.graph.nodes if node.op == "call_function"}
+class Readout(nn.Module):
+    def forward(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return GATHER_LOG_SOFTMAX(logits, index)
 
 
 def test_logarithms_are_taken_of_chosen_probabilities_alone(tmp_path: Path) -> None:
     logits = 10 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    targets = torch.arange(12).reshape(4, 3)
-    program = core_program(LogProbabilities(), (logits, targets))
-    assert operators_of(program) == {"_softmax", "gather", "clamp", "log"}
+    index = torch.arange(0, 48, 12).reshape(4, 1)
+    program = core_program(Readout(), (logits, index))
+    operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert [name.split(".")[1] for name in operators] == ["_softmax", "gather", "clamp", "log"]
     path = tmp_path / "program.pte"
     path.write_bytes(lower({"forward": program}).buffer)
-    (expected,) = LogProbabilities()(logits, targets)
-    torch.testing.assert_close(run_program(path, (logits, targets))[0], expected, atol=1e-5, rtol=0)
+    expected = torch.log_softmax(logits, -1).gather(-1, index)
+    torch.testing.assert_close(run_program(path, (logits, index))[0], expected, atol=1e-5, rtol=0)
 
 
 def test_a_probability_below_the_least_float_has_the_logarithm_of_that(tmp_path: Path) -> None:
-    logits = torch.tensor([[0.0, 200.0, -200.0]])
-    targets = torch.tensor([[0, 1, 2]])
+    logits = torch.tensor([[0.0, 200.0, -200.0]]).repeat(3, 1)
+    index = torch.tensor([[0], [1], [2]])
     path = tmp_path / "program.pte"
-    path.write_bytes(lower({"forward": core_program(LogProbabilities(), (logits, targets))}).buffer)
-    (found,) = run_program(path, (logits, targets))
-    torch.testing.assert_close(found, torch.tensor([[-87.3365, 0.0, -87.3365]]), atol=1e-4, rtol=0)
-
-
-def test_log_probabilities_that_are_all_read_stay_as_they_are() -> None:
-    inputs = (torch.randn(2, 5), torch.zeros(2, 1, dtype=torch.int64))
-    assert operators_of(core_program(LogProbabilities(keep=True), inputs)) == {"_log_softmax", "gather"}
+    path.write_bytes(lower({"forward": core_program(Readout(), (logits, index))}).buffer)
+    (answer,) = run_program(path, (logits, index))
+    torch.testing.assert_close(answer, torch.tensor([[-87.3365], [0.0], [-87.3365]]), atol=1e-4, rtol=0)

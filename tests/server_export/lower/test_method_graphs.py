@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("executorch")
 
 import torch
-from tests.server_export.tangent.graphs import (
+from tests.server_export.derive.tangent.graphs import (
     Tensors,
     program_with_tangents,
     relative_difference,

@@ -9,11 +9,12 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from tests.server_export.tangent.graphs import Function, random, shapes_of, with_tangents
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.derive.tangent.dual import Builder, Dual, Interleaved
+from server_export.derive.tangent.builder import Builder
+from server_export.derive.tangent.dual import Behind, Biased, Dual, Interleaved, Parts, Scaled, Stacked
+from tests.server_export.derive.tangent.graphs import Function, random, shapes_of, with_tangents
 
 aten = torch.ops.aten
 
@@ -66,56 +67,99 @@ def placeholders(builder: Builder, *names: str) -> list[Node]:
     return [builder.graph.placeholder(name) for name in names]
 
 
-def test_stack_is_the_primal_and_its_scaled_tangents(builder: Builder) -> None:
-    primal, tangents, factor = placeholders(builder, "primal", "tangents", "factor")
-    dual = Dual.of_parts(builder, (3,), primal, tangents, factor)
-    assert not dual.is_stacked
-    inputs = random(1, 3), random(QUERIES, 3), random(1, 3, seed=1)
-    expected = torch.cat([inputs[0], inputs[1] * inputs[2]])
-    torch.testing.assert_close(run(builder, dual.stack, *inputs), expected)
+FORMS = ("parts", "parts with a factor", "stacked", "biased", "scaled", "behind", "interleaved")
+
+
+def dual_in(form: str, builder: Builder, value: torch.Tensor) -> tuple[Dual, tuple[torch.Tensor, ...]]:
+    """A dual of all slots `value` [1 + queries, *shape] in one form, and the inputs of its graph."""
+    shape, primal, tangents = tuple(value.shape[1:]), value[:1], value[1:]
+    one, other, third = placeholders(builder, "one", "other", "third")
+    if form == "parts":
+        return Parts(builder, shape, one, other), (primal, tangents, primal)
+    if form == "parts with a factor":
+        return Parts(builder, shape, one, other, third), (primal, tangents / 2, torch.full_like(primal, 2))
+    if form == "stacked":
+        return Stacked(builder, shape, one), (value, primal, primal)
+    if form == "biased":
+        bias = random(shape[-1], seed=3)
+        builder.graph_module.register_buffer("bias", bias)
+        lacking = torch.cat([primal - bias, tangents])
+        return Biased(builder, shape, one, builder.graph.get_attr("bias")), (lacking, primal, primal)
+    if form == "scaled":
+        return Scaled(builder, shape, one, 2), (torch.cat([primal, tangents / 2]), primal, primal)
+    if form == "behind":
+        slots = torch.cat([torch.full_like(primal, torch.nan), tangents / 2])
+        return Behind(builder, shape, one, other, 2), (primal, slots, primal)
+    inside = builder.know_shape(other, *shape[:-1], builder.queries, shape[-1])
+    return Interleaved(builder, shape, one, inside), (primal, tangents.movedim(0, -2), primal)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("order", [("primal", "tangents", "stack"), ("stack", "tangents", "primal")])
+def test_every_form_holds_the_same_numbers(builder: Builder, form: str, order: tuple[str, ...]) -> None:
+    value = random(1 + QUERIES, 2, 3)
+    dual, inputs = dual_in(form, builder, value)
+    nodes = {name: getattr(dual, name) for name in order}
+    numbers = run(builder, nodes, *inputs)
+    torch.testing.assert_close(numbers, {"primal": value[:1], "tangents": value[1:], "stack": value})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stack_is_made", [False, True])
+def test_what_is_made_of_a_form_is_what_is_made_of_its_numbers(
+    builder: Builder, form: str, stack_is_made: bool
+) -> None:
+    value = random(1 + QUERIES, 2, 3)
+    dual, inputs = dual_in(form, builder, value)
+    if stack_is_made:
+        assert dual.stack is dual.stack
+    negative = dual.each((2, 3), lambda slots, _: builder.call(aten.neg.default, slots))
+    forms = {
+        "reshaped": dual.reshaped((3, 2)),
+        "aligned": dual.aligned(3),
+        "each": negative,
+        "behind": dual.behind(negative.primal, 3),
+        "interleaved": Interleaved.of(dual),
+    }
+    numbers = run(builder, {name: made.stack for name, made in forms.items()}, *inputs)
+    expected = {
+        "reshaped": value.reshape(-1, 3, 2),
+        "aligned": value.reshape(-1, 1, 2, 3),
+        "each": -value,
+        "behind": torch.cat([-value[:1], 3 * value[1:]]),
+        "interleaved": value,
+    }
+    torch.testing.assert_close(numbers, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stack_is_made", [False, True])
+def test_slots_are_the_tangents_before_their_factor(builder: Builder, form: str, stack_is_made: bool) -> None:
+    value = random(1 + QUERIES, 2, 3)
+    dual, inputs = dual_in(form, builder, value)
+    if stack_is_made:
+        assert dual.stack is dual.stack
+    slots, factor = dual.slots, dual.factor
+    if slots is not None:
+        tangents = builder.product(factor, builder.call(aten.slice.Tensor, slots, 0, 1, 1 + QUERIES))
+        torch.testing.assert_close(run(builder, tangents, *inputs), value[1:])
+    else:
+        assert "parts" in form or form == "interleaved"
 
 
 def test_forms_are_made_once(builder: Builder) -> None:
     (stack,) = placeholders(builder, "stack")
-    dual = Dual.stacked(builder, (3,), stack)
+    dual = Stacked(builder, (3,), stack)
     assert dual.stack is stack
     assert dual.primal is dual.primal
     assert dual.tangents is dual.unscaled
     assert len(builder.graph.nodes) == 3
 
 
-@pytest.mark.parametrize("order", [("stack", "primal"), ("primal", "stack")])
-def test_bias_reaches_the_primal_and_no_tangent(builder: Builder, order: tuple[str, str]) -> None:
-    (stack,) = placeholders(builder, "stack")
-    builder.graph_module.register_buffer("bias", random(3))
-    dual = Dual.stacked(builder, (2, 3), stack, builder.graph.get_attr("bias"))
-    forms = {name: getattr(dual, name) for name in order}
-    value = random(1 + QUERIES, 2, 3)
-    whole, primal, tangents = run(builder, (forms["stack"], forms["primal"], dual.tangents), value)
-    expected = value.clone()
-    expected[0] += builder.graph_module.bias
-    torch.testing.assert_close(whole, expected)
-    torch.testing.assert_close(primal, expected[:1])
-    torch.testing.assert_close(tangents, expected[1:])
-
-
-def test_alignment_puts_ones_between_slots_and_dimensions(builder: Builder) -> None:
-    (stack,) = placeholders(builder, "stack")
-    dual = Dual.stacked(builder, (3,), stack)
-    assert dual.aligned(1) is dual
-    aligned = dual.aligned(3)
-    assert aligned.shape == (1, 1, 3)
-    assert run(builder, aligned.stack, random(1 + QUERIES, 3)).shape == (1 + QUERIES, 1, 1, 3)
-
-
 @pytest.mark.parametrize("is_stacked", [True, False])
 def test_interleaved_tangents_are_the_same_numbers(builder: Builder, is_stacked: bool) -> None:
     whole, primal, tangents = placeholders(builder, "whole", "primal", "tangents")
-    dual = (
-        Dual.stacked(builder, (2, 3), whole)
-        if is_stacked
-        else Dual.of_parts(builder, (2, 3), primal, tangents)
-    )
+    dual = Stacked(builder, (2, 3), whole) if is_stacked else Parts(builder, (2, 3), primal, tangents)
     value = random(1 + QUERIES, 2, 3)
     found = Interleaved.of(dual)
     beside, meeting, _ = found.beside(found.primal)

@@ -11,7 +11,14 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
-from tests.server_export.tangent.graphs import (
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from prge.errors import BundleError
+from server_export.derive.tangent.transform import Dense, RankOne, differentiate
+from server_export.lower.method_graphs import export_programs
+from server_export.model.program import BuiltProgram, example_inputs
+from tests.server_export.derive.tangent.graphs import (
     Function,
     inputs_of,
     jvp,
@@ -22,13 +29,6 @@ from tests.server_export.tangent.graphs import (
     trace,
     with_tangents,
 )
-from torch import nn
-from torch.fx import GraphModule, Node
-
-from prge.errors import BundleError
-from server_export.derive.tangent.transform import Dense, RankOne, differentiate
-from server_export.lower.method_graphs import export_programs
-from server_export.model.program import BuiltProgram, example_inputs
 from tests.server_export.programs import build
 from tests.tiny_models import SHALLOW
 

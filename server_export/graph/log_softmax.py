@@ -1,0 +1,55 @@
+"""The logarithm of a softmax at one chosen place, as one operator of a graph.
+
+    gather_log_softmax(logits [..., tokens], index i64 [..., 1]) -> [..., 1]
+
+PyTorch computes it by its log-softmax, and differentiates that. A traced graph keeps it whole, so that what
+is made of the graph has a short form of it and needn't look for it: tangents (derive/tangent/rules.py), a way
+back (`GatherLogSoftmax`), operators of the engine (`engine_form`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_LEAST_PROBABILITY = torch.finfo(torch.float32).tiny
+
+torch.library.define("prge::gather_log_softmax", "(Tensor logits, Tensor index) -> Tensor")
+
+
+@torch.library.impl("prge::gather_log_softmax", "CompositeImplicitAutograd")
+def _by_pytorch(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits, dim=-1).gather(-1, index)
+
+
+GATHER_LOG_SOFTMAX = torch.ops.prge.gather_log_softmax.default
+
+
+def engine_form(logits: Any, index: Any) -> Any:
+    """The same of tensors or of `torch.fx.Proxy`, looked up before the logarithm is taken.
+
+    XNNPACK has a softmax, but no log-softmax, and a portable kernel takes as long for the vocabulary as many
+    layers take. Log-probabilities end at that of the least normal float, -87.3.
+    """
+    chosen = aten.gather.default(aten._softmax.default(logits, -1, False), -1, index)
+    return aten.log.default(aten.clamp.default(chosen, _LEAST_PROBABILITY))
+
+
+class GatherLogSoftmax(torch.autograd.Function):
+    """The same with a way back on which the slopes of what was chosen go straight to their places."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, index: torch.Tensor) -> Any:
+        """See `engine_form`."""
+        ctx.save_for_backward(logits, index)
+        return engine_form(logits, index)
+
+    @staticmethod
+    def backward(ctx: Any, slopes: torch.Tensor) -> Any:
+        """Slopes [..., 1] -> by the logits [..., tokens]."""
+        logits, index = ctx.saved_tensors
+        spread = aten._softmax.default(logits, -1, False) * (slopes * -1.0)
+        return spread.scatter_add(-1, index, slopes), None
