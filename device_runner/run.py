@@ -30,7 +30,6 @@ from device_runner.session.inputs import (
 from device_runner.session.noise import noise_note
 from device_runner.session.settings import RunSettings, settled
 from device_runner.session.watching import Watcher
-from prge.adapter import write_peft
 from prge.atomic import write_file
 from prge.bundle import Bundle, open_bundle
 from prge.checkpoint import (
@@ -47,6 +46,7 @@ from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
 from prge.journal import Journal, Record
+from prge.peft import write_peft
 from prge.rows.scoring import evaluate
 from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, run_lock, with_stored_settings
 from prge.sampling import Sampler

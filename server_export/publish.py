@@ -7,7 +7,6 @@ program   an ExecuTorch inference program of the merged model, with its manifest
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from prge.adapter import CONFIG, WEIGHTS, read_arrays
 from prge.atomic import new_folder
 from prge.bundle import MANIFEST, TOKENIZER
 from prge.checkpoint import HEAD
 from prge.errors import ConfigError, RunError
+from prge.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
 from server_export.publishing.model_card import CardFacts, model_card, read_run
 from server_export.publishing.settings import PublishConfig
 from server_export.publishing.trained import Trained, load_base, load_peft, read_trained
@@ -75,7 +74,7 @@ def publish(config: PublishConfig) -> Path:
 
 def _publish_peft(out: Path, config: PublishConfig, trained: Trained) -> None:
     with new_folder(out, overwrite=config.overwrite) as folder:
-        _write_json(folder / CONFIG, {**trained.config, **_base_names(trained)})
+        write_config(folder, {**trained.config, **_base_names(trained)})
         shutil.copyfile(trained.folder / WEIGHTS, folder / WEIGHTS)
         _copy_head(folder, trained)
         _write_card(folder, out, config, trained)
@@ -91,8 +90,6 @@ def _publish_merged(out: Path, config: PublishConfig, trained: Trained, loaded: 
 
 
 def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
-    import torch
-
     from server_export.model.loading import LoadedModel
     from server_export.publishing.inference import (
         InferenceSpec,
@@ -114,15 +111,7 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
         model = _merge(loaded, trained)
         loaded = LoadedModel(model, loaded.name_or_path, loaded.revision, loaded.is_decoder)
     else:
-        arrays = read_arrays(trained.folder / WEIGHTS)
-        lora_a, lora_b = (
-            {
-                module.name: torch.from_numpy(arrays[f"base_model.model.{module.name}.lora_{letter}.weight"])
-                for module in trained.modules
-            }
-            for letter in ("A", "B")
-        )
-        attach_fixed(loaded.model, lora_a, lora_b, trained.scale)
+        attach_fixed(loaded.model, read_lora(trained.folder))
     pooling = manifest.get("readout", {}).get("pooling") or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
     with new_folder(out, overwrite=config.overwrite) as folder:
@@ -177,10 +166,6 @@ def _base_names(trained: Trained) -> dict[str, Any]:
     if trained.revision is not None and not Path(trained.base).is_dir():
         names["revision"] = trained.revision
     return names
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained) -> None:

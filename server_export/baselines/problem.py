@@ -22,8 +22,9 @@ from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Array
 from prge.errors import BundleError
 from prge.examples import Batch, Example, make_batch
+from prge.peft import read_lora
 from server_export.model import readout
-from server_export.model.loading import LoadedModel, load_adapter, load_model, parameter_count
+from server_export.model.loading import LoadedModel, load_model, parameter_count
 from server_export.model.lora_fa import convert_conv1d
 from server_export.model.program import position_numbers
 from server_export.model.quantization import round_base
@@ -62,13 +63,13 @@ class ModelProblem:
         self.positions = position_numbers(loaded, self.score_contract.sequence_length)
         convert_conv1d(loaded.model)
         round_base(loaded.model, bundle.quantization or "fp32")
-        start = load_adapter(bundle.adapter)
+        start = read_lora(bundle.adapter)
         self.bundle = bundle
         self.model: nn.Module = loaded.model
         self.modules: tuple[AdaptedModule, ...] = bundle.contract.modules
-        self.lora_a = {module.name: start.lora_a[module.name] for module in self.modules}
-        self.lora_b = {module.name: start.lora_b[module.name] for module in self.modules}
-        self.scale = start.alpha / start.rank
+        self.lora_a = {module.name: torch.from_numpy(start.lora_a[module.name]) for module in self.modules}
+        self.lora_b = {module.name: torch.from_numpy(start.lora_b[module.name]) for module in self.modules}
+        self.scale = start.scale
         self.train = train
         self.seed = seed
         self.pad = pad

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from prge.adapter import Adapter, read_arrays
+from prge.adapter import Adapter
 from prge.atomic import new_folder
 from prge.checkpoint import HEAD, head_arrays
 from prge.encoder_heads import Heads
@@ -24,6 +24,7 @@ from prge.examples import Example
 from prge.head import CrossFittedHeads, Head
 from prge.memory import proportional_memory, resident_bytes
 from prge.optimizers import schedule
+from prge.peft import read_arrays
 from prge.progress import Progress
 from prge.rows.scoring import METRIC_NAMES, evaluate, extract_answers, mean_token_f1
 from prge.run_folder import FINAL, RunLog, write_summary

@@ -1,10 +1,8 @@
-"""A folder or hub id becomes a float32 model; a PEFT folder becomes the adapter to start from."""
+"""A folder or hub id becomes a float32 model."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.errors import AdapterError, BundleError
+from prge.errors import BundleError
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
 _WEIGHTS = (".safetensors", ".bin")
-# Every other initialization of LoRA also changes the base weights.
-_PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass
@@ -36,17 +32,6 @@ class LoadedModel:
     def config(self) -> Any:
         """The transformers configuration of the text model."""
         return self.model.config
-
-
-@dataclass(frozen=True)
-class StartAdapter:
-    """A trained LoRA adapter: frozen `lora_a` [rank, in] and `lora_b` [out, rank] by module, unscaled."""
-
-    rank: int
-    alpha: float
-    target_modules: str | list[str]
-    lora_a: Mapping[str, torch.Tensor]
-    lora_b: Mapping[str, torch.Tensor]
 
 
 def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str | None = None) -> LoadedModel:
@@ -126,56 +111,6 @@ def prepare_model(
     return LoadedModel(model, name_or_path, revision, is_decoder)
 
 
-def load_adapter(folder: Path) -> StartAdapter:
-    """Read a PEFT LoRA folder.
-
-    Raises:
-        AdapterError: it isn't one, or uses a variant of LoRA that a program doesn't compute.
-    """
-    from safetensors.torch import load_file
-
-    config = _read_adapter_config(folder)
-    problems = _variant_problems(config)
-    if problems:
-        raise AdapterError(
-            f"the adapter {folder} can't be the start of a run:", problems, remedy="train it as plain LoRA"
-        )
-    weights = folder / "adapter_model.safetensors"
-    if not weights.is_file():
-        raise AdapterError(f"the adapter {folder} has no weights:", [f"{weights.name} is missing"])
-    lora_a: dict[str, torch.Tensor] = {}
-    lora_b: dict[str, torch.Tensor] = {}
-    for key, tensor in load_file(weights).items():
-        name = key.removeprefix("base_model.model.").replace(".default.weight", ".weight")
-        if name.endswith(".lora_A.weight"):
-            lora_a[name.removesuffix(".lora_A.weight")] = tensor.float()
-        elif name.endswith(".lora_B.weight"):
-            lora_b[name.removesuffix(".lora_B.weight")] = tensor.float()
-        else:
-            problems.append(f"{key} is neither lora_A nor lora_B of a linear layer")
-    problems += [
-        f"{name} has only one of lora_A and lora_B" for name in sorted(lora_a.keys() ^ lora_b.keys())
-    ]
-    rank = int(config["r"])
-    problems += [
-        f"{name} has rank {tensor.shape[0]}, the adapter says {rank}"
-        for name, tensor in lora_a.items()
-        if tensor.shape[0] != rank
-    ]
-    if not lora_a:
-        problems.append("it holds no lora_A")
-    if problems:
-        raise AdapterError(f"the adapter {folder} can't be the start of a run:", problems)
-    targets = config["target_modules"]
-    return StartAdapter(
-        rank,
-        float(config["lora_alpha"]),
-        targets if isinstance(targets, str) else sorted(targets),
-        lora_a,
-        lora_b,
-    )
-
-
 def parameter_count(model: nn.Module) -> int:
     """Parameters of a model, tied ones counted once."""
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
@@ -238,45 +173,6 @@ def _is_decoder(config: Any) -> bool:
     # Encoders such as BERT have a causal head in transformers too, but are trained without it.
     has_causal_head = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return has_causal_head and config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-
-def _read_adapter_config(folder: Path) -> dict[str, Any]:
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        raise AdapterError(f"{folder} is not a PEFT adapter:", ["it has no adapter_config.json"])
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise AdapterError(f"{folder} is not a PEFT adapter:", [f"{path.name} is damaged: {error}"]) from None
-    if not isinstance(config, dict) or not {"r", "lora_alpha", "target_modules"} <= config.keys():
-        raise AdapterError(
-            f"{folder} is not a LoRA adapter:", [f"{path.name} lacks r, lora_alpha or target_modules"]
-        )
-    return config
-
-
-def _variant_problems(config: Mapping[str, Any]) -> list[str]:
-    """What of a PEFT configuration changes the formula base(x) + alpha / rank * lora_b(lora_a(x))."""
-    problems = []
-    if config.get("peft_type", "LORA") != "LORA":
-        problems.append(f"peft_type is {config['peft_type']}, not LORA")
-    for name in ("use_dora", "use_rslora", "use_qalora", "lora_bias", "alora_invocation_tokens"):
-        if config.get(name):
-            problems.append(f"{name} is set: the program computes plain LoRA with the scale alpha / rank")
-    for name in ("rank_pattern", "alpha_pattern"):
-        if config.get(name):
-            problems.append(f"{name} is set: the program has one rank and one alpha")
-    for name in ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices"):
-        if config.get(name):
-            problems.append(f"{name} is set: the program adapts linear layers only")
-    if config.get("bias", "none") != "none":
-        problems.append(f"bias is {config['bias']!r}: the program's biases are frozen")
-    if config.get("init_lora_weights", True) not in _PLAIN_INITIALIZATIONS:
-        problems.append(
-            f"init_lora_weights is {config['init_lora_weights']!r}: it changes the base weights, "
-            "which are exported as they are"
-        )
-    return problems
 
 
 def _first_line(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prge.adapter import CONFIG, WEIGHTS, Adapter, read_arrays, read_peft
+from prge.adapter import Adapter
 from prge.bundle import MANIFEST, Bundle, open_bundle
 from prge.checkpoint import HEAD
 from prge.contract import LORA_B_PREFIX, AdaptedModule
 from prge.engine import Array
-from prge.errors import AdapterError, BundleError, ConfigError, RunError
+from prge.errors import AdapterError, BundleError, ConfigError
+from prge.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
     from server_export.publishing.settings import PublishConfig
 
-_LORA_A = ".lora_A.weight"
 # Eager and engine differ by 1e-5 in float32; another model of the same shapes by far more.
 _TOLERANCE = 1e-3
 _ROWS = 8
@@ -69,11 +68,12 @@ def read_trained(config: PublishConfig) -> Trained:
     Raises:
         PrgeError: there is no adapter, it is damaged, or not of the bundle.
     """
-    folder, run = find_adapter(Path(config.source))
+    folder = find_adapter(Path(config.source))
+    run = run_of(folder)
     bundle = _find_bundle(config.bundle, run)
-    modules = bundle.contract.modules if bundle is not None else adapter_modules(folder)
+    modules = bundle.contract.modules if bundle is not None else read_lora(folder).modules
     adapter = read_peft(folder, modules, bundle.adapter if bundle is not None else None)
-    settings = json.loads((folder / CONFIG).read_bytes())
+    settings = read_config(folder)
     model = bundle.manifest.get("model", {}) if bundle is not None else {}
     base = config.model or model.get("name_or_path") or settings.get("base_model_name_or_path")
     if not base:
@@ -86,41 +86,6 @@ def read_trained(config: PublishConfig) -> Trained:
         None if config.model else model.get("revision") or settings.get("revision")
     )
     return Trained(folder, run, bundle, modules, adapter, settings, str(base), revision)
-
-
-def find_adapter(source: Path) -> tuple[Path, Path | None]:
-    """PEFT folder and run folder of what a user named: a run, its `final/`, a checkpoint, a PEFT folder."""
-    if (source / CONFIG).is_file():
-        absolute = source.resolve()
-        above = absolute.parent if absolute.name == "final" else absolute.parent.parent
-        return source, above if (above / "journal.jsonl").is_file() else None
-    if (source / "final" / CONFIG).is_file():
-        return source / "final", source
-    if (source / "journal.jsonl").is_file():
-        raise RunError(
-            f"{source} is a run without a result",
-            remedy=f"finish it with `prge run --resume {source}`, or give one of its checkpoints",
-        )
-    raise AdapterError(
-        f"{source} holds no trained adapter:",
-        [f"neither {CONFIG} nor final/{CONFIG} is there"],
-        remedy="give a run folder, a checkpoint or a PEFT folder",
-    )
-
-
-def adapter_modules(folder: Path) -> tuple[AdaptedModule, ...]:
-    """The layers that a PEFT folder adapts, by name."""
-    prefix = "base_model.model."
-    arrays = read_arrays(folder / WEIGHTS)
-    modules = []
-    for key, lora_a in arrays.items():
-        lora_b = arrays.get(key.replace(_LORA_A, ".lora_B.weight"))
-        if key.endswith(_LORA_A) and lora_a.ndim == 2 and lora_b is not None and lora_b.ndim == 2:
-            name = key.removeprefix(prefix).removesuffix(_LORA_A)
-            modules.append(AdaptedModule(name, lora_a.shape[0], lora_a.shape[1], lora_b.shape[0]))
-    if not modules:
-        raise AdapterError(f"{folder} is no LoRA adapter:", [f"{WEIGHTS} has no pair of lora_A and lora_B"])
-    return tuple(modules)
 
 
 def load_base(trained: Trained) -> LoadedModel:
@@ -235,9 +200,8 @@ def load_peft(loaded: LoadedModel, trained: Trained) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = PeftModel.from_pretrained(loaded.model, str(trained.folder))
-    prefix = "base_model.model."
     layers = {
-        name.removeprefix(prefix): module.lora_B["default"].weight.detach().numpy()
+        name.removeprefix(PREFIX): module.lora_B["default"].weight.detach().numpy()
         for name, module in model.named_modules()
         if hasattr(module, "lora_B") and "default" in module.lora_B
     }

@@ -15,8 +15,8 @@ from prge.bundle import ADAPTER, PROGRAM, TOKENIZER, Bundle, file_sha256
 from prge.contract import FORMAT
 from prge.engine import Array
 from tests.bundles import write_manifest
-from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
 from tests.numpy_engine import NumpyEngine, NumpyTangentEngine
+from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
 from tests.templates import write_template
 
 QUERIES, BATCH = 3, 4
