@@ -24,6 +24,7 @@ from prge.contract import FORMAT, TensorSpec
 from prge.peft import PeftAdapter, write_lora
 from server_export.check.verification import Verification
 from server_export.lower.lowering import LoweredProgram, LoweringReport
+from server_export.model.base import base_of
 from server_export.model.program import SCORE_METHOD, BuiltProgram
 from server_export.model.tokenization import tokenizer_block, write_tokenizer
 from server_export.settings import ExportConfig
@@ -51,7 +52,7 @@ def write_adapter(folder: Path, built: BuiltProgram) -> None:
         # PEFT's name for "the base layer stores its weight transposed", which GPT-2's does.
         "fan_in_fan_out": built.had_conv1d,
         "task_type": "CAUSAL_LM" if built.loaded.is_decoder else "FEATURE_EXTRACTION",
-        "base_model_name_or_path": built.loaded.name_or_path,
+        **base_of(built.loaded).in_peft(),
         "inference_mode": True,
     }
     lora_a, lora_b = (
@@ -126,6 +127,7 @@ def _model_block(built: BuiltProgram) -> dict[str, Any]:
     return {
         "name_or_path": built.loaded.name_or_path,
         "revision": built.loaded.revision,
+        "sha256": built.loaded.sha256,
         "architecture": type(built.loaded.model).__name__,
         "model_type": built.loaded.config.model_type,
         "parameters": built.parameters,

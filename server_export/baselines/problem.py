@@ -24,7 +24,8 @@ from prge.errors import BundleError
 from prge.examples import Batch, Example, make_batch
 from prge.peft import read_lora
 from server_export.model import readout
-from server_export.model.loading import LoadedModel, load_model, parameter_count
+from server_export.model.base import model_problems
+from server_export.model.loading import LoadedModel, load_model
 from server_export.model.lora_fa import convert_conv1d
 from server_export.model.program import position_numbers
 from server_export.model.quantization import round_base
@@ -222,17 +223,10 @@ def single_contract(contract: Contract, rows: int) -> Contract:
 
 def _check_model(bundle: Bundle, loaded: LoadedModel) -> None:
     """Raise BundleError if the model can't be the bundle's."""
-    known = bundle.manifest.get("model", {})
-    seen = {
-        "architecture": type(loaded.model).__name__,
-        "model_type": loaded.config.model_type,
-        "parameters": parameter_count(loaded.model),
-    }
-    problems = [
-        f"its {name} is {value}, the bundle's {known[name]}"
-        for name, value in seen.items()
-        if known.get(name) is not None and known[name] != value
-    ]
+    block = bundle.manifest.get("model", {})
+    problems = model_problems(loaded, block)
+    if not problems and loaded.sha256 and block.get("sha256") not in (None, loaded.sha256):
+        problems = ["its content is another, its SHA-256 differs"]
     if problems:
         raise BundleError(
             f"{loaded.name_or_path} is not the model of the bundle: " + "; ".join(problems),

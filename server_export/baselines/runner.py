@@ -24,7 +24,7 @@ from prge.examples import Example
 from prge.head import CrossFittedHeads, Head
 from prge.memory import proportional_memory, resident_bytes
 from prge.optimizers import schedule
-from prge.peft import read_arrays
+from prge.peft import CONFIG, read_arrays, read_config, write_config
 from prge.progress import Progress
 from prge.rows.scoring import METRIC_NAMES, evaluate, extract_answers, mean_token_f1
 from prge.run_folder import FINAL, RunLog, write_summary
@@ -302,6 +302,7 @@ def _write_final(final: Path, problem: ModelProblem, method: Method) -> None:
     with new_folder(final, overwrite=True) as folder:
         if isinstance(method, Saving):
             method.save(folder)
+            _name_base(folder, problem)
         else:
             names = {id(parameter): name for name, parameter in problem.model.named_parameters()}
             values = {
@@ -312,3 +313,12 @@ def _write_final(final: Path, problem: ModelProblem, method: Method) -> None:
         if problem.heads.head is not None:
             arrays = head_arrays(problem.heads.head)
             save_file({name: torch.from_numpy(array) for name, array in arrays.items()}, folder / HEAD)
+
+
+def _name_base(folder: Path, problem: ModelProblem) -> None:
+    """Name the base model as the bundle's adapter does: PEFT names the folder that it was loaded from."""
+    if not (folder / CONFIG).is_file():
+        return
+    template = read_config(problem.bundle.adapter)
+    names = ("base_model_name_or_path", "revision")
+    write_config(folder, read_config(folder) | {name: template.get(name) for name in names})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,22 @@ import torch
 from torch import nn
 
 from prge.errors import BundleError
+from server_export.model.files import (
+    BUFFERS,
+    ModelFiles,
+    fetch_weights,
+    find_files,
+    first_line,
+    read_config,
+    stored_numbers,
+)
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
-_WEIGHTS = (".safetensors", ".bin")
+# Heads that a model without one has no use for.
+_HEADS = re.compile(r"^(cls|lm_head|classifier|pre_classifier|score|qa_outputs|pooler|vocab_\w+)\.")
+_POOLER = "pooler."
+_MOST_BUFFER_BYTES = 1 << 30
+_MOST_NAMES = 5
 
 
 @dataclass
@@ -21,12 +37,14 @@ class LoadedModel:
     """A transformers model in float32 and evaluation mode.
 
     `is_decoder` tells a causal language model with its vocabulary head from an encoder without a head.
+    `revision` is the commit of a hub id, `sha256` the content of a folder; the outline of one has none.
     """
 
     model: nn.Module
     name_or_path: str
     revision: str | None
     is_decoder: bool
+    sha256: str | None = None
 
     @property
     def config(self) -> Any:
@@ -43,25 +61,34 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
         revision: of a hub id.
 
     Raises:
-        BundleError: there is no model, or it is of a kind that a program can't be made of.
+        BundleError: there is no model, it is of a kind that a program can't be made of, or its weights are
+            not all there, not all used, or not finite.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    config = _load_config(name_or_path, revision)
-    _check_kind(config, name_or_path)
-    is_decoder = not pooled if pooled is not None else _is_decoder(config)
-    loader = AutoModelForCausalLM if is_decoder else AutoModel
+    files = find_files(name_or_path, revision)
+    config, is_decoder = _open_config(files, pooled)
+    outline = _outline(files, config, is_decoder)
+    fetch_weights(files)
+    _check_size(files, outline)
     try:
-        model = loader.from_pretrained(
-            name_or_path, config=config, revision=revision, dtype=torch.float32, attn_implementation="eager"
+        model, report = _loader(is_decoder).from_pretrained(
+            str(files.folder),
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # transformers raises what its parts raise
         raise BundleError(
             f"{name_or_path} can't be loaded as {'a causal language model' if is_decoder else 'an encoder'}: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             remedy="give the folder or hub id of a complete transformers checkpoint",
         ) from None
-    return prepare_model(model, name_or_path, is_decoder, getattr(config, "_commit_hash", None) or revision)
+    _check_weights(name_or_path, model, report, is_decoder)
+    loaded = prepare_model(model, name_or_path, is_decoder, files.revision)
+    return loaded if files.revision else replace(loaded, sha256=files.sha256())
 
 
 def outline_model(
@@ -72,28 +99,20 @@ def outline_model(
     Raises:
         BundleError: as `load_model`, but for the weights.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
+    files = find_files(name_or_path, revision)
+    config, is_decoder = _open_config(files, pooled)
+    return prepare_model(_outline(files, config, is_decoder), name_or_path, is_decoder, files.revision)
 
-    config = _load_config(name_or_path, revision)
-    _check_kind(config, name_or_path)
-    is_decoder = not pooled if pooled is not None else _is_decoder(config)
-    loader = AutoModelForCausalLM if is_decoder else AutoModel
-    try:
-        with torch.device("meta"):
-            model = loader.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise BundleError(
-            f"{name_or_path} describes no {'causal language model' if is_decoder else 'encoder'}: "
-            f"{_first_line(error)}",
-            remedy="give a folder with a transformers model's config.json, or a hub id",
-        ) from None
-    return prepare_model(model, name_or_path, is_decoder, revision)
+
+def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:
+    """Whether a model's own configuration has it keep keys and values; `prepare_model` switches that off."""
+    return bool(read_config(find_files(name_or_path, revision)).get("use_cache", True))
 
 
 def checkpoint_bytes(loaded: LoadedModel) -> int:
     """Bytes of a model's weights as they are stored: of its files, or of its configuration's dtype."""
     folder = Path(loaded.name_or_path)
-    found = [path.stat().st_size for suffix in _WEIGHTS for path in folder.glob(f"*{suffix}")]
+    found = [path.stat().st_size for path in folder.glob("*.safetensors")]
     if found:
         return sum(found)
     dtype = getattr(loaded.config, "dtype", None)
@@ -116,28 +135,103 @@ def parameter_count(model: nn.Module) -> int:
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
 
 
-def _load_config(name_or_path: str, revision: str | None) -> Any:
+def _open_config(files: ModelFiles, pooled: bool | None) -> tuple[Any, bool]:
+    """A checked configuration, and whether its model is a decoder."""
     from transformers import AutoConfig
 
-    path = Path(name_or_path)
-    looks_like_path = path.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1
-    if looks_like_path and not path.is_dir():
-        raise BundleError(
-            f"there is no folder {name_or_path}",
-            remedy="give a folder with a transformers model, or a hub id",
-        )
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise BundleError(
-            f"{name_or_path} is not a transformers model: it has no config.json",
-            remedy="give the folder that `save_pretrained` wrote",
-        )
+    read_config(files)
     try:
-        return AutoConfig.from_pretrained(name_or_path, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
+        _check_kind(config, files.name)
+        return config, not pooled if pooled is not None else _is_decoder(config)
+    except BundleError:
+        raise
+    except Exception as error:  # any number or name of a configuration may be what a class can't take
         raise BundleError(
-            f"{name_or_path} can't be read as a transformers model: {_first_line(error)}",
-            remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
+            f"{files.name} can't be read as a transformers model: {first_line(error)}",
+            remedy="give a folder with a transformers model, or a hub id",
         ) from None
+
+
+def _loader(is_decoder: bool) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    return AutoModelForCausalLM if is_decoder else AutoModel
+
+
+def _outline(files: ModelFiles, config: Any, is_decoder: bool) -> Any:
+    """The model without memory for its numbers."""
+    try:
+        with torch.device("meta"):
+            model = _loader(is_decoder).from_config(
+                copy.deepcopy(config),
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+            )
+    except Exception as error:
+        raise BundleError(
+            f"{files.name} describes no {'causal language model' if is_decoder else 'encoder'}: "
+            f"{first_line(error)}",
+            remedy="give a folder with a transformers model's config.json, or a hub id",
+        ) from None
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise BundleError(
+                f"{files.name} describes no model: {name} would be {list(parameter.shape)}",
+                remedy="correct its config.json",
+            )
+    return model
+
+
+def _check_size(files: ModelFiles, outline: nn.Module) -> None:
+    """Raise BundleError before a configuration makes memory be taken that no weights are there for."""
+    needed = sum(
+        math.prod(parameter.shape)
+        for name, parameter in outline.named_parameters()
+        if not name.startswith(_POOLER)
+    )
+    stored = stored_numbers(files)
+    buffers = sum(buffer.numel() * buffer.itemsize for buffer in outline.buffers())
+    if needed > stored:
+        raise BundleError(
+            f"{files.name} has weights for another model: its config.json describes {needed:,} numbers, the "
+            f"weights hold {stored:,}",
+            remedy="copy the model again",
+        )
+    if buffers > _MOST_BUFFER_BYTES:
+        raise BundleError(
+            f"{files.name} has tables of {buffers:,} bytes, at most {_MOST_BUFFER_BYTES:,} can be exported",
+            remedy="correct its config.json",
+        )
+
+
+def _check_weights(name: str, model: nn.Module, report: Mapping[str, Any], is_decoder: bool) -> None:
+    """Raise BundleError unless every weight came from the files, and every one of the files was used."""
+    spare = (BUFFERS,) if is_decoder else (BUFFERS, _HEADS)
+    problems = {
+        "lacks": [key for key in report["missing_keys"] if is_decoder or not key.startswith(_POOLER)],
+        "has no place for": [
+            key for key in report["unexpected_keys"] if not any(kind.search(key) for kind in spare)
+        ],
+        "has numbers that aren't finite in": [
+            key
+            for key, parameter in model.named_parameters()
+            if not all(bool(torch.isfinite(end)) for end in torch.aminmax(parameter))
+        ],
+    }
+    texts = [f"it {what} {_listed(sorted(keys))}" for what, keys in problems.items() if keys]
+    texts += [first_line(ValueError(message)) for message in report.get("error_msgs", ())]
+    if texts:
+        raise BundleError(
+            f"the weights of {name} are not those of its config.json: {'; '.join(texts)}",
+            remedy="give a complete checkpoint of the model",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + rest
 
 
 def _check_kind(config: Any, name: str) -> None:
@@ -173,8 +267,3 @@ def _is_decoder(config: Any) -> bool:
     # Encoders such as BERT have a causal head in transformers too, but are trained without it.
     has_causal_head = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return has_causal_head and config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -17,6 +17,7 @@ from prge.contract import LORA_B_PREFIX, AdaptedModule
 from prge.engine import Array
 from prge.errors import AdapterError, BundleError, ConfigError
 from prge.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
+from server_export.model.base import BaseModel, base_in_manifest, base_in_peft, model_problems
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
@@ -31,7 +32,8 @@ _ROWS = 8
 class Trained:
     """A trained adapter with what is known of it.
 
-    `folder` is its PEFT folder, `run` its run folder or None; `config` is its `adapter_config.json`.
+    `folder` is its PEFT folder, `run` its run folder or None; `config` is its `adapter_config.json`. The base
+    model is the recorded one, or, where `is_typed`, one that the user named.
     """
 
     folder: Path
@@ -40,8 +42,8 @@ class Trained:
     modules: tuple[AdaptedModule, ...]
     adapter: Adapter
     config: dict[str, Any]
-    base: str
-    revision: str | None
+    base: BaseModel
+    is_typed: bool
 
     @property
     def is_encoder(self) -> bool | None:
@@ -75,17 +77,17 @@ def read_trained(config: PublishConfig) -> Trained:
     adapter = read_peft(folder, modules, bundle.adapter if bundle is not None else None)
     settings = read_config(folder)
     model = bundle.manifest.get("model", {}) if bundle is not None else {}
-    base = config.model or model.get("name_or_path") or settings.get("base_model_name_or_path")
-    if not base:
+    base = BaseModel(config.model) if config.model else base_in_manifest(model) or base_in_peft(settings)
+    if base is None:
         raise ConfigError(
             "the base model isn't known:",
             [f"neither a bundle nor {folder / CONFIG} names it"],
             remedy="give --model or --bundle",
         )
-    revision = config.revision or (
-        None if config.model else model.get("revision") or settings.get("revision")
-    )
-    return Trained(folder, run, bundle, modules, adapter, settings, str(base), revision)
+    if config.revision is not None:
+        base = BaseModel(base.name, config.revision)
+    is_typed = config.model is not None or config.revision is not None
+    return Trained(folder, run, bundle, modules, adapter, settings, base, is_typed)
 
 
 def load_base(trained: Trained) -> LoadedModel:
@@ -94,33 +96,27 @@ def load_base(trained: Trained) -> LoadedModel:
     Raises:
         BundleError: it isn't there, or is another model.
     """
-    from server_export.model.loading import load_model, parameter_count
+    from server_export.model.loading import load_model
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()
     remedy = "give the base model with --model"
+    base, pooled = trained.base, trained.is_encoder
     try:
-        loaded = load_model(trained.base, pooled=trained.is_encoder, revision=trained.revision)
+        if trained.is_typed:
+            loaded = load_model(base.name, pooled=pooled, revision=base.revision)
+        else:
+            loaded = base.load(pooled=pooled)
     except BundleError as error:
         raise BundleError(f"the base model can't be loaded: {error.what}", remedy=remedy) from None
-    known = trained.bundle.manifest.get("model", {}) if trained.bundle is not None else {}
-    seen = {
-        "architecture": type(loaded.model).__name__,
-        "model_type": loaded.config.model_type,
-        "parameters": parameter_count(loaded.model),
-    }
-    problems = [
-        f"its {name} is {value}, the bundle's {known[name]}"
-        for name, value in seen.items()
-        if known.get(name) is not None and known[name] != value
-    ]
+    problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []
     if not problems:
         problems = _layer_problems(loaded.model, trained.modules)
     if not problems and trained.bundle is not None:
         problems = _answer_problems(loaded, trained, trained.bundle)
     if problems:
         raise BundleError(
-            f"{trained.base} is not the model that the adapter was trained on: " + "; ".join(problems),
+            f"{trained.base.name} is not the model that the adapter was trained on: " + "; ".join(problems),
             remedy=remedy,
         )
     return loaded
