@@ -11,7 +11,6 @@ from typing import Any, Literal
 from device_runner.engines.choice import choose
 from device_runner.engines.lengths import PROGRAM_BYTES, chosen_lengths
 from device_runner.engines.programs import open_programs
-from prge.adapter import read_peft
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
 from prge.engine import EngineName
@@ -19,12 +18,13 @@ from prge.errors import ConfigError
 from prge.evaluation import Scores
 from prge.examples import Example
 from prge.head import Head
+from prge.peft import find_adapter, read_peft
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import adapter_folder, reported
+from prge.run_folder import reported
 from prge.settings import parse_settings
 
 DESCRIPTION = "Score an adapter on rows of a file; prints the loss and the metric of the task."
@@ -93,7 +93,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         settings.data, tokenizer, contract, task, selection, options, training=False
     )
     print(report.text())
-    source = adapter_folder(settings.adapter) if settings.adapter else bundle.adapter
+    source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     head = None
     if contract.is_encoder:

@@ -26,7 +26,7 @@ from device_runner.session.noise import (
     neighbours_agree,
 )
 from device_runner.session.settings import suggested_queries
-from prge.adapter import Adapter, read_peft
+from prge.adapter import Adapter
 from prge.bounds import bound_problems
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
@@ -39,11 +39,12 @@ from prge.estimators import Step
 from prge.evaluation import score
 from prge.examples import Batch, Example
 from prge.head import Head
+from prge.peft import find_adapter, read_peft
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import adapter_folder, reported
+from prge.run_folder import reported
 from prge.sampling import Sampler
 from prge.settings import parse_settings
 from prge.tangents import Tangents
@@ -251,7 +252,7 @@ def probe(settings: ProbeSettings) -> Report:
     selection = Selection(0, settings.limit, settings.shuffle_seed)
     options = BuildOptions(overflow=settings.overflow)
     examples, data = load_examples(settings.data, tokenizer, contract, task, selection, options)
-    source = adapter_folder(settings.adapter) if settings.adapter else bundle.adapter
+    source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())

@@ -10,12 +10,13 @@ import numpy as np
 
 from device_runner.session.inputs import make_estimator, new_state
 from device_runner.session.settings import RunSettings
-from prge.adapter import Adapter, read_peft, write_peft
+from prge.adapter import Adapter
 from prge.checkpoint import HEAD, TrainingState, head_arrays
 from prge.contract import AdaptedModule
 from prge.encoder_heads import Heads
 from prge.errors import RunError
 from prge.journal import Journal, Record, decode_array
+from prge.peft import read_peft, write_peft
 from prge.run_folder import FINAL, JOURNAL
 from prge.settings import parse_settings
 

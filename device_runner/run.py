@@ -27,7 +27,6 @@ from device_runner.session.inputs import (
 from device_runner.session.noise import noise_note
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, settled
-from prge.adapter import write_peft
 from prge.atomic import write_file
 from prge.bundle import Bundle, open_bundle
 from prge.checkpoint import (
@@ -44,12 +43,13 @@ from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
 from prge.journal import Journal, Record
+from prge.peft import write_peft
 from prge.rows.scoring import evaluate
 from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, run_lock, with_stored_settings
 from prge.sampling import Sampler
 from prge.settings import parse_settings, settings_to_yaml
 from prge.training import AdapterLearner, train
-from prge.watching import Watcher, graceful_stop, shown
+from prge.watching import Watcher, figures_text, graceful_stop
 
 DESCRIPTION = "Fine-tune the adapter of a bundle by forward passes on the stock engine."
 
@@ -151,7 +151,7 @@ def _train(
         raise KeyboardInterrupt
     final = write_final(settings, inputs, state)
     best = journal.evaluation(state.step)
-    watcher.say(f"final: step {state.step} of {watcher.steps}" + (f": {shown(best)}" if best else ""))
+    watcher.say(f"final: step {state.step} of {watcher.steps}" + (f": {figures_text(best)}" if best else ""))
     return final
 
 

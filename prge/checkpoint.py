@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from prge.adapter import Adapter, read_arrays, read_peft, write_peft
+from prge.adapter import Adapter
 from prge.documents import read_json
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError
 from prge.head import Classifier, CrossFittedHeads, Head
 from prge.journal import Record, decode_array
 from prge.optimizers import Optimizer
+from prge.peft import read_arrays, read_peft, write_peft
 
 OPTIMIZER = "optimizer.safetensors"
 HEAD = "head.safetensors"

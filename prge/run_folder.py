@@ -48,16 +48,6 @@ def with_stored_settings(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def adapter_folder(path: Path) -> Path:
-    """A PEFT folder: the path itself, or the result of the run folder that it names."""
-    final = path / FINAL
-    if final.is_dir():
-        return final
-    if (path / JOURNAL).is_file():
-        raise RunError(f"{path} is a run without a result", remedy=f"finish it: prge run --resume {path}")
-    return path
-
-
 class RunLog:
     """metrics.jsonl and log.txt of one run folder, open for appending.
 

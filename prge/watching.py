@@ -117,7 +117,7 @@ class Watcher:
         if fresh or ("evaluation", record["step"]) not in self._written:
             self._metric("evaluation", record["step"], {"split": "dev", **metrics})
         if fresh:
-            self.say(f"step {record['step']}: development rows: {shown(record)}")
+            self.say(f"step {record['step']}: development rows: {figures_text(record)}")
         self._last = time.perf_counter()
 
     def _metric(self, event: str, step: int, figures: Record) -> None:
@@ -174,7 +174,7 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def shown(record: Record) -> str:
+def figures_text(record: Record) -> str:
     """Loss and metric of a record, for a person."""
     figures = {name: value for name, value in _evaluation(record).items() if name != "step"}
     return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())

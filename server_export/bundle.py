@@ -21,13 +21,14 @@ from prge.bundle import (
     variant_name,
 )
 from prge.contract import FORMAT, TensorSpec
+from prge.peft import PeftAdapter, write_lora
 from server_export.check.verification import Verification
 from server_export.lower.lowering import LoweredProgram, LoweringReport
+from server_export.model.base import base_of
 from server_export.model.program import SCORE_METHOD, BuiltProgram
 from server_export.model.tokenization import tokenizer_block, write_tokenizer
 from server_export.settings import ExportConfig
 
-_PREFIX = "base_model.model."
 _PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers")
 
 
@@ -39,34 +40,26 @@ def write_program(folder: Path, lowered: LoweredProgram) -> Path:
 
 
 def write_adapter(folder: Path, built: BuiltProgram) -> None:
-    """Write the adapter to start from as a PEFT folder with unscaled float32 matrices."""
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True)
-    LoraConfig(
-        r=built.rank,
-        lora_alpha=_integer_if_whole(built.alpha),
-        target_modules=built.target_modules,
-        lora_dropout=0.0,
-        bias="none",
-        # PEFT's name for "the base layer stores its weight transposed", which GPT-2's does.
-        fan_in_fan_out=built.had_conv1d,
-        task_type="CAUSAL_LM" if built.loaded.is_decoder else "FEATURE_EXTRACTION",
-        base_model_name_or_path=built.loaded.name_or_path,
-        inference_mode=True,
-    ).save_pretrained(folder)
-    # PEFT writes sets in hash order; the same export is to give the same bytes.
-    path = folder / "adapter_config.json"
-    config = json.loads(path.read_bytes())
+    """Write the adapter to start from as a PEFT folder."""
+    targets = built.target_modules
     config = {
-        key: sorted(value) if key == "target_modules" and isinstance(value, list) else value
-        for key, value in config.items()
+        "peft_type": "LORA",
+        "r": built.rank,
+        "lora_alpha": _integer_if_whole(built.alpha),
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        # PEFT's name for "the base layer stores its weight transposed", which GPT-2's does.
+        "fan_in_fan_out": built.had_conv1d,
+        "task_type": "CAUSAL_LM" if built.loaded.is_decoder else "FEATURE_EXTRACTION",
+        **base_of(built.loaded).in_peft(),
+        "inference_mode": True,
     }
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    tensors = {f"{_PREFIX}{name}.lora_A.weight": matrix for name, matrix in built.lora_a.items()}
-    tensors |= {f"{_PREFIX}{name}.lora_B.weight": matrix for name, matrix in built.lora_b.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    lora_a, lora_b = (
+        {name: matrix.numpy() for name, matrix in matrices.items()}
+        for matrices in (built.lora_a, built.lora_b)
+    )
+    write_lora(folder, PeftAdapter(config, lora_a, lora_b))
 
 
 def write_bundle(
@@ -134,6 +127,7 @@ def _model_block(built: BuiltProgram) -> dict[str, Any]:
     return {
         "name_or_path": built.loaded.name_or_path,
         "revision": built.loaded.revision,
+        "sha256": built.loaded.sha256,
         "architecture": type(built.loaded.model).__name__,
         "model_type": built.loaded.config.model_type,
         "parameters": built.parameters,

@@ -67,7 +67,7 @@ def _build(config: ExportConfig) -> tuple[BuiltProgram, Any]:
     quiet_libraries()
     pooled = None if config.readout is None else config.readout == "pooled"
     loaded = load_model(config.model, pooled=pooled, revision=config.revision)
-    tokenizer = load_tokenizer(config.model, config.revision)
+    tokenizer = load_tokenizer(config.model, loaded.revision)
     tokenizer_block(tokenizer, config.prepend_bos, loaded.model.get_input_embeddings().weight.shape[0])
     label_tokens = label_token_ids(tokenizer, config.label_words) if config.label_words else []
     return build_program(config, loaded, label_tokens), tokenizer

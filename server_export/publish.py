@@ -7,19 +7,20 @@ program   an ExecuTorch inference program of the merged model, with its manifest
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from prge.adapter import CONFIG, WEIGHTS, read_arrays
 from prge.atomic import new_folder
 from prge.bundle import MANIFEST, TOKENIZER
 from prge.checkpoint import HEAD
 from prge.errors import ConfigError, RunError
+from prge.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
+from server_export.model.base import base_of
 from server_export.publishing.model_card import CardFacts, model_card, read_run
 from server_export.publishing.settings import PublishConfig
 from server_export.publishing.trained import Trained, load_base, load_peft, read_trained
@@ -55,8 +56,9 @@ def publish(config: PublishConfig) -> Path:
     trained = read_trained(config)
     _check_out(out, config, trained)
     loaded = None
-    if config.format != "peft" or config.model is not None:
+    if config.format != "peft" or trained.is_typed:
         loaded = load_base(trained)
+        trained = replace(trained, base=base_of(loaded))
     try:
         if config.format == "peft":
             _publish_peft(out, config, trained)
@@ -75,7 +77,8 @@ def publish(config: PublishConfig) -> Path:
 
 def _publish_peft(out: Path, config: PublishConfig, trained: Trained) -> None:
     with new_folder(out, overwrite=config.overwrite) as folder:
-        _write_json(folder / CONFIG, {**trained.config, **_base_names(trained)})
+        plain = {name: value for name, value in trained.config.items() if name != "revision"}
+        write_config(folder, {**plain, **trained.base.in_peft(), "inference_mode": True})
         shutil.copyfile(trained.folder / WEIGHTS, folder / WEIGHTS)
         _copy_head(folder, trained)
         _write_card(folder, out, config, trained)
@@ -91,8 +94,6 @@ def _publish_merged(out: Path, config: PublishConfig, trained: Trained, loaded: 
 
 
 def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
-    import torch
-
     from server_export.model.loading import LoadedModel
     from server_export.publishing.inference import (
         InferenceSpec,
@@ -114,15 +115,7 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
         model = _merge(loaded, trained)
         loaded = LoadedModel(model, loaded.name_or_path, loaded.revision, loaded.is_decoder)
     else:
-        arrays = read_arrays(trained.folder / WEIGHTS)
-        lora_a, lora_b = (
-            {
-                module.name: torch.from_numpy(arrays[f"base_model.model.{module.name}.lora_{letter}.weight"])
-                for module in trained.modules
-            }
-            for letter in ("A", "B")
-        )
-        attach_fixed(loaded.model, lora_a, lora_b, trained.scale)
+        attach_fixed(loaded.model, read_lora(trained.folder))
     pooling = manifest.get("readout", {}).get("pooling") or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
     with new_folder(out, overwrite=config.overwrite) as folder:
@@ -134,7 +127,7 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
             _write_bundle_tokenizer(folder / TOKENIZER, trained)
         _write_card(folder, out, config, trained)
         facts = {
-            "model": manifest.get("model", {"name_or_path": trained.base, "revision": trained.revision}),
+            "model": {**manifest.get("model", {}), **trained.base.in_manifest()},
             "lora": {"alpha_over_rank": trained.scale, "merged": scheme == "fp32"},
             "readout": {"pooling": pooling if not loaded.is_decoder else None},
             "tokenizer": manifest.get("tokenizer"),
@@ -144,43 +137,29 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
 
 def _merge(loaded: LoadedModel, trained: Trained) -> Any:
     """The base model with the adapter in its weights, as transformers made it."""
-    from transformers import AutoConfig
+    from server_export.model.loading import read_use_cache
 
     merged = load_peft(loaded, trained).merge_and_unload()
     # Switched off for exporting; who generates with the model wants its own setting.
-    merged.config.use_cache = getattr(
-        AutoConfig.from_pretrained(trained.base, revision=trained.revision), "use_cache", True
-    )
+    merged.config.use_cache = read_use_cache(trained.base.name, trained.base.revision)
     return merged
 
 
 def _save_tokenizer(folder: Path, trained: Trained) -> None:
     from server_export.model.tokenization import load_tokenizer
 
-    load_tokenizer(trained.base, trained.revision).save_pretrained(folder)
+    load_tokenizer(trained.base.name, trained.base.revision).save_pretrained(folder)
 
 
 def _write_bundle_tokenizer(folder: Path, trained: Trained) -> None:
     from server_export.model.tokenization import load_tokenizer, write_tokenizer
 
-    write_tokenizer(load_tokenizer(trained.base, trained.revision), folder)
+    write_tokenizer(load_tokenizer(trained.base.name, trained.base.revision), folder)
 
 
 def _copy_head(folder: Path, trained: Trained) -> None:
     if trained.head is not None:
         shutil.copyfile(trained.head, folder / HEAD)
-
-
-def _base_names(trained: Trained) -> dict[str, Any]:
-    """How PEFT names the base model; a revision only where a hub id has one."""
-    names: dict[str, Any] = {"base_model_name_or_path": trained.base, "inference_mode": True}
-    if trained.revision is not None and not Path(trained.base).is_dir():
-        names["revision"] = trained.revision
-    return names
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained) -> None:
@@ -189,7 +168,6 @@ def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained
         name=out.resolve().name,
         format=config.format,
         base=trained.base,
-        base_is_folder=Path(trained.base).is_dir(),
         is_encoder=bool(trained.is_encoder),
         pooling=manifest.get("readout", {}).get("pooling"),
         has_head=trained.head is not None,
@@ -209,7 +187,7 @@ def _check_out(out: Path, config: PublishConfig, trained: Trained) -> None:
         Path(config.source),
         *([trained.bundle.folder] if trained.bundle is not None else []),
     ]
-    used += [Path(trained.base)] if Path(trained.base).is_dir() else []
+    used += [Path(trained.base.name)] if Path(trained.base.name).is_dir() else []
     for folder in (path.resolve() for path in used):
         if target == folder or target in folder.parents or (folder in target.parents and folder != run):
             raise RunError(

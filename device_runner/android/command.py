@@ -21,7 +21,7 @@ from device_runner.android.runtime import BundleSettings, build_runtime, open_ru
 from device_runner.session.settings import RunSettings
 from prge.bundle import open_bundle
 from prge.errors import ConfigError, DeviceError, PrgeError
-from prge.run_folder import adapter_folder
+from prge.peft import find_adapter
 from prge.settings import parse_settings, settings_to_yaml
 
 Settings = TypeVar("Settings")
@@ -340,7 +340,7 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     if plain.task and Path(plain.task).is_file():
         changes["task"] = phone.send_file(Path(plain.task))
     if plain.adapter:
-        source = adapter_folder(plain.adapter)
+        source = find_adapter(plain.adapter)
         remote = phone.path("adapters", digest(str(source.resolve()))[:12])
         phone.send_folder(source, remote)
         changes["adapter"] = Path(remote)

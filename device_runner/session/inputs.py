@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from device_runner.session.settings import RunSettings
-from prge.adapter import Adapter, read_peft
+from prge.adapter import Adapter
 from prge.bundle import Bundle, file_sha256
 from prge.checkpoint import HEAD, TrainingState, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule
@@ -18,12 +18,12 @@ from prge.examples import Example
 from prge.head import Head
 from prge.journal import Record, encode_array
 from prge.optimizers import make_optimizer, schedule
+from prge.peft import find_adapter, read_peft
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
-from prge.run_folder import adapter_folder
 from prge.tangents import Tangents
 
 # What may differ between the parts of one run: where things lie (hashes tell what they are), how fast it goes
@@ -75,7 +75,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
             settings.dev, tokenizer, bundle.score_contract, task, chosen, options, training=False
         )
         texts.insert(1, dev_report.text())
-    source = adapter_folder(settings.adapter) if settings.adapter else bundle.adapter
+    source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     start_head = None
     if contract.is_encoder and (source / HEAD).is_file():

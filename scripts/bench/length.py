@@ -32,7 +32,7 @@ from reports import report
 from device_runner.engines.choice import choose
 from device_runner.engines.length_engine import row_lengths
 from device_runner.engines.programs import Programs, open_programs
-from prge.adapter import Adapter, read_peft
+from prge.adapter import Adapter
 from prge.bundle import Bundle, open_bundle
 from prge.differences import Antithetic, Differences
 from prge.encoder_heads import fit_heads
@@ -42,6 +42,7 @@ from prge.evaluation import score
 from prge.examples import Batch, Example
 from prge.head import Classifier
 from prge.optimizers import Adam
+from prge.peft import read_peft
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.task import load_task

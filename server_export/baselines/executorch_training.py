@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prge.adapter import Adapter, write_peft
+from prge.adapter import Adapter
 from prge.contract import Contract
 from prge.errors import ConfigError, EngineError
 from prge.examples import Batch, Example, make_batch
+from prge.peft import write_peft
 from server_export.baselines.method import Problem, StepResult
 from server_export.baselines.problem import ModelProblem
 from server_export.baselines.settings import BaselineSettings

@@ -22,8 +22,10 @@ from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Array
 from prge.errors import BundleError
 from prge.examples import Batch, Example, make_batch
+from prge.peft import read_lora
 from server_export.model import readout
-from server_export.model.loading import LoadedModel, load_adapter, load_model, parameter_count
+from server_export.model.base import model_problems
+from server_export.model.loading import LoadedModel, load_model
 from server_export.model.lora_fa import convert_conv1d
 from server_export.model.program import position_numbers
 from server_export.model.quantization import round_base
@@ -62,13 +64,13 @@ class ModelProblem:
         self.positions = position_numbers(loaded, self.score_contract.sequence_length)
         convert_conv1d(loaded.model)
         round_base(loaded.model, bundle.quantization or "fp32")
-        start = load_adapter(bundle.adapter)
+        start = read_lora(bundle.adapter)
         self.bundle = bundle
         self.model: nn.Module = loaded.model
         self.modules: tuple[AdaptedModule, ...] = bundle.contract.modules
-        self.lora_a = {module.name: start.lora_a[module.name] for module in self.modules}
-        self.lora_b = {module.name: start.lora_b[module.name] for module in self.modules}
-        self.scale = start.alpha / start.rank
+        self.lora_a = {module.name: torch.from_numpy(start.lora_a[module.name]) for module in self.modules}
+        self.lora_b = {module.name: torch.from_numpy(start.lora_b[module.name]) for module in self.modules}
+        self.scale = start.scale
         self.train = train
         self.seed = seed
         self.pad = pad
@@ -221,17 +223,10 @@ def single_contract(contract: Contract, rows: int) -> Contract:
 
 def _check_model(bundle: Bundle, loaded: LoadedModel) -> None:
     """Raise BundleError if the model can't be the bundle's."""
-    known = bundle.manifest.get("model", {})
-    seen = {
-        "architecture": type(loaded.model).__name__,
-        "model_type": loaded.config.model_type,
-        "parameters": parameter_count(loaded.model),
-    }
-    problems = [
-        f"its {name} is {value}, the bundle's {known[name]}"
-        for name, value in seen.items()
-        if known.get(name) is not None and known[name] != value
-    ]
+    block = bundle.manifest.get("model", {})
+    problems = model_problems(loaded, block)
+    if not problems and loaded.sha256 and block.get("sha256") not in (None, loaded.sha256):
+        problems = ["its content is another, its SHA-256 differs"]
     if problems:
         raise BundleError(
             f"{loaded.name_or_path} is not the model of the bundle: " + "; ".join(problems),

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from prge.adapter import Adapter, read_arrays
+from prge.adapter import Adapter
 from prge.atomic import new_folder
 from prge.checkpoint import HEAD, head_arrays
 from prge.encoder_heads import Heads
@@ -23,11 +23,12 @@ from prge.head import CrossFittedHeads, Head
 from prge.journal import Record
 from prge.memory import resident_bytes
 from prge.optimizers import schedule
+from prge.peft import CONFIG, read_arrays, read_config, write_config
 from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
 from prge.run_folder import FINAL
 from prge.sampling import Sampler
 from prge.training import train
-from prge.watching import Watcher, graceful_stop, shown
+from prge.watching import Watcher, figures_text, graceful_stop
 from server_export.baselines.inputs import BaselineInputs
 from server_export.baselines.learner import BEST, CHECKPOINT, BaselineLearner, BaselineState, Checkpoints
 from server_export.baselines.method import Method, Problem, Saving
@@ -102,7 +103,7 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
         _write_final(settings.out / FINAL, problem, method)
         best = facts.state.best
         step = best["step"] if best else watcher.steps
-        watcher.say(f"final: step {step} of {watcher.steps}" + (f": {shown(best)}" if best else ""))
+        watcher.say(f"final: step {step} of {watcher.steps}" + (f": {figures_text(best)}" if best else ""))
     for name in (CHECKPOINT, BEST, _HEADS):
         shutil.rmtree(settings.out / name, ignore_errors=True)
 
@@ -215,6 +216,7 @@ def _write_final(final: Path, problem: ModelProblem, method: Method) -> None:
     with new_folder(final, overwrite=True) as folder:
         if isinstance(method, Saving):
             method.save(folder)
+            _name_base(folder, problem)
         else:
             names = {id(parameter): name for name, parameter in problem.model.named_parameters()}
             values = {
@@ -225,3 +227,12 @@ def _write_final(final: Path, problem: ModelProblem, method: Method) -> None:
         if problem.heads.head is not None:
             arrays = head_arrays(problem.heads.head)
             save_file({name: torch.from_numpy(array) for name, array in arrays.items()}, folder / HEAD)
+
+
+def _name_base(folder: Path, problem: ModelProblem) -> None:
+    """Name the base model as the bundle's adapter does: PEFT names the folder that it was loaded from."""
+    if not (folder / CONFIG).is_file():
+        return
+    template = read_config(problem.bundle.adapter)
+    names = ("base_model_name_or_path", "revision")
+    write_config(folder, read_config(folder) | {name: template.get(name) for name in names})

@@ -1,23 +1,35 @@
-"""A folder or hub id becomes a float32 model; a PEFT folder becomes the adapter to start from."""
+"""A folder or hub id becomes a float32 model."""
 
 from __future__ import annotations
 
-import json
+import copy
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from prge.errors import AdapterError, BundleError
+from prge.errors import BundleError
+from server_export.model.files import (
+    BUFFERS,
+    ModelFiles,
+    fetch_weights,
+    find_files,
+    first_line,
+    read_config,
+    stored_numbers,
+)
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
-_WEIGHTS = (".safetensors", ".bin")
-# Every other initialization of LoRA also changes the base weights.
-_PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
+# Heads that a model without one has no use for.
+_HEADS = re.compile(r"^(cls|lm_head|classifier|pre_classifier|score|qa_outputs|pooler|vocab_\w+)\.")
+_POOLER = "pooler."
+_MOST_BUFFER_BYTES = 1 << 30
+_MOST_NAMES = 5
 
 
 @dataclass
@@ -25,28 +37,19 @@ class LoadedModel:
     """A transformers model in float32 and evaluation mode.
 
     `is_decoder` tells a causal language model with its vocabulary head from an encoder without a head.
+    `revision` is the commit of a hub id, `sha256` the content of a folder; the outline of one has none.
     """
 
     model: nn.Module
     name_or_path: str
     revision: str | None
     is_decoder: bool
+    sha256: str | None = None
 
     @property
     def config(self) -> Any:
         """The transformers configuration of the text model."""
         return self.model.config
-
-
-@dataclass(frozen=True)
-class StartAdapter:
-    """A trained LoRA adapter: frozen `lora_a` [rank, in] and `lora_b` [out, rank] by module, unscaled."""
-
-    rank: int
-    alpha: float
-    target_modules: str | list[str]
-    lora_a: Mapping[str, torch.Tensor]
-    lora_b: Mapping[str, torch.Tensor]
 
 
 def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str | None = None) -> LoadedModel:
@@ -58,25 +61,34 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
         revision: of a hub id.
 
     Raises:
-        BundleError: there is no model, or it is of a kind that a program can't be made of.
+        BundleError: there is no model, it is of a kind that a program can't be made of, or its weights are
+            not all there, not all used, or not finite.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    config = _load_config(name_or_path, revision)
-    _check_kind(config, name_or_path)
-    is_decoder = not pooled if pooled is not None else _is_decoder(config)
-    loader = AutoModelForCausalLM if is_decoder else AutoModel
+    files = find_files(name_or_path, revision)
+    config, is_decoder = _open_config(files, pooled)
+    outline = _outline(files, config, is_decoder)
+    fetch_weights(files)
+    _check_size(files, outline)
     try:
-        model = loader.from_pretrained(
-            name_or_path, config=config, revision=revision, dtype=torch.float32, attn_implementation="eager"
+        model, report = _loader(is_decoder).from_pretrained(
+            str(files.folder),
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # transformers raises what its parts raise
         raise BundleError(
             f"{name_or_path} can't be loaded as {'a causal language model' if is_decoder else 'an encoder'}: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             remedy="give the folder or hub id of a complete transformers checkpoint",
         ) from None
-    return prepare_model(model, name_or_path, is_decoder, getattr(config, "_commit_hash", None) or revision)
+    _check_weights(name_or_path, model, report, is_decoder)
+    loaded = prepare_model(model, name_or_path, is_decoder, files.revision)
+    return loaded if files.revision else replace(loaded, sha256=files.sha256())
 
 
 def outline_model(
@@ -87,28 +99,20 @@ def outline_model(
     Raises:
         BundleError: as `load_model`, but for the weights.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
+    files = find_files(name_or_path, revision)
+    config, is_decoder = _open_config(files, pooled)
+    return prepare_model(_outline(files, config, is_decoder), name_or_path, is_decoder, files.revision)
 
-    config = _load_config(name_or_path, revision)
-    _check_kind(config, name_or_path)
-    is_decoder = not pooled if pooled is not None else _is_decoder(config)
-    loader = AutoModelForCausalLM if is_decoder else AutoModel
-    try:
-        with torch.device("meta"):
-            model = loader.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise BundleError(
-            f"{name_or_path} describes no {'causal language model' if is_decoder else 'encoder'}: "
-            f"{_first_line(error)}",
-            remedy="give a folder with a transformers model's config.json, or a hub id",
-        ) from None
-    return prepare_model(model, name_or_path, is_decoder, revision)
+
+def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:
+    """Whether a model's own configuration has it keep keys and values; `prepare_model` switches that off."""
+    return bool(read_config(find_files(name_or_path, revision)).get("use_cache", True))
 
 
 def checkpoint_bytes(loaded: LoadedModel) -> int:
     """Bytes of a model's weights as they are stored: of its files, or of its configuration's dtype."""
     folder = Path(loaded.name_or_path)
-    found = [path.stat().st_size for suffix in _WEIGHTS for path in folder.glob(f"*{suffix}")]
+    found = [path.stat().st_size for path in folder.glob("*.safetensors")]
     if found:
         return sum(found)
     dtype = getattr(loaded.config, "dtype", None)
@@ -126,83 +130,108 @@ def prepare_model(
     return LoadedModel(model, name_or_path, revision, is_decoder)
 
 
-def load_adapter(folder: Path) -> StartAdapter:
-    """Read a PEFT LoRA folder.
-
-    Raises:
-        AdapterError: it isn't one, or uses a variant of LoRA that a program doesn't compute.
-    """
-    from safetensors.torch import load_file
-
-    config = _read_adapter_config(folder)
-    problems = _variant_problems(config)
-    if problems:
-        raise AdapterError(
-            f"the adapter {folder} can't be the start of a run:", problems, remedy="train it as plain LoRA"
-        )
-    weights = folder / "adapter_model.safetensors"
-    if not weights.is_file():
-        raise AdapterError(f"the adapter {folder} has no weights:", [f"{weights.name} is missing"])
-    lora_a: dict[str, torch.Tensor] = {}
-    lora_b: dict[str, torch.Tensor] = {}
-    for key, tensor in load_file(weights).items():
-        name = key.removeprefix("base_model.model.").replace(".default.weight", ".weight")
-        if name.endswith(".lora_A.weight"):
-            lora_a[name.removesuffix(".lora_A.weight")] = tensor.float()
-        elif name.endswith(".lora_B.weight"):
-            lora_b[name.removesuffix(".lora_B.weight")] = tensor.float()
-        else:
-            problems.append(f"{key} is neither lora_A nor lora_B of a linear layer")
-    problems += [
-        f"{name} has only one of lora_A and lora_B" for name in sorted(lora_a.keys() ^ lora_b.keys())
-    ]
-    rank = int(config["r"])
-    problems += [
-        f"{name} has rank {tensor.shape[0]}, the adapter says {rank}"
-        for name, tensor in lora_a.items()
-        if tensor.shape[0] != rank
-    ]
-    if not lora_a:
-        problems.append("it holds no lora_A")
-    if problems:
-        raise AdapterError(f"the adapter {folder} can't be the start of a run:", problems)
-    targets = config["target_modules"]
-    return StartAdapter(
-        rank,
-        float(config["lora_alpha"]),
-        targets if isinstance(targets, str) else sorted(targets),
-        lora_a,
-        lora_b,
-    )
-
-
 def parameter_count(model: nn.Module) -> int:
     """Parameters of a model, tied ones counted once."""
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
 
 
-def _load_config(name_or_path: str, revision: str | None) -> Any:
+def _open_config(files: ModelFiles, pooled: bool | None) -> tuple[Any, bool]:
+    """A checked configuration, and whether its model is a decoder."""
     from transformers import AutoConfig
 
-    path = Path(name_or_path)
-    looks_like_path = path.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1
-    if looks_like_path and not path.is_dir():
-        raise BundleError(
-            f"there is no folder {name_or_path}",
-            remedy="give a folder with a transformers model, or a hub id",
-        )
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise BundleError(
-            f"{name_or_path} is not a transformers model: it has no config.json",
-            remedy="give the folder that `save_pretrained` wrote",
-        )
+    read_config(files)
     try:
-        return AutoConfig.from_pretrained(name_or_path, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
+        _check_kind(config, files.name)
+        return config, not pooled if pooled is not None else _is_decoder(config)
+    except BundleError:
+        raise
+    except Exception as error:  # any number or name of a configuration may be what a class can't take
         raise BundleError(
-            f"{name_or_path} can't be read as a transformers model: {_first_line(error)}",
-            remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
+            f"{files.name} can't be read as a transformers model: {first_line(error)}",
+            remedy="give a folder with a transformers model, or a hub id",
         ) from None
+
+
+def _loader(is_decoder: bool) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    return AutoModelForCausalLM if is_decoder else AutoModel
+
+
+def _outline(files: ModelFiles, config: Any, is_decoder: bool) -> Any:
+    """The model without memory for its numbers."""
+    try:
+        with torch.device("meta"):
+            model = _loader(is_decoder).from_config(
+                copy.deepcopy(config),
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+            )
+    except Exception as error:
+        raise BundleError(
+            f"{files.name} describes no {'causal language model' if is_decoder else 'encoder'}: "
+            f"{first_line(error)}",
+            remedy="give a folder with a transformers model's config.json, or a hub id",
+        ) from None
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise BundleError(
+                f"{files.name} describes no model: {name} would be {list(parameter.shape)}",
+                remedy="correct its config.json",
+            )
+    return model
+
+
+def _check_size(files: ModelFiles, outline: nn.Module) -> None:
+    """Raise BundleError before a configuration makes memory be taken that no weights are there for."""
+    needed = sum(
+        math.prod(parameter.shape)
+        for name, parameter in outline.named_parameters()
+        if not name.startswith(_POOLER)
+    )
+    stored = stored_numbers(files)
+    buffers = sum(buffer.numel() * buffer.itemsize for buffer in outline.buffers())
+    if needed > stored:
+        raise BundleError(
+            f"{files.name} has weights for another model: its config.json describes {needed:,} numbers, the "
+            f"weights hold {stored:,}",
+            remedy="copy the model again",
+        )
+    if buffers > _MOST_BUFFER_BYTES:
+        raise BundleError(
+            f"{files.name} has tables of {buffers:,} bytes, at most {_MOST_BUFFER_BYTES:,} can be exported",
+            remedy="correct its config.json",
+        )
+
+
+def _check_weights(name: str, model: nn.Module, report: Mapping[str, Any], is_decoder: bool) -> None:
+    """Raise BundleError unless every weight came from the files, and every one of the files was used."""
+    spare = (BUFFERS,) if is_decoder else (BUFFERS, _HEADS)
+    problems = {
+        "lacks": [key for key in report["missing_keys"] if is_decoder or not key.startswith(_POOLER)],
+        "has no place for": [
+            key for key in report["unexpected_keys"] if not any(kind.search(key) for kind in spare)
+        ],
+        "has numbers that aren't finite in": [
+            key
+            for key, parameter in model.named_parameters()
+            if not all(bool(torch.isfinite(end)) for end in torch.aminmax(parameter))
+        ],
+    }
+    texts = [f"it {what} {_listed(sorted(keys))}" for what, keys in problems.items() if keys]
+    texts += [first_line(ValueError(message)) for message in report.get("error_msgs", ())]
+    if texts:
+        raise BundleError(
+            f"the weights of {name} are not those of its config.json: {'; '.join(texts)}",
+            remedy="give a complete checkpoint of the model",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + rest
 
 
 def _check_kind(config: Any, name: str) -> None:
@@ -238,47 +267,3 @@ def _is_decoder(config: Any) -> bool:
     # Encoders such as BERT have a causal head in transformers too, but are trained without it.
     has_causal_head = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return has_causal_head and config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-
-def _read_adapter_config(folder: Path) -> dict[str, Any]:
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        raise AdapterError(f"{folder} is not a PEFT adapter:", ["it has no adapter_config.json"])
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise AdapterError(f"{folder} is not a PEFT adapter:", [f"{path.name} is damaged: {error}"]) from None
-    if not isinstance(config, dict) or not {"r", "lora_alpha", "target_modules"} <= config.keys():
-        raise AdapterError(
-            f"{folder} is not a LoRA adapter:", [f"{path.name} lacks r, lora_alpha or target_modules"]
-        )
-    return config
-
-
-def _variant_problems(config: Mapping[str, Any]) -> list[str]:
-    """What of a PEFT configuration changes the formula base(x) + alpha / rank * lora_b(lora_a(x))."""
-    problems = []
-    if config.get("peft_type", "LORA") != "LORA":
-        problems.append(f"peft_type is {config['peft_type']}, not LORA")
-    for name in ("use_dora", "use_rslora", "use_qalora", "lora_bias", "alora_invocation_tokens"):
-        if config.get(name):
-            problems.append(f"{name} is set: the program computes plain LoRA with the scale alpha / rank")
-    for name in ("rank_pattern", "alpha_pattern"):
-        if config.get(name):
-            problems.append(f"{name} is set: the program has one rank and one alpha")
-    for name in ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices"):
-        if config.get(name):
-            problems.append(f"{name} is set: the program adapts linear layers only")
-    if config.get("bias", "none") != "none":
-        problems.append(f"bias is {config['bias']!r}: the program's biases are frozen")
-    if config.get("init_lora_weights", True) not in _PLAIN_INITIALIZATIONS:
-        problems.append(
-            f"init_lora_weights is {config['init_lora_weights']!r}: it changes the base weights, "
-            "which are exported as they are"
-        )
-    return problems
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

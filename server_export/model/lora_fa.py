@@ -18,7 +18,7 @@ from torch import nn
 
 from prge.contract import AdaptedModule
 from prge.errors import AdapterError, ConfigError
-from server_export.model.loading import StartAdapter
+from prge.peft import PeftAdapter
 
 ALL_LINEAR = "all-linear"
 _EXPRESSION_SIGNS = set("*+?|()[]^$\\")
@@ -163,7 +163,7 @@ def initial_lora_a(model: nn.Module, names: Sequence[str], rank: int, seed: int)
     }
 
 
-def match_start_adapter(model: nn.Module, adapter: StartAdapter) -> dict[str, str]:
+def match_start_adapter(model: nn.Module, adapter: PeftAdapter) -> dict[str, str]:
     """Module names of the model and the names that the adapter has for them, in module order.
 
     An adapter that was trained on a model with a head names the layers below the model's prefix.

@@ -15,9 +15,10 @@ from prge.bundle import STEP_METHOD as STEP_METHOD
 from prge.bundle import TRUNK_METHOD, UPPER_METHOD, variant_name
 from prge.contract import ABSENT, U_PREFIX, V_PREFIX, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError
+from prge.peft import PeftAdapter, read_lora
 from server_export.model import attention, readout
 from server_export.model.blocks import blocks_below, in_top_blocks
-from server_export.model.loading import LoadedModel, StartAdapter, load_adapter, load_model, parameter_count
+from server_export.model.loading import LoadedModel, load_model, parameter_count
 from server_export.model.lora_fa import (
     CallInputs,
     convert_conv1d,
@@ -189,7 +190,7 @@ def build_program(
     parameters = parameter_count(loaded.model)
     had_conv1d = convert_conv1d(loaded.model) > 0
 
-    start = load_adapter(config.adapter) if config.adapter is not None else None
+    start = read_lora(config.adapter) if config.adapter is not None else None
     rank, alpha, targets, lora_a, lora_b = _adapter(config, loaded, start)
     inputs = CallInputs()
     modules = insert_lora(loaded.model, lora_a, alpha / rank, inputs)
@@ -240,7 +241,7 @@ def planned_contracts(
     """
     kind = _readout(config, loaded, label_tokens)
     position_numbers(loaded, config.sequence_length)
-    start = load_adapter(config.adapter) if config.adapter is not None else None
+    start = read_lora(config.adapter) if config.adapter is not None else None
     rank, _, _, lora_a, _ = _adapter(config, loaded, start)
     layers = {name: loaded.model.get_submodule(name) for name in lora_a}
     modules = tuple(
@@ -358,14 +359,14 @@ def _readout(config: ExportConfig, loaded: LoadedModel, label_tokens: Sequence[i
 
 
 def _adapter(
-    config: ExportConfig, loaded: LoadedModel, start: StartAdapter | None
+    config: ExportConfig, loaded: LoadedModel, start: PeftAdapter | None
 ) -> tuple[int, float, str | list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Rank, alpha, target modules, `lora_a` and `lora_b` to start from, in module order."""
     model = loaded.model
     if start is not None:
         names = match_start_adapter(model, start)
-        lora_a = {ours: start.lora_a[theirs].contiguous() for ours, theirs in names.items()}
-        lora_b = {ours: start.lora_b[theirs].contiguous() for ours, theirs in names.items()}
+        lora_a = {ours: torch.from_numpy(start.lora_a[theirs]) for ours, theirs in names.items()}
+        lora_b = {ours: torch.from_numpy(start.lora_b[theirs]) for ours, theirs in names.items()}
         return start.rank, start.alpha, start.target_modules, lora_a, lora_b
     targets = normal_targets(config.target_modules or default_target_modules(model))
     names_here = match_target_modules(model, targets)

@@ -29,8 +29,11 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer
 
+    is_folder = revision is None and Path(name_or_path).is_dir()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name_or_path, revision=revision, trust_remote_code=False, local_files_only=is_folder
+        )
     except Exception as error:  # transformers raises many kinds here, ImportError included
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise BundleError(

@@ -23,6 +23,7 @@ from prge.bundle import MANIFEST, PROGRAM, file_sha256, manifest_sha256
 from prge.contract import FORMAT, AdaptedModule, Contract, TensorSpec
 from prge.engine import Array
 from prge.errors import BundleError
+from prge.peft import PeftAdapter
 from server_export.check.verification import FP32_TOLERANCE, QUANTIZED_TOLERANCE, run_program
 from server_export.lower.lowering import LoweringReport, export_graph, lower
 from server_export.model import attention, readout
@@ -110,13 +111,13 @@ class BuiltInference:
     tolerance: float
 
 
-def attach_fixed(
-    model: nn.Module, lora_a: Mapping[str, torch.Tensor], lora_b: Mapping[str, torch.Tensor], scale: float
-) -> None:
-    """Put a trained adapter beside the layers that it names: lora_a [rank, in], lora_b [out, rank]."""
+def attach_fixed(model: nn.Module, adapter: PeftAdapter) -> None:
+    """Put a trained adapter beside the layers that it names."""
     convert_conv1d(model)
-    for name, matrix in lora_a.items():
-        replace_module(model, name, FixedLoraLinear(model.get_submodule(name), matrix * scale, lora_b[name]))
+    for name in adapter.lora_a:
+        lora_a = torch.from_numpy(adapter.lora_a[name]) * adapter.scale
+        lora_b = torch.from_numpy(adapter.lora_b[name])
+        replace_module(model, name, FixedLoraLinear(model.get_submodule(name), lora_a, lora_b))
 
 
 def build_inference(

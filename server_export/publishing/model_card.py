@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prge.documents import DocumentError, read_json
+from prge.run_folder import SUMMARY
+from server_export.model.base import BaseModel
+
 _USES = {
     "peft": """from peft import PeftModel
 from transformers import {loader}
 
-model = {loader}.from_pretrained("{base}")
+model = {loader}.from_pretrained({base})
 model = PeftModel.from_pretrained(model, "<this folder>")""",
     "merged": """from transformers import {loader}
 
@@ -27,12 +30,29 @@ _HEAD = """
 `head.safetensors` is the classification head: `scores = pooled @ weight.T + bias`, where `pooled` is the
 {pooling} of the last hidden states.
 """
-# Settings of a run that say nothing of it, by its estimator.
-_IDLE = {
-    "tangent": {"epsilon", "baseline", "normalize", "directions"},
-    "exact": {"epsilon", "baseline", "normalize", "directions", "queries", "share_directions"},
-    "antithetic": {"baseline", "normalize", "share_directions", "keep_programs"},
-    "one-sided": {"share_directions", "keep_programs"},
+# Settings of a run that a card tells; all others are somebody's files, or say nothing of the result.
+_SETTINGS = (
+    *("steps", "seed", "learning_rate", "schedule", "warmup", "optimizer", "momentum", "beta2"),
+    *("batch_size", "calls", "clip", "patience", "head_learning_rate", "head_folds"),
+)
+# Those that an estimator has besides.
+_OF_ESTIMATOR = {
+    "tangent": ("queries", "share_directions"),
+    "antithetic": ("queries", "epsilon", "directions"),
+    "one-sided": ("queries", "epsilon", "directions", "baseline", "normalize"),
+    "exact": (),
+}
+_TAGS = {
+    "tangent": "forward-mode-differentiation",
+    "antithetic": "zeroth-order",
+    "one-sided": "zeroth-order",
+    "exact": "backpropagation",
+}
+_METHODS = {
+    "tangent": "with forward passes only: exact derivatives along random directions",
+    "antithetic": "with forward passes only: antithetic differences (P-RGE, arXiv 2409.15520)",
+    "one-sided": "with forward passes only: one-sided differences",
+    "exact": "with exact gradients: backpropagation as an inference graph",
 }
 
 
@@ -42,8 +62,7 @@ class CardFacts:
 
     name: str
     format: str
-    base: str
-    base_is_folder: bool
+    base: BaseModel
     is_encoder: bool
     pooling: str | None
     has_head: bool
@@ -54,20 +73,21 @@ class CardFacts:
 
 def model_card(facts: CardFacts) -> str:
     """The text of README.md."""
+    base, revision = facts.base.label, facts.base.revision
     # The hub takes only hub ids here, and a folder's path is nobody else's business.
-    base = Path(facts.base).name if facts.base_is_folder else facts.base
-    header = ["---", *([] if facts.base_is_folder else [f"base_model: {base}"])]
+    header = ["---", *([f"base_model: {base}"] if revision else [])]
+    tag = _TAGS.get(_estimator(facts.run))
     header += [
         f"library_name: {_LIBRARIES[facts.format]}",
         "tags:",
         "- lora",
-        "- zeroth-order",
+        *([f"- {tag}"] if tag else []),
         "- prge",
         "---",
     ]
     use = _USES[facts.format].format(
         loader="AutoModel" if facts.is_encoder else "AutoModelForCausalLM",
-        base=base,
+        base=f'"{base}", revision="{revision}"' if revision else f'"<folder of {base}>"',
         output="scores" if facts.has_head else "pooled" if facts.is_encoder else "logits",
         inputs="tokens, attention_mask" if facts.is_encoder else "tokens, positions",
     )
@@ -77,8 +97,8 @@ def model_card(facts: CardFacts) -> str:
         "program": f"ExecuTorch inference program of {base} with a trained LoRA adapter",
     }[facts.format]
     seen: dict[str, str] = {}
-    for name, value in _facts(facts, base):
-        seen.setdefault(name, value)  # the bundle's hash is in the run's facts too
+    for name, value in _facts(facts):
+        seen.setdefault(name, value)
     rows = list(seen.items())
     width = max(len(name) for name, _ in rows)
     head = _HEAD.format(pooling="mean" if facts.pooling == "mean" else "first") if facts.has_head else ""
@@ -88,7 +108,7 @@ def model_card(facts: CardFacts) -> str:
             "",
             f"# {facts.name}",
             "",
-            f"{what}, trained with forward passes only by prge ({_method(facts.run)}).",
+            f"{what}{_training(facts.run)}.",
             "",
             "```python",
             use,
@@ -102,46 +122,55 @@ def model_card(facts: CardFacts) -> str:
     )
 
 
-def _method(run: Mapping[str, Any]) -> str:
-    if _estimator(run) == "tangent":
-        return "exact derivatives along random directions"
-    if _estimator(run) == "exact":
-        return "backpropagation, as an inference graph"
-    return "P-RGE, arXiv 2409.15520"
+def _training(run: Mapping[str, Any]) -> str:
+    """How the adapter was trained, where its run tells."""
+    method = _mapping(run.get("run")).get("method")
+    if isinstance(method, str) and method:
+        return f", trained in PyTorch by `prge baseline --method {_text(method)}`"
+    told = _METHODS.get(_estimator(run))
+    return f", trained by prge {told}" if told else ""
 
 
 def _estimator(run: Mapping[str, Any]) -> str:
-    return str(_mapping(_mapping(run.get("run")).get("settings")).get("estimator"))
+    return str(_settings(run).get("estimator"))
+
+
+def _settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _mapping(_mapping(run.get("run")).get("settings"))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _facts(facts: CardFacts, base: str) -> Iterator[tuple[str, str]]:
-    yield "base model", base
+def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
+    yield "base model", facts.base.label
+    if facts.base.revision or facts.base.sha256:
+        kind = "commit" if facts.base.revision else "sha256"
+        yield f"base model {kind}", str(facts.base.revision or facts.base.sha256)
     for key, name in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "target modules")):
         if facts.adapter.get(key) is not None:
             yield name, _text(facts.adapter[key])
     if facts.bundle_sha256:
         yield "bundle", facts.bundle_sha256
-    idle = _IDLE.get(_estimator(facts.run), set())
-    run = dict(_mapping(facts.run.get("run")))
-    if "settings" in run:
-        settings = _mapping(run["settings"])
-        run["settings"] = {name: value for name, value in settings.items() if name not in idle}
-    yield from _flat(run, "")
-    yield from _flat(facts.run.get("train"), "")
+    run, settings, estimator = _mapping(facts.run.get("run")), _settings(facts.run), _estimator(facts.run)
+    for name in ("status", "method", "engine"):
+        if isinstance(run.get(name), str):
+            yield name, _text(run[name])
+    if estimator in _METHODS:
+        yield "estimator", estimator
+    for name in (*_SETTINGS, *_OF_ESTIMATOR.get(estimator, ())):
+        if settings.get(name) is not None:
+            yield name.replace("_", " "), _text(settings[name])
+    yield from _numbers(_mapping(facts.run.get("train")), "")
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Numbers and short texts of a nested mapping; paths of the training machine are left out."""
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """The numbers of a nested mapping: its texts may be files of the user's."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _flat(part, f"{name} {str(key).replace('_', ' ')}".strip())
-    elif isinstance(value, bool | int | float) or (
-        isinstance(value, str) and "/" not in value and "\\" not in value
-    ):
+            yield from _numbers(part, f"{name} {str(key).replace('_', ' ')}".strip())
+    elif isinstance(value, int | float):
         yield name, _text(value)
 
 
@@ -155,7 +184,7 @@ def _text(value: Any) -> str:
 def read_run(folder: Path | None) -> dict[str, Any]:
     """A run folder's `run.json`, empty where there is none that can be read."""
     try:
-        content = json.loads((folder / "run.json").read_bytes()) if folder is not None else {}
-    except (OSError, ValueError):
+        content = read_json(folder / SUMMARY) if folder is not None else {}
+    except (OSError, DocumentError):
         return {}
     return content if isinstance(content, dict) else {}

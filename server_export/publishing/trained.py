@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prge.adapter import CONFIG, WEIGHTS, Adapter, read_arrays, read_peft
+from prge.adapter import Adapter
 from prge.bundle import MANIFEST, Bundle, open_bundle
 from prge.checkpoint import HEAD
 from prge.contract import LORA_B_PREFIX, AdaptedModule
 from prge.engine import Array
-from prge.errors import AdapterError, BundleError, ConfigError, RunError
+from prge.errors import AdapterError, BundleError, ConfigError
+from prge.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
+from server_export.model.base import BaseModel, base_in_manifest, base_in_peft, model_problems
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
     from server_export.publishing.settings import PublishConfig
 
-_LORA_A = ".lora_A.weight"
 # Eager and engine differ by 1e-5 in float32; another model of the same shapes by far more.
 _TOLERANCE = 1e-3
 _ROWS = 8
@@ -32,7 +32,8 @@ _ROWS = 8
 class Trained:
     """A trained adapter with what is known of it.
 
-    `folder` is its PEFT folder, `run` its run folder or None; `config` is its `adapter_config.json`.
+    `folder` is its PEFT folder, `run` its run folder or None; `config` is its `adapter_config.json`. The base
+    model is the recorded one, or, where `is_typed`, one that the user named.
     """
 
     folder: Path
@@ -41,8 +42,8 @@ class Trained:
     modules: tuple[AdaptedModule, ...]
     adapter: Adapter
     config: dict[str, Any]
-    base: str
-    revision: str | None
+    base: BaseModel
+    is_typed: bool
 
     @property
     def is_encoder(self) -> bool | None:
@@ -69,58 +70,24 @@ def read_trained(config: PublishConfig) -> Trained:
     Raises:
         PrgeError: there is no adapter, it is damaged, or not of the bundle.
     """
-    folder, run = find_adapter(Path(config.source))
+    folder = find_adapter(Path(config.source))
+    run = run_of(folder)
     bundle = _find_bundle(config.bundle, run)
-    modules = bundle.contract.modules if bundle is not None else adapter_modules(folder)
+    modules = bundle.contract.modules if bundle is not None else read_lora(folder).modules
     adapter = read_peft(folder, modules, bundle.adapter if bundle is not None else None)
-    settings = json.loads((folder / CONFIG).read_bytes())
+    settings = read_config(folder)
     model = bundle.manifest.get("model", {}) if bundle is not None else {}
-    base = config.model or model.get("name_or_path") or settings.get("base_model_name_or_path")
-    if not base:
+    base = BaseModel(config.model) if config.model else base_in_manifest(model) or base_in_peft(settings)
+    if base is None:
         raise ConfigError(
             "the base model isn't known:",
             [f"neither a bundle nor {folder / CONFIG} names it"],
             remedy="give --model or --bundle",
         )
-    revision = config.revision or (
-        None if config.model else model.get("revision") or settings.get("revision")
-    )
-    return Trained(folder, run, bundle, modules, adapter, settings, str(base), revision)
-
-
-def find_adapter(source: Path) -> tuple[Path, Path | None]:
-    """PEFT folder and run folder of what a user named: a run, its `final/`, a checkpoint, a PEFT folder."""
-    if (source / CONFIG).is_file():
-        absolute = source.resolve()
-        above = absolute.parent if absolute.name == "final" else absolute.parent.parent
-        return source, above if (above / "journal.jsonl").is_file() else None
-    if (source / "final" / CONFIG).is_file():
-        return source / "final", source
-    if (source / "journal.jsonl").is_file():
-        raise RunError(
-            f"{source} is a run without a result",
-            remedy=f"finish it with `prge run --resume {source}`, or give one of its checkpoints",
-        )
-    raise AdapterError(
-        f"{source} holds no trained adapter:",
-        [f"neither {CONFIG} nor final/{CONFIG} is there"],
-        remedy="give a run folder, a checkpoint or a PEFT folder",
-    )
-
-
-def adapter_modules(folder: Path) -> tuple[AdaptedModule, ...]:
-    """The layers that a PEFT folder adapts, by name."""
-    prefix = "base_model.model."
-    arrays = read_arrays(folder / WEIGHTS)
-    modules = []
-    for key, lora_a in arrays.items():
-        lora_b = arrays.get(key.replace(_LORA_A, ".lora_B.weight"))
-        if key.endswith(_LORA_A) and lora_a.ndim == 2 and lora_b is not None and lora_b.ndim == 2:
-            name = key.removeprefix(prefix).removesuffix(_LORA_A)
-            modules.append(AdaptedModule(name, lora_a.shape[0], lora_a.shape[1], lora_b.shape[0]))
-    if not modules:
-        raise AdapterError(f"{folder} is no LoRA adapter:", [f"{WEIGHTS} has no pair of lora_A and lora_B"])
-    return tuple(modules)
+    if config.revision is not None:
+        base = BaseModel(base.name, config.revision)
+    is_typed = config.model is not None or config.revision is not None
+    return Trained(folder, run, bundle, modules, adapter, settings, base, is_typed)
 
 
 def load_base(trained: Trained) -> LoadedModel:
@@ -129,33 +96,27 @@ def load_base(trained: Trained) -> LoadedModel:
     Raises:
         BundleError: it isn't there, or is another model.
     """
-    from server_export.model.loading import load_model, parameter_count
+    from server_export.model.loading import load_model
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()
     remedy = "give the base model with --model"
+    base, pooled = trained.base, trained.is_encoder
     try:
-        loaded = load_model(trained.base, pooled=trained.is_encoder, revision=trained.revision)
+        if trained.is_typed:
+            loaded = load_model(base.name, pooled=pooled, revision=base.revision)
+        else:
+            loaded = base.load(pooled=pooled)
     except BundleError as error:
         raise BundleError(f"the base model can't be loaded: {error.what}", remedy=remedy) from None
-    known = trained.bundle.manifest.get("model", {}) if trained.bundle is not None else {}
-    seen = {
-        "architecture": type(loaded.model).__name__,
-        "model_type": loaded.config.model_type,
-        "parameters": parameter_count(loaded.model),
-    }
-    problems = [
-        f"its {name} is {value}, the bundle's {known[name]}"
-        for name, value in seen.items()
-        if known.get(name) is not None and known[name] != value
-    ]
+    problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []
     if not problems:
         problems = _layer_problems(loaded.model, trained.modules)
     if not problems and trained.bundle is not None:
         problems = _answer_problems(loaded, trained, trained.bundle)
     if problems:
         raise BundleError(
-            f"{trained.base} is not the model that the adapter was trained on: " + "; ".join(problems),
+            f"{trained.base.name} is not the model that the adapter was trained on: " + "; ".join(problems),
             remedy=remedy,
         )
     return loaded
@@ -235,9 +196,8 @@ def load_peft(loaded: LoadedModel, trained: Trained) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = PeftModel.from_pretrained(loaded.model, str(trained.folder))
-    prefix = "base_model.model."
     layers = {
-        name.removeprefix(prefix): module.lora_B["default"].weight.detach().numpy()
+        name.removeprefix(PREFIX): module.lora_B["default"].weight.detach().numpy()
         for name, module in model.named_modules()
         if hasattr(module, "lora_B") and "default" in module.lora_B
     }

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prge.adapter import read_arrays
 from prge.journal import Journal
+from prge.peft import read_arrays
 from tests.end_to_end.conftest import REPOSITORY, export, prge, write_rows
 from tests.tiny_models import SHALLOW, save_model
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from prge.adapter import read_arrays
 from prge.cli import main
+from prge.peft import read_arrays
 from tests.end_to_end.conftest import prge
 
 pytestmark = pytest.mark.export

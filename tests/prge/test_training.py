@@ -281,7 +281,7 @@ def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
         Journal(run.folder / "journal.jsonl") as journal,
         pytest.raises(DivergenceError, match=r"step 0: the adapter has \d+ values that are not finite"),
     ):
-        train(
+        learner = AdapterLearner(
             run.engine,
             Sampler(run.examples, run.engine.contract, 7),
             run.estimator,
@@ -290,8 +290,8 @@ def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
             run.settings,
             journal,
             lambda state: save_checkpoint(run.folder / "checkpoints", state, run.template),
-            run.observer,
         )
+        train(learner, run.settings, run.observer)
     assert journal.steps == 0
     assert not list(run.folder.glob("checkpoints/*"))
 

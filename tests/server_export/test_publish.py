@@ -20,13 +20,14 @@ torch = pytest.importorskip("torch")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from device_runner.engines.executorch_engine import ExecutorchEngine  # noqa: E402
-from prge.adapter import Adapter, read_peft, stack, write_peft  # noqa: E402
+from prge.adapter import Adapter, stack  # noqa: E402
 from prge.bundle import Bundle, file_sha256, open_bundle, read_manifest  # noqa: E402
 from prge.contract import AdaptedModule  # noqa: E402
 from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
+from prge.peft import find_adapter, read_lora, read_peft, run_of, write_peft  # noqa: E402
 from server_export.publish import main, publish  # noqa: E402
 from server_export.publishing.settings import PublishConfig  # noqa: E402
-from server_export.publishing.trained import adapter_modules, answer_problems, find_adapter  # noqa: E402
+from server_export.publishing.trained import answer_problems  # noqa: E402
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model  # noqa: E402
 
 torch.set_num_threads(1)
@@ -113,13 +114,11 @@ def answer(model: Any, architecture: str) -> Any:
 def by_hand(saved: Path, architecture: str) -> Any:
     """The base model with W + alpha / rank * lora_b @ lora_a written into its weights."""
     model = make_model(architecture)
-    weights = load_file(saved / f"{architecture}-trained/adapter_model.safetensors")
-    scale = 16 / RANK
+    adapter = read_lora(saved / f"{architecture}-trained")
     with torch.no_grad():
-        for module in adapter_modules(saved / f"{architecture}-trained"):
-            lora_a, lora_b = (weights[f"base_model.model.{module.name}.lora_{x}.weight"] for x in "AB")
-            delta = torch.from_numpy(scale * lora_b @ lora_a)
-            weight = model.get_submodule(module.name).weight
+        for name, lora_b in adapter.lora_b.items():
+            delta = torch.from_numpy(16 / RANK * lora_b @ adapter.lora_a[name])
+            weight = model.get_submodule(name).weight
             weight += delta.T if architecture == "gpt2" else delta
     return model
 
@@ -361,7 +360,7 @@ def test_a_run_is_published_with_its_own_bundle_and_facts(
 ) -> None:
     run_folder = make_run(tmp_path / "run", bundle, trained)
     for source in (run_folder, run_folder / "final", run_folder / "checkpoints/step-000003"):
-        assert find_adapter(source)[1] is not None
+        assert run_of(find_adapter(source)) == run_folder
     folder = publish(PublishConfig(run_folder, tmp_path / "out"))
     card = (folder / "README.md").read_text()
     assert bundle.sha256 in card

@@ -24,12 +24,11 @@ import numpy as np
 
 from device_runner.android.packages import Package, download_debian, unpack_debian
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, default_cache
-from prge.adapter import read_peft
 from prge.bundle import open_bundle
 from prge.directions import Directions
 from prge.errors import PrgeError
 from prge.journal import Journal
-from prge.run_folder import adapter_folder
+from prge.peft import find_adapter, read_peft
 from tests.device_runner.android.daemons import (
     PORT,
     REPOSITORY,
@@ -193,8 +192,7 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     _prge("publish", there, "--bundle", bundle, "--model", DEMO / "model", "--out", work / "published")
     opened = open_bundle(bundle)
     ours, theirs = (
-        read_peft(adapter_folder(run), opened.contract.modules, opened.adapter).values
-        for run in (here, there)
+        read_peft(find_adapter(run), opened.contract.modules, opened.adapter).values for run in (here, there)
     )
     return {
         "directions_equal": _directions_there(rig) == _directions(),

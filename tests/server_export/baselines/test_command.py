@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("torch")
 
 from device_runner.plot import draw
-from prge.adapter import read_arrays, read_peft
 from prge.bundle import open_bundle
 from prge.cli import main
 from prge.errors import ConfigError, DivergenceError, RunError
-from prge.run_folder import adapter_folder, read_metrics
+from prge.peft import find_adapter, read_arrays, read_peft
+from prge.run_folder import read_metrics
 from prge.settings import field_help
 from server_export.baselines import runner
 from server_export.baselines.command import run
@@ -74,7 +74,7 @@ def test_its_adapter_is_one_of_the_bundle(make_settings: MakeSettings) -> None:
     settings = make_settings()
     run(settings)
     bundle = open_bundle(settings.bundle)
-    adapter = read_peft(adapter_folder(settings.out), bundle.contract.modules, bundle.adapter)
+    adapter = read_peft(find_adapter(settings.out), bundle.contract.modules, bundle.adapter)
     assert np.abs(adapter.values).max() > 0
 
 

@@ -15,9 +15,9 @@ pytest.importorskip("executorch")
 import numpy as np
 import torch
 
-from prge.adapter import read_peft
 from prge.bundle import open_bundle
 from prge.errors import ConfigError
+from prge.peft import read_peft
 from server_export.baselines.command import run
 from server_export.baselines.executorch_training import ExecutorchTraining
 from server_export.baselines.lora import insert_adapter

@@ -11,12 +11,6 @@ import pytest
 pytest.importorskip("executorch")
 
 import torch
-from tests.server_export.derive.tangent.graphs import (
-    Tensors,
-    program_with_tangents,
-    relative_difference,
-    tangents_by_gradients,
-)
 from tests.server_export.test_lowering import OUTSIDE
 
 from prge.bundle import open_bundle
@@ -29,6 +23,12 @@ from server_export.lower.lowering import LoweringReport, lower
 from server_export.lower.method_graphs import export_programs
 from server_export.model.program import SCORE_METHOD, STEP_METHOD, BuiltProgram, build_program, example_inputs
 from server_export.model.reference import exact_answers
+from tests.server_export.derive.tangent.graphs import (
+    Tensors,
+    program_with_tangents,
+    relative_difference,
+    tangents_by_gradients,
+)
 from tests.server_export.programs import build, make_export_config
 from tests.tiny_models import ARCHITECTURES, SHALLOW, save_model
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from prge.errors import BundleError
-from server_export.model.loading import load_model
-from tests.tiny_models import save_model
+from server_export.model.loading import load_model, outline_model, read_use_cache
+from tests.tiny_models import ARCHITECTURES, DECODERS, make_config, save_model
 
 
 @pytest.mark.parametrize(("architecture", "is_decoder"), [("llama", True), ("gpt2", True), ("bert", False)])
@@ -50,7 +53,7 @@ def test_folder_without_a_model(tmp_path: Path) -> None:
 def test_weights_missing(tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(BundleError, match="can't be loaded as a causal language model"):
+    with pytest.raises(BundleError, match=r"it has no model\.safetensors"):
         load_model(str(tmp_path))
 
 
@@ -71,3 +74,156 @@ def test_unsupported_kinds_are_named(config: dict[str, object], message: str, tm
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(BundleError, match=message):
         load_model(str(tmp_path))
+
+
+def change_weights(folder: Path, remove: str = "", **tensors: Any) -> str:
+    """Take the last weight whose name ends so out of a model's file, put others in; returns its name."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    removed = max((name for name in weights if remove and name.endswith(remove)), default="")
+    kept = {name: tensor for name, tensor in weights.items() if name != removed}
+    save_file({**kept, **tensors}, path, metadata={"format": "pt"})
+    return removed
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_weight_that_is_missing_is_named_and_never_made_up(architecture: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path, architecture)
+    # What is there instead is of the same size, so that only the name tells.
+    removed = change_weights(
+        folder, ".bias" if architecture in ("opt", "gpt2", "bert", "roberta") else "norm.weight"
+    )
+    change_weights(folder, spare=torch.zeros(4096))
+    with pytest.raises(BundleError) as caught:
+        load_model(str(folder))
+    text = str(caught.value)
+    assert "it lacks" in text and removed and removed.split(".", 1)[1] in text
+    assert "it has no place for" in text and "spare" in text
+
+
+@pytest.mark.parametrize("architecture", sorted(DECODERS))
+def test_a_decoder_loads_without_its_head_and_not_the_other_way_round(
+    architecture: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path / "whole", architecture)
+    assert not load_model(str(tmp_path / "whole"), pooled=True).is_decoder
+    headless = save_model(tmp_path / "headless", architecture, head=False)
+    config = json.loads((headless / "config.json").read_bytes())
+    if config.get("tie_word_embeddings", True):
+        assert load_model(str(headless), pooled=False).is_decoder
+        return
+    with pytest.raises(BundleError, match=r"it lacks lm_head\.weight|describes .* numbers"):
+        load_model(str(headless), pooled=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("BertForMaskedLM", "bert"),
+        ("BertForSequenceClassification", "bert"),
+        ("BertForPreTraining", "bert"),
+        ("BertModel", "bert"),
+        ("RobertaForMaskedLM", "roberta"),
+        ("DistilBertForMaskedLM", "distilbert"),
+        ("DistilBertForQuestionAnswering", "distilbert"),
+        ("LlamaForSequenceClassification", "llama"),
+    ],
+)
+def test_heads_that_an_encoder_has_no_use_for_are_left_out(
+    name: str, architecture: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    getattr(transformers, name)(make_config(architecture)).save_pretrained(tmp_path)
+    change_weights(tmp_path, **{"embeddings.position_ids": torch.arange(64)[None]})
+    assert not load_model(str(tmp_path), pooled=True).is_decoder
+
+
+def test_masks_and_frequencies_of_old_checkpoints_are_left_out(tmp_path: Path) -> None:
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).byte()}
+    masks["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    change_weights(save_model(tmp_path / "gpt2", "gpt2"), **masks)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_weights(save_model(tmp_path / "llama", "llama"), **{name: torch.ones(8)})
+    assert all(load_model(str(tmp_path / model)).is_decoder for model in ("gpt2", "llama"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "llama")
+    change_weights(folder, **{"model.norm.weight": torch.full((64,), value)})
+    with pytest.raises(BundleError, match=r"numbers that aren't finite in model\.norm\.weight"):
+        load_model(str(folder))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "llama")
+    change_weights(folder, **{"model.norm.weight": torch.ones(65)})
+    with pytest.raises(BundleError, match="can't be loaded as a causal language model"):
+        load_model(str(folder))
+
+
+def test_a_configuration_takes_no_memory_that_no_weights_are_there_for(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "llama")
+    change = {"hidden_size": 1 << 20, "intermediate_size": 1 << 24}
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
+    with pytest.raises(BundleError, match=r"describes [0-9,]{15,} numbers, the weights hold"):
+        load_model(str(folder))
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"hidden_size": 0},
+    {"hidden_size": 63},
+    {"hidden_size": 1 << 24, "vocab_size": 1 << 24},
+    {"num_hidden_layers": -1},
+    {"num_attention_heads": 7},
+    {"num_key_value_heads": 3},
+    {"num_key_value_heads": 1 << 24},
+    {"intermediate_size": -5},
+    {"head_dim": 0},
+    {"num_labels": 1 << 30},
+    {"architectures": 7},
+    {"architectures": [{}]},
+    {"model_type": ["llama"]},
+    {"model_type": None},
+    {"hidden_act": "no such thing"},
+    {"rope_scaling": {"rope_type": "longrope", "factor": -1}},
+    {"rope_scaling": {"rope_type": 3}},
+    {"rope_parameters": {"rope_type": "no such thing"}},
+    {"layer_types": ["no such thing"]},
+    {"torch_dtype": "no such thing"},
+    {"vocab_size": 1},
+    {"pad_token_id": 1 << 20},
+    {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}, "model_type": "mine"},
+    {"quantization_config": 3},
+]
+
+
+@pytest.mark.parametrize("change", HOSTILE, ids=lambda change: str(change)[:50])
+def test_a_hostile_configuration_gives_a_model_or_an_error_of_ours(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, "llama")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
+    (folder / "code.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    for load in (outline_model, load_model):
+        with contextlib.suppress(BundleError):
+            load(str(folder))
+    if change.keys() & {"hidden_size", "num_hidden_layers", "model_type", "auto_map", "num_labels"}:
+        with pytest.raises(BundleError):
+            load_model(str(folder))
+
+
+def test_the_content_of_a_folder_is_recorded(tmp_path: Path) -> None:
+    first = load_model(str(save_model(tmp_path / "a", "llama")))
+    same = load_model(str(save_model(tmp_path / "b", "llama")))
+    other = load_model(str(save_model(tmp_path / "c", "llama", seed=1)))
+    assert first.sha256 == same.sha256 != other.sha256
+    assert first.revision is None
+
+
+def test_a_model_s_own_use_of_a_cache_is_remembered(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "llama", use_cache=False)
+    assert not read_use_cache(str(folder))

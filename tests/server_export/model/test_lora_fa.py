@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from prge.adapter import read_peft
 from prge.errors import AdapterError, ConfigError
+from prge.peft import read_lora, read_peft
 from server_export.bundle import write_adapter
-from server_export.model.loading import load_adapter
 from server_export.model.lora_fa import (
     convert_conv1d,
     default_target_modules,
@@ -164,7 +163,7 @@ def test_adapter_of_a_model_with_a_head_fits_the_encoder(tmp_path: Path) -> None
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"r": 5}, "has rank 4, the adapter says 5"),
+        ({"r": 5}, r"lora_A is \[4, 64\], the adapter says rank 5"),
     ],
 )
 def test_other_kinds_of_adapter_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_other_kinds_of_adapter_are_refused(change: dict[str, Any], message: str
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
     with pytest.raises(AdapterError, match=message):
-        load_adapter(tmp_path / "adapter")
+        read_lora(tmp_path / "adapter")
 
 
 def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -183,4 +182,4 @@ def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"adapter_config\.json"):
-        load_adapter(tmp_path)
+        read_lora(tmp_path)

@@ -1,0 +1,100 @@
+"""The base model of a bundle or an adapter: recorded so that only the same one is ever taken for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prge.errors import BundleError
+from server_export.model.files import find_files
+
+if TYPE_CHECKING:
+    from server_export.model.loading import LoadedModel
+
+_HASH = "@sha256:"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A hub id with its commit, `revision`, or a folder with the hash of its content, `sha256`.
+
+    One that has neither was recorded by something else, and is looked for on this machine only.
+    """
+
+    name: str
+    revision: str | None = None
+    sha256: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What others may know of it: the hub id, or the folder's name without its place."""
+        return self.name if self.revision is not None else Path(self.name).resolve().name
+
+    def in_manifest(self) -> dict[str, str | None]:
+        """A manifest's names for it, without a folder's place."""
+        return {"name_or_path": self.label, "revision": self.revision, "sha256": self.sha256}
+
+    def in_peft(self) -> dict[str, str]:
+        """PEFT's names for it; a folder's is no hub id, so that nothing else is loaded in its place."""
+        if self.revision is not None:
+            return {"base_model_name_or_path": self.name, "revision": self.revision}
+        return {"base_model_name_or_path": f"{self.label}{_HASH}{self.sha256}" if self.sha256 else self.name}
+
+    def load(self, *, pooled: bool | None) -> LoadedModel:
+        """Load it; arguments as of `load_model`.
+
+        Raises:
+            BundleError: it isn't there, or is no longer what was recorded.
+        """
+        from server_export.model.loading import load_model
+
+        if self.revision is None and not Path(self.name).is_dir():
+            content = f" with the content {self.sha256}" if self.sha256 else ""
+            raise BundleError(f"there is no folder {self.name}{content}")
+        loaded = load_model(self.name, pooled=pooled, revision=self.revision)
+        if self.sha256 is not None and loaded.sha256 != self.sha256:
+            raise BundleError(f"the content of {self.name} is another than it was: its SHA-256 differs")
+        return loaded
+
+
+def base_of(loaded: LoadedModel) -> BaseModel:
+    """The record of a model that was loaded."""
+    return BaseModel(loaded.name_or_path, loaded.revision, loaded.sha256)
+
+
+def base_in_manifest(block: Mapping[str, Any]) -> BaseModel | None:
+    """What a manifest's `model` block records."""
+    name = block.get("name_or_path")
+    return BaseModel(name, block.get("revision"), block.get("sha256")) if name else None
+
+
+def base_in_peft(config: Mapping[str, Any]) -> BaseModel | None:
+    """What an `adapter_config.json` records; of a folder without a hash, what lies there now."""
+    name = config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        return None
+    folder, _, sha256 = name.partition(_HASH)
+    if sha256:
+        return BaseModel(folder, None, sha256)
+    revision = config.get("revision")
+    if revision is None and Path(name).is_dir():
+        return BaseModel(name, None, find_files(name).sha256())
+    return BaseModel(name, revision if isinstance(revision, str) else None)
+
+
+def model_problems(loaded: LoadedModel, block: Mapping[str, Any]) -> list[str]:
+    """In what a model differs in kind and size from a manifest's `model` block."""
+    from server_export.model.loading import parameter_count
+
+    seen = {
+        "architecture": type(loaded.model).__name__,
+        "model_type": loaded.config.model_type,
+        "parameters": parameter_count(loaded.model),
+    }
+    return [
+        f"its {name} is {value}, the bundle's {block[name]}"
+        for name, value in seen.items()
+        if block.get(name) is not None and block[name] != value
+    ]

@@ -1,0 +1,229 @@
+"""The files of a model, found and bounded before transformers reads them.
+
+Only `config.json` and safetensors are read: nothing that runs code, nothing outside the model's folder. No
+number of a configuration reaches a library before it was held against its bounds and the weights' own sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+
+from prge.bundle import file_sha256
+from prge.documents import DocumentError, read_json
+from prge.errors import BundleError, shown
+from prge.peft import CONFIG as ADAPTER_CONFIG
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_LARGEST_INDEX = 32 << 20
+_LARGEST = 1 << 24
+_MOST_LAYERS = 512
+_MOST_LABELS = 1 << 16
+# Sizes that no model has without.
+_SIZES = re.compile(
+    r"hidden_size|n_embd|dim|d_model|intermediate_size|n_inner|hidden_dim|ffn_dim|vocab_size|head_dim"
+    r"|num_hidden_layers|num_layers|n_layers?|num_attention_heads|num_heads|n_heads?|num_key_value_heads"
+    r"|max_position_embeddings|n_positions|word_embed_proj_dim"
+)
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Masks and positions that older checkpoints store beside their weights.
+BUFFERS = re.compile(r"(attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq)$")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A folder with a model; `revision` is the commit of one that came from a hub."""
+
+    name: str
+    folder: Path
+    revision: str | None
+
+    @property
+    def weights(self) -> list[Path]:
+        """The files of weights, by name.
+
+        Raises:
+            BundleError: there is none, or the index names one outside the folder.
+        """
+        if (self.folder / WEIGHTS).is_file():
+            return [self.folder / WEIGHTS]
+        if not (self.folder / INDEX).is_file():
+            pickled = next((path.name for kind in _PICKLED for path in self.folder.glob(kind)), None)
+            reason = f"{pickled} is a pickle, which may run code" if pickled else f"it has no {WEIGHTS}"
+            raise BundleError(
+                f"{self.name} has no weights that can be read: {reason}",
+                remedy="save the model again with `save_pretrained`, which writes safetensors",
+            )
+        return [self.folder / name for name in shard_names(self.folder / INDEX)]
+
+    def sha256(self) -> str:
+        """Hash of the configuration and of all weights."""
+        hashes = [(path.name, file_sha256(path)) for path in [self.folder / CONFIG, *self.weights]]
+        return hashlib.sha256(repr(sorted(hashes)).encode()).hexdigest()
+
+
+def find_files(name: str, revision: str | None = None) -> ModelFiles:
+    """The files of a model: of a folder, or of a hub id, from which they are brought if need be.
+
+    A revision belongs to a hub id: with one no folder is taken for the model.
+
+    Raises:
+        BundleError: there is no such model.
+    """
+    folder = Path(name)
+    if folder.is_dir() and revision is None:
+        reason = "" if (folder / CONFIG).is_file() else f"it has no {CONFIG}"
+        if (folder / ADAPTER_CONFIG).is_file():
+            reason = f"its {ADAPTER_CONFIG} makes it an adapter"
+        if reason:
+            raise BundleError(
+                f"{name} is not a transformers model: {reason}",
+                remedy="give the folder that `save_pretrained` wrote",
+            )
+        return ModelFiles(name, folder, None)
+    if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
+        reason = "a folder has no revisions" if folder.is_dir() else f"there is no folder {name}"
+        raise BundleError(reason, remedy="give a folder with a transformers model, or a hub id")
+    config = _from_hub(name, CONFIG, revision)
+    if config is None:
+        raise BundleError(
+            f"{name} can't be read as a transformers model: its {CONFIG} is neither here nor to be reached",
+            remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
+        )
+    return ModelFiles(name, config.parent, config.parent.name)
+
+
+def fetch_weights(files: ModelFiles) -> None:
+    """Bring the weights of a hub id beside its configuration; a folder has them or doesn't."""
+    if files.revision is None or _from_hub(files.name, WEIGHTS, files.revision) is not None:
+        return
+    index = _from_hub(files.name, INDEX, files.revision)
+    for shard in shard_names(index) if index is not None else []:
+        _from_hub(files.name, shard, files.revision)
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index of weights names, all of them beside it."""
+    try:
+        content = read_json(index, _LARGEST_INDEX)
+    except (OSError, DocumentError) as error:
+        raise BundleError(f"{index} can't be read: {error}", remedy="copy the model again") from None
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    names = set(places.values()) if isinstance(places, dict) and _are_texts(places) else set()
+    if not names:
+        raise BundleError(f"{index} names no file of weights", remedy="copy the model again")
+    for name in sorted(names):
+        if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise BundleError(
+                f"{index} names {shown(name)}, which is no safetensors file beside it",
+                remedy="copy the model again",
+            )
+    return sorted(names)
+
+
+def read_config(files: ModelFiles) -> dict[str, Any]:
+    """The content of `config.json`, every number of it within bounds.
+
+    Raises:
+        BundleError: it is damaged, or a number is out of bounds.
+    """
+    path = files.folder / CONFIG
+    try:
+        config = read_json(path)
+    except (OSError, DocumentError) as error:
+        raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
+    if not isinstance(config, dict):
+        raise BundleError(f"{path} can't be read: it is no JSON object", remedy="copy the model again")
+    problems = [problem for name, value in _flat(config) if (problem := _problem(name, value))]
+    if "transformers_weights" in config:
+        problems.append("transformers_weights names other weights than those beside it")
+    if problems:
+        raise BundleError(f"{path} describes no model: {'; '.join(problems[:5])}", remedy="give another one")
+    return config
+
+
+def stored_numbers(files: ModelFiles) -> int:
+    """How many numbers the weights hold, from their headers.
+
+    Raises:
+        BundleError: a file is missing, damaged, or quantized.
+    """
+    total = 0
+    for path in files.weights:
+        if not path.is_file():
+            raise BundleError(f"{files.name} lacks its file {path.name}", remedy="copy the model again")
+        try:
+            with safetensors.safe_open(str(path), framework="numpy") as weights:
+                for name in weights.keys():  # noqa: SIM118, it is no mapping
+                    tensor = weights.get_slice(name)
+                    if tensor.get_dtype() not in _FLOATS and not BUFFERS.search(name):
+                        raise BundleError(
+                            f"{name} in {path} is {tensor.get_dtype()}: the model is quantized already",
+                            remedy="give the model before it was quantized",
+                        )
+                    total += math.prod(tensor.get_shape())
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise BundleError(f"{path} is damaged: {error}", remedy="copy the model again") from None
+    return total
+
+
+def _problem(name: str, value: object) -> str:
+    """What is wrong with a number of a configuration, if anything is."""
+    is_size = _SIZES.fullmatch(name) is not None
+    if is_size and value is not None and not isinstance(value, list):
+        most = _MOST_LAYERS if "layer" in name else _LARGEST
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            return f"{name} is {shown(value)}, must be a whole number from 1 to {most}"
+    elif isinstance(value, int) and "theta" not in name:
+        most = _MOST_LAYERS if "layer" in name else _MOST_LABELS if name == "num_labels" else _LARGEST
+        if abs(value) > most:
+            return f"{name} is {shown(value)}, must be at most {most}"
+    return ""
+
+
+def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Names and values of a document, without the lists and mappings that hold them."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _flat(inner, f"{name} (in a list)")
+    else:
+        yield name, value
+
+
+def _are_texts(mapping: Mapping[str, object]) -> bool:
+    return all(isinstance(value, str) for value in mapping.values())
+
+
+def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
+    """A file of a hub id in the cache, brought there if need be; None where there is none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except EntryNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise BundleError(
+            f"{name} can't be read as a transformers model: {first_line(error)}",
+            remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
+        ) from None
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of a library says first."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

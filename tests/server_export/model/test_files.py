@@ -1,0 +1,208 @@
+"""A model's files are bounded before a library reads them: names, numbers, sizes, and what runs code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from prge.errors import BundleError
+from server_export.model.files import find_files, read_config, shard_names, stored_numbers
+
+ROOT = Path(__file__).parents[3]
+
+
+def write_model(folder: Path, config: object = None, **arrays: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} if config is None else config))
+    save_file(arrays or {"weight": np.zeros((3, 4), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def write_index(folder: Path, *names: str) -> Path:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {f"weight.{i}": name for i, name in enumerate(names)}}))
+    return path
+
+
+def test_a_folder_has_a_configuration_weights_and_a_hash(tmp_path: Path) -> None:
+    files = find_files(str(write_model(tmp_path / "model")))
+    assert files.revision is None
+    assert files.weights == [tmp_path / "model/model.safetensors"]
+    assert stored_numbers(files) == 12
+    before = files.sha256()
+    (tmp_path / "model/README.md").write_text("anything")
+    assert files.sha256() == before
+    write_model(tmp_path / "model", weight=np.ones((3, 4), np.float32))
+    changed = files.sha256()
+    write_model(tmp_path / "model", {"model_type": "gpt2"}, weight=np.ones((3, 4), np.float32))
+    assert len({before, changed, files.sha256()}) == 3
+
+
+def test_the_parts_of_an_index_are_read_beside_it(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "b.safetensors")
+    save_file({"other": np.zeros(5, np.float16)}, folder / "a.safetensors")
+    write_index(folder, "b.safetensors", "a.safetensors", "b.safetensors")
+    files = find_files(str(folder))
+    assert [path.name for path in files.weights] == ["a.safetensors", "b.safetensors"]
+    assert stored_numbers(files) == 17
+    (folder / "a.safetensors").unlink()
+    with pytest.raises(BundleError, match=r"lacks its file a\.safetensors"):
+        stored_numbers(files)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../other/model.safetensors", "/etc/model.safetensors", "sub/x.safetensors", "model.bin", "", ".."],
+)
+def test_an_index_never_leaves_its_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BundleError, match="no safetensors file beside it"):
+        shard_names(write_index(tmp_path, "model.safetensors", name))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', "[" * 9999]
+)
+def test_a_damaged_index_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(content)
+    with pytest.raises(BundleError, match=r"can't be read|names no file"):
+        shard_names(path)
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(BundleError, match=r"pytorch_model\.bin is a pickle, which may run code"):
+        stored_numbers(find_files(str(folder)))
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "random"])
+def test_damaged_weights_are_refused(tmp_path: Path, damage: str) -> None:
+    path = write_model(tmp_path) / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes({"empty": b"", "half": content[:-20], "random": os.urandom(200)}[damage])
+    with pytest.raises(BundleError, match="is damaged"):
+        stored_numbers(find_files(str(tmp_path)))
+
+
+def test_integers_are_a_quantized_model_unless_they_are_old_masks(tmp_path: Path) -> None:
+    masks = {"h.0.attn.bias": np.zeros((2, 2), np.uint8), "position_ids": np.zeros(4, np.int64)}
+    files = find_files(str(write_model(tmp_path, weight=np.zeros(3, np.float32), **masks)))
+    assert stored_numbers(files) == 11
+    write_model(tmp_path, weight=np.zeros(3, np.int8))
+    with pytest.raises(BundleError, match=r"weight in .* is I8: the model is quantized already"):
+        stored_numbers(files)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000"),
+        ({"hidden_size": 64.5}, "hidden_size is 64.5"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"num_hidden_layers": 513}, "from 1 to 512"),
+        ({"n_layer": 10**6}, "from 1 to 512"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_labels": 10**8}, "num_labels is 100000000, must be at most 65536"),
+        ({"unheard_of": 10**9}, "unheard_of is 1000000000"),
+        ({"inner": {"rope": [{"factor": 10**50}]}}, "factor is 1000"),
+        ({"hidden_size": 10**200}, "a number of 201 digits"),
+        ({"eps": float("nan")}, "NaN"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
+    ],
+)
+def test_numbers_out_of_bounds_are_named(tmp_path: Path, change: dict[str, object], problem: str) -> None:
+    files = find_files(str(write_model(tmp_path, {"model_type": "llama", **change})))
+    with pytest.raises(BundleError, match=r"config\.json") as caught:
+        read_config(files)
+    assert problem in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'{"a":' * 5000 + b"1" + b"}" * 5000])
+def test_a_damaged_configuration_is_refused_at_once(tmp_path: Path, content: bytes) -> None:
+    files = find_files(str(write_model(tmp_path)))
+    (tmp_path / "config.json").write_bytes(content)
+    start = time.monotonic()
+    with pytest.raises(BundleError, match=r"config\.json can't be read"):
+        read_config(files)
+    assert time.monotonic() - start < 1
+
+
+def test_usual_numbers_pass(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 8192,
+        "vocab_size": 262_144,
+        "num_hidden_layers": 126,
+        "max_position_embeddings": 10_485_760,
+        "rope_theta": 10**11,
+        "pad_token_id": -1,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 126,
+        "use_cache": True,
+        "n_inner": None,
+    }
+    assert read_config(find_files(str(write_model(tmp_path, config)))) == config
+
+
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"it has no config\.json"):
+        find_files(str(tmp_path))
+    (write_model(tmp_path) / "adapter_config.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"adapter_config\.json makes it an adapter"):
+        find_files(str(tmp_path))
+    with pytest.raises(BundleError, match="there is no folder"):
+        find_files(str(tmp_path / "none"))
+    with pytest.raises(BundleError, match="a folder has no revisions"):
+        find_files(str(tmp_path), revision="main")
+
+
+HUB = """
+import sys
+from server_export.model.files import fetch_weights, find_files
+files = find_files(*sys.argv[1:])
+fetch_weights(files)
+print(files.revision, [path.name for path in files.weights])
+"""
+
+
+def test_a_hub_model_is_the_commit_of_its_revision(tmp_path: Path) -> None:
+    """What was fetched before is found without a network; a folder of the name isn't taken for it."""
+    commit, other = "a" * 40, "b" * 40
+    repository = tmp_path / "hub/models--some--model"
+    for name in (commit, other):
+        write_model(repository / "snapshots" / name)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    write_model(tmp_path / "some/model")
+    environment = {
+        **os.environ,
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+    def found(*words: str, folder: Path = tmp_path / "hub") -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", HUB, *words], capture_output=True, text=True, env=environment, cwd=folder
+        )
+        return done.stdout.strip() or done.stderr.strip().splitlines()[-2]
+
+    assert found("some/model") == f"{commit} ['model.safetensors']"
+    assert found("some/model", other) == f"{other} ['model.safetensors']"
+    assert found("some/model", folder=tmp_path) == "None ['model.safetensors']"
+    assert found("some/model", "main", folder=tmp_path) == f"{commit} ['model.safetensors']"
+    assert "some/other can't be read as a transformers model" in found("some/other")
