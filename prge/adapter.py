@@ -26,6 +26,7 @@ from prge.bundle import file_sha256
 from prge.contract import AdaptedModule
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError
+from prge.regular_files import read_regular
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -243,7 +244,7 @@ def _serialize(tensors: Mapping[str, Array]) -> bytes:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, follow=True)  # files of a hub's cache are links
     except OSError as error:
         raise AdapterError(
             f"{path.parent} is not a PEFT adapter",

@@ -11,6 +11,7 @@ program was exported with changes its speed and nothing else:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ class Differences:
         examples = sum(batch.examples for batch in batches)
         total = np.zeros(len(variants))
         head_gradient = np.zeros(trained_head.size) if trained_head is not None else None
-        engine_seconds, rows = 0.0, 0
+        engine_seconds = 0.0
         for start in range(0, len(variants), contract.copies):
             chunk = variants[start : start + contract.copies]
             for copy in range(contract.copies):
@@ -144,7 +145,6 @@ class Differences:
                 begin = time.perf_counter()
                 outputs = engine.forward({**inputs, **stack.inputs})
                 engine_seconds += time.perf_counter() - begin
-                rows += contract.computed_rows
                 batch_scores = scores(batch, outputs, contract.copies, classifier)[: len(chunk)]
                 total[start : start + len(chunk)] += losses(batch_scores, batch.labels).sum(-1)
                 if trained_head is not None and head_gradient is not None:
@@ -159,8 +159,12 @@ class Differences:
             clipped(self.rule.scalars(mean), self.clip),
             None if head_gradient is None else head_gradient.astype(np.float32),
             engine_seconds,
-            rows,
+            self.rows(contract, len(batches)),
         )
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """See prge.estimators.Estimator.rows."""
+        return math.ceil(len(self.rule.variants()) / contract.copies) * contract.computed_rows * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.adapter import Adapter
-from prge.contract import AdaptedModule
+from prge.contract import AdaptedModule, Contract
 from prge.engine import Engine, FloatArray
 from prge.examples import Batch
 from prge.head import Classifier, Head
@@ -87,6 +87,10 @@ class Estimator(Protocol):
             classifier: scores an encoder's states.
             trained_head: the head whose exact gradient is wanted, where it is trained.
         """
+        ...
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """Rows that the engine computes for a step of so many batches."""
         ...
 
     def gradient(

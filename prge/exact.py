@@ -70,9 +70,13 @@ class Exact:
             np.zeros(0),
             None if head_gradient is None else (head_gradient / examples).astype(np.float32),
             engine_seconds,
-            ROWS_OF_A_STEP * contract.rows * len(batches),
+            self.rows(contract, len(batches)),
             gradient=shortened(gradient, self.clip).astype(np.float32),
         )
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """See prge.estimators.Estimator.rows."""
+        return ROWS_OF_A_STEP * contract.rows * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

@@ -78,9 +78,13 @@ class Tangents:
             on_grid(clipped(scalars, self.clip)),
             None if head_gradient is None else (head_gradient / examples).astype(np.float32),
             engine_seconds,
-            contract.computed_rows * len(batches),
+            self.rows(contract, len(batches)),
             largest,
         )
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """See prge.estimators.Estimator.rows."""
+        return contract.computed_rows * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

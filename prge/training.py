@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,7 +72,9 @@ def train(
         if evaluate is not None and _due(state.step, settings.evaluate_every, settings.steps):
             known = journal.evaluation(state.step)
             record = known or journal.append({"kind": "evaluation", "step": state.step, **evaluate(state)})
-            if state.judge(record):
+            with journal.reading(record):
+                is_best = state.judge(record)
+            if is_best:
                 save(state)
             observer.on_evaluation(record, fresh=known is None)
             if settings.patience and state.progress.evaluations_since_best >= settings.patience:
@@ -103,8 +106,9 @@ def train(
                 save(state)
                 raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
             journal.append(known)
-        gradient = estimator.gradient(known, settings.seed, state.step, state.adapter.modules)
-        state.apply(known, gradient)
+        with journal.reading(known) if measurement is None else nullcontext():
+            gradient = estimator.gradient(known, settings.seed, state.step, state.adapter.modules)
+            state.apply(known, gradient)
         observer.on_step(known, measurement)
         if settings.checkpoint_every and state.step % settings.checkpoint_every == 0:
             save(state)

@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy as np
 
 from device_runner.engines.programs import Programs
-from device_runner.session.inputs import RunInputs
+from device_runner.session.inputs import RunInputs, make_estimator
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings
 from prge.errors import DivergenceError, PrgeError
@@ -34,9 +34,8 @@ class Watcher:
         self.log = RunLog(settings.out, keep_through=journal.steps)
         self.progress = Progress(settings.steps, quiet=settings.quiet)
         self.progress.skip(journal.steps)
-        self.written = {(record["event"], record["step"]) for record in self.log.records}
+        self.rows_of_step = make_estimator(settings).rows(programs.step.contract, settings.calls)
         last = self.log.records[-1] if self.log.records else {}
-        self.rows = int(last.get("rows") or 0)
         self.earlier = float(last.get("seconds") or 0.0)
         known = [record.get("largest_tangent") for record in self.log.records]
         self.largest_tangent = max(filter(None, known), default=None)
@@ -45,6 +44,7 @@ class Watcher:
         self.steps = journal.steps
         self.paused = 0.0
         self.sensors = {"start": Sensors().record()}
+        self._catch_up(journal)
 
     def __enter__(self) -> Watcher:
         self._summarize("running")
@@ -78,51 +78,67 @@ class Watcher:
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
         """See prge.training.Observer."""
         self.steps = record["step"] + 1
-        now = time.perf_counter()
-        fresh = measurement is not None
-        rows = measurement.rows if measurement is not None else 0
-        self.rows += rows
-        if fresh or ("step", self.steps) not in self.written:
-            engine_seconds = measurement.engine_seconds if measurement is not None else None
-            tangent = self._note_tangent(measurement)
-            self.log.metric(
-                {
-                    "event": "step",
-                    "step": self.steps,
-                    "loss": record["loss"],
-                    "learning_rate": record["learning_rate"],
-                    **_size(record),
-                    "rows": self.rows,
-                    "seconds": self.earlier + now - self.begin,
-                    "engine_seconds": engine_seconds,
-                    "host_seconds": None if engine_seconds is None else now - self.last - engine_seconds,
-                    **({} if tangent is None else {"largest_tangent": tangent}),
-                }
-            )
-        self.last = now
-        if fresh:
-            self.progress.update(self.steps, rows, loss=record["loss"])
+        if measurement is not None:
+            self._write_step(record, measurement)
+            self.progress.update(self.steps, self.rows_of_step, loss=record["loss"])
+        self.last = time.perf_counter()
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
         """See prge.training.Observer."""
         metrics = {name: record[name] for name in METRIC_NAMES if name in record}
         self.final = {"step": record["step"], "loss": record["loss"], **metrics}
-        if fresh or ("evaluation", record["step"]) not in self.written:
-            self.log.metric(
-                {
-                    "event": "evaluation",
-                    "split": "dev",
-                    **self.final,
-                    "rows": self.rows,
-                    "seconds": self.earlier + time.perf_counter() - self.begin,
-                }
-            )
         if fresh:
+            self._write_evaluation(record)
             shown = "  ".join(
                 f"{name} {value:.4g}" for name, value in [("loss", record["loss"]), *metrics.items()]
             )
             self.say(f"step {record['step']}: development rows: {shown}")
         self.last = time.perf_counter()
+
+    def _catch_up(self, journal: Journal) -> None:
+        """Write the metrics of what the journal holds and the process before had no time to tell."""
+        written = {(record["event"], record["step"]) for record in self.log.records}
+        for record in journal.records:
+            with journal.reading(record):
+                if record["kind"] == "step" and ("step", record["step"] + 1) not in written:
+                    self._write_step(record, None)
+                elif record["kind"] == "evaluation" and ("evaluation", record["step"]) not in written:
+                    self._write_evaluation(record)
+
+    def _write_step(self, record: Record, measurement: Measurement | None) -> None:
+        now = time.perf_counter()
+        engine_seconds = measurement.engine_seconds if measurement is not None else None
+        tangent = self._note_tangent(measurement)
+        self.log.metric(
+            {
+                "event": "step",
+                "step": record["step"] + 1,
+                "loss": record["loss"],
+                "learning_rate": record["learning_rate"],
+                **_size(record),
+                "rows": (record["step"] + 1) * self.rows_of_step,
+                "seconds": self.earlier + now - self.begin,
+                "engine_seconds": engine_seconds,
+                "host_seconds": None if engine_seconds is None else now - self.last - engine_seconds,
+                **({} if tangent is None else {"largest_tangent": tangent}),
+            }
+        )
+
+    def _write_evaluation(self, record: Record) -> None:
+        last = self.log.last("evaluation")
+        if last is not None and last["step"] >= record["step"]:  # a loss of power took it from the journal
+            return
+        metrics = {name: record[name] for name in ("loss", *METRIC_NAMES) if name in record}
+        self.log.metric(
+            {
+                "event": "evaluation",
+                "split": "dev",
+                "step": record["step"],
+                **metrics,
+                "rows": record["step"] * self.rows_of_step,
+                "seconds": self.earlier + time.perf_counter() - self.begin,
+            }
+        )
 
     def _note_tangent(self, measurement: Measurement | None) -> float | None:
         """The step's largest derivative, where it was measured; the run's largest is kept."""
@@ -150,7 +166,7 @@ class Watcher:
                 "steps": self.steps,
                 "seconds": self.earlier + time.perf_counter() - self.begin,
                 "paused_seconds": self.paused,
-                "rows": self.rows,
+                "rows": self.steps * self.rows_of_step,
                 "largest_tangent": self.largest_tangent,
                 "training_rows": len(self.inputs.train),
                 "development_rows": len(self.inputs.dev),
