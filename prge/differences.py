@@ -11,6 +11,7 @@ program was exported with changes its speed and nothing else:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -135,14 +136,17 @@ class Differences:
                     pooled = outputs["pooled"].reshape(contract.copies, len(real), -1)[: len(chunk), real]
                     calls.learn_head(pooled, score_gradient(batch_scores, batch.labels))
         mean = total / step.examples
-        rounds = -(-len(variants) // contract.copies)
         return Measurement(
             float(mean.mean()),
             clipped(self.rule.scalars(mean), self.clip),
             calls.head_gradient(step.examples * len(variants)),
             calls.seconds,
-            contract.computed_rows * rounds * len(step.batches),
+            self.rows(contract, len(step.batches)),
         )
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """See prge.estimators.Estimator.rows."""
+        return math.ceil(len(self.rule.variants()) / contract.copies) * contract.computed_rows * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

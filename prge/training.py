@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -136,8 +137,9 @@ class AdapterLearner:
             if problem := _divergence(measurement, state, self.settings):
                 self.save()
                 raise DivergenceError(problem, remedy=_REMEDY)
-        gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
-        with np.errstate(over="ignore", invalid="ignore"):
+        reading = nullcontext() if known is None else self.journal.reading(record)
+        with reading, np.errstate(over="ignore", invalid="ignore"):
+            gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
             state.apply(record, gradient)
         if problem := state.overflow():
             raise DivergenceError(f"step {state.step - 1}: {problem}", remedy=_REMEDY)
@@ -167,6 +169,8 @@ class AdapterLearner:
             return None
         known = self.journal.evaluation(self.state.step)
         if known is not None:
+            with self.journal.reading(known):
+                float(known["value"])
             return known, False
         record = {"kind": "evaluation", "step": self.state.step, **self.score(self.state)}
         return self.journal.append(record), True

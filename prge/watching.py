@@ -13,7 +13,7 @@ import numpy as np
 
 from prge.errors import DivergenceError, PrgeError
 from prge.estimators import Measurement
-from prge.journal import Record, decode_array
+from prge.journal import Journal, Record, decode_array
 from prge.memory import proportional_memory
 from prge.progress import Progress
 from prge.rows.scoring import METRIC_NAMES
@@ -27,14 +27,20 @@ class Watcher:
     Args:
         settings: of the run.
         taken: steps that it has taken before.
+        rows: how many rows the first so many steps computed.
         describe: the blocks `run` and `train` of run.json, as far as whoever trains knows them.
     """
 
     def __init__(
-        self, settings: TrainingFlags, taken: int, describe: Callable[[], tuple[Record, Record]]
+        self,
+        settings: TrainingFlags,
+        taken: int,
+        rows: Callable[[int], int],
+        describe: Callable[[], tuple[Record, Record]],
     ) -> None:
         self.settings = settings
         self.steps = taken
+        self.rows = rows
         self.describe = describe
         self.stopped = False
         self.log = RunLog(settings.out, keep_through=taken)
@@ -42,11 +48,10 @@ class Watcher:
         self.progress.skip(taken)
         self._written = {(record["event"], record["step"]) for record in self.log.records}
         last = self.log.records[-1] if self.log.records else {}
-        self.rows = int(last.get("rows") or 0)
         self._earlier = float(last.get("seconds") or 0.0)
         self._evaluating = float(last.get("evaluation_seconds") or 0.0)
-        known = [record.get("largest_tangent") for record in self.log.records]
-        self._largest_tangent = max(filter(None, known), default=None)
+        tangents = [record.get("largest_tangent") for record in self.log.records]
+        self._largest_tangent = max(filter(None, tangents), default=None)
         self._evaluation = _evaluation(self.log.last("evaluation") or {}) or None
         self._paused = 0.0
         self._memory: Record | None = None
@@ -95,41 +100,57 @@ class Watcher:
         self._begin += seconds
         self._last = time.perf_counter()
 
+    def catch_up(self, journal: Journal) -> None:
+        """Write the metrics of what the journal holds and the process before had no time to tell."""
+        for record in journal.records:
+            with journal.reading(record):
+                if record["kind"] == "step":
+                    self._write_step(record, None)
+                elif record["kind"] == "evaluation":
+                    self._write_evaluation(record)
+
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
         """See prge.training.Observer."""
         self.steps = record["step"] + 1
-        now = time.perf_counter()
         if measurement is not None:
-            self.rows += measurement.rows
-        if measurement is not None or ("step", self.steps) not in self._written:
-            figures = {"loss": record["loss"], "learning_rate": record["learning_rate"], **_size(record)}
-            self._metric("step", self.steps, {**figures, **self._of_engine(measurement, now)})
-        self._last = now
-        if measurement is not None:
+            self._write_step(record, measurement)
             self.progress.update(self.steps, measurement.rows, loss=record["loss"])
+        self._last = time.perf_counter()
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
         """See prge.training.Observer."""
-        now = time.perf_counter()
-        self._evaluating += now - self._last
+        self._evaluating += time.perf_counter() - self._last
         self._evaluation = _evaluation(record)
-        metrics = {name: value for name, value in self._evaluation.items() if name != "step"}
-        if fresh or ("evaluation", record["step"]) not in self._written:
-            self._metric("evaluation", record["step"], {"split": "dev", **metrics})
         if fresh:
+            self._write_evaluation(record)
             self.say(f"step {record['step']}: development rows: {figures_text(record)}")
         self._last = time.perf_counter()
 
-    def _metric(self, event: str, step: int, figures: Record) -> None:
-        counts = {"rows": self.rows, "seconds": self.seconds, "evaluation_seconds": self._evaluating}
-        self.log.metric({"event": event, "step": step, **figures, **counts})
+    def _write_step(self, record: Record, measurement: Measurement | None) -> None:
+        figures = {"loss": record["loss"], "learning_rate": record["learning_rate"], **_size(record)}
+        self._write("step", record["step"] + 1, {**figures, **self._of_engine(measurement)})
 
-    def _of_engine(self, measurement: Measurement | None, now: float) -> Record:
+    def _write_evaluation(self, record: Record) -> None:
+        last = self.log.last("evaluation")
+        if last is not None and last["step"] >= record["step"]:  # a loss of power took it from the journal
+            return
+        self._write("evaluation", record["step"], {"split": "dev", **_evaluation(record)})
+
+    def _write(self, event: str, step: int, figures: Record) -> None:
+        if (event, step) not in self._written:
+            counts = {
+                "rows": self.rows(step),
+                "seconds": self.seconds,
+                "evaluation_seconds": self._evaluating,
+            }
+            self.log.metric({"event": event, "step": step, **figures, **counts})
+
+    def _of_engine(self, measurement: Measurement | None) -> Record:
         """A step's seconds in the engine and around it, and its largest derivative where there is one."""
         if measurement is None:
             return {"engine_seconds": None, "host_seconds": None}
         tangent, inside = measurement.largest_tangent, measurement.engine_seconds
-        times = {"engine_seconds": inside, "host_seconds": now - self._last - inside}
+        times = {"engine_seconds": inside, "host_seconds": time.perf_counter() - self._last - inside}
         if tangent is None:
             return times
         self._largest_tangent = max(tangent, self._largest_tangent or 0.0)
@@ -147,7 +168,7 @@ class Watcher:
                 "seconds": self._earlier if self._memory else self.seconds,
                 "evaluation_seconds": self._evaluating,
                 "paused_seconds": self._paused,
-                "rows": self.rows,
+                "rows": self.rows(self.steps),
                 "largest_tangent": self._largest_tangent,
                 "last_evaluation": self._evaluation,
                 **train,

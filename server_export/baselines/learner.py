@@ -36,11 +36,12 @@ _TENSORS, _STATE = "tensors.pt", "state.json"
 class BaselineState:
     """What a run knows besides its parameters.
 
-    `widest` is the largest step whose `activation_bytes` were counted, in padded tokens; `best` is the
-    evaluation of the best step.
+    `rows` are those that were computed; `widest` is the largest step whose `activation_bytes` were counted,
+    in padded tokens; `best` is the evaluation of the best step.
     """
 
     progress: Progress = field(default_factory=Progress)
+    rows: int = 0
     activation_bytes: int = 0
     widest: int = 0
     best: Record | None = None
@@ -140,6 +141,7 @@ class BaselineLearner:
         rate, begin = self.rate(number), time.perf_counter()
         result = self._counted(self.batch(number), rate)
         seconds = time.perf_counter() - begin
+        self.state.rows += result.rows
         if not math.isfinite(result.loss):
             problem = f"step {number}: the loss is {result.loss}"
         else:

@@ -68,7 +68,8 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
     )
     sampler = Sampler(inputs.train, problem.contract, settings.seed, pad=problem.pad)
     checkpoints = Checkpoints(settings.out)
-    with Watcher(settings, checkpoints.step, facts) as watcher, graceful_stop(watcher):
+    watcher = Watcher(settings, checkpoints.step, lambda _: facts.state.rows, facts)
+    with watcher, graceful_stop(watcher):
         watcher.say(inputs.report)
         _heads_of(settings.out, problem)
         if not entry.adapts:
@@ -78,8 +79,8 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
         facts.method, facts.state = method, checkpoints.load(method)
         if watcher.steps:
             watcher.say(f"going on after step {watcher.steps} of {settings.steps}")
-        if not watcher.rows:
-            watcher.rows = method.prior_rows
+        if not facts.state.progress.step:
+            facts.state.rows = method.prior_rows
         score = _Scoring(settings, inputs, problem)
         learner = BaselineLearner(
             method,

@@ -220,8 +220,8 @@ def test_command_line_and_json(
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--epsilons", "0", "1e-2"], "--epsilons has 0"),
-        (["--epsilons", "-1"], "--epsilons has -1"),
+        (["--epsilons", "0", "1e-2"], "--epsilons is 0"),
+        (["--epsilons", "-1"], "--epsilons is -1"),
         (["--epsilons"], "--epsilons is empty"),
         (["--epsilons", "small"], "--epsilons must be"),
         (["--batches", "0"], "--batches is 0"),
