@@ -10,7 +10,7 @@ the same loop as one that was never stopped and ends in the same bits, and a rep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,7 @@ class TrainingSettings:
     steps: int
     seed: int
     evaluate_every: int = 0
+    evaluate_at: Sequence[int] = ()
     checkpoint_every: int = 100
     patience: int = 0
     divergence_ratio: float = 3.0
@@ -89,7 +90,7 @@ def train(
     """
     while True:
         step = learner.progress.step
-        if _due(step, settings.evaluate_every, settings.steps) and (evaluation := learner.evaluate()):
+        if _due(step, settings) and (evaluation := learner.evaluate()):
             record, fresh = evaluation
             if learner.progress.judge(step, record["value"]):
                 learner.save(best=True)
@@ -176,8 +177,10 @@ class AdapterLearner:
         self.keep(self.state)
 
 
-def _due(step: int, every: int, last: int) -> bool:
-    return step == last or bool(every and step % every == 0)
+def _due(step: int, settings: TrainingSettings) -> bool:
+    """Whether development rows are scored after so many steps; after the last they always are."""
+    every = settings.evaluate_every
+    return step == settings.steps or step in settings.evaluate_at or bool(every and step % every == 0)
 
 
 def _divergence(measurement: Measurement, state: TrainingState, settings: TrainingSettings) -> str:

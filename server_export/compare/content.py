@@ -163,7 +163,7 @@ def _against_reference(result: Result, outcome: Outcome) -> Iterator[Block]:
         figures = outcome.figures[name]
         cells = [_times_cell(figures[f.key], reference[f.key]) for f in ratios]
         for figure in gaps:
-            gap = paired_gap(figures[figure.key].values, reference[figure.key].values)
+            gap = paired_gap(figures[figure.key].resolved, reference[figure.key].resolved)
             cells.append(NONE if gap is None else _with_ends(gap, "+.2f" if figure.unit == "%" else "+.3f"))
         rows.append((name, *cells))
     yield Table(header, tuple(rows))
@@ -275,7 +275,7 @@ def _value(figure: Figure, spread: Spread, with_unit: bool = True) -> str:
 
 
 def _times_cell(first: Spread, second: Spread) -> str:
-    ratio = paired_ratio(first.values, second.values)
+    ratio = paired_ratio(first.resolved, second.resolved)
     if ratio is None:
         return NONE
     censored = f", {first.censored} not reached" if first.censored else ""

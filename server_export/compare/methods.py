@@ -61,8 +61,6 @@ def _pytorch(name: str, title: str, learning_rate: float, **more: Any) -> Method
     return Method(name, "pytorch", more.pop("forward_only", False), title, learning_rate, **more)
 
 
-_EXACT = {"estimator": "exact"}
-
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
@@ -163,13 +161,22 @@ def export_flags(method: Method, settings: CompareSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run is to do."""
+    """What one run is to do; `share` is its part of a reported run's budget."""
 
     steps: int
     learning_rate: float
     seed: int
-    evaluate_every: int
+    evaluate_at: tuple[int, ...] = ()
+    share: float = 0.0
     with_test: bool = False
+
+    @property
+    def checkpoint_every(self) -> int:
+        """A period with one checkpoint, in the second half and right before an evaluation, 0 for none.
+
+        Its time is told as the evaluation's, so that no step seems to have taken it.
+        """
+        return next((step for step in self.evaluate_at if 2 * step > self.steps), 0)
 
 
 def run_words(
@@ -186,8 +193,9 @@ def run_words(
         "learning-rate": repr(plan.learning_rate),
         "schedule": settings.schedule,
         "seed": plan.seed,
-        "evaluate-every": plan.evaluate_every,
-        "checkpoint-every": max(1, plan.evaluate_every),
+        "evaluate-every": 0,
+        "evaluate-at": plan.evaluate_at,
+        "checkpoint-every": plan.checkpoint_every,
         "select": "loss" if settings.quality == "loss" else "metric",
         "threads": settings.threads,
     }

@@ -204,24 +204,33 @@ def to_json(result: Result, outcome: Outcome) -> dict[str, Any]:
 def _numbers(spread: Spread, scale: float = 1.0) -> dict[str, Any]:
     found = {"mean": spread.mean, "lowest": spread.lowest, "highest": spread.highest}
     scaled: dict[str, Any] = {name: None if value is None else value * scale for name, value in found.items()}
-    return {**scaled, "seeds": len(spread.values), "censored": spread.censored}
+    return {
+        **scaled,
+        "seeds": len(spread.values),
+        "censored": spread.censored,
+        "bounded": len(spread.bounded),
+    }
 
 
 def _to_target(runs: Any, target: Target, position: Callable[[Point], float]) -> Spread:
     if target.value is None:
         return Spread({}, len(runs))
-    values = {}
+    found = {}
     for run in runs:
         points = read_curve(run)
-        found = first_crossing(
+        crossing = first_crossing(
             [position(point) for point in points],
             [point.value(target.quality) for point in points],
             target.value,
             target.lower_is_better,
         )
-        if found is not None:
-            values[run["seed"]] = found
-    return Spread(values, len(runs) - len(values))
+        if crossing is not None:
+            found[run["seed"]] = crossing
+    return Spread(
+        {seed: crossing.position for seed, crossing in found.items()},
+        len(runs) - len(found),
+        frozenset(seed for seed, crossing in found.items() if not crossing.resolved),
+    )
 
 
 def _spread(runs: Any, figure: Callable[[Mapping[str, Any]], float | None]) -> Spread:
@@ -266,7 +275,7 @@ def _duel(result: Result, figure: Figure, column: Mapping[str, Spread], noise: f
     ranking = rank(
         {name: column[name] for name in (forward, backward)}, figure.lower_is_better, noise, figure.as_ratio
     )
-    ratio = paired_ratio(column[forward].values, column[backward].values) if figure.as_ratio else None
+    ratio = paired_ratio(column[forward].resolved, column[backward].resolved) if figure.as_ratio else None
     assert ranking is not None
     winner = "tie" if ranking.ties else "forward" if ranking.best == forward else "backward"
     return Duel(figure, forward, backward, ratio, winner)

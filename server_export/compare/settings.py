@@ -72,8 +72,9 @@ class CompareSettings:
     """What all runs get as much of: rows computed (a backward counts as two forwards), seconds, or steps."""
     budget_value: float = 16000.0
     """How much of it a run gets."""
-    evaluations: int = 20
-    """Evaluations on development rows, spread over a run."""
+    evaluation_growth: float = 1.3
+    """Development rows are scored after as many rows as one step computes, then each time this many times
+    as many: at the same rows for every method."""
 
     quantize: str = "fp32"
     """Frozen weights: fp32, 8da8w or 8da4w."""
