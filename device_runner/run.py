@@ -43,6 +43,7 @@ from prge.checkpoint import (
 from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
+from prge.examples import token_count
 from prge.journal import Journal, Record
 from prge.rows.scoring import evaluate
 from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, run_lock, with_stored_settings
@@ -264,6 +265,7 @@ class _Facts:
         }
         return run, {
             "training_rows": len(self.inputs.train),
+            "training_tokens": token_count(self.inputs.train),
             "development_rows": len(self.inputs.dev),
             "trained_values": self.inputs.adapter.size,
             "sensors": {**self.sensors, "last": Sensors().record()},

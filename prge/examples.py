@@ -60,6 +60,11 @@ class Example:
     cut: bool = False
 
 
+def token_count(examples: Sequence[Example]) -> int:
+    """Tokens of some examples: a candidate's sequence counts with the prompt that it begins with."""
+    return sum(len(sequence.tokens) for example in examples for sequence in example.sequences)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sequences of some examples as the rows of one copy; rows beyond them are padding.

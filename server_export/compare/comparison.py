@@ -151,7 +151,8 @@ class Comparison:
             run = self.train(method, plan, folder)
             test = self.score(method, run, folder)
             known = self.activation(method)
-            found["runs"].append({"seed": plan.seed, **read_run(run, known, test)})
+            examples = method.examples(self.settings.batch_size)
+            found["runs"].append({"seed": plan.seed, **read_run(run, examples, known, test)})
         except MethodError as failure:
             self.say(f"{method.name}: {failure.what}")
             found["failures"].append(f"seed {plan.seed}: {failure}")

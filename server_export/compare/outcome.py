@@ -61,7 +61,7 @@ FIGURES = (
         "own_peak_mb", "peak memory over its own process idle", "MB", True, True, noise=0.02, of_quality=False
     ),
     Figure("activation_mb", "activation memory of a step", "MB", True, True, noise=0.02, of_quality=False),
-    Figure("step_ms", "time of a step", "ms", True, True, of_quality=False),
+    Figure("tokens_per_second", "tokens of training rows a second", "", False, True, of_quality=False),
 )
 
 
@@ -120,6 +120,7 @@ def figures_of(method: Mapping[str, Any], target: Target, idle_bytes: int | None
         ),
         "activation_mb": _spread(runs, lambda run: _scaled(run["activation_bytes"], 1 / MEGABYTE)),
         "step_ms": _spread(runs, lambda run: _scaled(run["step_seconds"], 1000)),
+        "tokens_per_second": _spread(runs, lambda run: run["tokens_per_second"]),
     }
 
 
@@ -166,8 +167,8 @@ def judge(result: Result) -> Outcome:
         ranking = rank(column, figure.lower_is_better, noise, figure.as_ratio)
         if ranking is not None:
             rankings[figure.key] = ranking
-        # Steps of different methods do different work: where there is quality, time to it is what counts.
-        if figure.key != "step_ms" or not has_quality(result):
+        # A token teaches methods differently much: where there is quality, time to it is what counts.
+        if figure.key != "tokens_per_second" or not has_quality(result):
             duels.append(_duel(result, figure, column, noise))
     return Outcome(target, figures, rankings, tuple(duels))
 
@@ -190,6 +191,7 @@ def to_json(result: Result, outcome: Outcome) -> dict[str, Any]:
             "own_peak_mb": _numbers(figures["own_peak_mb"]),
             "activation_mb": _numbers(figures["activation_mb"]),
             "step_ms": _numbers(figures["step_ms"]),
+            "tokens_per_second": _numbers(figures["tokens_per_second"]),
             "failures": method["failures"],
         }
     return {

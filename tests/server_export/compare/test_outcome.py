@@ -69,7 +69,7 @@ def test_random_weights_have_no_quality(tmp_path: Path) -> None:
     result["settings"]["model"] = "random:smollm2-135m"
     outcome = judge(result)
     assert outcome.target.value is None
-    assert set(outcome.rankings) == {"peak_mb", "own_peak_mb", "activation_mb", "step_ms"}
+    assert set(outcome.rankings) == {"peak_mb", "own_peak_mb", "activation_mb", "tokens_per_second"}
     write_report(result, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "weights are random" in text
@@ -91,7 +91,7 @@ def test_figures_and_who_wins(tmp_path: Path) -> None:
     winners = {duel.figure.key: duel.winner for duel in outcome.duels}
     assert winners["test_loss"] == winners["rows_to_target"] == "backward"
     assert winners["peak_mb"] == winners["activation_mb"] == "forward"
-    assert "step_ms" not in winners
+    assert "tokens_per_second" not in winners
     ratio = next(duel.ratio for duel in outcome.duels if duel.figure.key == "activation_mb")
     assert ratio is not None
     assert ratio.value == pytest.approx(1 / 6)
