@@ -31,6 +31,7 @@ from server_export.compare.methods import (
     METHODS,
     Method,
     Plan,
+    check_exports,
     chosen_methods,
     export_flags,
     resume_words,
@@ -83,6 +84,7 @@ class Comparison:
         self.settings = settings
         self.out = settings.out.resolve()
         self.methods = chosen_methods(settings.methods, settings.batch_size)
+        check_exports(self.methods, settings)
         self.verb = verb
         self.say = say
         self.rows: dict[str, Path] = {}

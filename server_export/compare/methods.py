@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from prge.errors import ConfigError
 from server_export.compare.settings import CompareSettings
+from server_export.settings import ExportConfig
 
 Family = Literal["engine", "pytorch"]
 
@@ -152,13 +153,14 @@ def export_flags(method: Method, settings: CompareSettings) -> dict[str, Any]:
         "quantize": settings.quantize,
         "batch-size": method.examples(settings.batch_size),
         "sequence-length": settings.sequence_length,
-        "positions": settings.positions,
         "prepend-bos": settings.prepend_bos,
     }
     if estimator != "exact":
         flags["queries"] = method.queries
     if method.copies:
         flags["copies"] = method.copies
+    if settings.positions is not None:
+        flags["positions"] = settings.positions
     if settings.lengths is not None:
         flags["lengths"] = settings.lengths
     own = method.export or {}
@@ -171,6 +173,13 @@ def export_flags(method: Method, settings: CompareSettings) -> dict[str, Any]:
         if settings.target_modules and not (by_block and "adapt-layers" in own):
             flags["target-modules"] = settings.target_modules
     return {**flags, **own}
+
+
+def check_exports(methods: Iterable[Method], settings: CompareSettings) -> None:
+    """Check the export of every method before any is begun; raises ConfigError as `prge export` does."""
+    for method in methods:
+        flags = {name.replace("-", "_"): value for name, value in export_flags(method, settings).items()}
+        ExportConfig(out=Path(), **flags)
 
 
 @dataclass(frozen=True)
