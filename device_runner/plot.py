@@ -1,4 +1,4 @@
-"""`prge plot`: loss and accuracy of runs against steps, rows and seconds, from their metrics.jsonl."""
+"""`prge plot`: loss and score of runs against steps, rows and seconds, from their metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prge.run_folder import Record, read_metrics, reported
 from prge.settings import parse_settings
 
 AXES = ("step", "rows", "seconds")
-SCORES = ("accuracy", "f1", "exact_match")
+SCORES = ("accuracy", "f1", "exact_match", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PlotSettings:
 def main(argv: list[str]) -> int:
     """Entry of `prge plot`."""
     settings = parse_settings(
-        PlotSettings, argv, "prge plot", positional=["runs"], description="Draw loss and accuracy of runs."
+        PlotSettings, argv, "prge plot", positional=["runs"], description="Draw loss and score of runs."
     )
     draw(settings.runs, settings.out, settings.smoothing)
     print(settings.out)
@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
 
 def draw(runs: Sequence[Path], out: Path, smoothing: float = 0.9) -> None:
     """Draw runs over each other into one picture of 1200 x 800 pixels: a column for each axis.
+
+    The scores are a row below the losses, if any run has one.
 
     Raises:
         RunError: a folder is no run, no run has a step yet, or the picture can't be written.
@@ -68,17 +70,20 @@ def draw(runs: Sequence[Path], out: Path, smoothing: float = 0.9) -> None:
     style = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False}
     with matplotlib.rc_context({**style, "axes.spines.right": False}):
         figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
-        panels = figure.subplots(2, len(AXES), sharex="col", sharey="row")
+        score_label = _score_label(records)
+        rows = 2 if score_label else 1
+        panels = figure.subplots(rows, len(AXES), sharex="col", sharey="row", squeeze=False)
         for index, (label, run) in enumerate(zip(labels(runs), records, strict=True)):
             for column, axis in enumerate(AXES):
-                _draw_run(panels[0][column], panels[1][column], run, axis, index, label, smoothing)
+                _draw_run(panels[0][column], panels[-1][column], run, axis, index, label, smoothing)
         for column, axis in enumerate(AXES):
-            panels[1][column].set_xlabel({"step": "steps", "rows": "rows forwarded"}.get(axis, axis))
-            for row in (0, 1):
+            panels[-1][column].set_xlabel({"step": "steps", "rows": "rows forwarded"}.get(axis, axis))
+            for row in range(rows):
                 panels[row][column].set_xlim(left=0)
                 panels[row][column].margins(y=0.08)
         panels[0][0].set_ylabel("loss")
-        panels[1][0].set_ylabel(_score_label(records))
+        if score_label:
+            panels[-1][0].set_ylabel(score_label)
         handles, names = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(names)), frameon=False)
         with reported(out):
@@ -138,5 +143,6 @@ def _draw_run(
 
 
 def _score_label(records: Sequence[Sequence[Record]]) -> str:
+    """Names of the scores that the runs have, without any an empty text."""
     found = {name for run in records for record in run for name in SCORES if record.get(name) is not None}
-    return " or ".join(name.replace("_", " ") for name in SCORES if name in found) or "accuracy"
+    return " or ".join(name.replace("_", " ") for name in SCORES if name in found)

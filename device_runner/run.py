@@ -45,6 +45,7 @@ from prge.checkpoint import (
 from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
+from prge.examples import token_count
 from prge.journal import Journal, Record
 from prge.peft import write_peft
 from prge.rows.scoring import evaluate
@@ -270,6 +271,7 @@ class _Facts:
         }
         return run, {
             "training_rows": len(self.inputs.train),
+            "training_tokens": token_count(self.inputs.train),
             "development_rows": len(self.inputs.dev),
             "trained_values": self.inputs.adapter.size,
             "sensors": {**self.sensors, "last": Sensors().record()},

@@ -49,8 +49,10 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("seed", "seeds", "search_seed", "shuffle_seed"), _SEED),
     **dict.fromkeys(("steps", "limit", "train_limit", "dev_limit", "test_limit"), _COUNT),
     **dict.fromkeys(("step", "start", "train_start", "dev_start", "test_start"), _COUNT_OR_NONE),
-    **dict.fromkeys(("warmup", "evaluate_every", "checkpoint_every", "patience"), _COUNT_OR_NONE),
-    **dict.fromkeys(("calls", "batches", "evaluations", "search_trials", "analysis_steps"), _PASSES),
+    **dict.fromkeys(
+        ("warmup", "evaluate_every", "evaluate_at", "checkpoint_every", "patience"), _COUNT_OR_NONE
+    ),
+    **dict.fromkeys(("calls", "batches", "search_trials", "analysis_steps"), _PASSES),
     **dict.fromkeys(("calibration_rows", "held_out", "threads"), _PASSES),
     **dict.fromkeys(("head_folds", "top_blocks", "lines"), Range(0, 10_000)),
     **dict.fromkeys(("rank", "queries", "copies", "classes", "positions", "branch_pool"), _SIZE),
@@ -66,6 +68,7 @@ BOUNDS: Mapping[str, Range] = {
     "priming_share": Range(0, 1),
     "budget_value": Range(0, 1e15, open=(0,)),
     "search_factor": Range(1, 1e6, open=(1,)),
+    "evaluation_growth": Range(1.01, 1e6),
     "target": Range(-_LARGEST_FLOAT32, _LARGEST_FLOAT32),
     "pause_above_celsius": Range(-273, 1000),
     "pause_below_battery": Range(0, 100),

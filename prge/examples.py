@@ -60,6 +60,11 @@ class Example:
     cut: bool = False
 
 
+def token_count(examples: Sequence[Example]) -> int:
+    """Tokens of some examples: a candidate's sequence counts with the prompt that it begins with."""
+    return sum(len(sequence.tokens) for example in examples for sequence in example.sequences)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sequences of some examples as the rows of one copy; rows beyond them are padding.
@@ -85,6 +90,11 @@ class Batch:
     def examples(self) -> int:
         """How many examples the batch holds."""
         return len(self.labels)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of its rows, without padding."""
+        return int(self.attention_mask[self.owner >= 0].sum())
 
     def inputs(self, copies: int, is_encoder: bool) -> dict[str, Array]:
         """Program inputs other than the adapter: the same rows for every copy."""

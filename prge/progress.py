@@ -31,7 +31,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._values: dict[str, float] = {}
-        self._first = self._rows = 0
+        self._first = self._tokens = 0
         self._started = self._printed = clock()
         self._bar: Any = None
         with best_effort(self._stream):
@@ -49,22 +49,22 @@ class Progress:
     def skip(self, done: int) -> None:
         """Count `done` steps as taken earlier: they tell nothing of how long the rest takes."""
         self._first = done
-        self._rows = 0
+        self._tokens = 0
         self._started = self._clock()
         if self._bar is not None:
             self._bar.n = done
             with best_effort(self._stream):
                 self._bar.refresh()
 
-    def update(self, done: int, rows: int = 0, **values: float | None) -> None:
+    def update(self, done: int, tokens: int = 0, **values: float | None) -> None:
         """Show that `done` steps are taken.
 
         Args:
             done: steps taken in all.
-            rows: rows that went through the engine since the last call.
+            tokens: tokens of the training rows that were learnt from since the last call.
             values: numbers to show, such as `loss` and `accuracy`; None leaves one as it was.
         """
-        self._rows += rows
+        self._tokens += tokens
         self._values.update({name: value for name, value in values.items() if value is not None})
         if self._quiet:
             return
@@ -102,8 +102,8 @@ class Progress:
     def _facts(self, done: int) -> list[str]:
         facts = [f"{name} {value:.4g}" for name, value in self._values.items()]
         elapsed = self._clock() - self._started
-        if elapsed > 0 and self._rows:
-            facts.append(f"{self._rows / elapsed:.3g} rows/s")
+        if elapsed > 0 and self._tokens:
+            facts.append(f"{self._tokens / elapsed:.3g} tokens/s")
         if done > self._first:
             facts.append(f"{duration(elapsed / (done - self._first) * (self._steps - done))} left")
         return facts

@@ -10,7 +10,7 @@ the same loop as one that was never stopped and ends in the same bits, and a rep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +34,7 @@ class TrainingSettings:
     steps: int
     seed: int
     evaluate_every: int = 0
+    evaluate_at: Sequence[int] = ()
     checkpoint_every: int = 100
     patience: int = 0
     divergence_ratio: float = 3.0
@@ -90,7 +91,7 @@ def train(
     """
     while True:
         step = learner.progress.step
-        if _due(step, settings.evaluate_every, settings.steps) and (evaluation := learner.evaluate()):
+        if _due(step, settings) and (evaluation := learner.evaluate()):
             record, fresh = evaluation
             if learner.progress.judge(step, record["value"]):
                 learner.save(best=True)
@@ -157,6 +158,7 @@ class AdapterLearner:
             "step": state.step,
             "seed": seed,
             "rows": [row for batch in batches for row in batch.rows],
+            "tokens": sum(batch.token_count for batch in batches),
             "loss": measurement.loss,
             **measurement.learnt,
             **self.learning_rates(state.step),
@@ -180,8 +182,10 @@ class AdapterLearner:
         self.keep(self.state)
 
 
-def _due(step: int, every: int, last: int) -> bool:
-    return step == last or bool(every and step % every == 0)
+def _due(step: int, settings: TrainingSettings) -> bool:
+    """Whether development rows are scored after so many steps; after the last they always are."""
+    every = settings.evaluate_every
+    return step == settings.steps or step in settings.evaluate_at or bool(every and step % every == 0)
 
 
 def _divergence(measurement: Measurement, state: TrainingState, settings: TrainingSettings) -> str:

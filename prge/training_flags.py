@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -60,6 +60,8 @@ class TrainingFlags:
 
     evaluate_every: int = 100
     """Steps between evaluations on development rows; 0: only at the end."""
+    evaluate_at: list[int] = field(default_factory=list)
+    """Further steps to evaluate after, such as 1 2 4 8 16; 0 is the start."""
     select: Literal["metric", "loss"] = "metric"
     """What makes a step the best: the task's metric (perplexity without a task), or the loss."""
     patience: int = 0
@@ -97,6 +99,11 @@ class TrainingFlags:
     def shared_problems(self) -> list[str]:
         """What can't be used of the settings above."""
         problems = bound_problems(self)
+        problems += [
+            f"--evaluate-at has {step}, there are only {self.steps} --steps"
+            for step in self.evaluate_at
+            if step > self.steps
+        ]
         if self.head_folds == 1:
             problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
         if self.warmup > self.steps:

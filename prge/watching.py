@@ -114,7 +114,7 @@ class Watcher:
         self.steps = record["step"] + 1
         if measurement is not None:
             self._write_step(record, measurement)
-            self.progress.update(self.steps, measurement.rows, loss=record["loss"])
+            self.progress.update(self.steps, record["tokens"], loss=record["loss"])
         self._last = time.perf_counter()
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:

@@ -35,6 +35,7 @@ def make_run(seed: int, decay: float, step_seconds: float, rows: int, **changes:
         "seconds": 41 * step_seconds,
         "training_seconds": 40 * step_seconds,
         "step_seconds": step_seconds,
+        "tokens_per_second": rows * 20 / step_seconds,
         "peak_bytes": 90_000_000 + seed,
         "own_idle_bytes": None,
         "activation_bytes": 5_000_000,
@@ -159,6 +160,8 @@ def write_run(folder: Path, steps: int, status: str, rate: float = 0.01, baselin
     train: dict[str, Any] = {
         "steps": steps,
         "rows": 10 * steps,
+        "training_rows": 50,
+        "training_tokens": 1000,
         "seconds": 2.0 + 0.1 * steps,
         "memory": {"peak_bytes": 100_000_000},
         "trained_values": 64,

@@ -22,7 +22,7 @@ from prge.atomic import new_folder
 from prge.checkpoint import Progress
 from prge.errors import DivergenceError, RunError
 from prge.estimators import Measurement
-from prge.examples import Example
+from prge.examples import Example, token_count
 from prge.journal import Record
 from prge.training import loss_has_risen
 from server_export.baselines.activations import SavedActivations
@@ -139,7 +139,8 @@ class BaselineLearner:
         """See Learner."""
         number = self.progress.step
         rate, begin = self.rate(number), time.perf_counter()
-        result = self._counted(self.batch(number), rate)
+        examples = self.batch(number)
+        result = self._counted(examples, rate)
         seconds = time.perf_counter() - begin
         self.state.rows += result.rows
         if not math.isfinite(result.loss):
@@ -149,7 +150,8 @@ class BaselineLearner:
             problem = loss_has_risen(self.progress, self.divergence_ratio)
         if problem:
             raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
-        record = {"kind": "step", "step": number, "loss": result.loss, "learning_rate": rate}
+        figures = {"tokens": token_count(examples), "loss": result.loss, "learning_rate": rate}
+        record = {"kind": "step", "step": number, **figures}
         return record, Measurement(result.loss, np.zeros(0), None, seconds, result.rows)
 
     def evaluate(self) -> tuple[Record, bool] | None:

@@ -18,7 +18,7 @@ from prge.adapter import Adapter
 from prge.atomic import new_folder
 from prge.checkpoint import HEAD, head_arrays
 from prge.encoder_heads import Heads
-from prge.examples import Example
+from prge.examples import Example, token_count
 from prge.head import CrossFittedHeads, Head
 from prge.journal import Record
 from prge.memory import resident_bytes
@@ -131,6 +131,7 @@ class _Facts:
         }
         return run, {
             "training_rows": len(self.inputs.train),
+            "training_tokens": token_count(self.inputs.train),
             "development_rows": len(self.inputs.dev),
             "trained_values": sum(parameter.numel() for parameter in trained),
             "activation_bytes": self.state.activation_bytes,

@@ -32,10 +32,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over seeds. `censored` counts the seeds that have none, such as a target not reached."""
+    """A figure over seeds. `censored` counts the seeds that have none, such as a target not reached.
+
+    `bounded` are the seeds whose value is only an upper bound, and so is a mean with one of them.
+    """
 
     values: Mapping[int, float]
     censored: int = 0
+    bounded: frozenset[int] = frozenset()
 
     @property
     def mean(self) -> float | None:
@@ -43,6 +47,11 @@ class Spread:
         if self.censored or not self.values:
             return None
         return float(np.mean(list(self.values.values())))
+
+    @property
+    def resolved(self) -> dict[int, float]:
+        """The values that are more than bounds: those that can be compared with others."""
+        return {seed: value for seed, value in self.values.items() if seed not in self.bounded}
 
     @property
     def lowest(self) -> float | None:
@@ -55,32 +64,42 @@ class Spread:
         return max(self.values.values(), default=None)
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """Where a curve first reaches a target; not `resolved`, it did so somewhere before that position."""
+
+    position: float
+    resolved: bool = True
+
+
 def first_crossing(
     positions: Sequence[float], values: Sequence[float], target: float, lower_is_better: bool
-) -> float | None:
+) -> Crossing | None:
     """Where a curve first reaches a target, interpolated linearly between the evaluations around it.
 
+    Not between the start and the first evaluation after it: learning is fastest there, and a straight line
+    tells nothing of where a curve fell. That evaluation is an upper bound.
+
     Args:
-        positions: of the evaluations, ascending: seconds or rows.
+        positions: of the evaluations, ascending, the start first: seconds or rows.
         values: their quality; those that are not finite are left out.
         target: to reach, equality included.
         lower_is_better: whether values fall towards it.
 
     Returns:
-        The position; None if no evaluation reaches the target.
+        The crossing; None if no evaluation reaches the target.
     """
     sign = 1.0 if lower_is_better else -1.0
-    before: tuple[float, float] | None = None
-    for position, value in zip(positions, values, strict=True):
+    before: int | None = None
+    for index, (position, value) in enumerate(zip(positions, values, strict=True)):
         if not math.isfinite(value):
             continue
         if sign * value <= sign * target:
-            if before is None:
-                return float(position)
-            start, above = before
-            part = (above - target) / (above - value)
-            return float(start + part * (position - start))
-        before = position, value
+            if not before:
+                return Crossing(float(position), resolved=index == 0)
+            part = (values[before] - target) / (values[before] - value)
+            return Crossing(float(positions[before] + part * (position - positions[before])))
+        before = index
     return None
 
 
@@ -158,9 +177,10 @@ def rank(
         if name == best:
             continue
         compare, neutral = (paired_ratio, 1.0) if as_ratio else (paired_gap, 0.0)
-        interval = compare(figures[name].values, figures[best].values)
+        interval = compare(figures[name].resolved, figures[best].resolved)
         allowed = noise * abs(means[best]) if as_ratio else noise
         close = abs(means[name] - means[best]) <= allowed
-        if close or (interval is not None and interval.contains(neutral)):
+        # Below its bound it may be better than the best.
+        if close or figures[name].bounded or (interval is not None and interval.contains(neutral)):
             ties.append(name)
     return Ranking(best, tuple(ties))

@@ -1,6 +1,8 @@
-"""How many steps a budget of rows, seconds or steps is for a method."""
+"""How many steps a budget of rows, seconds or steps is for a method, and after which it is evaluated."""
 
 from __future__ import annotations
+
+import math
 
 from server_export.compare.settings import BudgetKind
 
@@ -28,6 +30,26 @@ def steps_within(
     return max(1, int(value / cost * (1 + 1e-12)))
 
 
-def evaluation_interval(steps: int, evaluations: int) -> int:
-    """Steps between evaluations so that about so many, evenly spread, fit a run."""
-    return max(1, round(steps / evaluations))
+def growing(steps: int, rows_of_a_step: int, first: float, growth: float) -> tuple[int, ...]:
+    """Steps to evaluate after: the start, the last, and the first to reach each of a series of rows.
+
+    The series is `first`, `first` x growth, `first` x growth^2 and so on: the same rows for every method,
+    whatever its step costs, and as dense early as late when seen on a logarithmic axis.
+
+    Args:
+        steps: of the run.
+        rows_of_a_step: rows that one step computes.
+        first: rows of the first evaluation after the start.
+        growth: between neighbours, above 1.
+    """
+    found = {0, steps}
+    rows = first
+    while rows < steps * rows_of_a_step:
+        found.add(math.ceil(rows / rows_of_a_step))
+        rows *= growth
+    return tuple(sorted(found))
+
+
+def evenly(steps: int, evaluations: int) -> tuple[int, ...]:
+    """Steps to evaluate after: the start, and about so many evenly spread over the rest."""
+    return tuple(sorted({round(steps * part / evaluations) for part in range(evaluations + 1)}))

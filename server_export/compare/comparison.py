@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from prge.bundle import file_sha256, open_bundle
 from prge.errors import PrgeError, RunError
 from prge.run_folder import read_metrics
 from prge.settings import settings_to_yaml
-from server_export.compare.budget import evaluation_interval, steps_within
+from server_export.compare.agenda import Agenda
+from server_export.compare.budget import evenly, growing, steps_within
 from server_export.compare.children import last_words, run_verb, wait_until_free
 from server_export.compare.methods import (
+    METHODS,
     Method,
     Plan,
+    check_exports,
     chosen_methods,
     export_flags,
     resume_words,
@@ -49,6 +53,7 @@ from server_export.compare.settings import CompareSettings
 
 CONFIG, RUN, OUTPUT, TEST = "config.yaml", "run", "output.txt", "test.json"
 TIMED_STEPS = 8
+TRIAL_EVALUATIONS = 4
 # What may change between calls: the rest of a comparison stays what it was begun as.
 _FREE = ("out", "json", "preset", "methods", "seeds")
 
@@ -79,9 +84,11 @@ class Comparison:
         self.settings = settings
         self.out = settings.out.resolve()
         self.methods = chosen_methods(settings.methods, settings.batch_size)
+        check_exports(self.methods, settings)
         self.verb = verb
         self.say = say
         self.rows: dict[str, Path] = {}
+        self.agenda = Agenda({method.name: self._shares() for method in self.methods})
         self._activation: dict[Path, int | None] = {}
 
     def prepare(self) -> None:
@@ -132,9 +139,13 @@ class Comparison:
         except MethodError as failure:
             self.say(f"{method.name}: {failure.what}")
             found["failures"].append(str(failure))
+            self.agenda.drop(method.name)
             return None
-        interval = evaluation_interval(steps, self.settings.evaluations)
-        return Plan(steps, rate, self.settings.seeds[0], interval, with_test=True)
+        batch_size = self.settings.batch_size
+        # The step that computes most, whether its method takes part or not: later calls may bring it in.
+        first = max(known.rows(batch_size) for known in METHODS.values())
+        evaluate_at = growing(steps, method.rows(batch_size), first, self.settings.evaluation_growth)
+        return Plan(steps, rate, self.settings.seeds[0], evaluate_at, share=1.0, with_test=True)
 
     def _run(self, method: Method, plan: Plan, found: dict[str, Any]) -> None:
         folder = self.out / "runs" / f"{method.name}-{plan.seed}"
@@ -142,7 +153,8 @@ class Comparison:
             run = self.train(method, plan, folder)
             test = self.score(method, run, folder)
             known = self.activation(method)
-            found["runs"].append({"seed": plan.seed, **read_run(run, known, test)})
+            examples = method.examples(self.settings.batch_size)
+            found["runs"].append({"seed": plan.seed, **read_run(run, examples, known, test)})
         except MethodError as failure:
             self.say(f"{method.name}: {failure.what}")
             found["failures"].append(f"seed {plan.seed}: {failure}")
@@ -151,7 +163,7 @@ class Comparison:
         """Steps of a reported run."""
         settings, seconds = self.settings, None
         if settings.budget == "seconds":
-            plan = Plan(TIMED_STEPS, self._centre(method), settings.search_seed, 0)
+            plan = Plan(TIMED_STEPS, self._centre(method), settings.search_seed)
             run = self.train(method, plan, self.out / "timing" / method.name)
             # The first step warms caches up.
             seconds = statistics.median(list(step_seconds(read_metrics(run)).values())[1:])
@@ -166,12 +178,12 @@ class Comparison:
         settings = self.settings
         if settings.search_trials == 1:
             return self._centre(method)
-        share = max(1, round(steps * settings.search_share))
+        trial_steps = max(1, round(steps * settings.search_share))
         messages: list[str] = []
 
         def loss(rate: float) -> float | None:
-            interval = evaluation_interval(share, 4)
-            plan = Plan(share, rate, settings.search_seed, interval)
+            evaluate_at = evenly(trial_steps, TRIAL_EVALUATIONS)
+            plan = Plan(trial_steps, rate, settings.search_seed, evaluate_at, settings.search_share)
             try:
                 run = self.train(method, plan, self.out / "search" / f"{method.name}-{rate:g}")
             except RunDivergedError as failure:
@@ -181,7 +193,7 @@ class Comparison:
 
         rate, losses = search(self._centre(method), settings.search_factor, settings.search_trials, loss)
         trials += [
-            {"learning_rate": tried, settings.quality: _stored(cost, settings.quality), "steps": share}
+            {"learning_rate": tried, settings.quality: _stored(cost, settings.quality), "steps": trial_steps}
             for tried, cost in sorted(losses.items())
         ]
         if rate is None:
@@ -196,6 +208,7 @@ class Comparison:
         """
         run, log = folder / RUN, folder / OUTPUT
         place = folder.relative_to(self.out)
+        which = self.agenda.begin(method.name, plan.share)
         if is_finished(run):
             return run
         bundle = self.bundle(method)
@@ -205,8 +218,10 @@ class Comparison:
         else:
             shutil.rmtree(run, ignore_errors=True)
             words = run_words(method, self.settings, plan, bundle, self.rows, run)
-        self.say(f"{place}: {plan.steps} steps at {plan.learning_rate:g}")
+        self.say(f"[{which}] {place}: {plan.steps} steps at {plan.learning_rate:g}")
+        begin = time.monotonic()
         code = self.verb(words, log)
+        self.agenda.end(method.name, plan.share, time.monotonic() - begin)
         if code or not is_finished(run):
             diverged = summary_of(run).get("run", {}).get("status") == "diverged"
             kind, what = (
@@ -270,6 +285,13 @@ class Comparison:
             "rows": {split: file_sha256(path) for split, path in self.rows.items()},
             "bundles": {path.parent.name: open_bundle(path.parent).sha256 for path in bundles},
         }
+
+    def _shares(self) -> list[float]:
+        """What the runs of a method take of a reported run's budget: timing, trials, reported ones."""
+        settings = self.settings
+        trials = settings.search_trials if settings.search_trials > 1 else 0
+        timing = [0.0] if settings.budget == "seconds" else []
+        return [*timing, *[settings.search_share] * trials, *[1.0] * len(settings.seeds)]
 
     def _centre(self, method: Method) -> float:
         return self.settings.learning_rates.get(method.name, method.learning_rate)

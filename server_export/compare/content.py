@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator
 
 from server_export.compare.analysis import Interval, Spread, paired_gap, paired_ratio
@@ -24,8 +25,8 @@ CAPTIONS = {
     "Solid: gradients from forward passes; dashed: from backward passes. Dotted line: the start.",
     "quality-rows": "The same against the rows computed.",
     "memory": "Memory. Blue: gradients from forward passes; orange: from backward passes.",
-    "time-to-target": "Seconds of training to the target, mean and range over seeds; a triangle "
-    "marks where runs without it ended.",
+    "time-to-target": "Seconds of training to the target, mean and range over seeds. A triangle to the right "
+    "marks where runs without it ended, one to the left a bound: the target was met before that.",
 }
 
 
@@ -43,8 +44,11 @@ def compose(result: Result, outcome: Outcome, pictures: Collection[str]) -> tupl
 def _blocks(result: Result, outcome: Outcome, pictures: Collection[str]) -> Iterator[Block]:
     settings = result["settings"]
     yield Heading(f"Training methods on {result['model_name']}", 1)
+    yield Paragraph(_bottom_line(outcome))
     yield from _verdict(result, outcome)
     yield from _failures(result)
+    yield Heading("The methods")
+    yield _methods_table(result)
     yield Heading("To equal quality" if has_quality(result) else "Figures")
     yield Paragraph(_target_text(outcome))
     yield _summary_table(result, outcome)
@@ -53,7 +57,8 @@ def _blocks(result: Result, outcome: Outcome, pictures: Collection[str]) -> Iter
         f"Means over {_count(seeds, 'seed')}, with the range in brackets. Peak memory is over that of an "
         f"idle runner, {_mb(result['idle_bytes'])}, the same for all methods: what PyTorch itself takes "
         "counts, as a device needs it too. Over its own process idle, with its libraries loaded and nothing "
-        "done, a smaller PyTorch would cost. “not reached” counts the seeds that did not get to the target."
+        "done, a smaller PyTorch would cost. “not reached” counts the seeds that did not get to the target. "
+        "Tokens of training rows count once, however many copies of a row a step computes."
     )
     for name in CAPTIONS:
         if name in pictures:
@@ -63,6 +68,50 @@ def _blocks(result: Result, outcome: Outcome, pictures: Collection[str]) -> Iter
     yield from _against_reference(result, outcome)
     yield from _searches(result)
     yield from _how(result)
+
+
+def _bottom_line(outcome: Outcome) -> str:
+    """The comparison in three sentences: time to equal quality, quality, memory."""
+    told = []
+    for keys, forward, backward, tie in (
+        (
+            ("seconds_to_target",),
+            "Forward passes alone get to the target sooner",
+            "Backpropagation gets to the target sooner",
+            "Both get to the target in about the same time",
+        ),
+        (
+            ("test_accuracy", "test_loss"),
+            "Forward passes alone end better on test rows",
+            "Backpropagation ends better on test rows",
+            "Both end about as good on test rows",
+        ),
+        (
+            ("peak_mb",),
+            "Forward passes alone take less memory",
+            "Backpropagation takes less memory",
+            "Both take about as much memory",
+        ),
+    ):
+        duels = {duel.figure.key: duel for duel in outcome.duels if duel.winner is not None}
+        duel = next((duels[key] for key in keys if key in duels), None)
+        if duel is not None:
+            begin = {"forward": forward, "backward": backward, "tie": tie}[duel.winner or "tie"]
+            told.append(f"{begin}: {_sides_text(duel, outcome, brackets=False)}.")
+    return " ".join(told) or "Methods of one kind alone: the table below compares them with each other."
+
+
+def _methods_table(result: Result) -> Table:
+    rows = [
+        (
+            name,
+            method["title"],
+            "the engine" if method["family"] == "engine" else "PyTorch",
+            "forward passes" if method["forward_only"] else "backward passes",
+        )
+        for name, method in result["methods"].items()
+    ]
+    return Table(("method", "what it is", "runs on", "gradients from"), tuple(rows), labels=4)
 
 
 def _verdict(result: Result, outcome: Outcome) -> Iterator[Block]:
@@ -86,22 +135,30 @@ def _verdict(result: Result, outcome: Outcome) -> Iterator[Block]:
 
 
 def _duel_text(duel: Duel, outcome: Outcome) -> str:
-    def told(name: str | None) -> str:
-        if name is None:
-            return "none of the others that got there with every seed"
-        return f"{name} {_value(duel.figure, outcome.figures[name][duel.figure.key])}"
+    return f"{duel.figure.title}: {_sides_text(duel, outcome)}."
 
-    first, second = told(duel.backward), told(duel.forward)
+
+def _sides_text(duel: Duel, outcome: Outcome, brackets: bool = True) -> str:
+    """The best of both sides in a figure, the better one first, and how many times apart they are."""
+
+    def told(name: str) -> str:
+        text = _value(duel.figure, outcome.figures[name][duel.figure.key])
+        return f"{name} {text if brackets else _without_brackets(text)}"
+
+    names = [name for name in (duel.backward, duel.forward) if name is not None]
     if duel.winner == "forward":
-        first, second = second, first
-    text = f"{duel.figure.title}: {first}, against {second}"
+        names.reverse()
+    if len(names) < 2:
+        return f"{told(names[0])}; of the others none got there with every seed" if names else "none"
+    text = f"{told(names[0])}, against {told(names[1])}"
     if duel.ratio is None:
-        return text + "."
+        return text
     # The larger over the smaller reads best.
     ratio = duel.ratio
     if ratio.value < 1:
         ratio = Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
-    return f"{text}: {_times(ratio)}."
+    times = _times(ratio)
+    return f"{text}: {times if brackets else _without_brackets(times)}"
 
 
 def _failures(result: Result) -> Iterator[Block]:
@@ -120,19 +177,17 @@ def _target_text(outcome: Outcome) -> str:
     return (
         f"The target is a {target.quality} of {target.value:.4g} on development rows ({target.origin}). Time "
         "and rows to it are where a run's curve first reaches it, interpolated linearly between the two "
-        "evaluations around that point; before the first evaluation on the way, from the start."
+        "evaluations around that point. “<” is an upper bound: the first evaluation on the way had passed it."
     )
 
 
 def _summary_table(result: Result, outcome: Outcome) -> Table:
-    header = ("method", "gradients from", "learning rate", *(_header(figure) for figure in compared(result)))
-    rows = []
-    for name, method in result["methods"].items():
-        rate = method["learning_rate"]
-        cells = [_value(figure, outcome.figures[name][figure.key], False) for figure in compared(result)]
-        gradients = "forward passes" if method["forward_only"] else "backward passes"
-        rows.append((name, gradients, NONE if rate is None else f"{rate:g}", *cells))
-    return Table(header, tuple(rows), labels=2)
+    header = ("method", *(_header(figure) for figure in compared(result)))
+    rows = [
+        (name, *(_value(figure, outcome.figures[name][figure.key], False) for figure in compared(result)))
+        for name in result["methods"]
+    ]
+    return Table(header, tuple(rows))
 
 
 def _winners_table(result: Result, outcome: Outcome) -> Table:
@@ -163,7 +218,7 @@ def _against_reference(result: Result, outcome: Outcome) -> Iterator[Block]:
         figures = outcome.figures[name]
         cells = [_times_cell(figures[f.key], reference[f.key]) for f in ratios]
         for figure in gaps:
-            gap = paired_gap(figures[figure.key].values, reference[figure.key].values)
+            gap = paired_gap(figures[figure.key].resolved, reference[figure.key].resolved)
             cells.append(NONE if gap is None else _with_ends(gap, "+.2f" if figure.unit == "%" else "+.3f"))
         rows.append((name, *cells))
     yield Table(header, tuple(rows))
@@ -212,7 +267,8 @@ def _how(result: Result) -> Iterator[Block]:
     yield Bullets(
         (
             f"Budget of a run: {settings['budget_value']:,.6g} {settings['budget']}; a backward counts as "
-            "two forwards. Evaluations on development rows are left out of rows and seconds.",
+            "two forwards. Evaluations on development rows are left out of rows and seconds. They come after "
+            f"the same rows for all methods, each time {settings['evaluation_growth']:g} times as many.",
             f"Rows: {counts['train']:,} to train on, {counts['dev']:,} for development, {counts['test']:,} "
             "to test, the same files for all methods; a seed orders them the same way for all. Test rows are "
             "read once, at a run's best step on development rows.",
@@ -267,15 +323,21 @@ def _value(figure: Figure, spread: Spread, with_unit: bool = True) -> str:
     unit = f" {figure.unit}" if with_unit and figure.unit and figure.unit != "rows" else ""
     low, high = spread.lowest, spread.highest
     assert low is not None and high is not None
-    ends = f"[{_number(low)}, {_number(high)}]"
+    if spread.bounded and spread.mean is not None:
+        return f"< {_number(high)}{unit}"
+    ends = f"{'< ' if spread.bounded else ''}[{_number(low)}, {_number(high)}]"
     if spread.mean is None:
         total = spread.censored + len(spread.values)
         return f"{ends}{unit}, not reached: {spread.censored} of {total}"
     return f"{_number(spread.mean)}{unit}" + (f" {ends}" if len(spread.values) > 1 else "")
 
 
+def _without_brackets(text: str) -> str:
+    return re.sub(r" \[[^\]]*\]", "", text)
+
+
 def _times_cell(first: Spread, second: Spread) -> str:
-    ratio = paired_ratio(first.values, second.values)
+    ratio = paired_ratio(first.resolved, second.resolved)
     if ratio is None:
         return NONE
     censored = f", {first.censored} not reached" if first.censored else ""

@@ -145,7 +145,8 @@ def _time_to_target(result: Result, outcome: Outcome) -> str:
         if values:
             middle = float(np.mean(values))
             axes.plot([min(values), max(values)], [row, row], color=look["color"], linewidth=2)
-            axes.plot([middle], [row], color=look["color"], marker=look["marker"], linestyle="")
+            marker = "<" if spread.bounded else look["marker"]
+            axes.plot([middle], [row], color=look["color"], marker=marker, linestyle="")
         if spread.censored:
             longest = max(run["training_seconds"] for run in result["methods"][name]["runs"])
             axes.plot([longest], [row], marker=">", color=look["color"], markerfacecolor="none")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from prge.errors import ConfigError
 from server_export.compare.settings import CompareSettings
+from server_export.settings import ExportConfig
 
 Family = Literal["engine", "pytorch"]
 
@@ -22,6 +23,7 @@ class Method:
     of `prge run` and the number of `queries` of a step, which share the batch: batch_size / queries
     examples a step; `directions` where a step has another number of them. `copies` as in `prge export`.
     `learning_rate` is the centre of its search, `optimizer` the only one that it has.
+    `title` says in a report what the method is.
     """
 
     name: str
@@ -52,16 +54,19 @@ class Method:
 
 
 def _antithetic(queries: int, name: str) -> Method:
-    return Method(
-        name, "engine", True, f"P-RGE, {queries} queries", 5e-3, estimator="antithetic", queries=queries
-    )
+    pairs = f"{queries} pairs" if queries > 1 else "a pair"
+    title = f"P-RGE: differences between the losses of {pairs} of perturbed adapters, all in one call"
+    return Method(name, "engine", True, title, 5e-3, estimator="antithetic", queries=queries)
+
+
+def _tangent(queries: int, name: str) -> Method:
+    title = f"forward-mode differentiation: exact derivatives of the loss along {queries} random directions"
+    return Method(name, "engine", True, title, 5e-3, estimator="tangent", queries=queries)
 
 
 def _pytorch(name: str, title: str, learning_rate: float, **more: Any) -> Method:
     return Method(name, "pytorch", more.pop("forward_only", False), title, learning_rate, **more)
 
-
-_EXACT = {"estimator": "exact"}
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -70,35 +75,43 @@ METHODS: dict[str, Method] = {
         _antithetic(1, "p-rge-q1"),
         _antithetic(2, "p-rge-q2"),
         _antithetic(16, "p-rge-q16"),
-        Method("tangent", "engine", True, "exact tangents", 5e-3, estimator="tangent", queries=4),
-        Method(
-            "tangent-q16", "engine", True, "exact tangents, 16 queries", 5e-3, estimator="tangent", queries=16
-        ),
+        _tangent(4, "tangent"),
+        _tangent(16, "tangent-q16"),
         # The scalars of p-rge-q1: its two copies in calls of their own.
         Method(
-            "mezo-lora-fa", "engine", True, "MeZO on LoRA-FA", 5e-3,
+            "mezo-lora-fa", "engine", True,
+            "MeZO on the same adapter: a pair of perturbed adapters, one in a call", 5e-3,
             estimator="antithetic", queries=1, copies=1,
         ),
         # Seven perturbed copies and a clean one fill the program of p-rge.
         Method(
-            "fzoo", "engine", True, "FZOO", 5e-3,
+            "fzoo", "engine", True,
+            "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation", 5e-3,
             estimator="one-sided", queries=4, directions=7, run={"normalize": True},
         ),
-        Method("exact", "engine", False, "backward on the engine", 1e-2, estimator="exact"),
         Method(
-            "exact-top2", "engine", False, "backward on the engine, top 2 blocks", 1e-2,
+            "exact", "engine", False,
+            "backpropagation through the same adapter, as a graph that the engine runs", 1e-2,
+            estimator="exact",
+        ),
+        Method(
+            "exact-top2", "engine", False,
+            "backpropagation on the engine, top 2 blocks alone; what lies below is computed once a row", 1e-2,
             estimator="exact", export={"adapt-layers": "top:2", "trunk-cache": True},
         ),
-        _pytorch("backprop-lora-fa", "backpropagation, LoRA-FA", 1e-2),
-        _pytorch("backprop-lora", "backpropagation, LoRA", 3e-3),
-        _pytorch("backprop-full", "backpropagation, all weights", 3e-4),
-        _pytorch("mezo", "MeZO, all weights", 3e-4, forward_only=True, optimizer="sgd"),
-        _pytorch("executorch-training", "ExecuTorch training", 1.0, optimizer="sgd"),
-        _pytorch("far", "FAR", 1e-2),
-        _pytorch("tinytl-biases", "TinyTL, biases", 3e-3),
-        _pytorch("tinytl-lite-residual", "TinyTL, lite residual", 3e-3),
-        _pytorch("sparse-bp", "sparse backpropagation", 1e-3),
-        _pytorch("quantized-training", "quantized training", 1e-3, optimizer="sgd"),
+        _pytorch("backprop-lora-fa", "backpropagation through the same adapter", 1e-2),
+        _pytorch("backprop-lora", "backpropagation through a whole LoRA: lora_A learns too", 3e-3),
+        _pytorch("backprop-full", "backpropagation through all weights", 3e-4),
+        _pytorch(
+            "mezo", "MeZO: the difference between two perturbations of all weights", 3e-4,
+            forward_only=True, optimizer="sgd",
+        ),
+        _pytorch("executorch-training", "ExecuTorch's training of the same adapter", 1.0, optimizer="sgd"),
+        _pytorch("far", "FAR: 40 % of the nodes of the feed-forward networks", 1e-2),
+        _pytorch("tinytl-biases", "TinyTL: biases of linear layers and norms", 3e-3),
+        _pytorch("tinytl-lite-residual", "TinyTL: biases, and a narrow branch beside every block", 3e-3),
+        _pytorch("sparse-bp", "sparse update: biases and channels that an analysis chose", 1e-3),
+        _pytorch("quantized-training", "int8 weights of the blocks, trained as codes", 1e-3, optimizer="sgd"),
     )
 }  # fmt: skip
 
@@ -140,13 +153,14 @@ def export_flags(method: Method, settings: CompareSettings) -> dict[str, Any]:
         "quantize": settings.quantize,
         "batch-size": method.examples(settings.batch_size),
         "sequence-length": settings.sequence_length,
-        "positions": settings.positions,
         "prepend-bos": settings.prepend_bos,
     }
     if estimator != "exact":
         flags["queries"] = method.queries
     if method.copies:
         flags["copies"] = method.copies
+    if settings.positions is not None:
+        flags["positions"] = settings.positions
     if settings.lengths is not None:
         flags["lengths"] = settings.lengths
     own = method.export or {}
@@ -161,15 +175,31 @@ def export_flags(method: Method, settings: CompareSettings) -> dict[str, Any]:
     return {**flags, **own}
 
 
+def check_exports(methods: Iterable[Method], settings: CompareSettings) -> None:
+    """Check the export of every method before any is begun; raises ConfigError as `prge export` does."""
+    for method in methods:
+        flags = {name.replace("-", "_"): value for name, value in export_flags(method, settings).items()}
+        ExportConfig(out=Path(), **flags)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What one run is to do."""
+    """What one run is to do; `share` is its part of a reported run's budget."""
 
     steps: int
     learning_rate: float
     seed: int
-    evaluate_every: int
+    evaluate_at: tuple[int, ...] = ()
+    share: float = 0.0
     with_test: bool = False
+
+    @property
+    def checkpoint_every(self) -> int:
+        """A period with one checkpoint, in the second half and right before an evaluation, 0 for none.
+
+        Its time is told as the evaluation's, so that no step seems to have taken it.
+        """
+        return next((step for step in self.evaluate_at if 2 * step > self.steps), 0)
 
 
 def run_words(
@@ -186,8 +216,9 @@ def run_words(
         "learning-rate": repr(plan.learning_rate),
         "schedule": settings.schedule,
         "seed": plan.seed,
-        "evaluate-every": plan.evaluate_every,
-        "checkpoint-every": max(1, plan.evaluate_every),
+        "evaluate-every": 0,
+        "evaluate-at": plan.evaluate_at,
+        "checkpoint-every": plan.checkpoint_every,
         "select": "loss" if settings.quality == "loss" else "metric",
         "threads": settings.threads,
     }

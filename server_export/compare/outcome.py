@@ -61,7 +61,7 @@ FIGURES = (
         "own_peak_mb", "peak memory over its own process idle", "MB", True, True, noise=0.02, of_quality=False
     ),
     Figure("activation_mb", "activation memory of a step", "MB", True, True, noise=0.02, of_quality=False),
-    Figure("step_ms", "time of a step", "ms", True, True, of_quality=False),
+    Figure("tokens_per_second", "tokens of training rows a second", "", False, True, of_quality=False),
 )
 
 
@@ -120,6 +120,7 @@ def figures_of(method: Mapping[str, Any], target: Target, idle_bytes: int | None
         ),
         "activation_mb": _spread(runs, lambda run: _scaled(run["activation_bytes"], 1 / MEGABYTE)),
         "step_ms": _spread(runs, lambda run: _scaled(run["step_seconds"], 1000)),
+        "tokens_per_second": _spread(runs, lambda run: run["tokens_per_second"]),
     }
 
 
@@ -166,8 +167,8 @@ def judge(result: Result) -> Outcome:
         ranking = rank(column, figure.lower_is_better, noise, figure.as_ratio)
         if ranking is not None:
             rankings[figure.key] = ranking
-        # Steps of different methods do different work: where there is quality, time to it is what counts.
-        if figure.key != "step_ms" or not has_quality(result):
+        # A token teaches methods differently much: where there is quality, time to it is what counts.
+        if figure.key != "tokens_per_second" or not has_quality(result):
             duels.append(_duel(result, figure, column, noise))
     return Outcome(target, figures, rankings, tuple(duels))
 
@@ -190,6 +191,7 @@ def to_json(result: Result, outcome: Outcome) -> dict[str, Any]:
             "own_peak_mb": _numbers(figures["own_peak_mb"]),
             "activation_mb": _numbers(figures["activation_mb"]),
             "step_ms": _numbers(figures["step_ms"]),
+            "tokens_per_second": _numbers(figures["tokens_per_second"]),
             "failures": method["failures"],
         }
     return {
@@ -204,24 +206,33 @@ def to_json(result: Result, outcome: Outcome) -> dict[str, Any]:
 def _numbers(spread: Spread, scale: float = 1.0) -> dict[str, Any]:
     found = {"mean": spread.mean, "lowest": spread.lowest, "highest": spread.highest}
     scaled: dict[str, Any] = {name: None if value is None else value * scale for name, value in found.items()}
-    return {**scaled, "seeds": len(spread.values), "censored": spread.censored}
+    return {
+        **scaled,
+        "seeds": len(spread.values),
+        "censored": spread.censored,
+        "bounded": len(spread.bounded),
+    }
 
 
 def _to_target(runs: Any, target: Target, position: Callable[[Point], float]) -> Spread:
     if target.value is None:
         return Spread({}, len(runs))
-    values = {}
+    found = {}
     for run in runs:
         points = read_curve(run)
-        found = first_crossing(
+        crossing = first_crossing(
             [position(point) for point in points],
             [point.value(target.quality) for point in points],
             target.value,
             target.lower_is_better,
         )
-        if found is not None:
-            values[run["seed"]] = found
-    return Spread(values, len(runs) - len(values))
+        if crossing is not None:
+            found[run["seed"]] = crossing
+    return Spread(
+        {seed: crossing.position for seed, crossing in found.items()},
+        len(runs) - len(found),
+        frozenset(seed for seed, crossing in found.items() if not crossing.resolved),
+    )
 
 
 def _spread(runs: Any, figure: Callable[[Mapping[str, Any]], float | None]) -> Spread:
@@ -266,7 +277,7 @@ def _duel(result: Result, figure: Figure, column: Mapping[str, Spread], noise: f
     ranking = rank(
         {name: column[name] for name in (forward, backward)}, figure.lower_is_better, noise, figure.as_ratio
     )
-    ratio = paired_ratio(column[forward].values, column[backward].values) if figure.as_ratio else None
+    ratio = paired_ratio(column[forward].resolved, column[backward].resolved) if figure.as_ratio else None
     assert ranking is not None
     winner = "tie" if ranking.ties else "forward" if ranking.best == forward else "backward"
     return Duel(figure, forward, backward, ratio, winner)

@@ -89,11 +89,14 @@ def step_seconds(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     return found
 
 
-def read_run(run: Path, activation_bytes: int | None, test: Mapping[str, Any] | None) -> Record:
+def read_run(
+    run: Path, examples: int, activation_bytes: int | None, test: Mapping[str, Any] | None
+) -> Record:
     """A run in the form in which a comparison's result keeps it.
 
     Args:
         run: folder that `prge run` or `prge baseline` wrote.
+        examples: training rows of a step.
         activation_bytes: of an engine run's bundle; without it the run's own.
         test: figures on test rows; without them the run's own.
     """
@@ -104,12 +107,16 @@ def read_run(run: Path, activation_bytes: int | None, test: Mapping[str, Any] | 
     points = curve(records)
     # PyTorch's runs count what is kept for the backward pass; without one, that isn't what a step takes.
     activations = activation_bytes or train.get("activation_bytes") or None
+    median = statistics.median(taken.values()) if taken else None
+    tokens = examples * train["training_tokens"] / train["training_rows"]
     return {
         "steps": train["steps"],
         "rows": train["rows"],
         "seconds": train["seconds"],
         "training_seconds": points[-1].seconds if points else sum(taken.values()),
-        "step_seconds": statistics.median(taken.values()) if taken else None,
+        "step_seconds": median,
+        # A row counts once, however many copies of it a step computes.
+        "tokens_per_second": tokens / median if median else None,
         "peak_bytes": memory.get("peak_bytes"),
         "own_idle_bytes": memory.get("baseline_bytes"),
         "activation_bytes": activations,

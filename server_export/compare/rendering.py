@@ -12,6 +12,7 @@ from server_export.compare.document import Block, Bullets, Code, Heading, Paragr
 
 PAGE = Path(__file__).with_name("page.html")
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~])")
+_RANGE = re.compile(r"\[[^\]]*\]")
 
 
 def to_markdown(blocks: Sequence[Block], folder: str) -> str:
@@ -78,7 +79,10 @@ def _html_table(table: Table) -> str:
             kind = "" if index < table.labels else ' class="number"'
             name = "th" if tag == "th" or index == 0 else "td"
             scope = "" if name == "td" else ' scope="col"' if tag == "th" else ' scope="row"'
-            made.append(f"<{name}{scope}{kind}>{escape(cell)}</{name}>")
+            # On a phone a row is a card: every cell names its column.
+            label = f' data-label="{escape(table.header[index])}"' if name == "td" else ""
+            text = _RANGE.sub(r'<span class="range">\g<0></span>', escape(cell))
+            made.append(f"<{name}{scope}{kind}{label}>{text}</{name}>")
         return f"<tr>{''.join(made)}</tr>"
 
     head = line(table.header, "th")

@@ -13,7 +13,8 @@ from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.optimizers import OptimizerName, ScheduleName
 from prge.settings import parse_settings
-from server_export.settings import PrependBos
+from prge.training_flags import TrainingFlags
+from server_export.settings import ExportConfig, PrependBos
 
 PRESETS = Path(__file__).with_name("presets")
 DEMO = Path(__file__).resolve().parents[1] / "demo_data"
@@ -61,7 +62,7 @@ class CompareSettings:
     """Most test rows."""
     shuffle_seed: int | None = None
     """Shuffle the training file before its start and limit."""
-    overflow: Literal["error", "truncate", "split"] = "truncate"
+    overflow: Literal["error", "truncate", "split"] = TrainingFlags.overflow
     """What to do with a row that is too long for the programs."""
 
     methods: list[str] = field(default_factory=lambda: ["backprop-lora-fa", "p-rge", "tangent"])
@@ -72,28 +73,29 @@ class CompareSettings:
     """What all runs get as much of: rows computed (a backward counts as two forwards), seconds, or steps."""
     budget_value: float = 16000.0
     """How much of it a run gets."""
-    evaluations: int = 20
-    """Evaluations on development rows, spread over a run."""
+    evaluation_growth: float = 1.3
+    """Development rows are scored after as many rows as one step computes, then each time this many times
+    as many: at the same rows for every method."""
 
-    quantize: str = "fp32"
+    quantize: str = ExportConfig.quantize
     """Frozen weights: fp32, 8da8w or 8da4w."""
     adapter: Path | None = None
     """PEFT LoRA folder that all methods' bundles start from."""
     target_modules: list[str] = field(default_factory=list)
     """Linear layers to adapt."""
-    rank: int = 8
+    rank: int = ExportConfig.rank
     """Rank of the adapter."""
-    alpha: float = 16.0
+    alpha: float = ExportConfig.alpha
     """LoRA alpha."""
     batch_size: int = 16
     """Examples of a step of a method with one query or an exact gradient; queries share them."""
-    sequence_length: int = 64
+    sequence_length: int = ExportConfig.sequence_length
     """Tokens of the longest row."""
-    positions: int = 8
-    """Log-probabilities that can be read of every row."""
+    positions: int | None = None
+    """Log-probabilities that can be read of every row; default: as `prge export` has it."""
     lengths: list[int] | None = None
     """Shorter lengths that engine programs get methods for."""
-    prepend_bos: PrependBos = "auto"
+    prepend_bos: PrependBos = ExportConfig.prepend_bos
     """Whether the begin-of-sequence token comes first."""
 
     optimizer: OptimizerName = "adam"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from device_runner.plot import draw, labels, main, series, smooth
+from device_runner.plot import SCORES, draw, labels, main, series, smooth
 from prge.errors import ConfigError, PrgeError, RunError
 from prge.palette import COLOURS
-from prge.run_folder import METRICS, RunLog
+from prge.run_folder import METRICS, RunLog, read_metrics
 
 
 def make_run(folder: Path, steps: int = 60, score: str = "accuracy", seed: int = 0) -> Path:
@@ -67,6 +67,26 @@ def test_axes_and_names_are_in_the_picture(tmp_path: Path) -> None:
         assert f"<!-- {word}" in text, word
     assert COLOURS[0].lower() in text
     assert COLOURS[1].lower() in text
+
+
+def test_a_run_on_texts_shows_its_perplexity(tmp_path: Path) -> None:
+    draw([make_run(tmp_path / "run", score="perplexity")], tmp_path / "plot.svg")
+    text = svg_text(tmp_path / "plot.svg")
+    assert "<!-- perplexity" in text
+    assert "accuracy" not in text
+    assert text.count('id="axes_') == 6
+    steps, scores = series(read_metrics(tmp_path / "run"), "evaluation", "step", SCORES)
+    assert (steps, scores[0]) == ([0, 20, 40], pytest.approx(0.2))
+
+
+def test_without_any_score_there_is_no_panel_for_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with RunLog(folder) as log:
+        log.metric({"event": "step", "step": 1, "rows": 16, "seconds": 1.0, "loss": 0.7})
+    draw([folder], tmp_path / "plot.svg")
+    text = svg_text(tmp_path / "plot.svg")
+    assert "accuracy" not in text
+    assert text.count('id="axes_') == 3
 
 
 @pytest.mark.parametrize(

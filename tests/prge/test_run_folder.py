@@ -1,13 +1,11 @@
-"""Records of a run survive a kill, its folder has one owner, and peak memory counts what was swapped out."""
+"""Records of a run survive a kill, and its folder has one owner."""
 
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +15,6 @@ import numpy as np
 import pytest
 
 from prge.errors import RunError
-from prge.memory import PeakMemory, proportional_memory, resident_bytes
-from prge.progress import Progress, duration
 from prge.run_folder import (
     LOCK,
     LOG,
@@ -261,120 +257,3 @@ def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
 
 
 STATUS = "Name:\tpython\nVmHWM:\t    500 kB\nVmRSS:\t    {rss} kB\nVmSwap:\t    {swap} kB\nThreads:\t2\n"
-
-
-def test_peak_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    status.write_text(STATUS.format(rss=400, swap=0), encoding="utf-8")
-    memory = PeakMemory(status)
-    assert memory.report()["peak_bytes"] == 500 * 1024
-    status.write_text(STATUS.format(rss=300, swap=600), encoding="utf-8")
-    memory.sample()
-    status.write_text(STATUS.format(rss=100, swap=0), encoding="utf-8")
-    assert memory.report() == {"peak_bytes": 900 * 1024, "method": PeakMemory.method}
-
-
-def test_present_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    assert resident_bytes(status) is None
-    status.write_text("VmSwap:\t 3 kB\n", encoding="utf-8")
-    assert resident_bytes(status) is None
-    status.write_text(STATUS.format(rss=300, swap=600), encoding="utf-8")
-    assert resident_bytes(status) == 900 * 1024
-
-
-def test_proportional_memory(tmp_path: Path) -> None:
-    rollup = tmp_path / "smaps_rollup"
-    assert proportional_memory(rollup) == {"bytes": None, "reason": f"{rollup}: No such file or directory"}
-    rollup.write_text("aa-bb ---p 00000000 00:00 0 [rollup]\nRss:   9 kB\n")
-    assert proportional_memory(rollup) == {"bytes": None, "reason": f"{rollup} has no Pss"}
-    rollup.write_text("aa-bb ---p 00000000 00:00 0 [rollup]\nRss:   9 kB\nPss:   7 kB\n")
-    assert proportional_memory(rollup)["bytes"] == 7 * 1024
-
-
-def test_peak_memory_of_this_process() -> None:
-    if not Path("/proc/self/status").exists():
-        assert PeakMemory().report()["peak_bytes"] is None
-        return
-    peak = PeakMemory().report()["peak_bytes"]
-    assert peak >= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * 0.9
-
-
-@pytest.mark.parametrize("content", [None, "VmRSS:\t 3 kB\n"])
-def test_peak_memory_that_can_not_be_known_is_null_with_a_reason(tmp_path: Path, content: str | None) -> None:
-    status = tmp_path / "status"
-    if content is not None:
-        status.write_text(content, encoding="utf-8")
-    report = PeakMemory(status).report()
-    assert report["peak_bytes"] is None
-    assert str(status) in report["reason"]
-
-
-class Clock:
-    """Seconds that pass when told."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_progress_without_a_terminal_is_a_line_every_few_seconds() -> None:
-    stream, clock = io.StringIO(), Clock()
-    with Progress(10, stream=stream, clock=clock, every_seconds=5) as progress:
-        for done in range(1, 11):
-            clock.now += 2
-            progress.update(done, rows=8, loss=1 / done, accuracy=0.75 if done == 2 else None)
-        progress.note("written to runs/a")
-    assert stream.getvalue().splitlines() == [
-        "step 3/10  loss 0.3333  accuracy 0.75  4 rows/s  14 s left",
-        "step 6/10  loss 0.1667  accuracy 0.75  4 rows/s  8 s left",
-        "step 9/10  loss 0.1111  accuracy 0.75  4 rows/s  2 s left",
-        "step 10/10  loss 0.1  accuracy 0.75  4 rows/s  0 s left",
-        "written to runs/a",
-    ]
-
-
-def test_steps_of_an_earlier_process_do_not_count_for_the_time_left() -> None:
-    stream, clock = io.StringIO(), Clock()
-    progress = Progress(100, stream=stream, clock=clock, every_seconds=0)
-    progress.skip(90)
-    clock.now = 3
-    progress.update(91, rows=6)
-    assert stream.getvalue() == "step 91/100  2 rows/s  27 s left\n"
-
-
-def test_quiet_progress_says_nothing() -> None:
-    stream = io.StringIO()
-    with Progress(2, quiet=True, stream=stream, every_seconds=0) as progress:
-        progress.update(1, loss=1.0)
-        progress.note("text")
-    assert stream.getvalue() == ""
-
-
-class Terminal(io.StringIO):
-    """Text that says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_on_a_terminal_is_a_bar() -> None:
-    stream = Terminal()
-    with Progress(4, stream=stream) as progress:
-        progress.skip(1)
-        progress.update(2, rows=2, loss=0.5)
-        progress.note("a note")
-        progress.update(4, rows=2, loss=0.25)
-    text = stream.getvalue()
-    assert "100%" in text
-    assert "4/4, loss 0.25" in text
-    assert "a note\n" in text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3725, "1 h 2 min"), (-1, "0 s")],
-)
-def test_duration(seconds: float, words: str) -> None:
-    assert duration(seconds) == words

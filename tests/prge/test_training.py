@@ -227,6 +227,14 @@ def test_early_stop(tmp_path: Path) -> None:
     assert run.go().step == 8
 
 
+def test_evaluations_come_at_the_steps_that_are_named_and_after_the_last(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", evaluate_every=0, evaluate_at=(0, 1, 5))
+    run.go()
+    with Journal(tmp_path / "run/journal.jsonl") as journal:
+        found = [record["step"] for record in journal.records if record["kind"] == "evaluation"]
+    assert found == [0, 1, 5, 12]
+
+
 def test_an_interruption_keeps_what_was_learnt(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     state = run.fresh_state()

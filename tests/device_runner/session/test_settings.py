@@ -85,6 +85,13 @@ def test_a_default_that_is_given_is_no_mistake() -> None:
     assert settled(given, TANGENT).estimator == "tangent"
 
 
+def test_steps_to_evaluate_at_lie_within_the_run() -> None:
+    words = ["--bundle", "b", "--train", "t", "--out", "o", "--steps", "8", "--evaluate-at"]
+    assert parse_settings(RunSettings, [*words, "0", "3", "8"], "prge run").evaluate_at == [0, 3, 8]
+    with pytest.raises(ConfigError, match="--evaluate-at has 9, there are only 8 --steps"):
+        parse_settings(RunSettings, [*words, "3", "9"], "prge run")
+
+
 def test_an_exports_single_query_is_too_few_to_leave_one_out() -> None:
     single = Bundle(Path(), make_contract(), {"queries": 1})
     with pytest.raises(ConfigError, match="needs --queries of at least 2"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from prge.errors import RunError
 from prge.settings import settings_to_yaml
 from server_export.compare.command import compare
+from server_export.compare.comparison import Comparison
 from tests.comparisons import PretendedVerbs, settings_for, write_run
 
 RATES = '{"backprop-lora-fa": 0.01, "p-rge": 0.03}'
@@ -18,6 +21,12 @@ BOTH = ("--methods", "backprop-lora-fa", "p-rge", "--seeds", 1, 2, "--learning-r
 
 def run(out: Path, verbs: PretendedVerbs, *words: object) -> dict[str, Any]:
     return compare(settings_for(out, *words), "prge compare", verbs)
+
+
+def list_after(flag: str, words: list[str]) -> list[str]:
+    """The values of a flag that takes several."""
+    after = words[words.index(flag) + 1 :]
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), after))
 
 
 def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
@@ -37,6 +46,35 @@ def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
     assert (p_rge["runs"][0]["steps"], backprop["runs"][0]["steps"]) == (24000 // 32, 24000 // 48)
     assert result["hashes"]["bundles"].keys() == {"antithetic-q4-b4"}
     assert result["idle_bytes"] is None or result["idle_bytes"] > 10_000_000
+
+
+def test_it_says_which_of_how_many_runs_begins(tmp_path: Path) -> None:
+    told: list[str] = []
+    settings = settings_for(tmp_path / "cmp", *BOTH)
+    comparison = Comparison(settings, PretendedVerbs(), told.append)
+    comparison.out.mkdir()
+    comparison.prepare()
+    comparison.measure()
+    begun = [re.match(r"\[(\d+) of (\d+)(, about .+ left)?\] (\S+): \d+ steps at ", line) for line in told]
+    counts = [(int(found[1]), int(found[2])) for found in begun if found]
+    # Three trials and two seeds for each of two methods, and one trial beyond the edge.
+    assert counts == [*[(number, 10) for number in (1, 2, 3)], *[(number, 11) for number in range(4, 12)]]
+    assert all(found[3] for found in begun[2:] if found)
+
+
+def test_all_methods_are_evaluated_at_the_same_rows(tmp_path: Path) -> None:
+    verbs = PretendedVerbs()
+    run(tmp_path / "cmp", verbs, *BOTH)
+    rows = {"baseline": 48, "run": 32}
+    evaluated = {
+        words[0]: [int(word) * rows[words[0]] for word in list_after("--evaluate-at", words)]
+        for words in verbs.calls
+        if "/runs/" in " ".join(words) and words[0] in rows
+    }
+    assert evaluated["baseline"][:4] == [0, 48, 96, 96 + 48]
+    series = [48 * 1.3**power for power in range(24)]
+    for verb, found in evaluated.items():
+        assert all(any(point <= got < point + rows[verb] for got in found) for point in series), verb
 
 
 def test_only_reported_runs_read_test_rows(tmp_path: Path) -> None:

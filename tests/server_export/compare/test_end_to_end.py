@@ -23,7 +23,7 @@ def start(out: Path) -> subprocess.Popen[str]:
         "--preset", "demo", "--out", out, "--json", out.with_suffix(".json"),
         "--methods", "p-rge-q1", "mezo-lora-fa", "--seeds", 5, "--search-trials", 1,
         "--learning-rates", '{"p-rge-q1": 0.01, "mezo-lora-fa": 0.01}',
-        "--budget", "steps", "--budget-value", STEPS, "--evaluations", 3,
+        "--budget", "steps", "--budget-value", STEPS, "--evaluation-growth", 5,
         "--dev-limit", 40, "--test-limit", 40,
     ]  # fmt: skip
     return subprocess.Popen(

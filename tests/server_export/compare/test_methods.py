@@ -68,11 +68,12 @@ def test_engine_methods_have_command_lines_that_parse(name: str, tmp_path: Path)
         directions = method.directions or method.queries
         variants = 2 * directions if method.estimator == "antithetic" else 1 + directions
         assert variants % config.stack_copies == 0
-    plan = Plan(10, 1.25e-3, 3, 5)
+    plan = Plan(10, 1.25e-3, 3, (0, 2, 7, 10))
     verb, *words = run_words(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     run = parse_settings(RunSettings, words, "prge run")
     assert (verb, run.estimator, run.learning_rate, run.steps) == ("run", method.estimator, 1.25e-3, 10)
     assert run.select == "loss"
+    assert (run.evaluate_at, run.evaluate_every, run.checkpoint_every) == ([0, 2, 7, 10], 0, 7)
     verb, *words = words_of_test(
         settings, tmp_path / "bundle", ROWS["test"], tmp_path / "run", tmp_path / "t"
     )
@@ -96,20 +97,20 @@ def test_pytorch_methods_share_the_base_of_p_rge(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out")
     method = METHODS["backprop-lora"]
     assert export_flags(method, settings) == export_flags(METHODS["p-rge"], settings)
-    plan = Plan(10, 1e-3, 3, 5)
+    plan = Plan(10, 1e-3, 3, (0, 5, 10))
     words = run_words(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     assert words[0] == "baseline"
     assert words[words.index("--method") + 1] == "backprop-lora"
     assert words[words.index("--batch-size") + 1] == "16"
     assert words[words.index("--optimizer") + 1] == "adam"
     assert "--test" not in words
-    plan = Plan(10, 1e-3, 3, 5, with_test=True)
+    plan = Plan(10, 1e-3, 3, (0, 5, 10), with_test=True)
     assert "--test" in run_words(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", [name for name, one in METHODS.items() if one.family == "pytorch"])
 def test_pytorch_methods_have_command_lines_that_parse(name: str, tmp_path: Path) -> None:
-    plan = Plan(10, 1e-3, 3, 5, with_test=True)
+    plan = Plan(10, 1e-3, 3, (0, 5, 10), with_test=True)
     settings = settings_for(tmp_path / "out")
     words = run_words(METHODS[name], settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     assert parse_settings(BaselineSettings, words[1:], "prge baseline").method == name

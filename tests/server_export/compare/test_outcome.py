@@ -29,6 +29,22 @@ def test_given_target_and_accuracy(tmp_path: Path) -> None:
     assert outcome.figures["tangent"]["seconds_to_target"].censored == 3
 
 
+def test_rows_to_a_target_met_by_the_first_evaluation_are_a_bound(tmp_path: Path) -> None:
+    result = make_result(tmp_path)
+    curves = [(0, 0.73), (2016, 0.108), (4032, 0.103)]
+    for run in result["methods"]["backprop-lora-fa"]["runs"]:
+        run["curve"] = [
+            {"step": rows // 48, "rows": rows, "seconds": rows / 1000, "loss": loss, "accuracy": None}
+            for rows, loss in curves
+        ]
+    outcome = judge(result)
+    rows = outcome.figures["backprop-lora-fa"]["rows_to_target"]
+    assert (rows.mean, rows.bounded) == (2016, frozenset(SEEDS))
+    # A ratio to a bound would be one that nobody measured.
+    assert {duel.ratio for duel in outcome.duels if duel.figure.key == "rows_to_target"} == {None}
+    assert to_json(result, outcome)["methods"]["backprop-lora-fa"]["rows_to_target"]["bounded"] == 3
+
+
 def test_without_the_reference_another_sets_the_target(tmp_path: Path) -> None:
     result = make_result(tmp_path)
     del result["methods"]["backprop-lora-fa"]
@@ -53,7 +69,7 @@ def test_random_weights_have_no_quality(tmp_path: Path) -> None:
     result["settings"]["model"] = "random:smollm2-135m"
     outcome = judge(result)
     assert outcome.target.value is None
-    assert set(outcome.rankings) == {"peak_mb", "own_peak_mb", "activation_mb", "step_ms"}
+    assert set(outcome.rankings) == {"peak_mb", "own_peak_mb", "activation_mb", "tokens_per_second"}
     write_report(result, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "weights are random" in text
@@ -75,7 +91,7 @@ def test_figures_and_who_wins(tmp_path: Path) -> None:
     winners = {duel.figure.key: duel.winner for duel in outcome.duels}
     assert winners["test_loss"] == winners["rows_to_target"] == "backward"
     assert winners["peak_mb"] == winners["activation_mb"] == "forward"
-    assert "step_ms" not in winners
+    assert "tokens_per_second" not in winners
     ratio = next(duel.ratio for duel in outcome.duels if duel.figure.key == "activation_mb")
     assert ratio is not None
     assert ratio.value == pytest.approx(1 / 6)
@@ -104,7 +120,7 @@ def test_json_has_fractions_and_nulls(tmp_path: Path) -> None:
     assert 0 < backprop["test_accuracy"]["mean"] < 1
     assert backprop["seconds_to_target"]["censored"] == 0
     assert tangent["seconds_to_target"] == {
-        "mean": None, "lowest": None, "highest": None, "seeds": 0, "censored": 3,
+        "mean": None, "lowest": None, "highest": None, "seeds": 0, "censored": 3, "bounded": 0,
     }  # fmt: skip
     assert tangent["learning_rate"] == 0.01
     assert found["methods"]["exact"]["failures"]

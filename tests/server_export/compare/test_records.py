@@ -55,24 +55,26 @@ def test_losses_that_are_not_finite_stay_json(tmp_path: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     last = {**json.loads(lines[-1]), "loss": None}
     (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
-    stored = json.loads(json.dumps(read_run(run, None, None), allow_nan=False))
+    stored = json.loads(json.dumps(read_run(run, 4, None, None), allow_nan=False))
     points = read_curve(stored)
     assert math.isnan(points[-1].loss)
     assert points[0].value("accuracy") == 0.5
 
 
 def test_a_run_of_each_family(tmp_path: Path) -> None:
-    engine = read_run(write_run(tmp_path / "a", 3, "completed"), 123, {"loss": 0.5, "accuracy": 0.7})
+    engine = read_run(write_run(tmp_path / "a", 3, "completed"), 4, 123, {"loss": 0.5, "accuracy": 0.7})
     assert (engine["activation_bytes"], engine["test"]["accuracy"]) == (123, 0.7)
     assert engine["step_seconds"] == pytest.approx(0.1)
     assert engine["training_seconds"] == pytest.approx(0.3)
-    pytorch = read_run(write_run(tmp_path / "b", 3, "completed", baseline=True), None, None)
+    # Four rows of 20 tokens in a tenth of a second, whatever the copies of them.
+    assert engine["tokens_per_second"] == pytest.approx(800)
+    pytorch = read_run(write_run(tmp_path / "b", 3, "completed", baseline=True), 4, None, None)
     assert (pytorch["activation_bytes"], pytorch["test"]["accuracy"]) == (7_000_000, 0.875)
     assert pytorch["own_idle_bytes"] == 60_000_000
     summary = json.loads((tmp_path / "b/run.json").read_text())
     summary["train"]["activation_bytes"] = 0
     (tmp_path / "b/run.json").write_text(json.dumps(summary))
-    assert read_run(tmp_path / "b", None, None)["activation_bytes"] is None
+    assert read_run(tmp_path / "b", 4, None, None)["activation_bytes"] is None
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_everything_is_inside_and_escaped(report: Path) -> None:
 
 def test_numbers_of_the_table_are_those_of_the_json(report: Path) -> None:
     figures = json.loads((report / "figures.json").read_text())["methods"]
-    summary = Page((report / "report.html").read_text()).tables[0]
+    summary = Page((report / "report.html").read_text()).tables[1]
     header, rows = summary[0], {row[0]: row for row in summary[1:]}
     assert set(rows) == set(figures)
     for title, key, scale in (
@@ -109,6 +109,35 @@ def test_numbers_of_the_table_are_those_of_the_json(report: Path) -> None:
                 assert "not reached" in row[column] or row[column] == "–"
             else:
                 assert float(row[column].split()[0]) == pytest.approx(mean * scale, rel=2e-3)
+
+
+def test_the_bottom_line_comes_first_and_names_are_explained(report: Path) -> None:
+    text = (report / "report.md").read_text()
+    bottom_line = text.split("\n\n")[1]
+    for told in (
+        "Backpropagation gets to the target sooner: backprop-lora-fa",
+        "Backpropagation ends better on test rows: backprop-lora-fa",
+        "Forward passes alone take less memory: p-rge 50 MB",
+    ):
+        assert told in bottom_line
+    methods = Page((report / "report.html").read_text()).tables[0]
+    assert methods[1] == ["backprop-lora-fa", "a method", "PyTorch", "backward passes"]
+    assert [row[0] for row in methods[1:]] == list(make_result(report)["methods"])
+
+
+def test_every_cell_of_a_table_names_its_column(report: Path) -> None:
+    page = (report / "report.html").read_text()
+    assert len(re.findall(r"<td[ >]", page)) == len(re.findall(r'<td[^>]* data-label="[^"]+"', page))
+
+
+def test_a_bound_is_printed_as_one(tmp_path: Path) -> None:
+    result = make_result(tmp_path)
+    for run in result["methods"]["backprop-lora-fa"]["runs"]:
+        run["curve"][1] |= {"loss": 0.21}
+    write_report(result, tmp_path)
+    summary = Page((tmp_path / "report.html").read_text()).tables[1]
+    column = summary[0].index("rows computed to the target")
+    assert next(row for row in summary if row[0] == "backprop-lora-fa")[column] == "< 480"
 
 
 def test_markdown_has_whole_tables_and_pictures_that_exist(report: Path) -> None:

@@ -55,6 +55,16 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
         (["--preset", "demo", "--seeds", "7", "8"], "--search-seed is 7"),
         (["--preset", "demo", "--seeds", "1", "1"], "one twice"),
         (["--preset", "demo", "--target-share", "1.5"], "--target-share is 1.5"),
+        (
+            ["--preset", "demo", "--evaluation-growth", "1"],
+            "--evaluation-growth is 1.0, must be at least 1.01",
+        ),
+        (["--preset", "demo", "--rank", "0"], "rank is 0, must be at least 1"),
+        (
+            ["--preset", "demo", "--quantize", "int8wo"],
+            "XNNPACK computes weight-only quantized layers",
+        ),
+        (["--preset", "demo", "--lengths", "33"], "lengths has 33, must be from 1 up to sequence_length 32"),
         (["--preset", "demo", "--budget-value", "0"], "--budget-value is 0"),
         (["--preset", "demo", "--methods", "p-rgee"], "did you mean p-rge"),
         (["--preset", "demo", "--batch-size", "6"], "p-rge: its 4 queries share a batch"),
