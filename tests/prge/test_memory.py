@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
 from prge.memory import PeakMemory, proportional_memory, resident_bytes
+
+STATUS = "Name:\tpython\nVmHWM:\t    500 kB\nVmRSS:\t    {rss} kB\nVmSwap:\t    {swap} kB\nThreads:\t2\n"
 
 
 def test_peak_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:

@@ -254,6 +254,3 @@ def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
     # The killed owner's lock is gone, and the file tells the new one.
     with run_lock(tmp_path):
         assert (tmp_path / LOCK).read_text(encoding="ascii") == f"{os.getpid()}\n"
-
-
-STATUS = "Name:\tpython\nVmHWM:\t    500 kB\nVmRSS:\t    {rss} kB\nVmSwap:\t    {swap} kB\nThreads:\t2\n"
