@@ -14,10 +14,14 @@ a prompt loses its beginning, as in MeZO (arXiv 2305.17333); a candidate is neve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from prge.contract import Contract
 from prge.errors import DataError
@@ -25,17 +29,19 @@ from prge.examples import Example, Slot, TokenSequence
 from prge.rows.readers import Row, Selection, read_rows, select_rows
 from prge.rows.report import ENCODER_CUT, END_CUT, PROMPT_CUT, DataReport
 from prge.rows.task import RowError, Task
-from prge.rows.tokenizer import Pair, Tokenizer
+from prge.rows.tokenizer import Ids, Pair, Tokenizer
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
 
 Overflow = Literal["error", "truncate", "split"]
+Mask = NDArray[np.bool_]
 
 SPLIT = "split into several examples"
 INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
 TURN_INEXACT = "assistant turns learnt with their header, the generation prompt differs from it"
 CONTROL = "messages with control tokens written in them, read as such"
+SPELLED = 8
 
 
 @dataclass(frozen=True)
@@ -253,11 +259,11 @@ class _Builder:
         if kind == "messages":
             return self.messages(row)
         if kind == "text":
-            tokens = self.tokenizer.encode(_string(row, "text"), control=self.options.control_tokens)
             begin = self.tokenizer.begin
-            return self.learnt(
-                row, [*begin, *tokens], [False] * len(begin) + [True] * len(tokens), len(begin)
+            tokens = self.tokenizer.ids(
+                _string(row, "text"), control=self.options.control_tokens, before=begin
             )
+            return self.learnt(row, tokens, np.arange(len(tokens)) >= len(begin), len(begin))
         return self.completion(row, _string(row, "prompt"), _string(row, "completion"))
 
     def messages(self, row: Row) -> list[Example]:
@@ -276,85 +282,95 @@ class _Builder:
         ):
             self.report.note(CONTROL, row.number)
         # The template writes the special tokens itself, `begin` among them.
-        tokens, offsets = self.tokenizer.encode_with_offsets(text, control=True)
-        learnt = [
-            any(first <= start and end <= last for first, last in spans) and end > start
-            for start, end in offsets
-        ]
-        if any(start < first < end for start, end in offsets for first, _ in spans):
-            self.report.note(INEXACT, row.number)
-        begin = 1 if tokens[:1] == [self.tokenizer.bos_id] else 0
-        return self.learnt(row, tokens, learnt, begin)
+        first, last = np.array(spans, np.int64).reshape(-1, 2).T
+        tokens, learnt = array("i"), bytearray()
+        for part in self.tokenizer.parts(text, control=True):
+            start, end = part[:, 1], part[:, 2]
+            turn = np.searchsorted(first, start, side="right")
+            inside = (turn > 0) & (end <= last[turn - 1]) & (end > start)
+            straddles = (turn < len(first)) & (end > first[np.minimum(turn, len(first) - 1)])
+            if straddles.any():
+                self.report.note(INEXACT, row.number)
+            tokens.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
+            learnt += inside.tobytes()
+        begin = 1 if tokens[:1].tolist() == [self.tokenizer.bos_id] else 0
+        return self.learnt(row, np.frombuffer(tokens, np.int32), np.frombuffer(learnt, np.bool_), begin)
 
     def completion(
         self, row: Row, prompt: str, completion: str, answers: tuple[str, ...] = (), passage: str = ""
     ) -> list[Example]:
         """Examples that learn a completion, the end-of-sequence token after it."""
         pair = self.tokenizer.encode_pair(prompt, completion, control=self.options.control_tokens)
-        if not pair.completion:
+        if not len(pair.completion):
             raise RowError("its completion is empty: there is nothing to learn from")
         if not pair.exact:
             self.report.note(INEXACT, row.number)
-        learnt = list(pair.completion)
         eos = self.tokenizer.eos_id
-        if self.options.append_eos and eos is not None and learnt[-1] != eos:
-            learnt.append(eos)
-        tokens = [*pair.prompt, *learnt]
-        mask = [False] * len(pair.prompt) + [True] * len(learnt)
-        examples = self.learnt(row, tokens, mask, len(self.tokenizer.begin))
+        ends = self.options.append_eos and eos is not None and pair.completion[-1] != eos
+        after = np.array([eos] if ends else [], np.int32)
+        # What lies further back than the program is long is never read.
+        begin = len(self.tokenizer.begin)
+        dropped = max(len(pair.prompt) - begin - self.length, 0)
+        before = [pair.prompt[:begin], pair.prompt[begin + dropped :]]
+        tokens = np.concatenate([*before, pair.completion, after])
+        mask = np.arange(len(tokens)) >= len(pair.prompt) - dropped
+        examples = self.learnt(row, tokens, mask, begin, dropped)
         return [replace(each, answers=answers, choices=(passage,) if passage else ()) for each in examples]
 
-    def learnt(self, row: Row, tokens: Sequence[int], mask: Sequence[bool], begin: int) -> list[Example]:
-        """Examples of a sequence whose masked tokens are learnt, cut or split to fit the program."""
+    def learnt(self, row: Row, tokens: Ids, mask: Mask, begin: int, dropped: int = 0) -> list[Example]:
+        """Examples of a sequence whose masked tokens are learnt, cut or split to fit the program.
+
+        `begin` is how many tokens every example keeps, `dropped` how many were left out after them.
+        """
         self.check_vocabulary(tokens)
         # Nothing precedes the first token, so nothing predicts it.
-        targets = [index for index in range(1, len(tokens)) if mask[index]]
-        if not targets:
+        if not mask[1:].any():
             raise RowError(f"has {len(tokens)} tokens and none to learn from")
         examples = []
-        for start, chosen in self.windows(row, targets, begin):
+        for start, chosen in self.windows(row, mask, begin, dropped):
             shift = start - begin
-            slots = [Slot(index - shift - 1, tokens[index], 1 / len(chosen), 0) for index in chosen]
-            sequence = TokenSequence((*tokens[:begin], *tokens[start : chosen[-1] + 1]), tuple(slots))
-            examples.append(Example(row.number, (sequence,), 1, None))
+            kept = [*tokens[:begin].tolist(), *tokens[start : chosen[-1] + 1].tolist()]
+            slots = [Slot(index - shift - 1, int(tokens[index]), 1 / len(chosen), 0) for index in chosen]
+            examples.append(Example(row.number, (TokenSequence(tuple(kept), tuple(slots)),), 1, None))
         return examples
 
-    def windows(self, row: Row, targets: Sequence[int], begin: int) -> list[tuple[int, list[int]]]:
+    def windows(self, row: Row, mask: Mask, begin: int, dropped: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Where the tokens of each example start, `begin` aside, and the targets that it has and ends with.
 
         Every target is in at most one window and keeps at least the token before it. A cut completion leaves
         its prompt up to half of the program; a split text is learnt entirely.
         """
         room, limit = self.length, self.contract.positions
-        if targets[-1] < room and len(targets) <= limit:
-            return [(begin, list(targets))]
+        count, end = int(np.count_nonzero(mask[1:])), len(mask) - int(mask[::-1].argmax())
+        if end <= room and count <= limit:
+            yield begin, (1 + np.flatnonzero(mask[1:])).tolist()
+            return
         overflow = self.options.overflow
         if overflow == "error":
             raise RowError(
-                f"has {targets[-1] + 1} tokens, {len(targets)} to learn; "
+                f"has {end + dropped} tokens, {count} to learn; "
                 f"the program takes {room} and reads {limit}: "
                 "shorten it, export a longer program, or set overflow to truncate or split"
             )
-        windows: list[tuple[int, list[int]]] = []
-        done = 0
-        while done < len(targets) and not (windows and overflow == "truncate"):
-            first = targets[done]
+        done, first, windows = 0, 1, 0
+        while done < count and not (windows and overflow == "truncate"):
+            first += int(mask[first:].argmax())
             context = min(first, max(begin + 1, room // 2 if overflow == "truncate" else 0))
-            chosen = [index for index in targets[done : done + limit] if index < first + room - context]
+            chosen = (first + np.flatnonzero(mask[first : first + room - context])[:limit]).tolist()
             if not chosen:
                 raise RowError(
                     f"the program takes {room} tokens, too few to learn anything: export a longer one"
                 )
-            windows.append((max(begin, chosen[-1] + 1 - (room - begin)), chosen))
-            done += len(chosen)
-        if len(windows) > 1:
+            start = max(begin, chosen[-1] + 1 - (room - begin))
+            if not windows and (start > begin or dropped):
+                self.report.note(PROMPT_CUT, row.number)
+            yield start, chosen
+            done, first, windows = done + len(chosen), chosen[-1] + 1, windows + 1
+        if windows > 1:
             self.report.note(SPLIT, row.number)
-        if windows[0][0] > begin:
-            self.report.note(PROMPT_CUT, row.number)
-        if done < len(targets):
+        if done < count:
             self.report.note(END_CUT, row.number)
-            self.report.dropped += len(targets) - done
-        return windows
+            self.report.dropped += count - done
 
     def task_examples(self, task: Task, row: Row) -> list[Example]:
         if self.contract.is_encoder:
@@ -393,7 +409,7 @@ class _Builder:
         self, row: Row, texts: Sequence[str], pairs: Sequence[Pair]
     ) -> tuple[TokenSequence, ...]:
         """Sequences of candidates after one prompt, which is cut alike for all of them."""
-        if not all(pair.completion for pair in pairs):
+        if not all(len(pair.completion) for pair in pairs):
             raise RowError("has an empty candidate")
         longest = max(len(pair.completion) for pair in pairs)
         single = longest == 1
@@ -408,7 +424,7 @@ class _Builder:
         prompt = self.cut_prompt(row, pairs[0].prompt, 0 if single else longest)
         at = len(prompt) - 1
         if single:
-            tokens = [pair.completion[0] for pair in pairs]
+            tokens = [int(pair.completion[0]) for pair in pairs]
             if len(set(tokens)) < len(tokens):
                 raise RowError(f"has two candidates that are one token: {self.spelled(texts, pairs)}")
             self.check_vocabulary([*prompt, *tokens])
@@ -424,17 +440,18 @@ class _Builder:
         for index, pair in enumerate(pairs):
             self.check_vocabulary([*prompt, *pair.completion])
             weight = 1 / len(pair.completion)
-            slots = [Slot(at + k, token, weight, index) for k, token in enumerate(pair.completion)]
-            sequences.append(TokenSequence((*prompt, *pair.completion), tuple(slots)))
+            tokens = pair.completion.tolist()
+            slots = [Slot(at + k, token, weight, index) for k, token in enumerate(tokens)]
+            sequences.append(TokenSequence((*prompt, *tokens), tuple(slots)))
         return tuple(sequences)
 
-    def cut_prompt(self, row: Row, prompt: tuple[int, ...], after: int) -> tuple[int, ...]:
+    def cut_prompt(self, row: Row, prompt: Ids, after: int) -> tuple[int, ...]:
         """The prompt without as much of its beginning as leaves room for `after` tokens; `begin` stays."""
-        if not prompt:
+        if not len(prompt):
             raise RowError("has an empty prompt: nothing predicts its candidates")
         room = self.length - after
         if len(prompt) <= room:
-            return prompt
+            return tuple(prompt.tolist())
         begin = self.tokenizer.begin
         if self.options.overflow == "error":
             raise RowError(
@@ -448,7 +465,7 @@ class _Builder:
                 f"has a candidate of {after} tokens, the program takes {self.length}: export a longer program"
             )
         self.report.note(PROMPT_CUT, row.number)
-        return (*begin, *prompt[-kept:])
+        return (*begin, *prompt[-kept:].tolist())
 
     def check_label_words(self, texts: Sequence[str], pairs: Sequence[Pair]) -> None:
         if any(len(pair.completion) > 1 for pair in pairs):
@@ -456,7 +473,7 @@ class _Builder:
                 "a verbalizer program needs label words of one token each; "
                 f"they are {self.spelled(texts, pairs)}: choose shorter words"
             )
-        lacking = [pair.completion[0] for pair in pairs if pair.completion[0] not in self.label_index]
+        lacking = [pair for pair in pairs if int(pair.completion[0]) not in self.label_index]
         if lacking:
             known = ", ".join(repr(self.tokenizer.token(token)) for token in self.contract.label_tokens)
             raise RowError(
@@ -467,12 +484,13 @@ class _Builder:
     def spelled(self, texts: Sequence[str], pairs: Sequence[Pair]) -> str:
         """Words with their pieces, for an error."""
         return ", ".join(
-            f"{text!r} = " + " + ".join(repr(self.tokenizer.token(token)) for token in pair.completion)
+            f"{text!r} = "
+            + " + ".join(repr(self.tokenizer.token(token)) for token in pair.completion[:SPELLED].tolist())
             for text, pair in zip(texts, pairs, strict=True)
         )
 
-    def check_vocabulary(self, tokens: Sequence[int]) -> None:
-        largest = max(tokens, default=0)
+    def check_vocabulary(self, tokens: Ids | Sequence[int]) -> None:
+        largest = int(np.max(tokens, initial=0))
         if largest >= self.contract.vocabulary_size:
             raise RowError(
                 f"has the token {self.tokenizer.token(largest)!r} ({largest}), "
@@ -485,7 +503,7 @@ class _Builder:
             raise RowError("has an empty text: there is nothing to learn from")
         label = task.label(row.fields)
         begin, end = self.tokenizer.begin, self.tokenizer.end
-        tokens = self.tokenizer.encode(text, control=self.options.control_tokens)
+        tokens = self.tokenizer.ids(text, control=self.options.control_tokens)
         room = self.length - len(begin) - len(end)
         if room < 1:
             raise RowError(
@@ -502,7 +520,7 @@ class _Builder:
         self.check_vocabulary(tokens)
         self.report.classes[task.classes[label]] += 1
         candidates = task.candidates(row.fields)
-        sequence = TokenSequence((*begin, *tokens, *end))
+        sequence = TokenSequence((*begin, *tokens.tolist(), *end))
         return Example(row.number, (sequence,), len(candidates), label, (candidates[label],), candidates)
 
 

@@ -3,36 +3,65 @@
 What a model wants around a text (a beginning-of-sequence token, an encoder's [CLS] and [SEP]) is learnt once
 from the tokenizer's own post-processor and the manifest, as `begin` and `end`. Everything else is encoded
 bare, so a prompt, a completion and a chat are put together in one way.
+
+A long text is encoded in windows, because a library's encoding takes hundreds of bytes a character. Windows
+overlap, and are joined where both have the same tokens: the ids are those of the whole text.
+
+    window          [----------------------]
+    the next one                     [-----======-----------------]
+    compared                            ^^^      joined in the middle of it
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
 from prge.bundle import Bundle
-from prge.errors import BundleError
+from prge.errors import BundleError, DataError, shown
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 REMEDY = "copy or export the bundle again"
 
+WINDOW = 1 << 14
+OVERLAP = 1 << 11
+LONGEST_WINDOW = 1 << 18
 
-@dataclass(frozen=True)
+Ids = NDArray[np.int32]
+# Rows of id, first character and the one after the last.
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
 class Pair:
-    """Token ids of a prompt, `begin` included, and of what follows it.
+    """Token ids i32 of a prompt, `begin` included, and of what follows it.
 
     `exact` says that prompt and completion encoded together begin with the prompt encoded alone, so that the
     ids are those of the joined text; otherwise the completion was encoded by itself.
     """
 
-    prompt: tuple[int, ...]
-    completion: tuple[int, ...]
+    prompt: Ids
+    completion: Ids
     exact: bool
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """An encoded prompt: its ids after `begin`, and the last window, which what follows may change."""
+
+    text: str
+    control: bool
+    ids: Ids
+    start: int
+    tail: Tokens
 
 
 class Tokenizer:
@@ -56,6 +85,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._last_prompt: _Prompt | None = None
         self.bos_id = bos_id
         self.eos_id = eos_id
         self.pad_id = next((token for token in (pad_id, eos_id) if token is not None), 0)
@@ -89,16 +119,24 @@ class Tokenizer:
             control: read control tokens written in the text, as a chat template does, instead of taking
                 `</s>` for the four characters that it is.
         """
-        tokens, _ = self.encode_with_offsets(text, control=control)
-        return [*self.begin, *tokens, *self.end] if special else tokens
+        ids: list[int] = self.ids(text, control=control).tolist()
+        return [*self.begin, *ids, *self.end] if special else ids
 
-    def encode_with_offsets(
-        self, text: str, *, control: bool = False
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text and, for each, its characters [start, end) in the text."""
-        self._backend.encode_special_tokens = not control
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        return list(encoding.ids), [(start, end) for start, end in encoding.offsets]
+    def ids(self, text: str, *, control: bool = False, before: Sequence[int] = ()) -> Ids:
+        """Token ids of a text of any length, i32, with those of `before` in front."""
+        ids = array("i", before)
+        for part in self.parts(text, control=control):
+            ids.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
+        return np.frombuffer(ids, np.int32)
+
+    def parts(self, text: str, *, control: bool = False) -> Iterator[Tokens]:
+        """The tokens of a text, part by part: i32 [n, 3] of id, first character, and the one after the last.
+
+        Raises:
+            DataError: the text goes on for `LONGEST_WINDOW` characters without a place to divide it.
+        """
+        for _, tokens in self._parts(text, control):
+            yield tokens
 
     def encode_pair(self, prompt: str, completion: str, *, control: bool = False) -> Pair:
         """Encode a prompt and what follows it, with an exact boundary between them.
@@ -107,22 +145,76 @@ class Tokenizer:
         straddle the boundary (a prompt that ends in a space, say) the prompt keeps its own ids, because these
         are all that a model sees before it answers, and the completion is encoded by itself.
         """
-        head = self.encode(prompt, control=control)
-        joined = self.encode(prompt + completion, control=control)
-        exact = joined[: len(head)] == head
-        tail = joined[len(head) :] if exact else self.encode_continuation(completion, control=control)
-        return Pair((*self.begin, *head), tuple(tail), exact)
+        head = self._prompt(prompt, control)
+        # What follows a prompt changes tokens near its end at most, so the last window is enough of it.
+        joined = array("i")
+        anchor = head.tail[:1] if head.start else None
+        for _, part in self._parts(prompt[head.start :] + completion, control, anchor):
+            joined.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
+        ids = np.frombuffer(joined, np.int32)
+        known = len(head.tail)
+        exact = np.array_equal(ids[:known], head.tail[:, 0])
+        tail = ids[known:] if exact else self._continuation(completion, control)
+        return Pair(head.ids, tail, exact)
 
     def encode_continuation(self, text: str, *, control: bool = False) -> list[int]:
         """Token ids of a text that follows another one.
 
         SentencePiece-like tokenizers put a space before a text; after a line break they don't.
         """
-        anchor = self.encode("\n", control=control)
-        joined = self.encode("\n" + text, control=control)
-        return (
-            joined[len(anchor) :] if joined[: len(anchor)] == anchor else self.encode(text, control=control)
-        )
+        ids: list[int] = self._continuation(text, control).tolist()
+        return ids
+
+    def _continuation(self, text: str, control: bool) -> Ids:
+        anchor = self.ids("\n", control=control)
+        joined = self.ids("\n" + text, control=control)
+        if np.array_equal(joined[: len(anchor)], anchor):
+            return joined[len(anchor) :]
+        return self.ids(text, control=control)
+
+    def _prompt(self, text: str, control: bool) -> _Prompt:
+        """An encoded prompt; the last one is kept, since every candidate of a row has the same."""
+        kept = self._last_prompt
+        if kept is None or kept.text != text or kept.control != control:
+            ids = array("i", self.begin)
+            last = 0, np.empty((0, 3), np.int32)
+            for last in self._parts(text, control):
+                ids.frombytes(np.ascontiguousarray(last[1][:, 0]).tobytes())
+            start, tail = last
+            tail = tail - np.array([0, start, start], np.int32)
+            kept = self._last_prompt = _Prompt(text, control, np.frombuffer(ids, np.int32), start, tail)
+        return kept
+
+    def _parts(self, text: str, control: bool, first: Tokens | None = None) -> Iterator[tuple[int, Tokens]]:
+        """Parts of a text with the start of the window that each is from.
+
+        `first`, where it is given, is the token that the parts begin with; those before it are left out.
+        """
+        start, end = 0, min(WINDOW, len(text))
+        tokens = _since(self._window(text, 0, end, control), first)
+        while end < len(text):
+            follower = end - OVERLAP, min(end - OVERLAP + WINDOW, len(text))
+            following = self._window(text, *follower, control)
+            seam = _seam(tokens, following, end - OVERLAP // 2, end - OVERLAP // 4)
+            if seam is not None:
+                yield start, tokens[: seam[0]]
+                first = following[seam[1] : seam[1] + 1]
+                (start, end), tokens = follower, following[seam[1] :]
+            elif 2 * (end - start) <= LONGEST_WINDOW:
+                end = min(start + 2 * (end - start), len(text))
+                tokens = _since(self._window(text, start, end, control), first)
+            else:
+                raise _undivided(text[start : start + 20], end - start)
+        yield start, tokens
+
+    def _window(self, text: str, start: int, end: int, control: bool) -> Tokens:
+        """The tokens of text[start:end] alone."""
+        self._backend.encode_special_tokens = not control
+        encoding = self._backend.encode(text[start:end], add_special_tokens=False)
+        tokens = np.empty((len(encoding), 3), np.int32)
+        tokens[:, 0] = encoding.ids
+        tokens[:, 1:] = np.array(encoding.offsets, np.int32).reshape(-1, 2) + start
+        return tokens
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
         """Text of token ids; with `special` false, special tokens are left out."""
@@ -149,6 +241,38 @@ class Tokenizer:
     def vocabulary_size(self) -> int:
         """Number of tokens, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+
+def _seam(tokens: Tokens, following: Tokens, low: int, high: int) -> tuple[int, int] | None:
+    """Where two windows can be joined: an index into each, if they have the same tokens from low to high."""
+    found = [np.flatnonzero((each[:, 1] >= low) & (each[:, 2] <= high)) for each in (tokens, following)]
+    compared = tokens[found[0]]
+    if not np.array_equal(compared, following[found[1]]):
+        return None
+    # Not inside a character that is several tokens.
+    fresh = np.flatnonzero(np.diff(compared[:, 1]) > 0) + 1
+    if not len(fresh):
+        return None
+    middle = fresh[len(fresh) // 2]
+    return int(found[0][middle]), int(found[1][middle])
+
+
+def _since(tokens: Tokens, first: Tokens | None) -> Tokens:
+    """The tokens of a window from a known one on; all where none is known."""
+    if first is None:
+        return tokens
+    at = np.flatnonzero((tokens == first).all(1))
+    if not len(at):
+        raise _undivided("the same text in two ways", len(tokens))
+    return tokens[int(at[0]) :]
+
+
+def _undivided(text: str, characters: int) -> DataError:
+    return DataError(
+        "the text can't be tokenized",
+        [f"it goes on for {characters} characters without a place to divide it, from {shown(text)}"],
+        remedy="break up what repeats itself in it",
+    )
 
 
 def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, processors
 
-from prge.errors import BundleError
-from prge.rows.tokenizer import Pair, Tokenizer, load_tokenizer
+from prge.errors import BundleError, DataError
+from prge.rows.tokenizer import LONGEST_WINDOW, WINDOW, Tokenizer, load_tokenizer
+from tests.measured import measured
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 
@@ -65,14 +71,16 @@ def test_pair_with_exact_boundary(tokenizer: Tokenizer, prefixed_tokenizer: Toke
     for each in (tokenizer, prefixed_tokenizer):
         pair = each.encode_pair("the film It was", " great")
         assert pair.exact
-        assert pair.prompt == (1, *each.encode("the film It was"))
+        assert tuple(pair.prompt) == (1, *each.encode("the film It was"))
         assert [*pair.prompt[1:], *pair.completion] == each.encode("the film It was great")
         assert len(pair.completion) == 1
 
 
 def test_pair_whose_boundary_a_token_would_straddle(tokenizer: Tokenizer) -> None:
     pair = tokenizer.encode_pair("It was ", "great")
-    assert pair == Pair((1, *tokenizer.encode("It was ")), tuple(tokenizer.encode("great")), False)
+    assert pair.prompt.tolist() == [1, *tokenizer.encode("It was ")]
+    assert pair.completion.tolist() == tokenizer.encode("great")
+    assert not pair.exact
     assert tokenizer.decode([*pair.prompt, *pair.completion]) == "<s>It was great"
 
 
@@ -125,3 +133,135 @@ def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
         load_tokenizer(save(tmp_path, whole[: len(whole) // 2]), {})
     with pytest.raises(BundleError, match="has no"):
         load_tokenizer(tmp_path / "nowhere", {})
+
+
+MODELS = Path(__file__).parents[4] / "shared/models"
+TOKENIZERS = {
+    "demo": Path(__file__).parents[3] / "server_export/demo_data/model/tokenizer.json",
+    "babyllama": MODELS / "babyllama/tokenizer.json",
+    "stories260K": MODELS / "stories260K/tokenizer.json",
+}
+# What surprises tokenizers: long words, white space of all kinds, characters of several tokens, emoji, tags.
+PIECES = st.sampled_from(
+    [
+        *(
+            "The quick brown fox jumps over it. ",
+            "don't",
+            "antidisestablishmentarianism",
+            "https://a.b/c?d=e&f ",
+        ),
+        *("\n\n\n", " " * 40, "\t\r\n", "=" * 60, "a" * 50, "0123456789" * 4, "\u00a0\u3000", "<s></s>"),
+        *(
+            "Gr\u00fc\u00dfe ",
+            "\u4f60\u597d\u4e16\u754c",
+            "\u0928\u092e\u0938\u094d\u0924\u0947 ",
+            "e\u0301" * 9,
+        ),
+        *("\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f7e7" * 9, "\ufffd", "\x00\x7f"),
+    ]
+)
+
+
+@cache
+def real(name: str, copy: int = 0) -> Tokenizer:
+    if not TOKENIZERS[name].is_file():
+        pytest.skip(f"there is no {TOKENIZERS[name]}")
+    return load_tokenizer(TOKENIZERS[name].parent, {})
+
+
+def whole(tokenizer: Tokenizer, text: str, control: bool = False) -> list[tuple[int, int, int]]:
+    """Ids and characters as the library gives them for the text at once."""
+    backend = tokenizer._backend
+    backend.encode_special_tokens = not control
+    encoding = backend.encode(text, add_special_tokens=False)
+    return [(token, *span) for token, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.lists(PIECES | st.text(max_size=20), min_size=30, max_size=60), st.booleans(), st.integers(0, 40))
+def test_a_text_in_windows_has_the_tokens_of_the_whole(
+    name: str, pieces: list[str], control: bool, cut: int
+) -> None:
+    """Windows of 300 characters instead of 32,768, so that every text has many seams."""
+    text, tokenizer = "".join(pieces), real(name)
+    prompt, completion = text[: len(text) - cut], text[len(text) - cut :]
+    with small_windows():
+        found = [tuple(row) for part in tokenizer.parts(text, control=control) for row in part.tolist()]
+        pair = tokenizer.encode_pair(
+            text[:-cut] if cut else text, text[-cut:] if cut else "", control=control
+        )
+    assert found == whole(tokenizer, text, control)
+    plain = real(name, 1).encode_pair(prompt, completion, control=control)
+    assert [*map(list, (pair.prompt, pair.completion))] == [*map(list, (plain.prompt, plain.completion))]
+    assert pair.exact == plain.exact
+
+
+@contextlib.contextmanager
+def small_windows() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for attribute, value in (("WINDOW", 300), ("OVERLAP", 200), ("LONGEST_WINDOW", 100_000)):
+            patch.setattr(f"prge.rows.tokenizer.{attribute}", value)
+        yield
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_long_text_has_the_tokens_of_the_whole(name: str) -> None:
+    random = np.random.default_rng(0)
+    words = [
+        *(f"word{n}" for n in range(50)),
+        "\n",
+        "  ",
+        "Gr\u00fc\u00dfe",
+        "\U0001f600",
+        "don't,",
+        "12345",
+        "</s>",
+    ]
+    text = " ".join(random.choice(words, 60_000))
+    tokenizer = real(name)
+    assert len(text) > 8 * WINDOW
+    assert tokenizer.encode(text) == [token for token, *_ in whole(tokenizer, text)]
+
+
+def threes() -> Tokenizer:
+    """A run of a's is tokens of three, so that windows agree on it only where it begins alike."""
+    vocabulary = {"a": 0, "b": 1, "aa": 2, "aaa": 3}
+    return Tokenizer(Backend(models.BPE(vocabulary, [("a", "a"), ("aa", "a")])))
+
+
+def test_a_window_grows_until_it_can_be_joined() -> None:
+    text = "ab" * 400 + "a" * 1500 + "ba" * 900
+    with small_windows():
+        found = [tuple(row) for part in threes().parts(text) for row in part.tolist()]
+    assert found == whole(threes(), text)
+
+
+def test_a_word_without_an_end_is_told() -> None:
+    with pytest.raises(DataError, match=r"goes on for 262144 characters .* from 'baaaa"):
+        threes().encode("b" + "a" * (3 * LONGEST_WINDOW))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_ten_megabytes_take_little_memory(name: str) -> None:
+    real(name)
+    preparation = (
+        "from prge.rows.tokenizer import load_tokenizer\n"
+        f"tokenizer = load_tokenizer({str(TOKENIZERS[name].parent)!r}, {{}})\n"
+        "text = 'The quick brown fox jumps over 12 lazy dogs; it slept.\\n' * 178_571\n"
+        "tokenizer.ids(text[:100])"
+    )
+    found = measured(preparation, "ids = tokenizer.ids(text)")
+    assert found.above_bytes < 50e6
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_time_of_a_long_text_is_linear(name: str) -> None:
+    def seconds(characters: int) -> float:
+        text = "The quick brown fox jumps over 12 lazy dogs. " * (characters // 45)
+        start = time.process_time()
+        real(name).ids(text)
+        return time.process_time() - start
+
+    seconds(1 << 16)
+    assert seconds(1 << 20) < 2 * 8 * seconds(1 << 17)
