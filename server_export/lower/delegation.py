@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from executorch.backends.xnnpack import xnnpack_preprocess
-from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
+from executorch.exir.backend.backend_details import PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
@@ -32,49 +32,56 @@ _WORTH_A_PROCESS = 500
 Results: TypeAlias = dict[str, list[PreprocessResult]]
 
 
-class XnnpackBackend(BackendDetails):
-    """The preprocessing of XNNPACK's backend; ExecuTorch takes the last class of a backend's name."""
+@contextmanager
+def in_two_processes() -> Iterator[None]:
+    """Let ExecuTorch make XNNPACK's delegates as here while the context lasts.
 
-    @staticmethod
-    def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
-        """One delegate."""
-        return xnnpack_preprocess.XnnpackBackend.preprocess(edge_program, compile_specs)
+    with in_two_processes():
+        manager.to_backend(partitioner)
+    """
+    ours = {
+        "copy_exported_program_for_preprocess": copy_without_weights,
+        "preprocess_multimethod": make_delegates,
+    }
+    theirs = {name: vars(XnnpackBackend)[name] for name in ours if name in vars(XnnpackBackend)}
+    for name, function in ours.items():
+        setattr(XnnpackBackend, name, function)  # called of the class: nothing is bound
+    try:
+        yield
+    finally:
+        for name in ours:
+            delattr(XnnpackBackend, name)  # what it inherits shows again
+        for name, function in theirs.items():
+            setattr(XnnpackBackend, name, function)
 
-    @classmethod
-    def copy_exported_program_for_preprocess(
-        cls, edge_program: ExportedProgram, compile_specs: list[CompileSpec]
-    ) -> ExportedProgram:
-        """A graph that may be changed; the weights, which are only read, are not copied."""
-        constants = (*edge_program.state_dict.values(), *edge_program.constants.values())
-        kept = {id(constant): constant for constant in constants if isinstance(constant, torch.Tensor)}
-        return copy.deepcopy(edge_program, kept)
 
-    @classmethod
-    def preprocess_multimethod(
-        cls,
-        edge_programs: dict[str, list[ExportedProgram]],
-        compile_specs: dict[str, list[list[CompileSpec]]],
-    ) -> Results:
-        """The delegates of all methods."""
+def copy_without_weights(program: ExportedProgram, specs: Sequence[CompileSpec]) -> ExportedProgram:
+    """A program whose graph may be changed; its weights, which are only read, are not copied."""
+    constants = (*program.state_dict.values(), *program.constants.values())
+    kept = {id(constant): constant for constant in constants if isinstance(constant, torch.Tensor)}
+    return copy.deepcopy(program, kept)
 
-        def delegates(methods: Iterable[str]) -> Results:
-            return {
-                method: list(map(cls.preprocess, edge_programs[method], compile_specs[method]))
-                for method in methods
-            }
 
-        sizes = {
-            method: sum(len(program.graph.nodes) for program in programs)
-            for method, programs in edge_programs.items()
+def make_delegates(
+    programs: Mapping[str, list[ExportedProgram]], specs: Mapping[str, list[list[CompileSpec]]]
+) -> Results:
+    """The delegates of all methods, by method and in order."""
+
+    def delegates(methods: Iterable[str]) -> Results:
+        return {
+            method: list(map(XnnpackBackend.preprocess, programs[method], specs[method]))
+            for method in methods
         }
-        here, there = halves(sizes)
-        if sum(sizes[method] for method in there) < _WORTH_A_PROCESS or not _can_fork():
-            return delegates(edge_programs)
-        with _second_process(lambda: delegates(there)) as answers:
-            results = delegates(here)
-            more = answers(results)
-        results |= delegates(there) if more is None else more
-        return {method: results[method] for method in edge_programs}
+
+    sizes = {method: sum(len(part.graph.nodes) for part in parts) for method, parts in programs.items()}
+    here, there = halves(sizes)
+    if sum(sizes[method] for method in there) < _WORTH_A_PROCESS or not _can_fork():
+        return delegates(programs)
+    with _second_process(lambda: delegates(there)) as receive:
+        made_here = delegates(here)
+        made_there = receive(made_here)
+    results = made_here | (delegates(there) if made_there is None else made_there)
+    return {method: results[method] for method in programs}
 
 
 def halves(sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
@@ -97,8 +104,8 @@ def _can_fork() -> bool:
 def _second_process(work: Callable[[], Results]) -> Iterator[Callable[[Results], Results | None]]:
     """Run `work` in a fork of this process.
 
-    Yields a function that waits for its results and reads them, but for the weights that are known already
-    from other results. It answers None if the process failed: the work is then to be done here.
+    Yields a function that waits for its results and reads them, but for the weights that the results made
+    here have too. It returns None if the process failed: the work is then to be done here.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -111,15 +118,15 @@ def _second_process(work: Callable[[], Results]) -> Iterator[Callable[[Results],
             process.start()
         sender.close()
 
-        def answers(known: Results) -> Results | None:
+        def receive(made_here: Results) -> Results | None:
             try:
                 results, sizes = receiver.recv()
             except EOFError:
                 return None
-            return _with_weights(results, sizes, weights, known)
+            return _with_weights(results, sizes, weights, made_here)
 
         try:
-            yield answers
+            yield receive
         finally:
             process.terminate()
             process.join()
@@ -140,9 +147,9 @@ def _send(work: Callable[[], Results], weights: Path, sender: Connection) -> Non
         return  # The first process does the work again, and tells what is wrong with it.
 
 
-def _with_weights(results: Results, sizes: list[list[int]], weights: Path, known: Results) -> Results:
-    """Results with their weights: those that others have under the same key, a digest, or as written."""
-    buffers = {key: data for result in _all(known) for key, data in _buffers(result)}
+def _with_weights(results: Results, sizes: list[list[int]], weights: Path, made_here: Results) -> Results:
+    """Results with their weights: those made here under the same key, a digest, or else as written."""
+    buffers = {key: data for result in _all(made_here) for key, data in _buffers(result)}
     with weights.open("rb") as stream:
         offset = 0
         for result, lengths in zip(_all(results), sizes, strict=True):

@@ -121,6 +121,7 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
     """
     from executorch.exir import EdgeCompileConfig, EdgeProgramManager
 
+    from server_export.lower.delegation import in_two_processes
     from server_export.lower.partitioning import LevelPartitioner
 
     # Both cost much time: the program is checked by running it, and no tensor has an odd layout.
@@ -129,7 +130,9 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
         try:
             methods = {method: edge_program(program, config) for method, program in programs.items()}
-            edge = EdgeProgramManager(methods, compile_config=config).to_backend(LevelPartitioner())
+            manager = EdgeProgramManager(methods, compile_config=config)
+            with in_two_processes():
+                edge = manager.to_backend(LevelPartitioner())
             modules = {method: edge.exported_program(method).graph_module for method in programs}
             shares = {method: _shares(module) for method, module in modules.items()}
             for module in modules.values():

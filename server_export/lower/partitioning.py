@@ -15,14 +15,13 @@ from functools import cached_property
 from typing import Any
 
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import Graph, Node
 from torch.fx.passes.infra.partitioner import Partition
-
-from server_export.lower.delegation import XnnpackBackend
 
 
 class LevelPartitioner(XnnpackPartitioner):

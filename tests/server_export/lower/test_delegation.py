@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("executorch")
 
 import torch
+from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir import EdgeCompileConfig, to_edge
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import PreprocessResult
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server_export.lower import delegation
-from server_export.lower.delegation import Results, XnnpackBackend, halves
+from server_export.lower.delegation import Results, copy_without_weights, halves, in_two_processes
 from server_export.lower.lowering import lower
 from server_export.lower.method_graphs import export_programs
 from tests.server_export.programs import build
@@ -39,9 +40,9 @@ def weights_of(results: Results) -> dict[str, dict[str, bytes]]:
     return {method: dict(delegation._buffers(delegates[0])) for method, delegates in results.items()}
 
 
-def made_beside(work: Callable[[], Results], known: Results) -> Results | None:
-    with delegation._second_process(work) as answers:
-        return answers(known)
+def made_beside(work: Callable[[], Results], made_here: Results) -> Results | None:
+    with delegation._second_process(work) as receive:
+        return receive(made_here)
 
 
 @pytest.mark.export
@@ -106,11 +107,26 @@ def test_process_that_fails_answers_and_prints_nothing(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("has_its_own", [False, True])
+def test_executorch_is_as_it_was_when_the_context_ends(
+    has_its_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("preprocess_multimethod", "copy_exported_program_for_preprocess")
+    if has_its_own:
+        monkeypatch.setattr(XnnpackBackend, names[0], classmethod(lambda *_: {}))
+    before = dict(vars(XnnpackBackend))
+    with pytest.raises(KeyboardInterrupt), in_two_processes():
+        assert XnnpackBackend.preprocess_multimethod is delegation.make_delegates
+        raise KeyboardInterrupt
+    assert dict(vars(XnnpackBackend)) == before
+    assert all(hasattr(XnnpackBackend, name) for name in names)
+
+
 def test_copy_of_a_program_shares_its_weights() -> None:
     layer = torch.nn.Linear(4, 3)
     exported = torch.export.export(layer, (torch.zeros(2, 4),))
     program = to_edge(exported, compile_config=EdgeCompileConfig(_check_ir_validity=False)).exported_program()
-    copied = XnnpackBackend.copy_exported_program_for_preprocess(program, [CompileSpec("any", b"")])
+    copied = copy_without_weights(program, [CompileSpec("any", b"")])
     assert copied.graph_module is not program.graph_module
     assert copied.state_dict.keys() == program.state_dict.keys()
     assert all(copied.state_dict[name] is weight for name, weight in program.state_dict.items())
