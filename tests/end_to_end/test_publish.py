@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,12 @@ def test_a_run_is_published_after_its_model_was_compared(
     assert published.keys() == trained.keys()
     assert all(np.array_equal(published[name], trained[name]) for name in trained)
     card = (out / "README.md").read_text()
-    assert ("arXiv 2409.15520" in card) == ("| settings epsilon " in card) == (kind == "antithetic")
-    assert ("exact derivatives" in card) == ("| settings share directions " in card) == (kind == "tangent")
+    assert ("arXiv 2409.15520" in card) == ("| epsilon " in card) == (kind == "antithetic")
+    assert ("exact derivatives" in card) == ("| share directions " in card) == (kind == "tangent")
+    for private in ("train.jsonl", "dev.jsonl", "task.yaml", str(workshop)):
+        assert not any(private in path.read_text(errors="replace") for path in out.iterdir())
+    for path in (out, *out.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644)
 
 
 def test_a_tangent_run_is_merged_into_its_model(
