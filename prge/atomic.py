@@ -54,10 +54,14 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _remove_leftovers(folder)
         prefix = f".{folder.name}.{os.getpid()}-"
         partial = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=folder.parent))
-        partial.chmod(0o755)
+        file_mode, folder_mode = _usual_modes()
+        partial.chmod(folder_mode)
         yield partial
         for directory, _, names in os.walk(partial):
+            Path(directory).chmod(folder_mode)
             for name in names:
+                # Some libraries write files that only their owner reads.
+                (Path(directory) / name).chmod(file_mode)
                 _flush_file(Path(directory) / name)
             flush_folder(Path(directory))
         _put_in_place(partial, folder, overwrite)
@@ -116,6 +120,13 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         except (ValueError, OSError):
             continue
+
+
+def _usual_modes() -> tuple[int, int]:
+    """What a new file and a new folder may be used for, as the user's umask has it."""
+    mask = os.umask(0o077)  # the only way to read it is to set it
+    os.umask(mask)
+    return 0o666 & ~mask, 0o777 & ~mask
 
 
 def _flush_file(path: Path) -> None:

@@ -56,7 +56,7 @@ def publish(config: PublishConfig) -> Path:
     trained = read_trained(config)
     _check_out(out, config, trained)
     loaded = None
-    if config.format != "peft" or trained.is_typed:
+    if config.format != "peft" or trained.base is not trained.recorded:
         loaded = load_base(trained)
         trained = replace(trained, base=base_of(loaded))
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,21 @@ from prge.contract import FORMAT, AdaptedModule, Contract, TensorSpec
 from prge.engine import Array
 from prge.errors import BundleError
 from prge.peft import PeftAdapter
-from server_export.check.verification import FP32_TOLERANCE, QUANTIZED_TOLERANCE, run_program
+from server_export.check.verification import FP32_TOLERANCE, run_program
 from server_export.lower.lowering import LoweringReport, export_graph, lower
 from server_export.model import attention, readout
 from server_export.model.loading import LoadedModel
 from server_export.model.lora_fa import CallInputs, convert_conv1d, replace_module
 from server_export.model.program import STEP_METHOD, StackProgram, position_numbers
 from server_export.model.quantization import QuantizationReport, quantize
+from server_export.model.rotary import make_rotary_constant
+
+# Of a quantized program's answers, as parts of their deviation: tiny models of 12 architectures, stories260K
+# and babyllama, with adapters and without, differ from the quantized model by 2e-7 to 0.005, from the float
+# model by 0.004 to 0.024 in int8 and 0.05 to 0.22 in int4. An unrelated model's answers differ by 1 and more.
+QUANTIZED_TOLERANCE = 0.05
+FLOAT_TOLERANCES = {"8da8w": 0.1, "8da4w": 0.5}
+_ROWS = 3
 
 
 class FixedLoraLinear(nn.Module):
@@ -107,8 +115,7 @@ class BuiltInference:
     output: TensorSpec
     quantization: QuantizationReport
     lowering: LoweringReport
-    difference: float
-    tolerance: float
+    checks: Mapping[str, float]
 
 
 def attach_fixed(model: nn.Module, adapter: PeftAdapter) -> None:
@@ -130,25 +137,30 @@ def build_inference(
     """
     config = loaded.config
     module_inputs = _input_specs(loaded.is_decoder, spec.length)
-    examples = [_example(module_inputs, config, seed) for seed in range(3)]
-    reference = None if spec.scheme != "fp32" else [_reference(loaded, spec, example) for example in examples]
+    examples = [_example(module_inputs, config, seed) for seed in range(_ROWS)]
+    reference = torch.stack([_reference(loaded, spec, example) for example in examples])
     module = _module(loaded, spec)
-    with torch.no_grad():
-        if reference is not None:
-            _compare("model", reference, [module.answer(*example) for example in examples], "fp32")
-        module.set_head(head)
-        quantization = quantize(module, spec.scheme)
-        expected = [module(*example) for example in examples]
+
+    def eager(forward: Callable[..., torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack([forward(*example) for example in examples])
+
+    check_exact("module", eager(module.answer), reference)
+    module.set_head(head)
+    exact = eager(module)
+    quantization = quantize(module, spec.scheme)
+    expected = eager(module)
     lowered = lower({STEP_METHOD: export_graph(module, examples[0])})
     program = folder / PROGRAM
     lowered.write(program)
-    answers = [run_program(program, example)[0] for example in examples]
-    difference, tolerance = _compare("program", expected, answers, spec.scheme)
+    answers = torch.stack([run_program(program, example)[0] for example in examples])
+    if spec.scheme == "fp32":
+        checks = check_exact("program", answers, expected)
+    else:
+        checks = check_quantized(answers, expected, exact, spec.scheme)
     name = "logits" if loaded.is_decoder else "pooled" if head is None else "scores"
-    output = TensorSpec(name, "float32", tuple(expected[0].shape))
-    return BuiltInference(
-        module_inputs, output, quantization, lowered.reports[STEP_METHOD], difference, tolerance
-    )
+    output = TensorSpec(name, "float32", tuple(expected.shape[1:]))
+    return BuiltInference(module_inputs, output, quantization, lowered.reports[STEP_METHOD], checks)
 
 
 def write_manifest(folder: Path, built: BuiltInference, facts: Mapping[str, Any]) -> None:
@@ -162,11 +174,7 @@ def write_manifest(folder: Path, built: BuiltInference, facts: Mapping[str, Any]
         **facts,
         "quantization": built.quantization.to_json(),
         "lowering": built.lowering.to_json(),
-        "verification": {
-            "max_absolute_difference": built.difference,
-            "tolerance": built.tolerance,
-            "rows": 3,
-        },
+        "verification": {**built.checks, "rows": _ROWS},
         "versions": {
             **{name: _version(name) for name in ("prge", "torch", "executorch", "torchao", "transformers")},
             "python": platform.python_version(),
@@ -189,19 +197,54 @@ def padded_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor, config: An
     return torch.where(attention_mask.bool(), torch.where(tokens == padding, other, tokens), padding)
 
 
-def _compare(
-    name: str, expected: list[torch.Tensor], actual: list[torch.Tensor], scheme: str
-) -> tuple[float, float]:
-    """Largest difference and what is allowed; raises BundleError beyond it."""
-    difference = max(float((one - other).abs().max()) for one, other in zip(expected, actual, strict=True))
-    tolerance = FP32_TOLERANCE if scheme == "fp32" else QUANTIZED_TOLERANCE
-    tolerance *= max(1.0, float(torch.cat(expected).std()))
+def check_exact(name: str, answers: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    """Largest difference of float32 answers, and what is allowed, as the manifest has them.
+
+    Raises:
+        BundleError: they differ by more, or aren't finite.
+    """
+    difference = float((answers - expected).abs().max())
+    tolerance = FP32_TOLERANCE * max(1.0, float(expected.std()))
     if not difference <= tolerance:
         raise BundleError(
-            f"the {name} and what was made of it differ by {difference:.3g}, allowed is {tolerance:.3g}",
-            remedy="publish it with --quantize fp32, or report it with the name of the model",
+            f"the {name} and what it was made of differ by {difference:.3g}, allowed is {tolerance:.3g}",
+            remedy="report it with the name of the model",
         )
-    return difference, tolerance
+    return {"max_absolute_difference": difference, "tolerance": tolerance}
+
+
+def check_quantized(
+    answers: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor, scheme: str
+) -> dict[str, float]:
+    """Differences of a quantized program's answers, and what is allowed, as the manifest has them.
+
+    All are root mean squares in units of the answers' deviation: engine and eager model round the same
+    activations, so that a last bit that differs may flip a code, and the largest difference says little.
+
+    Args:
+        answers: of the program in the engine, a row first.
+        expected: of the quantized model in eager mode.
+        exact: of the model before it was quantized.
+        scheme: of the frozen layers.
+
+    Raises:
+        BundleError: they differ by more, or aren't finite.
+    """
+    checks: dict[str, float] = {}
+    for name, other, allowed in (
+        ("quantized_difference", expected, QUANTIZED_TOLERANCE),
+        ("float_difference", exact, FLOAT_TOLERANCES[scheme]),
+    ):
+        difference = float((answers - other).square().mean().sqrt() / exact.std().clamp_min(FP32_TOLERANCE))
+        if not difference <= allowed:
+            model = name.split("_")[0]
+            raise BundleError(
+                f"the program's answers differ from the {model} model's by {difference:.3g} of a deviation, "
+                f"allowed is {allowed:.3g}",
+                remedy="publish it with --quantize fp32, or report it with the name of the model",
+            )
+        checks |= {name: difference, name.replace("difference", "tolerance"): allowed}
+    return checks
 
 
 def _reference(loaded: LoadedModel, spec: InferenceSpec, example: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -237,6 +280,7 @@ def _module(loaded: LoadedModel, spec: InferenceSpec) -> InferenceProgram:
         readout.insert_head(model, call)
     attention.register()
     model.set_attn_implementation(attention.NAME)
+    make_rotary_constant(model)
     return InferenceProgram(model, call, contract, spec.pooling, position_ids).eval()
 
 

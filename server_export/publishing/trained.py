@@ -33,7 +33,7 @@ class Trained:
     """A trained adapter with what is known of it.
 
     `folder` is its PEFT folder, `run` its run folder or None; `config` is its `adapter_config.json`. The base
-    model is the recorded one, or, where `is_typed`, one that the user named.
+    model is the recorded one, if the user named no other.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class Trained:
     adapter: Adapter
     config: dict[str, Any]
     base: BaseModel
-    is_typed: bool
+    recorded: BaseModel | None
 
     @property
     def is_encoder(self) -> bool | None:
@@ -77,7 +77,8 @@ def read_trained(config: PublishConfig) -> Trained:
     adapter = read_peft(folder, modules, bundle.adapter if bundle is not None else None)
     settings = read_config(folder)
     model = bundle.manifest.get("model", {}) if bundle is not None else {}
-    base = BaseModel(config.model) if config.model else base_in_manifest(model) or base_in_peft(settings)
+    recorded = base_in_manifest(model) or base_in_peft(settings)
+    base = BaseModel(config.model) if config.model else recorded
     if base is None:
         raise ConfigError(
             "the base model isn't known:",
@@ -86,8 +87,7 @@ def read_trained(config: PublishConfig) -> Trained:
         )
     if config.revision is not None:
         base = BaseModel(base.name, config.revision)
-    is_typed = config.model is not None or config.revision is not None
-    return Trained(folder, run, bundle, modules, adapter, settings, base, is_typed)
+    return Trained(folder, run, bundle, modules, adapter, settings, base, recorded)
 
 
 def load_base(trained: Trained) -> LoadedModel:
@@ -103,10 +103,10 @@ def load_base(trained: Trained) -> LoadedModel:
     remedy = "give the base model with --model"
     base, pooled = trained.base, trained.is_encoder
     try:
-        if trained.is_typed:
-            loaded = load_model(base.name, pooled=pooled, revision=base.revision)
-        else:
+        if base is trained.recorded:
             loaded = base.load(pooled=pooled)
+        else:
+            loaded = load_model(base.name, pooled=pooled, revision=base.revision)
     except BundleError as error:
         raise BundleError(f"the base model can't be loaded: {error.what}", remedy=remedy) from None
     problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []
@@ -114,6 +114,10 @@ def load_base(trained: Trained) -> LoadedModel:
         problems = _layer_problems(loaded.model, trained.modules)
     if not problems and trained.bundle is not None:
         problems = _answer_problems(loaded, trained, trained.bundle)
+    elif not problems and trained.recorded is not None:
+        recorded = trained.recorded.sha256
+        if recorded is not None and loaded.sha256 not in (None, recorded):
+            problems = ["its content is another, its SHA-256 differs"]
     if problems:
         raise BundleError(
             f"{trained.base.name} is not the model that the adapter was trained on: " + "; ".join(problems),

@@ -31,8 +31,10 @@ def test_a_run_is_published_after_its_model_was_compared(
     assert published.keys() == trained.keys()
     assert all(np.array_equal(published[name], trained[name]) for name in trained)
     card = (out / "README.md").read_text()
-    assert ("arXiv 2409.15520" in card) == ("| settings epsilon " in card) == (kind == "antithetic")
-    assert ("exact derivatives" in card) == ("| settings share directions " in card) == (kind == "tangent")
+    assert ("arXiv 2409.15520" in card) == ("| epsilon " in card) == (kind == "antithetic")
+    assert ("exact derivatives" in card) == ("| share directions " in card) == (kind == "tangent")
+    for private in ("train.jsonl", "dev.jsonl", "task.yaml", str(workshop)):
+        assert not any(private in path.read_text(errors="replace") for path in out.iterdir())
 
 
 def test_a_tangent_run_is_merged_into_its_model(

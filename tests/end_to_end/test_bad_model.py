@@ -1,0 +1,108 @@
+"""A damaged model, or one that was made to do harm, is refused in words by every verb that loads one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prge.cli import main
+
+pytestmark = pytest.mark.export
+
+
+def configured(**change: object) -> Callable[[Path], object]:
+    """A change of `config.json`."""
+
+    def apply(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
+
+    return apply
+
+
+def weighted(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """A change of the file of weights."""
+
+    def apply(model: Path) -> None:
+        path = model / "model.safetensors"
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def pickled(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def led_away(model: Path) -> None:
+    (model / "model.safetensors").rename(model.parent / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+CONFIGURATIONS = {
+    "nothing wide": configured(hidden_size=0),
+    "negative layers": configured(num_hidden_layers=-3),
+    "a billion layers": configured(num_hidden_layers=10**9),
+    "a billion labels": configured(num_labels=10**9),
+    "two to the thousand": configured(vocab_size=2**1000),
+    "depth": lambda model: (model / "config.json").write_text('{"a":' * 9999 + "0" + "}" * 9999),
+    "no object": lambda model: (model / "config.json").write_text("[]"),
+}
+WEIGHTS = {
+    "truncated": weighted(lambda content: content[:-9]),
+    "empty": weighted(lambda content: b""),
+    "random": weighted(lambda content: os.urandom(len(content))),
+    "random numbers": weighted(lambda content: content[:4096] + os.urandom(len(content) - 4096)),
+    "pickled": pickled,
+    "led away": led_away,
+    "wider than its weights": configured(hidden_size=1 << 20),
+    "one layer more": configured(num_hidden_layers=2, layer_types=None),
+}
+
+
+@pytest.fixture
+def damaged(workshop: Path, tmp_path: Path) -> Callable[[Callable[[Path], object]], Path]:
+    """A copy of the workshop's model with some damage."""
+
+    def damage(change: Callable[[Path], object]) -> Path:
+        model = Path(shutil.copytree(workshop / "model", tmp_path / "model"))
+        change(model)
+        return model
+
+    return damage
+
+
+def refused(words: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert main([str(word) for word in words]) == 2, words
+    message = capsys.readouterr().err
+    assert message.startswith(f"prge {words[0]}: error: ") and "Traceback" not in message
+    assert len(message) < 1500
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("damage", [*CONFIGURATIONS, *WEIGHTS])
+def test_every_verb_that_loads_a_model_refuses_it(
+    workshop: Path,
+    tmp_path: Path,
+    damage: str,
+    damaged: Callable[[Callable[[Path], object]], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = damaged({**CONFIGURATIONS, **WEIGHTS}[damage])
+    out = tmp_path / "out"
+    if damage in CONFIGURATIONS:
+        refused(["estimate", "--model", model, "--no-calibrate"], capsys)
+    refused(["export", "--model", model, "--out", out], capsys)
+    rows = ["--train", workshop / "train.jsonl", "--task", workshop / "task.yaml"]
+    words = ["--bundle", workshop / "bundle", "--model", model, "--out", out]
+    refused(["baseline", "--method", "lora-fa", *words, *rows, "--steps", 1], capsys)
+    refused(["publish", workshop / "bundle/adapter", *words, "--format", "merged"], capsys)
+    assert not (out / "final").exists()
