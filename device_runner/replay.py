@@ -67,10 +67,12 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
     start = journal.first("start")
     if start is None:
         raise RunError(f"{journal.path} has no beginning", remedy="give the journal of a run")
-    state = first_state(journal, start)
+    with journal.reading(start):
+        state = first_state(journal, start)
     for record in journal.records:
         if record["kind"] == "evaluation":
-            state.judge(record)
+            with journal.reading(record):
+                state.judge(record)
     if step is None:
         step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
     if step > journal.steps:
@@ -80,8 +82,9 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
         taken = journal.step(number)
         if taken is None:
             raise RunError(f"{journal.path} lacks step {number}", remedy="restore it from a copy")
-        gradient = estimator.gradient(taken, taken["seed"], number, state.adapter.modules)
-        state.apply(taken, gradient)
+        with journal.reading(taken):
+            gradient = estimator.gradient(taken, taken["seed"], number, state.adapter.modules)
+            state.apply(taken, gradient)
     return state
 
 

@@ -8,6 +8,7 @@ trunk_cache/     what a bundle's trunk made of training rows; may be deleted at 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from prge.checkpoint import (
     TrainingState,
     checkpoint_folder,
     head_arrays,
+    kept_steps,
     load_checkpoint,
     load_latest,
     prune_checkpoints,
@@ -48,6 +50,7 @@ from prge.rows.scoring import evaluate
 from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, run_lock, with_stored_settings
 from prge.sampling import Sampler
 from prge.settings import parse_settings, settings_to_yaml
+from prge.terminal import best_effort
 from prge.training import AdapterLearner, train
 from prge.watching import Watcher, figures_text, graceful_stop
 
@@ -58,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge run --help`."""
     settings = parse_settings(RunSettings, with_stored_settings(argv), "prge run", description=DESCRIPTION)
     final = run(settings)
-    print(final)
+    with best_effort(sys.stdout):
+        print(final, flush=True)
     return 0
 
 
@@ -111,16 +115,15 @@ def _train(
     heads = prepare_heads(settings, inputs, programs.score, journal)
     state = new_state(settings, inputs.adapter, heads)
     load_latest(checkpoints, state, newest=journal.steps)
-    recent = [state.step]
+    estimator = make_estimator(settings)
+    watcher.catch_up(journal, estimator.rows(programs.step.contract, settings.calls))
     if journal.steps:
         watcher.say(f"going on after step {journal.steps} of {settings.steps}")
 
     def save(state: TrainingState) -> None:
-        """Keep the best checkpoint and the two newest."""
         save_checkpoint(checkpoints, state, inputs.bundle.adapter)
         journal.sync()
-        recent[:] = sorted({*recent, state.step})[-2:]
-        prune_checkpoints(checkpoints, {*recent, state.progress.best_step})
+        prune_checkpoints(checkpoints, kept_steps(state.progress, settings.checkpoint_every))
 
     def score(state: TrainingState) -> Record:
         record, _ = evaluate(
@@ -135,7 +138,7 @@ def _train(
     learner = AdapterLearner(
         programs.step,
         sampler,
-        make_estimator(settings),
+        estimator,
         learning_rates(settings),
         state,
         settings.of_loop,
@@ -191,17 +194,18 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
         write_file(settings.out / CONFIG, settings_to_yaml(settings.resolved()).encode())
         journal.append(identity)
         return
-    before, now = stored["settings"], identity["settings"]
-    problems = [
-        f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
-    problems += [
-        f"the {name} is another one"
-        for name in ("bundle", "train", "dev", "task", "adapter")
-        if stored[name] != identity[name]
-    ]
+    with journal.reading(stored):
+        before, now = stored["settings"], identity["settings"]
+        problems = [
+            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        problems += [
+            f"the {name} is another one"
+            for name in ("bundle", "train", "dev", "task", "adapter")
+            if stored[name] != identity[name]
+        ]
     if problems:
         raise ConfigError(
             "the run was begun with other settings:",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import glob
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prge.errors import RunError
+from prge.regular_files import open_regular
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -80,14 +82,15 @@ def write_file(path: Path, content: bytes) -> None:
     # One name for all processes: what a killed one left is overwritten by the next.
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("wb") as stream:
+        with open_regular(partial, "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(partial, path)
         flush_folder(path.parent)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise storage_error(path, error) from None
 
 

@@ -9,6 +9,7 @@ checkpoints/step-000120/    a PEFT folder
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from prge.peft import read_arrays, read_peft, write_peft
 OPTIMIZER = "optimizer.safetensors"
 HEAD = "head.safetensors"
 STATE = "state.json"
+_NAME = re.compile("step-([0-9]{6}|[1-9][0-9]{6,17})")
 
 
 @dataclass
@@ -61,6 +63,18 @@ class Progress:
         self.evaluations_since_best += 1
         return False
 
+    @classmethod
+    def read(cls, path: Path) -> Progress:
+        """What a checkpoint's state.json says; raises OSError, ValueError or TypeError if no run says so."""
+        progress = cls(**read_json(path))
+        counts = (progress.step, progress.judged, progress.best_step, progress.evaluations_since_best)
+        losses = (progress.best_value, progress.first_loss, progress.smoothed_loss)
+        if not all(type(count) is int and -1 <= count <= progress.step + 1 for count in counts):
+            raise ValueError("its steps and counts are none of a run")
+        if not all(loss is None or isinstance(loss, float) for loss in losses):
+            raise ValueError("its losses are no numbers")
+        return progress
+
 
 @dataclass
 class TrainingState:
@@ -92,12 +106,18 @@ class TrainingState:
         return self.head if self.head_optimizer else None
 
     def apply(self, record: Record, gradient: FloatArray) -> None:
-        """Take the step that a journal record describes, along the gradient made from it."""
+        """Take the step that a journal record describes, along the gradient made from it.
+
+        Raises:
+            ValueError: the gradient is not of this adapter.
+        """
+        if gradient.shape != self.adapter.values.shape:
+            raise ValueError(f"the gradient has shape {gradient.shape}, not {self.adapter.values.shape}")
         self.optimizer.update(self.adapter.values, gradient, record["learning_rate"])
         if "head_gradient" in record and self.head is not None and self.head_optimizer is not None:
             head_gradient = decode_array(record["head_gradient"])
             self.head_optimizer.update(self.head.values, head_gradient, record["head_learning_rate"])
-        self.progress.count_step(record["loss"])
+        self.progress.count_step(float(record["loss"]))
 
     def overflow(self) -> str:
         """What is no longer finite, in words; empty if everything is."""
@@ -113,7 +133,7 @@ class TrainingState:
 
     def judge(self, record: Record) -> bool:
         """Take note of an evaluation; see Progress.judge."""
-        return self.progress.judge(record["step"], record["value"])
+        return self.progress.judge(record["step"], float(record["value"]))
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
@@ -121,28 +141,39 @@ def checkpoint_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:06d}"
 
 
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Steps that have a checkpoint, in order; folders with other names are none of ours."""
+    named = (_NAME.fullmatch(folder.name) for folder in checkpoints.glob("step-*"))
+    return sorted(int(match[1]) for match in named if match)
+
+
 def save_checkpoint(checkpoints: Path, state: TrainingState, template: Path) -> Path:
-    """Write the state as `step-N`, whole or not at all; one that is there already has the same content.
+    """Write the state as `step-N`, whole or not at all; a whole one that is there already stays.
 
     Raises:
         RunError: no space left, or the storage refuses.
     """
     folder = checkpoint_folder(checkpoints, state.step)
-    if not folder.exists():
-        extra: dict[str, Any] = {OPTIMIZER: _optimizer_arrays(state)}
-        if state.head is not None:
-            extra[HEAD] = head_arrays(state.head)
-        extra[STATE] = (json.dumps(asdict(state.progress), indent=1) + "\n").encode()
-        write_peft(folder, state.adapter, template, extra)
+    if folder.exists() and _is_whole(folder, state):
+        return folder
+    extra: dict[str, Any] = {OPTIMIZER: _optimizer_arrays(state)}
+    if state.head is not None:
+        extra[HEAD] = head_arrays(state.head)
+    extra[STATE] = (json.dumps(asdict(state.progress), indent=1) + "\n").encode()
+    write_peft(folder, state.adapter, template, extra, overwrite=True)
     return folder
+
+
+def kept_steps(progress: Progress, checkpoint_every: int) -> set[int]:
+    """Which checkpoints stay, however the run came here: the present, the one due before it, the best."""
+    due = (progress.step - 1) // checkpoint_every * checkpoint_every if checkpoint_every else 0
+    return {progress.step, progress.best_step, *([due] if due > 0 else [])}
 
 
 def prune_checkpoints(checkpoints: Path, keep: set[int]) -> None:
     """Remove every checkpoint but those of the given steps."""
-    kept = {checkpoint_folder(checkpoints, step).name for step in keep}
-    for folder in checkpoints.glob("step-*"):
-        if folder.name not in kept:
-            shutil.rmtree(folder, ignore_errors=True)
+    for step in set(saved_steps(checkpoints)) - keep:
+        shutil.rmtree(checkpoint_folder(checkpoints, step), ignore_errors=True)
 
 
 def load_checkpoint(folder: Path, state: TrainingState) -> None:
@@ -151,27 +182,13 @@ def load_checkpoint(folder: Path, state: TrainingState) -> None:
     Raises:
         AdapterError: a file is missing, damaged, or of another run.
     """
-    adapter = read_peft(folder, state.adapter.modules)
-    arrays = read_arrays(folder / OPTIMIZER)
-    targets = _optimizer_arrays(state)
-    if arrays.keys() != targets.keys() or any(arrays[name].shape != targets[name].shape for name in targets):
-        raise AdapterError(
-            f"{folder / OPTIMIZER} belongs to another optimizer",
-            [f"it holds {sorted(arrays)}, this run needs {sorted(targets)}"],
-            remedy="resume with the settings of the run",
-        )
-    try:
-        progress = Progress(**read_json(folder / STATE))
-    except (OSError, ValueError, TypeError) as error:
-        raise AdapterError(
-            f"{folder / STATE} is damaged", [str(error)], remedy="remove this checkpoint"
-        ) from None
-    if state.head is not None:
-        read_head(folder / HEAD, state.head)
-    state.adapter.values[:] = adapter.values
-    for name, target in targets.items():
-        target[:] = arrays[name]
-    state.progress = progress
+    saved = _read_checkpoint(folder, state)
+    state.adapter.values[:] = saved.adapter.values
+    for name, target in _optimizer_arrays(state).items():
+        target[:] = saved.optimizer[name]
+    if state.head is not None and saved.head is not None:
+        state.head.values[:] = saved.head.values
+    state.progress = saved.progress
 
 
 def load_latest(checkpoints: Path, state: TrainingState, newest: int) -> None:
@@ -179,14 +196,60 @@ def load_latest(checkpoints: Path, state: TrainingState, newest: int) -> None:
 
     A damaged checkpoint is passed over: the journal makes up for it.
     """
-    for folder in sorted(checkpoints.glob("step-*"), reverse=True):
-        if int(folder.name.split("-")[1]) > newest:
+    for step in reversed(saved_steps(checkpoints)):
+        if step > newest:
             continue
         try:
-            load_checkpoint(folder, state)
+            load_checkpoint(checkpoint_folder(checkpoints, step), state)
             return
         except AdapterError:
             continue
+
+
+@dataclass(frozen=True)
+class _Saved:
+    adapter: Adapter
+    optimizer: dict[str, Array]
+    progress: Progress
+    head: Head | None
+
+
+def _read_checkpoint(folder: Path, state: TrainingState) -> _Saved:
+    """What a checkpoint of the same run as `state` holds; AdapterError as `load_checkpoint`."""
+    adapter = read_peft(folder, state.adapter.modules)
+    arrays = read_arrays(folder / OPTIMIZER)
+    targets = _optimizer_arrays(state)
+    if arrays.keys() != targets.keys() or any(
+        (arrays[name].shape, arrays[name].dtype) != (target.shape, target.dtype)
+        or not np.isfinite(arrays[name]).all()
+        for name, target in targets.items()
+    ):
+        raise AdapterError(
+            f"{folder / OPTIMIZER} belongs to another optimizer",
+            [f"it holds {sorted(arrays)}, this run needs {sorted(targets)}"],
+            remedy="resume with the settings of the run",
+        )
+    try:
+        progress = Progress.read(folder / STATE)
+        if folder.name != checkpoint_folder(folder.parent, progress.step).name:
+            raise ValueError(f"its step is {progress.step}")
+    except (OSError, ValueError, TypeError) as error:
+        raise AdapterError(
+            f"{folder / STATE} is damaged", [str(error)], remedy="remove this checkpoint"
+        ) from None
+    head = None
+    if state.head is not None:
+        head = Head(*state.head.weight.shape)
+        read_head(folder / HEAD, head)
+    return _Saved(adapter, arrays, progress, head)
+
+
+def _is_whole(folder: Path, state: TrainingState) -> bool:
+    try:
+        _read_checkpoint(folder, state)
+    except AdapterError:
+        return False
+    return True
 
 
 def head_arrays(head: Head) -> dict[str, Array]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from prge import __version__
 from prge.errors import PrgeError, RunError
+from prge.terminal import best_effort, flush, open_standard_files, silence
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     With PRGE_DEBUG=1 in the environment every error keeps its traceback.
     """
+    open_standard_files()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         return _guarded("prge", lambda: _print(_usage()))
@@ -77,12 +79,21 @@ def _start(name: str, argv: list[str]) -> int:
 
 
 def _guarded(prog: str, work: Callable[[], int]) -> int:
-    """Do `work`; errors become a message and an exit code."""
+    """Do `work`; errors become a message and an exit code, and so does a reader that has gone."""
+    code = _outcome(prog, work)
+    error = flush(sys.stdout)
+    if error is not None and code == 0:
+        if isinstance(error, BrokenPipeError):
+            code = BROKEN_PIPE
+        else:
+            code = _tell(prog, f"error: standard output: {error.strerror}", RunError.exit_code)
+    flush(sys.stderr)
+    return code
+
+
+def _outcome(prog: str, work: Callable[[], int]) -> int:
     try:
-        code = work()
-        # A reader that has gone shows up here rather than in a warning at interpreter exit.
-        sys.stdout.flush()
-        return code
+        return work()
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0
@@ -92,8 +103,14 @@ def _guarded(prog: str, work: Callable[[], int]) -> int:
             raise
         return _tell(prog, "interrupted", INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return BROKEN_PIPE
+    except MemoryError as error:
+        if os.environ.get("PRGE_DEBUG"):
+            raise
+        wanted = f": {error}" if str(error) else ""
+        remedy = "close other programs, give more memory, or use a smaller model or fewer rows"
+        return _tell(prog, f"error: there is not enough memory{wanted}\n  {remedy}", PrgeError.exit_code)
     except PrgeError as error:
         if os.environ.get("PRGE_DEBUG"):
             raise
@@ -106,7 +123,8 @@ def _guarded(prog: str, work: Callable[[], int]) -> int:
 
 
 def _tell(prog: str, message: str, code: int) -> int:
-    print(f"{prog}: {message}", file=sys.stderr)
+    with best_effort(sys.stderr):
+        print(f"{prog}: {message}", file=sys.stderr, flush=True)
     return code
 
 

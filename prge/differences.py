@@ -135,14 +135,18 @@ class Differences:
                     pooled = outputs["pooled"].reshape(contract.copies, len(real), -1)[: len(chunk), real]
                     calls.learn_head(pooled, score_gradient(batch_scores, batch.labels))
         mean = total / step.examples
-        rounds = -(-len(variants) // contract.copies)
         return Measurement(
             float(mean.mean()),
             clipped(self.rule.scalars(mean), self.clip),
             calls.head_gradient(step.examples * len(variants)),
             calls.seconds,
-            contract.computed_rows * rounds * len(step.batches),
+            self.rows(contract, len(step.batches)),
         )
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """See prge.estimators.Estimator.rows."""
+        rounds = -(-len(self.rule.variants()) // contract.copies)
+        return contract.computed_rows * rounds * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

@@ -43,12 +43,16 @@ class Heads:
             return None
 
         def decode(values: str) -> Head:
+            numbers = decode_array(values)
+            if record["classes"] * (width + 1) != numbers.size:
+                raise ValueError(f"a head of {record['classes']} classes has {numbers.size} values")
             head = Head(record["classes"], width)
-            head.values[:] = decode_array(values)
+            head.values[:] = numbers
             return head
 
-        folds = [decode(values) for values in record["folds"]]
-        return cls(decode(record["values"]), CrossFittedHeads(folds) if folds else None)
+        with journal.reading(record):
+            folds = [decode(values) for values in record["folds"]]
+            return cls(decode(record["values"]), CrossFittedHeads(folds) if folds else None)
 
 
 def fit_heads(

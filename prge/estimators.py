@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.adapter import Adapter
-from prge.contract import AdaptedModule
+from prge.contract import AdaptedModule, Contract
 from prge.engine import Array, Engine, FloatArray
 from prge.examples import Batch
 from prge.head import Classifier, Head
@@ -117,6 +117,10 @@ class Estimator(Protocol):
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """Run the programs of one step, on an engine of the kind that the estimator is for."""
+        ...
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """Rows that the engine computes for a step of so many batches."""
         ...
 
     def gradient(

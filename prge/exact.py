@@ -54,9 +54,13 @@ class Exact:
             np.zeros(0),
             calls.head_gradient(step.examples),
             calls.seconds,
-            ROWS_OF_A_STEP * contract.rows * len(step.batches),
+            self.rows(contract, len(step.batches)),
             gradient=shortened(gradient, self.clip).astype(np.float32),
         )
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """See prge.estimators.Estimator.rows."""
+        return ROWS_OF_A_STEP * contract.rows * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +26,7 @@ from prge.atomic import storage_error
 from prge.documents import parse_json
 from prge.engine import FloatArray
 from prge.errors import RunError
+from prge.regular_files import open_regular, read_regular
 
 Record = dict[str, Any]
 
@@ -38,16 +40,15 @@ class Journal:
 
     def __init__(self, path: Path, writable: bool = True) -> None:
         self.path = path
-        self.records, length = _read(path)
-        self._at = {(record["kind"], record.get("step")): record for record in self.records}
         self._stream: BinaryIO | None = None
-        if not writable:
-            return
         try:
-            self._stream = path.open("ab")
-            self._stream.truncate(length)
+            self.records, self._length = _read(path)
+            if writable:
+                self._stream = open_regular(path, "ab", buffering=0)
+                self._stream.truncate(self._length)
         except OSError as error:
             raise storage_error(path, error) from None
+        self._at = {(record["kind"], record.get("step")): record for record in self.records}
 
     def first(self, kind: str) -> Record | None:
         """The first record of a kind."""
@@ -74,17 +75,31 @@ class Journal:
         """
         if self._stream is None:
             raise ValueError(f"{self.path} is open for reading")
-        start = self._stream.tell()
+        line = _line(record)
+        rest = memoryview(line)
         try:
-            self._stream.write(_line(record))
-            self._stream.flush()
+            while rest:
+                rest = rest[self._stream.write(rest) :]
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.truncate(self.path, start)
+                self._stream.truncate(self._length)
             raise storage_error(self.path, error) from None
+        self._length += len(line)
         self.records.append(record)
         self._at[record["kind"], record.get("step")] = record
         return record
+
+    @contextlib.contextmanager
+    def reading(self, record: Record) -> Iterator[None]:
+        """Use a record that the journal held; RunError if it lacks something or has it otherwise."""
+        try:
+            yield
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            where = " ".join(str(record[name]) for name in ("kind", "step") if name in record)
+            raise RunError(
+                f"{self.path}: the record {where!r} can't be used: {type(error).__name__}: {error}",
+                remedy="restore the run folder from a copy, or start the run again in a new folder",
+            ) from error
 
     def sync(self) -> None:
         """Force what was written to the disk, so that it survives a power cut too."""
@@ -123,9 +138,10 @@ def _read(path: Path) -> tuple[list[Record], int]:
     """Whole records of a journal file and the length of the part that holds them."""
     records: list[Record] = []
     length = 0
-    if not path.exists():
+    try:
+        lines = read_regular(path).splitlines(keepends=True)
+    except FileNotFoundError:
         return records, length
-    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         record = _parse(line)
         if record is None:
@@ -144,6 +160,8 @@ def _parse(line: bytes) -> Record | None:
     try:
         entry = parse_json(line)
         record: Record = entry["record"]
-        return record if line == _line(record) else None
-    except (ValueError, KeyError, TypeError):
+        whole = line == _line(record) and isinstance(record["kind"], str)
+        # bool is an int too
+        return record if whole and type(record.get("step", 0)) is int else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -7,9 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from prge.terminal import best_effort
+
 
 class Progress:
-    """How far a run is: a bar on a terminal, otherwise a line every few seconds, nothing if quiet."""
+    """How far a run is: a bar on a terminal, otherwise a line every few seconds, nothing if quiet.
+
+    Whether anybody reads it is no matter: a terminal that is gone, closed or full ends no run.
+    """
 
     def __init__(
         self,
@@ -29,16 +34,17 @@ class Progress:
         self._first = self._rows = 0
         self._started = self._printed = clock()
         self._bar: Any = None
-        if not quiet and self._stream.isatty():
-            from tqdm import tqdm
+        with best_effort(self._stream):
+            if not quiet and self._stream.isatty():
+                from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=steps,
-                file=self._stream,
-                dynamic_ncols=True,
-                leave=True,
-                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
-            )
+                self._bar = tqdm(
+                    total=steps,
+                    file=self._stream,
+                    dynamic_ncols=True,
+                    leave=True,
+                    bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
+                )
 
     def skip(self, done: int) -> None:
         """Count `done` steps as taken earlier: they tell nothing of how long the rest takes."""
@@ -47,7 +53,8 @@ class Progress:
         self._started = self._clock()
         if self._bar is not None:
             self._bar.n = done
-            self._bar.refresh()
+            with best_effort(self._stream):
+                self._bar.refresh()
 
     def update(self, done: int, rows: int = 0, **values: float | None) -> None:
         """Show that `done` steps are taken.
@@ -64,7 +71,8 @@ class Progress:
         facts = self._facts(done)
         if self._bar is not None:
             self._bar.n = done
-            self._bar.set_postfix_str(", ".join(facts))
+            with best_effort(self._stream):
+                self._bar.set_postfix_str(", ".join(facts))
         elif done >= self._steps or self._clock() - self._printed >= self._every:
             self._printed = self._clock()
             self._print("  ".join([f"step {done}/{self._steps}", *facts]))
@@ -74,14 +82,16 @@ class Progress:
         if self._quiet:
             return
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+            with best_effort(self._stream):
+                self._bar.write(text, file=self._stream)
         else:
             self._print(text)
 
     def close(self) -> None:
         """Leave the bar as it is and go to a new line."""
         if self._bar is not None:
-            self._bar.close()
+            with best_effort(self._stream):
+                self._bar.close()
 
     def __enter__(self) -> Progress:
         return self
@@ -99,7 +109,8 @@ class Progress:
         return facts
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        with best_effort(self._stream):
+            print(text, file=self._stream, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -10,13 +10,13 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from io import RawIOBase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from prge.atomic import storage_error, write_file
 from prge.errors import RunError
 from prge.memory import PeakMemory, memory_info
+from prge.regular_files import open_regular, read_regular
 
 CONFIG = "config.yaml"
 JOURNAL = "journal.jsonl"
@@ -32,6 +32,10 @@ _PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "executorch", "torch
 
 Record = dict[str, Any]
 
+# Of a record of metrics.jsonl: what is drawn, and what a resumed run goes on from.
+_NUMBERS = ("loss", "rows", "seconds", "largest_tangent", "accuracy", "f1", "exact_match", "perplexity")
+_MOST = 1e300
+
 
 def with_stored_settings(argv: Sequence[str]) -> list[str]:
     """`--resume RUN` reads RUN's own settings first; what is given beside it must then agree with them."""
@@ -44,7 +48,8 @@ def with_stored_settings(argv: Sequence[str]) -> list[str]:
                 raise RunError(
                     f"{run_folder} is no run: it has no {CONFIG}", remedy="give the folder of `--out`"
                 )
-            return ["--config", str(run_folder / CONFIG), *words, "--out", str(run_folder)]
+            # With "=", a folder whose name begins with "-" is no flag.
+            return [f"--config={run_folder / CONFIG}", *words, f"--out={run_folder}"]
     return words
 
 
@@ -60,21 +65,19 @@ class RunLog:
 
         Args:
             folder: the run folder.
-            keep_through: when a run resumes, the last step whose records stay; None keeps all. A torn last
-                line always goes.
+            keep_through: when a run resumes, the last step whose records stay; None keeps all. Lines that
+                are torn or no records always go.
 
         Raises:
-            RunError: the folder can't be written, or metrics.jsonl is damaged before its last line.
+            RunError: the folder can't be written, or one of the files is a link, a pipe or a device.
         """
         self.folder = folder
         self.memory = PeakMemory()
         with reported(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / METRICS
-            self.records, keep = _read_records(path, keep_through) if path.exists() else ([], 0)
-            self._metrics = path.open("ab", buffering=0)
-            self._metrics.truncate(keep)
-            self._log = (folder / LOG).open("ab", buffering=0)
+            self._log = open_regular(folder / LOG, "ab", buffering=0)
+            self.records = self._kept_records(keep_through)
+            self._metrics = open_regular(folder / METRICS, "ab", buffering=0)
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Append one record to metrics.jsonl; infinite numbers and NaN are written as null."""
@@ -108,6 +111,21 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _kept_records(self, keep_through: int | None) -> list[Record]:
+        """The records of metrics.jsonl up to a step; all other lines leave the file."""
+        path = self.folder / METRICS
+        if not os.path.lexists(path):
+            return []
+        lines = read_regular(path).splitlines(keepends=True)
+        found = [_record(line) for line in lines]
+        last = math.inf if keep_through is None else keep_through
+        kept = [index for index, record in enumerate(found) if record and record["step"] <= last]
+        if len(kept) < len(lines):
+            write_file(path, b"".join(lines[index] for index in kept))
+        if odd := sum(record is None for record in found[:-1]):
+            self.text(f"{METRICS}: left out {odd} lines that are no records")
+        return [record for record in found if record and record["step"] <= last]
+
 
 def read_metrics(folder: Path) -> list[Record]:
     """Records of a run's metrics.jsonl in order; a torn last line is left out.
@@ -116,11 +134,25 @@ def read_metrics(folder: Path) -> list[Record]:
         RunError: there is no such file, or it is damaged before its last line.
     """
     path = folder / METRICS
-    if not path.is_file():
+    try:
+        lines = read_regular(path).splitlines(keepends=True)
+    except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             f"{folder} is not a run: it has no {METRICS}", remedy="give the folder of `prge run --out`"
-        )
-    return _read_records(path, None)[0]
+        ) from None
+    except OSError as error:
+        raise RunError(f"{path} can't be read: {error.strerror}", remedy="give another run") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
+            raise RunError(
+                f"{path}: line {number} is damaged: no record of metrics",
+                remedy="remove that line, or start a new run",
+            )
+    return records
 
 
 def write_summary(
@@ -165,61 +197,56 @@ def run_lock(folder: Path) -> Iterator[None]:
     with reported(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # The file stays behind: removing it would let two processes lock two files of one name.
-        stream = (folder / LOCK).open("a+", encoding="ascii")
+        stream = open_regular(folder / LOCK, "a+b", buffering=0)
     with stream:
         if not _lock(stream):
             stream.seek(0)
-            holder = stream.read().strip() or "unknown"
+            holder = stream.read(20).decode(errors="replace").strip() or "unknown"
             raise RunError(
                 f"{folder} is in use by process {holder}",
                 remedy="wait for it or stop it, or give another folder with --out",
             )
         with reported(folder):
             stream.truncate(0)
-            stream.write(f"{os.getpid()}\n")
-            stream.flush()
+            stream.write(f"{os.getpid()}\n".encode())
         yield
 
 
 @contextmanager
 def reported(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses inside the block into a RunError that names `path`."""
+    """Turn what the operating system refuses inside the block into a RunError of its file, or of `path`."""
     try:
         yield
     except OSError as error:
         if error.errno is None:  # not the operating system's
             raise
-        raise storage_error(path, error) from None
+        raise storage_error(Path(error.filename or path), error) from None
 
 
-def _append(stream: RawIOBase, line: str) -> None:
+def _append(stream: BinaryIO, line: str) -> None:
     """Write a line; an unbuffered stream may take only a part of it, and says what is wrong the next time."""
-    rest = memoryview(line.encode() + b"\n")
+    rest = memoryview(line.encode(errors="backslashreplace") + b"\n")
     while rest:
-        rest = rest[stream.write(rest) or 0 :]
+        rest = rest[stream.write(rest) :]
 
 
-def _read_records(path: Path, keep_through: int | None) -> tuple[list[Record], int]:
-    """Records of metrics.jsonl up to a step, and the number of bytes that they take."""
-    records: list[Record] = []
-    keep = 0
-    lines = path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or not line.endswith(b"\n"):
-                raise ValueError("not a whole JSON object")
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise RunError(
-                f"{path}: line {number} is damaged: {error}", remedy="remove that line, or start a new run"
-            ) from None
-        if keep_through is not None and record.get("step", 0) > keep_through:
-            break
-        records.append(record)
-        keep += len(line)
-    return records, keep
+def _record(line: bytes) -> Record | None:
+    """A line of metrics.jsonl, if it is whole and a record: an event, its step, numbers where they belong."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("event"), str)
+    if not whole or type(record.get("step")) is not int or not 0 <= record["step"] < _MOST:
+        return None
+    return record if all(_is_number(record.get(name)) for name in _NUMBERS) else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether plots can take a value: finite, or null for what was not."""
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        return False
+    return value is None or abs(value) < _MOST
 
 
 def _plain(value: Any) -> Any:
@@ -235,7 +262,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _lock(stream: TextIO) -> bool:
+def _lock(stream: BinaryIO) -> bool:
     """Lock an open file; False if another process has it. True also where files can't be locked."""
     try:
         import fcntl

@@ -62,9 +62,13 @@ class Tangents:
             on_grid(clipped(scalars, self.clip)),
             calls.head_gradient(step.examples),
             calls.seconds,
-            contract.computed_rows * len(step.batches),
+            self.rows(contract, len(step.batches)),
             largest,
         )
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """See prge.estimators.Estimator.rows."""
+        return contract.computed_rows * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -136,8 +137,9 @@ class AdapterLearner:
             if problem := _divergence(measurement, state, self.settings):
                 self.save()
                 raise DivergenceError(problem, remedy=_REMEDY)
-        gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
-        with np.errstate(over="ignore", invalid="ignore"):
+        stored = self.journal.reading(record) if known is not None else nullcontext()
+        with stored, np.errstate(over="ignore", invalid="ignore"):
+            gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
             state.apply(record, gradient)
         if problem := state.overflow():
             raise DivergenceError(f"step {state.step - 1}: {problem}", remedy=_REMEDY)
@@ -167,8 +169,12 @@ class AdapterLearner:
             return None
         known = self.journal.evaluation(self.state.step)
         if known is not None:
-            return known, False
+            with self.journal.reading(known):
+                return {**known, "value": float(known["value"])}, False
         record = {"kind": "evaluation", "step": self.state.step, **self.score(self.state)}
+        if not math.isfinite(record["loss"]) or not math.isfinite(record["value"]):
+            what = f"step {self.state.step}: the loss of development rows is {record['loss']}"
+            raise DivergenceError(what, remedy=_REMEDY)
         return self.journal.append(record), True
 
     def save(self, best: bool = False) -> None:

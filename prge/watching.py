@@ -13,7 +13,7 @@ import numpy as np
 
 from prge.errors import DivergenceError, PrgeError
 from prge.estimators import Measurement
-from prge.journal import Record, decode_array
+from prge.journal import Journal, Record, decode_array
 from prge.memory import proportional_memory
 from prge.progress import Progress
 from prge.rows.scoring import METRIC_NAMES
@@ -97,13 +97,11 @@ class Watcher:
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
         """See prge.training.Observer."""
-        self.steps = record["step"] + 1
+        self.steps = max(self.steps, record["step"] + 1)
         now = time.perf_counter()
         if measurement is not None:
             self.rows += measurement.rows
-        if measurement is not None or ("step", self.steps) not in self._written:
-            figures = {"loss": record["loss"], "learning_rate": record["learning_rate"], **_size(record)}
-            self._metric("step", self.steps, {**figures, **self._of_engine(measurement, now)})
+        self._metric("step", record["step"] + 1, {**_figures(record), **self._of_engine(measurement, now)})
         self._last = now
         if measurement is not None:
             self.progress.update(self.steps, measurement.rows, loss=record["loss"])
@@ -113,16 +111,30 @@ class Watcher:
         now = time.perf_counter()
         self._evaluating += now - self._last
         self._evaluation = _evaluation(record)
-        metrics = {name: value for name, value in self._evaluation.items() if name != "step"}
-        if fresh or ("evaluation", record["step"]) not in self._written:
-            self._metric("evaluation", record["step"], {"split": "dev", **metrics})
+        self._metric("evaluation", record["step"], {"split": "dev", **self._evaluation})
         if fresh:
             self.say(f"step {record['step']}: development rows: {figures_text(record)}")
         self._last = time.perf_counter()
 
+    def catch_up(self, journal: Journal, rows: int) -> None:
+        """Write the metrics that a killed process had no time for, of a run whose steps take so many rows."""
+        for record in journal.records:
+            with journal.reading(record):
+                if record["kind"] == "step" and ("step", record["step"] + 1) not in self._written:
+                    self.rows = (record["step"] + 1) * rows
+                    figures = {**_figures(record), **self._of_engine(None, 0.0)}
+                    self._metric("step", record["step"] + 1, figures)
+                elif record["kind"] == "evaluation" and ("evaluation", record["step"]) not in self._written:
+                    self.rows = record["step"] * rows
+                    self._metric("evaluation", record["step"], {"split": "dev", **_evaluation(record)})
+        self.rows = journal.steps * rows
+
     def _metric(self, event: str, step: int, figures: Record) -> None:
-        counts = {"rows": self.rows, "seconds": self.seconds, "evaluation_seconds": self._evaluating}
-        self.log.metric({"event": event, "step": step, **figures, **counts})
+        """Write a record, once for every event of a step."""
+        if (event, step) not in self._written:
+            self._written.add((event, step))
+            counts = {"rows": self.rows, "seconds": self.seconds, "evaluation_seconds": self._evaluating}
+            self.log.metric({"event": event, **figures, "step": step, **counts})
 
     def _of_engine(self, measurement: Measurement | None, now: float) -> Record:
         """A step's seconds in the engine and around it, and its largest derivative where there is one."""
@@ -183,6 +195,11 @@ def figures_text(record: Record) -> str:
 def _evaluation(record: Record) -> Record:
     """Step, loss and metric of a record."""
     return {name: record[name] for name in ("step", "loss", *METRIC_NAMES) if name in record}
+
+
+def _figures(record: Record) -> Record:
+    """Loss and learning rate of a step, and the size of its derivatives."""
+    return {"loss": record["loss"], "learning_rate": record["learning_rate"], **_size(record)}
 
 
 def _size(record: Record) -> Record:

@@ -124,6 +124,30 @@ def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert (child.returncode, child.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.parametrize("words", [["inspect"], ["--help"], ["inspect", "--help"]])
+def test_output_that_can_not_be_written_is_an_error(tmp_path: Path, words: list[str]) -> None:
+    bundle = [str(make_bundle(tmp_path / "bundle"))] if words == ["inspect"] else []
+    with open("/dev/full", "w") as full:
+        child = subprocess.run(
+            [sys.executable, "-m", "prge.cli", *words, *bundle],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert child.returncode == 2
+    assert child.stderr.endswith(": No space left on device\n")
+    assert "Traceback" not in child.stderr and "Exception ignored" not in child.stderr
+
+
+def test_closed_standard_files_change_no_exit_code(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "bundle")
+    for words, code in ((["inspect", str(bundle)], 0), (["inspect", "nowhere"], 2)):
+        command = [sys.executable, "-m", "prge.cli", *words]
+        assert subprocess.run(command, preexec_fn=lambda: os.closerange(0, 3), check=False).returncode == code
+
+
 def _raising(error: BaseException) -> Callable[[list[str]], int]:
     def work(argv: list[str]) -> int:
         raise error
@@ -141,6 +165,12 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
             OSError(28, "No space left on device"),
             2,
             "prge inspect: error: a write: No space left on device\n",
+        ),
+        (
+            MemoryError("7 TiB"),
+            2,
+            "prge inspect: error: there is not enough memory: 7 TiB\n"
+            "  close other programs, give more memory, or use a smaller model or fewer rows\n",
         ),
         (SystemExit(0), 0, ""),
         (SystemExit(None), 0, ""),

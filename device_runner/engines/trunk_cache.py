@@ -21,6 +21,7 @@ import numpy as np
 from prge.atomic import storage_error
 from prge.contract import TensorSpec
 from prge.engine import Array, FloatArray
+from prge.regular_files import open_regular, read_regular
 
 Precision = Literal["float32", "float16"]
 
@@ -51,9 +52,10 @@ class TrunkCache:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(folder.iterdir()):
                 if path.name.endswith(f"{_SUFFIX}.partial"):
-                    path.unlink(missing_ok=True)
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
                 elif path.suffix == _SUFFIX:
-                    self._add(path.name, path.stat().st_size)
+                    self._add(path.name, path.lstat().st_size)
         except OSError as error:
             raise storage_error(folder, error) from None
         for name in list(self._sizes):
@@ -89,7 +91,8 @@ class TrunkCache:
         partial = path.with_name(f".{path.name}.partial")
         try:
             # Not flushed: after a loss of power the digest tells what is whole.
-            partial.write_bytes(_digest(key, payload) + payload)
+            with open_regular(partial, "wb") as stream:
+                stream.write(_digest(key, payload) + payload)
             os.replace(partial, path)
         except OSError:
             with suppress(OSError):
@@ -104,7 +107,7 @@ class TrunkCache:
             return None
         path = self.folder / (key + _SUFFIX)
         try:
-            content = path.read_bytes()
+            content = read_regular(path)
         except OSError:
             content = b""
         payload = content[_DIGEST_BYTES:]

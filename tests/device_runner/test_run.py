@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from device_runner.replay import main as replay
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
 from prge.bundle import MANIFEST, open_bundle
-from prge.errors import ConfigError
+from prge.errors import ConfigError, RunError
 from prge.journal import Journal
 from prge.run_folder import with_stored_settings
 from prge.settings import parse_settings
@@ -122,6 +125,120 @@ def test_killed_after_any_calls_and_resumed_it_ends_in_the_same_bits(
     assert resumes > 3
     for name in ("journal.jsonl", "final/adapter_model.safetensors"):
         assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 5])
+def test_killed_on_its_way_it_leaves_the_same_checkpoints_and_counts(
+    device: Device, settings: RunSettings, checkpoint_every: int, tmp_path: Path
+) -> None:
+    settings = replace(settings, checkpoint_every=checkpoint_every, evaluate_every=3)
+    run(settings)
+    killed = replace(settings, out=tmp_path / "killed")
+    resumes = 0
+    while True:
+        device.calls_left = 3 + resumes % 8
+        try:
+            run(replace(killed, resume=killed.out if resumes else None))
+            break
+        except Killed:
+            resumes += 1
+            # As if the process had ended between the journal and the metrics.
+            metrics = killed.out / "metrics.jsonl"
+            metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
+    assert resumes > 3
+
+    def left(folder: Path) -> dict[str, Any]:
+        counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
+        summary = json.loads((folder / "run.json").read_text())
+        return {
+            "checkpoints": {
+                path.relative_to(folder).as_posix(): path.read_bytes()
+                for path in (folder / "checkpoints").rglob("*.*")
+            },
+            "counts": counts,
+            "steps": summary["train"]["steps"],
+            "rows": summary["train"]["rows"],
+        }
+
+    assert left(killed.out) == left(settings.out)
+
+
+def test_an_odd_record_of_metrics_stops_no_resume(device: Device, settings: RunSettings) -> None:
+    run(settings)
+    expected = (settings.out / "final/adapter_model.safetensors").read_bytes()
+    with (settings.out / "metrics.jsonl").open("a") as stream:
+        stream.write('{"event": "step"}\n{"event": "step", "step": 12, "rows": "many"}\n')
+    run(replace(settings, resume=settings.out))
+    assert (settings.out / "final/adapter_model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl", "log.txt", "run.lock"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.timeout(20)
+def test_a_link_or_a_pipe_in_its_folder_is_an_error(
+    device: Device, settings: RunSettings, tmp_path: Path, name: str, kind: str
+) -> None:
+    target = tmp_path / "target"
+    target.touch()
+    settings.out.mkdir()
+    if kind == "link":
+        (settings.out / name).symlink_to(target)
+    else:
+        os.mkfifo(settings.out / name)
+    with pytest.raises(RunError, match=rf"{name} can't be written: it is a {kind}, not a file"):
+        run(settings)
+    assert target.read_bytes() == b""
+
+
+def _signed(record: dict[str, Any]) -> str:
+    content = json.dumps(record, separators=(",", ":"))
+    return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("start", {"settings": []}),
+        ("start", {"bundle": None}),
+        ("step", {"scalars": []}),
+        ("step", {"scalars": "1"}),
+        ("step", {"scalars": [[1e400]]}),
+        ("step", {"loss": None}),
+        ("step", {"learning_rate": "1"}),
+        ("evaluation", {"value": "best"}),
+        ("head", {"classes": 10**12}),
+        ("head", {"values": "?"}),
+        ("head", {"folds": 3}),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_a_journal_that_says_what_no_run_says_is_an_error(
+    device: Device, settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    run(settings)
+    if kind == "head" and not device.encoder:
+        pytest.skip("a decoder has no head")
+    shutil.rmtree(settings.out / "checkpoints")
+    records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
+    number = next(n for n, record in enumerate(records) if record["kind"] == kind)
+    records[number] = json.loads(json.dumps({**records[number], **changes}))
+    (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
+    with pytest.raises((RunError, ConfigError), match=r"can't be used|is damaged|another one"):
+        run(replace(settings, resume=settings.out))
+    if kind != "start":
+        with pytest.raises(RunError, match=r"can't be used|is damaged"):
+            replay([str(settings.out), "--out", str(tmp_path / "replayed")])
+
+
+def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
+    device: Device, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(replace(settings, out=Path("-x")))
+    for words in (["--resume", "./-x"], ["--resume=-x"]):
+        stored = parse_settings(RunSettings, with_stored_settings(words), "prge run")
+        assert (stored.out, stored.steps) == (Path("-x"), STEPS)
+        run(stored)
 
 
 def test_a_run_isnt_resumed_with_other_directions(device: Device, settings: RunSettings) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +68,65 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(RunError, match=r"line . of . is damaged"):
             Journal(path)
+
+
+def _signed(content: str) -> bytes:
+    """A line whose checksum is right, whatever it says."""
+    return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        '{"kind":"step","step":' + "9" * 5000 + "}",
+        '{"kind":"step","step":"0"}',
+        '{"kind":"step","step":true}',
+        '{"kind":["step"],"step":0}',
+        '{"step":0}',
+        '{"kind":"step","step":0,"loss":NaN}',
+        "3",
+    ],
+)
+@pytest.mark.timeout(5)
+def test_a_line_with_a_right_checksum_that_is_no_record_is_damage(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(_signed(content) + _write(tmp_path / "other.jsonl"))
+    with pytest.raises(RunError, match="line 1 of 5 is damaged"):
+        Journal(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: Path(path).symlink_to(path.with_name("target"))])
+def test_neither_a_pipe_nor_a_link_is_a_journal(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"kept")
+    make(tmp_path / "journal.jsonl")
+    for writable in (False, True):
+        with pytest.raises(RunError, match=r"journal.jsonl .* not a file"):
+            Journal(tmp_path / "journal.jsonl", writable)
+    assert target.read_bytes() == b"kept"
+
+
+def test_after_a_full_disk_it_ends_with_its_last_whole_line(tmp_path: Path) -> None:
+    """A limit on file size takes a part of a line and refuses the rest; a torn line before it is gone."""
+    path = tmp_path / "journal.jsonl"
+    whole = _write(path)
+    path.write_bytes(whole[:-5])
+    kept = whole[: whole[:-1].rindex(b"\n") + 1]
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from prge.journal import Journal\n"
+        "from prge.errors import RunError\n"
+        "journal = Journal(Path(sys.argv[1]))\n"
+        "limit = int(sys.argv[2])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))\n"
+        "try: journal.append({'kind': 'step', 'step': 1, 'text': 'x' * 100})\n"
+        "except RunError as error: print(error)\n"
+        "journal.close()"
+    )
+    command = [sys.executable, "-c", code, str(path), str(len(kept) + 20)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "can't be written" in done.stdout
+    assert path.read_bytes() == kept
 
 
 def test_reading_leaves_a_line_that_is_being_written(tmp_path: Path) -> None:

@@ -79,11 +79,56 @@ def test_torn_last_line(tmp_path: Path, torn: str) -> None:
     assert read_metrics(tmp_path) == [step(0), step(1)]
 
 
-def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
-    (tmp_path / METRICS).write_text("{}\n{ not json\n{}\n", encoding="utf-8")
-    for read in (read_metrics, RunLog):
-        with pytest.raises(RunError, match="line 2 is damaged"):
-            read(tmp_path)
+ODD = [
+    "{ not json",
+    "{}",
+    "[" * 100_000,
+    '{"event": "step", "step": "1"}',
+    '{"event": "step", "step": true}',
+    '{"event": "step", "step": -1}',
+    '{"event": ["step"], "step": 1}',
+    '{"event": "step", "step": 1, "loss": "low"}',
+    '{"event": "step", "step": 1, "rows": [8]}',
+    '{"event": "step", "step": 1, "seconds": NaN}',
+    '{"event": "step", "step": 1, "rows": ' + "9" * 4000 + "}",
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda line: line[:40])
+def test_an_odd_record_is_told_to_who_draws_and_stops_no_resume(tmp_path: Path, odd: str) -> None:
+    first, last = json.dumps(step(0)), json.dumps(step(1))
+    (tmp_path / METRICS).write_text(f"{first}\n{odd}\n{last}\n", encoding="utf-8")
+    with pytest.raises(RunError, match="line 2 is damaged"):
+        read_metrics(tmp_path)
+    with RunLog(tmp_path, keep_through=1) as log:
+        log.metric(step(2))
+    assert read_metrics(tmp_path) == [step(0), step(1), step(2)]
+    assert "left out 1 lines that are no records" in (tmp_path / LOG).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [METRICS, LOG, LOCK])
+@pytest.mark.parametrize("kind", ["link", "pipe", "device"])
+@pytest.mark.timeout(10)
+def test_links_pipes_and_devices_are_neither_followed_nor_waited_for(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    target, folder = tmp_path / "target", tmp_path / "run"
+    target.write_bytes(b"kept")
+    folder.mkdir()
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(target if kind == "link" else "/dev/full")
+    told = f"{name} can't be written: it is a {'pipe' if kind == 'pipe' else 'link'}, not a file"
+    with pytest.raises(RunError, match=told):
+        if name == LOCK:
+            with run_lock(folder):
+                raise AssertionError("the lock is held")
+        RunLog(folder)
+    assert target.read_bytes() == b"kept"
+    if name == METRICS:
+        with pytest.raises(RunError, match="not a file"):
+            read_metrics(folder)
 
 
 def test_killed_process_loses_no_whole_line(tmp_path: Path) -> None:
@@ -139,6 +184,8 @@ def test_full_disk_is_told_with_the_folder_and_keeps_whole_lines(tmp_path: Path)
     ],
 )
 def test_refused_writes_are_told_with_a_remedy(code: int, remedy: str) -> None:
+    with pytest.raises(RunError, match=r"runs/a/log\.txt can't be written"), reported(Path("runs/a")):
+        raise OSError(code, os.strerror(code), "runs/a/log.txt")
     with pytest.raises(RunError) as caught, reported(Path("runs/a")):
         raise OSError(code, os.strerror(code))
     assert caught.value.what == f"runs/a can't be written: {os.strerror(code)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,18 @@ def test_a_damaged_file_is_forgotten_and_made_again(cache: TrunkCache, damage: o
     assert (len(cache), list(cache.folder.iterdir())) == (0, [])
     cache.put(key, values())
     assert cache.get(key, SPECS) is not None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+@pytest.mark.timeout(10)
+def test_what_is_no_file_is_not_waited_for(cache: TrunkCache, make: Callable[[str], None]) -> None:
+    key = cache.key("program", row(1))
+    make(str(cache.folder / f"{key}.states"))
+    make(str(cache.folder / f".{key}.states.partial"))
+    again = TrunkCache(cache.folder, 1 << 20)
+    assert again.get(key, SPECS) is None
+    again.put(key, values())
+    assert len(again) <= 1
 
 
 def test_a_file_under_another_name_is_not_believed(cache: TrunkCache) -> None:
