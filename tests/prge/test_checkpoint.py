@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.adapter import HASHES, Adapter
+from prge.adapter import Adapter
 from prge.checkpoint import (
     OPTIMIZER,
     STATE,
@@ -33,6 +33,7 @@ from prge.contract import AdaptedModule
 from prge.errors import AdapterError
 from prge.head import Head
 from prge.optimizers import make_optimizer
+from prge.peft import HASHES
 from tests.templates import write_template
 
 MODULES = (AdaptedModule("q_proj", 2, 8, 8),)
