@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 
 from prge.adapter import Adapter
-from prge.documents import parse_json
+from prge.documents import read_json
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError
 from prge.head import Classifier, CrossFittedHeads, Head
 from prge.journal import Record, decode_array
 from prge.optimizers import Optimizer
 from prge.peft import read_arrays, read_peft, write_peft
-from prge.regular_files import read_regular
 
 OPTIMIZER = "optimizer.safetensors"
 HEAD = "head.safetensors"
@@ -65,14 +64,14 @@ class Progress:
         return False
 
     @classmethod
-    def from_json(cls, content: bytes) -> Progress:
-        """What a checkpoint's state.json says; raises ValueError or TypeError if no run can be there."""
-        progress = cls(**parse_json(content))
+    def read(cls, path: Path) -> Progress:
+        """What a checkpoint's state.json says; raises OSError, ValueError or TypeError if no run says so."""
+        progress = cls(**read_json(path))
         counts = (progress.step, progress.judged, progress.best_step, progress.evaluations_since_best)
-        numbers = (progress.best_value, progress.first_loss, progress.smoothed_loss)
+        losses = (progress.best_value, progress.first_loss, progress.smoothed_loss)
         if not all(type(count) is int and -1 <= count <= progress.step + 1 for count in counts):
             raise ValueError("its steps and counts are none of a run")
-        if not all(isinstance(number, float | None) for number in numbers):
+        if not all(loss is None or isinstance(loss, float) for loss in losses):
             raise ValueError("its losses are no numbers")
         return progress
 
@@ -134,7 +133,7 @@ class TrainingState:
 
     def judge(self, record: Record) -> bool:
         """Take note of an evaluation; see Progress.judge."""
-        return self.progress.judge(record["step"], record["value"])
+        return self.progress.judge(record["step"], float(record["value"]))
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
@@ -231,10 +230,10 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _Saved:
             remedy="resume with the settings of the run",
         )
     try:
-        progress = Progress.from_json(read_regular(folder / STATE, follow=True))
+        progress = Progress.read(folder / STATE)
         if folder.name != checkpoint_folder(folder.parent, progress.step).name:
             raise ValueError(f"its step is {progress.step}")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise AdapterError(
             f"{folder / STATE} is damaged", [str(error)], remedy="remove this checkpoint"
         ) from None

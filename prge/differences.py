@@ -11,7 +11,6 @@ program was exported with changes its speed and nothing else:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -146,7 +145,8 @@ class Differences:
 
     def rows(self, contract: Contract, batches: int) -> int:
         """See prge.estimators.Estimator.rows."""
-        return math.ceil(len(self.rule.variants()) / contract.copies) * contract.computed_rows * batches
+        rounds = -(-len(self.rule.variants()) // contract.copies)
+        return contract.computed_rows * rounds * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

@@ -111,7 +111,7 @@ class Watcher:
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
         """See prge.training.Observer."""
-        self.steps = record["step"] + 1
+        self.steps = max(self.steps, record["step"] + 1)
         if measurement is not None:
             self._write_step(record, measurement)
             self.progress.update(self.steps, record["tokens"], loss=record["loss"])
@@ -127,8 +127,7 @@ class Watcher:
         self._last = time.perf_counter()
 
     def _write_step(self, record: Record, measurement: Measurement | None) -> None:
-        figures = {"loss": record["loss"], "learning_rate": record["learning_rate"], **_size(record)}
-        self._write("step", record["step"] + 1, {**figures, **self._of_engine(measurement)})
+        self._write("step", record["step"] + 1, {**_figures(record), **self._of_engine(measurement)})
 
     def _write_evaluation(self, record: Record) -> None:
         last = self.log.last("evaluation")
@@ -204,6 +203,11 @@ def figures_text(record: Record) -> str:
 def _evaluation(record: Record) -> Record:
     """Step, loss and metric of a record."""
     return {name: record[name] for name in ("step", "loss", *METRIC_NAMES) if name in record}
+
+
+def _figures(record: Record) -> Record:
+    """Loss and learning rate of a step, and the size of its derivatives."""
+    return {"loss": record["loss"], "learning_rate": record["learning_rate"], **_size(record)}
 
 
 def _size(record: Record) -> Record:
