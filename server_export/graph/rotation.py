@@ -1,4 +1,4 @@
-"""Rotary embeddings of a graph, as transformers writes them, and the matrices that they are.
+"""Rotary embeddings of a graph, as transformers writes them, become products with the matrices that they are.
 
     x * cos + cat(-x[half:], x[:half]) * sin        for x [rows, heads, length, width]
 
@@ -14,7 +14,48 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from server_export.graph.modules import remove_unused_attributes
+from server_export.graph.shapes import fill_in_values
+from server_export.graph.writing import Writer
+
 aten = torch.ops.aten
+
+# A product costs the square of a head's width, written out it costs the width: wider heads gain nothing.
+_WIDEST_ROTATION = 128
+# Numbers of all positions' matrices, 4 MiB of them: more would be read from memory, not from the cache.
+_LARGEST_ROTATION = 1 << 20
+
+
+def rotate(graph_module: GraphModule) -> None:
+    """Turn the rotary embeddings of a rewritten graph into one matrix product each, in place.
+
+    Written out, a rotation passes ten times over queries and keys: slices, a negation, two products with
+    tables, a sum, a scale. Which form a program has must not depend on its rows: the scalars of all numbers
+    of copies are the same. The product takes positions before rows, so what looks at rows comes first.
+    """
+    fill_in_values(graph_module)
+    writer = Writer(graph_module)
+    for rotation in find_rotations(graph_module):
+        length, width = rotation.source.meta["val"].shape[-2:]
+        if rotates_by_product(length, width):
+            writer.replace(rotation.result, _turned, rotation)
+    graph_module.graph.eliminate_dead_code()
+    remove_unused_attributes(graph_module)
+    graph_module.recompile()
+
+
+def rotates_by_product(length: int, width: int) -> bool:
+    """Whether `rotate` makes products of the rotations of heads of this width."""
+    return width <= _WIDEST_ROTATION and length * width * width <= _LARGEST_ROTATION
+
+
+def _turned(writer: Writer, rotation: Rotation) -> Node:
+    rows, heads, length, width = rotation.source.meta["val"].shape
+    table = writer.constant(rotation.matrices())
+    by_position = writer.call(aten.permute.default, rotation.source, [2, 0, 1, 3])
+    flat = writer.reshape(by_position, [length, rows * heads, width])
+    turned = writer.reshape(writer.call(aten.bmm.default, flat, table), [length, rows, heads, width])
+    return writer.call(aten.permute.default, turned, [1, 2, 0, 3])
 
 
 @dataclass(frozen=True)

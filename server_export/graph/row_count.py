@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from server_export.graph.rewriting import as_module, attribute
+from server_export.graph.modules import as_module, attribute
 from server_export.graph.shapes import Shapes
 
 # A prime that no model's width, length or vocabulary is known to have as a factor.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.graph.rewriting import as_module
+from server_export.graph.modules import as_module
 from server_export.graph.shapes import Shapes
 
 aten = torch.ops.aten

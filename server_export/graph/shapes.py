@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
+
+from server_export.graph.modules import attribute
 
 
 class Shapes:
@@ -30,7 +33,7 @@ def without_memory(value: Any) -> Any:
     """Tensors without memory for a tensor, or for a tuple or list of them."""
     if isinstance(value, tuple | list):
         return tuple(map(without_memory, value))
-    return value.detach().to("meta")
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _key(value: Any) -> Any:
@@ -42,3 +45,16 @@ def _key(value: Any) -> Any:
         return tuple((name, _key(each)) for name, each in value.items())
     # 1, 1.0 and True are equal, but what an operator makes of them isn't.
     return type(value), value
+
+
+def fill_in_values(graph_module: GraphModule) -> None:
+    """Give the nodes of a graph that have none a `meta["val"]`: a tensor without memory."""
+    shapes = Shapes()
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            node.meta["val"] = without_memory(attribute(graph_module, str(node.target)))
+        if node.op == "call_function" and "val" not in node.meta:
+            arguments, named = torch.fx.node.map_arg(
+                (node.args, node.kwargs), lambda source: without_memory(source.meta["val"])
+            )
+            node.meta["val"] = shapes.of(node.target, arguments, named)

@@ -22,7 +22,7 @@ from torch.export.graph_signature import (
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_structure
 
-from server_export.graph.rewriting import attribute
+from server_export.graph.modules import attribute
 from server_export.graph.shapes import Shapes, without_memory
 
 

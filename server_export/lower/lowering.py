@@ -17,7 +17,8 @@ from torch import nn
 
 from prge.errors import BundleError
 from server_export.graph.permuting import join_transpositions
-from server_export.graph.rewriting import rewrite, rotate
+from server_export.graph.rewriting import rewrite
+from server_export.graph.rotation import rotate
 from server_export.lower.edge import edge_program, to_core
 from server_export.lower.lifting import exported_program
 

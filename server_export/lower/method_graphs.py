@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from prge.contract import TRUNK_PREFIX, Contract, TensorSpec
 from server_export.derive.backprop.joint import backpropagate
 from server_export.derive.tangent.transform import RankOne, differentiate
-from server_export.graph.rewriting import rotate
+from server_export.graph.rotation import rotate
 from server_export.graph.row_count import TRACED_ROWS, with_rows
 from server_export.graph.row_sharing import share_rows
 from server_export.graph.trunk import split

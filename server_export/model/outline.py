@@ -9,7 +9,7 @@ from torch import nn
 
 from prge.contract import Contract
 from prge.costs import Layer, Outline
-from server_export.graph.rewriting import rotates_by_product
+from server_export.graph.rotation import rotates_by_product
 from server_export.model.blocks import block_names
 from server_export.model.loading import LoadedModel, parameter_count
 

@@ -23,9 +23,12 @@ from torch.fx.node import map_arg
 from prge.contract import Contract
 from prge.errors import BundleError
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
-from server_export.derive.backprop.rules import apply_rules
+from server_export.derive.backprop.rules import RULES
 from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, GatherLogSoftmax
-from server_export.graph.rewriting import attribute, fill_in_values, rewrite
+from server_export.graph.modules import attribute, set_attribute
+from server_export.graph.rewriting import rewrite
+from server_export.graph.shapes import fill_in_values
+from server_export.graph.writing import apply_rules
 from server_export.model.loss import answer_slopes
 
 # What autograd goes through instead of an operator.
@@ -70,7 +73,7 @@ def backpropagate(graph_module: GraphModule, contract: Contract) -> GraphModule:
     names += [spec.name for spec in contract.inputs[len(placeholders) :]]
     result = _rebuilt(graph_module, traced.graph, list(constants), names, layers)
     fill_in_values(result)
-    apply_rules(result)
+    apply_rules(result, RULES)
     rewrite(result)
     return result
 
@@ -131,7 +134,7 @@ def _rebuilt(
     result = GraphModule(root, Graph())
     for name in {str(node.target) for layer in layers for node in _constants_of(layer)}:
         if not hasattr(result, name.split(".")[0]):
-            _register(result, name, attribute(root, name))
+            set_attribute(result, name, attribute(root, name))
     graph = result.graph
     copies: dict[Node, Node] = {}
     attributes: dict[str, Node] = {}
@@ -148,7 +151,7 @@ def _rebuilt(
         copies[node] = graph.placeholder(name.replace(".", "_"))
         copies[node].meta["val"] = node.meta["val"]
     for node, name in zip(placeholders, constants, strict=False):
-        _register(result, name, attribute(root, name))
+        set_attribute(result, name, attribute(root, name))
         copies[node] = constant(name)
     for node in traced.nodes:
         if node.op == "get_attr":
@@ -176,15 +179,3 @@ def _rebuilt(
 def _constants_of(layer: Layer) -> list[Node]:
     nodes = [layer.weight] if layer.weight.op == "get_attr" else list(layer.weight.all_input_nodes)
     return nodes if layer.bias is None else [*nodes, layer.bias]
-
-
-def _register(module: GraphModule, name: str, tensor: torch.Tensor) -> None:
-    """Give a module an attribute of a dotted name, as a graph's get_attr reads it."""
-    *parents, child = name.split(".")
-    owner: torch.nn.Module = module
-    for part in parents:
-        if not hasattr(owner, part):
-            setattr(owner, part, torch.nn.Module())
-        owner = getattr(owner, part)
-    if not hasattr(owner, child):
-        owner.register_buffer(child, tensor.detach())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from server_export.graph.rewriting import attribute
+from server_export.graph.modules import attribute
 from server_export.model.quantization import int8_weight
 
 aten = torch.ops.aten

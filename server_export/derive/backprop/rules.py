@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
+
+from server_export.graph.writing import Rule, Writer
 
 aten = torch.ops.aten
 
@@ -19,48 +21,6 @@ aten = torch.ops.aten
 _TINY = 1e-20
 
 
-class Writer:
-    """Writes operators in front of a node; every new node gets its `meta["val"]`."""
-
-    def __init__(self, graph_module: GraphModule, before: Node) -> None:
-        self.graph_module = graph_module
-        self.before = before
-
-    def call(self, target: Any, *arguments: Any) -> Node:
-        """One operator."""
-        with self.graph_module.graph.inserting_before(self.before):
-            node = self.graph_module.graph.call_function(target, arguments)
-        values = torch.fx.node.map_arg(arguments, _without_memory)
-        node.meta["val"] = target(*values)
-        return node
-
-    def times(self, left: Node, right: Node | float) -> Node:
-        """A product."""
-        return self.call(aten.mul.Tensor, left, right)
-
-    def minus(self, left: Node, right: Node) -> Node:
-        """A difference."""
-        return self.call(aten.sub.Tensor, left, right)
-
-    def total(self, source: Node) -> Node:
-        """Sum over the last dimension, kept as 1."""
-        width = source.meta["val"].shape[-1]
-        if width == 1:
-            return source
-        name = f"ones_{width}"
-        if not hasattr(self.graph_module, name):
-            self.graph_module.register_buffer(name, torch.ones(1, width))
-        with self.graph_module.graph.inserting_before(self.before):
-            row = self.graph_module.graph.get_attr(name)
-        row.meta["val"] = torch.empty(1, width, device="meta")
-        return self.call(aten.linear.default, source, row)
-
-    def reshape(self, source: Node, shape: Sequence[int]) -> Node:
-        """The same numbers in another shape."""
-        return self.call(aten.reshape.default, source, list(shape))
-
-
-Rule = Callable[..., Node | None]
 RULES: dict[Any, Rule] = {}
 
 
@@ -74,22 +34,12 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-def apply_rules(graph_module: GraphModule) -> None:
-    """Rewrite a graph in place; its nodes carry `meta["val"]`."""
-    for node in list(graph_module.graph.nodes):
-        function = RULES.get(node.target) if node.op == "call_function" else None
-        if function is None:
-            continue
-        new = function(Writer(graph_module, node), node, *node.args, **node.kwargs)
-        if new is not None:
-            node.replace_all_uses_with(new)
-            graph_module.graph.erase_node(node)
-    graph_module.graph.eliminate_dead_code()
-
-
-def _without_memory(node: Node) -> Any:
-    known = node.meta["val"]
-    return torch.empty(known.shape, dtype=known.dtype, device="meta")
+def _total(writer: Writer, source: Node) -> Node:
+    """Sum over the last dimension, kept as 1."""
+    width = source.meta["val"].shape[-1]
+    if width == 1:
+        return source
+    return writer.call(aten.linear.default, source, writer.constant(torch.ones(1, width)))
 
 
 @rule(aten.view.default, aten._unsafe_view.default)
@@ -118,14 +68,14 @@ def _sum(
         return writer.reshape(source, node.meta["val"].shape)
     if summed != [len(shape) - 1]:
         return None
-    return writer.reshape(writer.total(source), node.meta["val"].shape)
+    return writer.reshape(_total(writer, source), node.meta["val"].shape)
 
 
 @rule(aten._softmax_backward_data.default)
 def _softmax(writer: Writer, node: Node, gradient: Node, result: Node, dim: int, *_: Any) -> Node:
     weighted = writer.times(gradient, result)
     if dim % weighted.meta["val"].dim() == weighted.meta["val"].dim() - 1:
-        total = writer.total(weighted)
+        total = _total(writer, weighted)
     else:
         total = writer.call(aten.sum.dim_IntList, weighted, [dim], True)
     return writer.minus(weighted, writer.times(result, total))

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Node
 
 from server_export.derive.tangent.builder import Builder, Number, aten
-from server_export.graph.rewriting import attribute
+from server_export.graph.modules import attribute
 
 Shape = tuple[int, ...]
 Factor: TypeAlias = Node | Number | None

@@ -27,8 +27,9 @@ from prge.objectives import losses, scores
 from server_export.check.eager_engine import EagerEngine
 from server_export.check.verification import run_program, run_step, verify
 from server_export.derive.backprop.joint import backpropagate
-from server_export.derive.backprop.rules import RULES, apply_rules
-from server_export.graph.rewriting import fill_in_values
+from server_export.derive.backprop.rules import RULES
+from server_export.graph.shapes import fill_in_values
+from server_export.graph.writing import apply_rules
 from server_export.lower.lowering import lower, rewritten_graph
 from server_export.lower.method_graphs import export_programs
 from server_export.model.loss import answer_slopes
@@ -326,7 +327,7 @@ def test_a_rule_keeps_the_derivative_and_leaves_no_operator_of_autograd(name: st
     rule = next((target for target in RULES if target in targets and name.split()[0] in str(target)), None)
     assert rule is not None, [str(target) for target in targets]
     fill_in_values(graph_module)
-    apply_rules(graph_module)
+    apply_rules(graph_module, RULES)
     graph_module.recompile()
     assert not [node for node in graph_module.graph.nodes if "_backward" in str(node.target)]
     torch.testing.assert_close(graph_module(x, weights), expected, atol=1e-6, rtol=1e-5)

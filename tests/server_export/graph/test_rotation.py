@@ -11,7 +11,7 @@ pytest.importorskip("executorch")
 
 import torch
 
-from server_export.graph import rewriting as graph_rewriting
+from server_export.graph import rotation
 from server_export.graph.rotation import find_rotations
 from server_export.lower.lowering import export_graph
 from server_export.lower.method_graphs import export_programs
@@ -78,7 +78,7 @@ def test_the_form_does_not_depend_on_the_rows() -> None:
 
 
 def test_large_matrices_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_rewriting, "_LARGEST_ROTATION", 100)
+    monkeypatch.setattr(rotation, "_LARGEST_ROTATION", 100)
     assert operators(exported("llama")[0])["neg"] == 2 * LAYERS
 
 
