@@ -10,11 +10,11 @@ import json
 import math
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 from prge.errors import shown
+from prge.regular_files import open_regular
 
 MOST_JSON_BYTES = 2 << 20
 MOST_YAML_BYTES = 64 << 10
@@ -39,16 +39,12 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_document(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a file; raises OSError, or DocumentError where it is no regular file or a larger one."""
-    # A pipe that nobody writes to would be waited for.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-        status = os.fstat(stream.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise DocumentError("it is no regular file")
+    """The bytes of a regular file; raises OSError, or DocumentError where it is larger."""
+    with open_regular(path, "rb", follow=True) as stream:
+        size = os.fstat(stream.fileno()).st_size
         content = stream.read(most_bytes + 1)
     if len(content) > most_bytes:
-        size = max(status.st_size, len(content))
-        raise DocumentError(f"it has {size} bytes, at most {most_bytes} are read")
+        raise DocumentError(f"it has {max(size, len(content))} bytes, at most {most_bytes} are read")
     return content
 
 

@@ -24,6 +24,7 @@ from device_runner.android.packages import digest
 from device_runner.android.runtime import MANIFEST, driver_hash, files_of
 from prge.bundle import file_sha256
 from prge.cli import INTERRUPTED
+from prge.documents import parse_json
 from prge.errors import DeviceError
 
 FOLDER = "/data/local/tmp/prge"
@@ -411,7 +412,7 @@ def _began(stat: str) -> str | None:
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

@@ -36,6 +36,7 @@ from device_runner.android.packages import (
 from device_runner.engines.native.build import LIBRARY, LINKED, build
 from prge import __version__
 from prge.bundle import file_sha256
+from prge.documents import read_json
 from prge.errors import ConfigError, DeviceError, EngineError, RunError
 
 MANIFEST = "runtime.json"
@@ -142,7 +143,7 @@ def open_runtime(folder: Path) -> Runtime:
         DeviceError: it is none, or was changed.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
         machine, files = manifest["machine"], manifest["files"]
         tree = (folder / TREE).read_text().strip()
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from device_runner.engines.base import RefusedError, content, load_error, quoted
+from prge.children import close_all_but
 from prge.errors import BundleError, EngineError
 from prge.memory import GET_MEMORY, tells_no_memory
 
 CHECK_SECONDS = 600.0
-_MOST_FILES = 1 << 16
 
 
 def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
@@ -82,8 +82,7 @@ def _child(attempt: Callable[[], object], answer: int, log: int) -> None:
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # A file that the parent has open may carry a lock, which would outlive a parent that is killed now.
-        _close_all_but(answer, log)
+        close_all_but(answer, log)
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
@@ -95,15 +94,6 @@ def _child(attempt: Callable[[], object], answer: int, log: int) -> None:
         os.write(answer, said.encode(errors="replace"))
     finally:
         os._exit(code)
-
-
-def _close_all_but(*kept: int) -> None:
-    """Close every file but the standard ones and those kept."""
-    start = 3
-    for number in sorted(kept):
-        os.closerange(start, number)
-        start = max(start, number + 1)
-    os.closerange(start, _MOST_FILES)
 
 
 def _wait(child: int, seconds: float) -> int | None:

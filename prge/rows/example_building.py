@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.contract import Contract
-from prge.errors import DataError
+from prge.errors import BundleError, DataError
 from prge.examples import Example, Slot, TokenSequence
 from prge.rows.readers import Row, Selection, read_rows, select_rows
 from prge.rows.report import ENCODER_CUT, END_CUT, PROMPT_CUT, DataReport
@@ -263,7 +263,7 @@ class _Builder:
             tokens = self.tokenizer.ids(
                 _string(row, "text"), control=self.options.control_tokens, before=begin
             )
-            return self.learnt(row, tokens, np.arange(len(tokens)) >= len(begin), len(begin))
+            return self.learnt(row, tokens, _learnt_after(len(begin), len(tokens)), len(begin))
         return self.completion(row, _string(row, "prompt"), _string(row, "completion"))
 
     def messages(self, row: Row) -> list[Example]:
@@ -274,7 +274,10 @@ class _Builder:
             messages = check_messages(row.fields["messages"])
         except ValueError as error:
             raise RowError(str(error)) from None
-        text, spans, exact = self.chat.assistant_spans(messages)
+        try:
+            text, spans, exact = self.chat.assistant_spans(messages)
+        except BundleError as error:
+            raise BundleError(f"{error.what} (row {row.number})", remedy=error.remedy) from None
         if not exact:
             self.report.note(TURN_INEXACT, row.number)
         if any(
@@ -307,13 +310,16 @@ class _Builder:
             self.report.note(INEXACT, row.number)
         eos = self.tokenizer.eos_id
         ends = self.options.append_eos and eos is not None and pair.completion[-1] != eos
+        learnt = pair.completion
+        if self.options.overflow == "truncate":
+            learnt = learnt[: self.length + 1]
         after = np.array([eos] if ends else [], np.int32)
         # What lies further back than the program is long is never read.
         begin = len(self.tokenizer.begin)
         dropped = max(len(pair.prompt) - begin - self.length, 0)
         before = [pair.prompt[:begin], pair.prompt[begin + dropped :]]
-        tokens = np.concatenate([*before, pair.completion, after])
-        mask = np.arange(len(tokens)) >= len(pair.prompt) - dropped
+        tokens = np.concatenate([*before, learnt, after])
+        mask = _learnt_after(len(pair.prompt) - dropped, len(tokens))
         examples = self.learnt(row, tokens, mask, begin, dropped)
         return [replace(each, answers=answers, choices=(passage,) if passage else ()) for each in examples]
 
@@ -522,6 +528,13 @@ class _Builder:
         candidates = task.candidates(row.fields)
         sequence = TokenSequence((*begin, *tokens.tolist(), *end))
         return Example(row.number, (sequence,), len(candidates), label, (candidates[label],), candidates)
+
+
+def _learnt_after(context: int, count: int) -> Mask:
+    """A mask of `count` tokens that learns all but the first ones."""
+    mask = np.ones(count, np.bool_)
+    mask[:context] = False
+    return mask
 
 
 def _string(row: Row, column: str) -> str:

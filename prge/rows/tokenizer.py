@@ -302,7 +302,10 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
             )
         ids[name] = identifier
     template_path = Path(folder) / CHAT_TEMPLATE_FILE
-    template = template_path.read_text(encoding="utf-8") if template_path.is_file() else None
+    try:
+        template = template_path.read_text(encoding="utf-8") if template_path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{template_path} is damaged: {error}", remedy=REMEDY) from None
     if template is None and block.get("chat_template"):
         raise BundleError(f"the bundle has no {template_path}, its manifest says that it has", remedy=REMEDY)
     return Tokenizer(

@@ -15,7 +15,8 @@ from typing import Any
 
 from prge.atomic import write_file
 from prge.bundle import Bundle, file_sha256, open_bundle
-from prge.errors import ConfigError, RunError
+from prge.documents import DocumentError, read_json
+from prge.errors import ConfigError, RunError, shown
 from prge.rows.task import Task, load_task
 from prge.run_folder import CONFIG, FINAL, SUMMARY, run_lock, with_stored_settings
 from prge.settings import parse_settings, read_settings, settings_to_yaml
@@ -80,11 +81,14 @@ def begin(settings: BaselineSettings, identity: dict[str, Any]) -> None:
         return
     before = asdict(read_settings(BaselineSettings, config, "prge baseline"))
     problems = [
-        f"{name} was {before[name]!r}, is {now!r}"
+        f"{name} was {shown(before[name])}, is {shown(now)}"
         for name, now in asdict(settings).items()
         if name not in _NOT_IDENTITY and before[name] != now
     ]
-    stored = json.loads(inputs.read_text(encoding="utf-8"))
+    try:
+        stored = read_json(inputs)
+    except DocumentError as error:
+        raise RunError(f"{inputs} is damaged: {error}", remedy="start a new run in another folder") from None
     problems += [f"the {name} is another one" for name in identity if stored.get(name) != identity[name]]
     if problems:
         raise ConfigError(
@@ -97,7 +101,7 @@ def begin(settings: BaselineSettings, identity: dict[str, Any]) -> None:
 def is_finished(folder: Path) -> bool:
     """Whether a run folder's summary says that the run came to its end."""
     try:
-        status = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["run"]["status"]
+        status = read_json(folder / SUMMARY)["run"]["status"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return status in ("completed", "stopped early")

@@ -20,6 +20,7 @@ import torch
 
 from prge.atomic import new_folder
 from prge.checkpoint import Progress
+from prge.documents import read_json
 from prge.errors import DivergenceError, RunError
 from prge.estimators import Measurement
 from prge.examples import Example, token_count
@@ -89,7 +90,7 @@ class Checkpoints:
 
     def _read_state(self, path: Path) -> BaselineState:
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             return BaselineState(**{**content, "progress": Progress(**content["progress"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RunError(

@@ -21,7 +21,8 @@ import yaml
 
 from prge.atomic import write_file
 from prge.bundle import file_sha256, open_bundle
-from prge.errors import PrgeError, RunError
+from prge.documents import DocumentError, read_yaml
+from prge.errors import PrgeError, RunError, shown
 from prge.run_folder import read_metrics
 from prge.settings import settings_to_yaml
 from server_export.compare.agenda import Agenda
@@ -100,7 +101,13 @@ class Comparison:
         """
         stored = self.out / CONFIG
         if stored.is_file():
-            self._check(yaml.safe_load(stored.read_text(encoding="utf-8")) or {})
+            try:
+                content = read_yaml(stored)
+            except DocumentError as error:
+                raise RunError(
+                    f"{stored} can't be read: {error}", remedy="give another folder with --out"
+                ) from None
+            self._check(content if isinstance(content, dict) else {})
         elif self.out.is_dir() and any(path.name != "run.lock" for path in self.out.iterdir()):
             raise RunError(
                 f"{self.out} holds something that is no comparison: it has no {CONFIG}",
@@ -306,7 +313,7 @@ class Comparison:
         now = yaml.safe_load(settings_to_yaml(self.settings))
         names = [field.name for field in dataclasses.fields(self.settings) if field.name not in _FREE]
         changed = [
-            f"{name} was {stored.get(name)!r}, is {now[name]!r}"
+            f"{name} was {shown(stored.get(name))}, is {shown(now[name])}"
             for name in names
             if stored.get(name) != now[name]
         ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.atomic import write_file
+from prge.documents import DocumentError, parse_json
 from prge.errors import DataError, RunError
 from prge.rows.readers import Row, Selection, read_rows, select_rows
 from server_export.compare.settings import CompareSettings
@@ -48,7 +49,10 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
 def _read(path: Path) -> list[Row]:
     if path.suffix != ".json":
         return read_rows(path)
-    texts: Any = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        texts: Any = parse_json(path.read_bytes())
+    except DocumentError as error:
+        raise DataError(f"{path} can't be read as data", [str(error)], remedy="write a jsonl file") from None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise DataError(
             f"{path} can't be read as data", ["it is no JSON list of texts"], remedy="write a jsonl file"

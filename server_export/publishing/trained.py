@@ -14,6 +14,7 @@ from prge.adapter import Adapter
 from prge.bundle import MANIFEST, Bundle, open_bundle
 from prge.checkpoint import HEAD
 from prge.contract import LORA_B_PREFIX, AdaptedModule
+from prge.documents import read_yaml
 from prge.engine import Array
 from prge.errors import AdapterError, BundleError, ConfigError
 from prge.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
@@ -228,11 +229,9 @@ def _find_bundle(given: Path | None, run: Path | None) -> Bundle | None:
         return open_bundle(given)
     if run is None:
         return None
-    import yaml
-
     try:
-        settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        settings = read_yaml(run / "config.yaml")
         path = Path(settings["bundle"])
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     return open_bundle(path) if (path / MANIFEST).is_file() else None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from prge.errors import BundleError, DataError
-from prge.rows.chat import ChatTemplate, check_messages
+from prge.rows.chat import SECONDS, ChatTemplate, check_messages
 from prge.rows.tokenizer import Tokenizer
 from tests.prge.rows.chat_templates import CHATML, EVERYTHING, HEADERS, TURNS
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
@@ -127,3 +132,83 @@ def test_same_tokens_as_transformers(name: str) -> None:
     rendered = ChatTemplate(TEMPLATES[name], SPECIAL).render(messages)
     wanted = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=True)["input_ids"]
     assert mine.encode(rendered, control=True) == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "of CPU time"),
+        ("{{ lipsum(100000) }}", "of CPU time"),
+        ("{{ messages | tojson(indent=10**9) }}", "of memory"),
+        ("{{ 'a' * 10**9 }}", "of memory"),
+        (
+            "{% set n = namespace(t='a') %}{% for a in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+            "of memory",
+        ),
+        ("{{ 'a' * 9000000 }}", "makes 9000000 characters of a row"),
+        ("{{ '%99999999d' % 1 }}", "characters of a row|of memory"),
+        ("{{ 9 ** (9 ** 9) }}", "of CPU time"),
+    ],
+)
+def test_template_that_loops_or_grows_is_ended(source: str, told: str) -> None:
+    with (
+        measured_children() as took,
+        pytest.raises(BundleError, match=f"the bundle's chat template .*({told})"),
+    ):
+        ChatTemplate(source, SPECIAL).render(CONVERSATIONS["answer"])
+    assert took.seconds < SECONDS + 2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x" * 20_000_000,
+        "{{ " + "(" * 400_000 + "1" + ")" * 400_000 + " }}",
+        "{% if 1 %}" * 90_000 + "{% endif %}" * 50_000,
+        "{{ " + "-" * 900_000 + "1 }}",
+        "{{ [" * 200_000,
+    ],
+)
+def test_template_that_is_large_or_nests_is_refused(source: str) -> None:
+    with pytest.raises(BundleError, match="the bundle's chat template"):
+        ChatTemplate(source, SPECIAL)
+
+
+def test_a_child_that_crossed_a_bound_leaves_nothing_behind() -> None:
+    template = ChatTemplate("{{ 'a' * 10**9 if messages | length > 1 else 'b' }}", SPECIAL)
+    assert template.render(CONVERSATIONS["question"]) == "b"
+    for _ in range(2):
+        with pytest.raises(BundleError):
+            template.render(CONVERSATIONS["answer"])
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_template_that_is_not_needed_any_more_ends_its_child() -> None:
+    template = ChatTemplate(CHATML, SPECIAL)
+    assert os.waitpid(-1, os.WNOHANG) == (0, 0)
+    del template
+    gc.collect()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_long_conversation_has_the_room_that_it_needs() -> None:
+    messages = [USER, {"role": "assistant", "content": "Gr\u00fc\u00dfe! \U0001f600 " * 500_000}]
+    text, spans, exact = ChatTemplate(CHATML, SPECIAL).assistant_spans(messages)
+    assert exact and len(spans) == 1 and len(text) > 4_000_000
+
+
+@dataclass
+class Took:
+    seconds: float = 0.0
+
+
+@contextmanager
+def measured_children() -> Iterator[Took]:
+    """CPU seconds of the children that end in the block."""
+    took, before = Took(), sum(os.times()[2:4])
+    try:
+        yield took
+    finally:
+        took.seconds = sum(os.times()[2:4]) - before

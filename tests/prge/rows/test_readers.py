@@ -60,6 +60,15 @@ def test_long_fields(write: Write) -> None:
                 "row 5: it has half of a \\u escape pair",
             ],
         ),
+        (
+            "numbers.jsonl",
+            '{"a": NaN}\n{"a": 1e999}\n{"a": ' + "9" * 5000 + "}\n",
+            [
+                "row 1: it has NaN, which is no number of JSON",
+                "row 2: it has '1e999', which is no finite number",
+                "row 3: it has a number of 5000 digits",
+            ],
+        ),
         ("deep.jsonl", "[" * 200_000 + "\n", ["row 1: it has more than 32 levels"]),
         (
             "a.tsv",

@@ -334,3 +334,33 @@ def test_unknown_name_and_damaged_yaml(tmp_path: Path) -> None:
 def test_a_task_is_found_by_path(write: Callable[[str, str], Path]) -> None:
     path = write("mine.yaml", 'name: mine\ntemplate: "{text} It was"\nlabel_words: {0: bad, 1: good}\n')
     assert load_task(str(path)) == Task("mine", "{text} It was", label_words={"0": "bad", "1": "good"})
+
+
+HOSTILE = {
+    "bomb": ("a: &a [x, x]\nb: &b [*a, *a]\nlabel_words: *b\n", "it has an alias"),
+    "depth": ("label_words: " + "[" * 50_000, "more than 32 levels"),
+    "infinity": ("name: .inf\n", "no finite number"),
+    "digits": ("name: " + "9" * 5000 + "\n", "not YAML"),
+    "surrogate": ('name: "\\ud800"\n', "not YAML|half of"),
+    "size": ("name: " + "a" * 100_000 + "\n", "at most 65536 are read"),
+    "long value": ("name: [" + "a, " * 20_000 + "]\n", r"name is \['a', 'a', .*, must be a text"),
+    "long key": ("a" * 1_000 + ": 1\n", "unknown key 'aaaa"),
+    "many keys": ("".join(f"k{n}: 1\n" for n in range(6_000)), r"\.\.\. and \d+ more"),
+    "cursor": ('"\\e[2J": 1\n', r"unknown key '\\x1b\[2J'"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_task_file_is_refused_in_a_short_message(tmp_path: Path, name: str) -> None:
+    content, told = HOSTILE[name]
+    path = tmp_path / "task.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_task(path)
+    assert len(str(caught.value)) < 3000
+
+
+def test_a_date_as_a_label_is_the_text_that_it_looks_like(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_text('name: d\ntemplate: "{text}"\nlabel_words: {2020-01-01: a, 2020-99-99: b}\n')
+    assert load_task(path).classes == ("2020-01-01", "2020-99-99")

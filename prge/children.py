@@ -1,0 +1,137 @@
+"""A forked child that answers requests within bounds of CPU time and memory: for programs of strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import resource
+import signal
+import warnings
+import weakref
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+_MOST_FILES = 1 << 16
+_ANSWER, _NO_MEMORY = b"a", b"m"
+# Of the clock, in case that the child neither computes nor answers.
+_LONGEST_WAIT = 120.0
+
+
+class LimitError(Exception):
+    """Why a child gave no answer, in words that follow the name of what it did."""
+
+
+class BoundedChild:
+    """A child process that answers with what `serve` returns; it ends with this object, or with the parent.
+
+    Args:
+        serve: called in the child for each request; its exceptions end the child, so it should have none.
+        seconds: CPU time of a request, and as much again for each of its megabytes.
+        memory: bytes that the child may take above what the parent had, and 32 times a request's size.
+    """
+
+    def __init__(self, serve: Callable[[bytes], bytes], seconds: float, memory: int) -> None:
+        self._seconds, self._memory = seconds, memory
+        self._connection, other = Pipe()
+        with warnings.catch_warnings():
+            # Python warns of forks while threads run; this child calls `serve` and leaves.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process = os.fork()
+        if self._process == 0:
+            _child(other, serve, seconds, memory)
+        other.close()
+        self._end = weakref.finalize(self, _end, self._process, self._connection)
+
+    def ask(self, request: bytes) -> bytes:
+        """The answer to a request.
+
+        Raises:
+            LimitError: it takes more than the bounds, or the child crashed; there are no more answers then.
+        """
+        with contextlib.suppress(OSError, EOFError):
+            self._connection.send_bytes(request)
+            if not self._connection.poll(_LONGEST_WAIT + _cpu_seconds(request, self._seconds)):
+                self._end()
+                raise LimitError("doesn't answer")
+            answer = self._connection.recv_bytes()
+            if answer[:1] == _ANSWER:
+                return answer[1:]
+            self._end()
+            raise LimitError(f"takes more than {_memory_bytes(request, self._memory) >> 20} MiB of memory")
+        status = self._end()
+        code = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
+        if code == signal.SIGPROF:
+            raise LimitError(
+                f"takes more than {_cpu_seconds(request, self._seconds):.0f} seconds of CPU time"
+            )
+        raise LimitError(f"ends its process ({signal.Signals(code).name if code else 'no signal'})")
+
+
+def close_all_but(*kept: int) -> None:
+    """Close every file of a forked child but the standard ones and those kept.
+
+    A file that the parent has open may carry a lock, which would outlive a parent that is killed.
+    """
+    start = 3
+    for number in sorted(kept):
+        os.closerange(start, number)
+        start = max(start, number + 1)
+    os.closerange(start, _MOST_FILES)
+
+
+def _child(connection: Connection, serve: Callable[[bytes], bytes], seconds: float, memory: int) -> None:
+    """Answer until the parent is gone; never returns."""
+    try:
+        faulthandler.disable()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for name in (signal.SIGTERM, signal.SIGPROF):
+            signal.signal(name, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        close_all_but(connection.fileno())
+        before = _own_memory()
+        while True:
+            request = connection.recv_bytes()
+            if before:
+                _limit_memory(before + _memory_bytes(request, memory))
+            signal.setitimer(signal.ITIMER_PROF, _cpu_seconds(request, seconds))
+            try:
+                answer = _ANSWER + serve(request)
+            except MemoryError:
+                answer = _NO_MEMORY
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send_bytes(answer)
+    finally:
+        os._exit(0)
+
+
+def _cpu_seconds(request: bytes, seconds: float) -> float:
+    return seconds * (1 + len(request) / 1e6)
+
+
+def _memory_bytes(request: bytes, memory: int) -> int:
+    return memory + 32 * len(request)
+
+
+def _limit_memory(most: int) -> None:
+    """Let this process have so many bytes of addresses."""
+    with contextlib.suppress(OSError, ValueError):  # a lower limit is set already
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _own_memory() -> int:
+    """Bytes of addresses that this process has; 0 where that isn't known."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return 0
+
+
+def _end(process: int, connection: Connection) -> int | None:
+    """End a child and give its wait status, which is its own where it has ended; None if it was taken."""
+    connection.close()
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(process, signal.SIGKILL)
+        return os.waitpid(process, 0)[1]
+    return None
