@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from prge import __version__
 from prge.errors import PrgeError, RunError
+from prge.memory import GET_MEMORY, tells_no_memory
 from prge.terminal import best_effort, flush, open_standard_files, silence
 
 
@@ -105,19 +106,19 @@ def _outcome(prog: str, work: Callable[[], int]) -> int:
     except BrokenPipeError:
         silence(sys.stdout)
         return BROKEN_PIPE
-    except MemoryError as error:
-        if os.environ.get("PRGE_DEBUG"):
-            raise
-        wanted = f": {error}" if str(error) else ""
-        remedy = "close other programs, give more memory, or use a smaller model or fewer rows"
-        return _tell(prog, f"error: there is not enough memory{wanted}\n  {remedy}", PrgeError.exit_code)
     except PrgeError as error:
         if os.environ.get("PRGE_DEBUG"):
             raise
         return _tell(prog, f"error: {error}", error.exit_code)
-    except OSError as error:
+    except Exception as error:
+        if os.environ.get("PRGE_DEBUG"):
+            raise
+        if tells_no_memory(error):
+            wanted = f": {error}" if str(error) else ""
+            message = f"error: there is not enough memory{wanted}\n  {GET_MEMORY}"
+            return _tell(prog, message, PrgeError.exit_code)
         # Without a file name it is more likely a mistake in prge than a full disk or a missing right.
-        if os.environ.get("PRGE_DEBUG") or (error.filename is None and error.errno != errno.ENOSPC):
+        if not isinstance(error, OSError) or (error.filename is None and error.errno != errno.ENOSPC):
             raise
         return _tell(prog, f"error: {error.filename or 'a write'}: {error.strerror}", RunError.exit_code)
 

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+
+GET_MEMORY = "close other programs, give more memory, or use a smaller model or fewer rows"
+# As Python, the C++ library, the dynamic linker, XNNPACK and torch put it.
+_NO_MEMORY = re.compile(
+    "not enough memory|out of memory|out_of_memory|bad_alloc|cannot allocate memory|can't allocate memory|"
+    "failed to allocate|failed to map segment|can't start new thread",
+    re.IGNORECASE,
+)
+
+
+def tells_no_memory(error: BaseException | str) -> bool:
+    """Whether an error, or what a library logged, comes from memory that ran out."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return _NO_MEMORY.search(str(error)) is not None
 
 
 class PeakMemory:

@@ -27,6 +27,7 @@ from prge.contract import AdaptedModule
 from prge.documents import MOST_JSON_BYTES, DocumentError, parse_json, read_document, read_json
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError, RunError, shown
+from prge.memory import tells_no_memory
 from prge.run_folder import FINAL, JOURNAL
 
 CONFIG = "adapter_config.json"
@@ -331,6 +332,8 @@ def _open_weights(path: Path) -> Any:
     try:
         return safetensors.safe_open(str(path), framework="numpy")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
+        if tells_no_memory(error):
+            raise MemoryError(f"{path} can't be read") from None
         raise AdapterError(f"{path} is damaged", [f"{error}"], remedy="copy the folder again") from None
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract, TensorSpec
 from prge.engine import Array
 from prge.errors import BundleError, EngineError, PrgeError
+from prge.memory import GET_MEMORY, tells_no_memory
 
 # executorch/runtime/core/error.h
 _CODES = {
@@ -109,9 +110,10 @@ class ProgramEngine(ABC):
         try:
             outputs = self._call([argument for _, argument in arguments])
         except RuntimeError as error:
+            remedy = "export the bundle again with this version of executorch; if it stays, report it"
             raise EngineError(
                 f"the engine failed in a forward: {explain(error)}",
-                remedy="export the bundle again with this version of executorch; if it stays, report it",
+                remedy=GET_MEMORY if lacked_memory(error) else remedy,
             ) from None
         self.seconds += time.perf_counter() - start
         self.calls += 1
@@ -256,7 +258,7 @@ def load_error(path: Path, error: RuntimeError) -> PrgeError:
     """The error for a program that the engine refused."""
     code = _code(error)
     what = f"the engine can't load {path}: {explain(error)}"
-    if code in _NO_MEMORY:
+    if lacked_memory(error):
         return EngineError(what, remedy="close other programs, or export a smaller or quantized model")
     if code in (0x14, 0x20, 0x30):
         return BundleError(
@@ -265,10 +267,16 @@ def load_error(path: Path, error: RuntimeError) -> PrgeError:
     return BundleError(what, remedy="copy or export the bundle again")
 
 
+def lacked_memory(error: RuntimeError) -> bool:
+    """Whether memory ran out in the engine, by its code or by what it logged."""
+    log = getattr(error, "log", "")
+    return _code(error) in _NO_MEMORY or tells_no_memory(error) or tells_no_memory(log)
+
+
 def explain(error: RuntimeError) -> str:
     """An ExecuTorch error as a sentence, with the engine's own first words where it said any."""
     code = _code(error)
-    sentence = _CODES.get(code) if code is not None else None
+    sentence = _CODES.get(0x21 if lacked_memory(error) else code) if code is not None else None
     first = f"{sentence} (ExecuTorch 0x{code:02x})" if sentence else str(error).strip()
     return first + quoted(getattr(error, "log", ""))
 

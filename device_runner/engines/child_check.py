@@ -15,6 +15,7 @@ from pathlib import Path
 
 from device_runner.engines.base import RefusedError, content, load_error, quoted
 from prge.errors import BundleError, EngineError
+from prge.memory import GET_MEMORY, tells_no_memory
 
 CHECK_SECONDS = 600.0
 _MOST_FILES = 1 << 16
@@ -55,6 +56,8 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
             raise EngineError(
                 f"the process that loaded {path} was ended by {_signal_name(code)}", remedy="start again"
             )
+        if tells_no_memory(noise):
+            raise EngineError(f"there is not enough memory to load {path}{quoted(noise)}", remedy=GET_MEMORY)
         raise BundleError(
             f"the engine aborts on this program ({_signal_name(code)}): {path}{quoted(noise)}",
             remedy="copy or export the bundle again; the program is damaged or of another executorch",
@@ -88,7 +91,8 @@ def _child(attempt: Callable[[], object], answer: int, log: int) -> None:
         code = 0
     except BaseException as error:
         os.write(log, getattr(error, "log", "").encode(errors="replace"))
-        os.write(answer, str(error).encode(errors="replace"))
+        said = "there is not enough memory" if tells_no_memory(error) else str(error)
+        os.write(answer, said.encode(errors="replace"))
     finally:
         os._exit(code)
 

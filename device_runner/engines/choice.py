@@ -13,6 +13,7 @@ from device_runner.engines.base import ProgramEngine
 from prge.bundle import STEP_METHOD, Bundle
 from prge.engine import EngineName
 from prge.errors import EngineError
+from prge.memory import tells_no_memory
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def choose(engine: EngineName = "auto") -> Backend:
     try:
         prepare()
     except EngineError as error:
-        if engine == "native" or importlib.util.find_spec("torch") is None:
+        # torch would take more memory still.
+        if engine == "native" or tells_no_memory(error) or importlib.util.find_spec("torch") is None:
             raise
         return Backend("torch", error.what)
     return Backend("native")

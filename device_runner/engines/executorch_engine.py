@@ -35,6 +35,7 @@ from prge.bundle import STEP_METHOD, Bundle
 from prge.contract import Contract
 from prge.engine import Array
 from prge.errors import EngineError
+from prge.memory import GET_MEMORY, tells_no_memory
 
 
 class ExecutorchEngine(ProgramEngine):
@@ -148,7 +149,8 @@ def _runtime_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise EngineError(f"torch can't be imported: {error}", remedy="pip install torch") from None
+        remedy = GET_MEMORY if tells_no_memory(error) else "pip install torch"
+        raise EngineError(f"torch can't be imported: {error}", remedy=remedy) from None
     return torch
 
 

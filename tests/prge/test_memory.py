@@ -1,13 +1,15 @@
-"""Peak memory counts what was swapped out, and what can't be known is null with a reason."""
+"""Peak memory counts what was swapped out; what can't be known is null with a reason; what ran out is told apart."""
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from prge.memory import PeakMemory, proportional_memory, resident_bytes
+from prge.memory import PeakMemory, proportional_memory, resident_bytes, tells_no_memory
 
 STATUS = "Name:\tpython\nVmHWM:\t    500 kB\nVmRSS:\t    {rss} kB\nVmSwap:\t    {swap} kB\nThreads:\t2\n"
 
@@ -57,3 +59,26 @@ def test_peak_memory_that_can_not_be_known_is_null_with_a_reason(tmp_path: Path,
     report = PeakMemory(status).report()
     assert report["peak_bytes"] is None
     assert str(status) in report["reason"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        ImportError("libgomp.so.1: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        "XNN Runtime creation failed with code: xnn_status_out_of_memory",
+        "terminate called after throwing an instance of 'std::bad_alloc'",
+    ],
+)
+def test_memory_that_ran_out_is_recognised(error: BaseException | str) -> None:
+    assert tells_no_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("damaged"), ""]
+)
+def test_other_errors_are_not_taken_for_it(error: BaseException | str) -> None:
+    assert not tells_no_memory(error)

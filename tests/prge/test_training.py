@@ -304,6 +304,15 @@ def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
     assert not list(run.folder.glob("checkpoints/*"))
 
 
+def test_a_loss_of_development_rows_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.evaluate = lambda state: {"loss": np.nan, "value": 0.5}  # type: ignore[method-assign]
+    with pytest.raises(DivergenceError, match="step 0: the loss of development rows is nan"):
+        run.go()
+    with Journal(tmp_path / "run/journal.jsonl") as journal:
+        assert journal.records == []
+
+
 def test_a_growing_loss_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", steps=400)
     run.model.weight *= 0.1

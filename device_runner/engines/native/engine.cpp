@@ -195,7 +195,9 @@ class Mapping {
     if (error == et::Error::Ok && facts.st_size > 0) { // nothing can't be mapped, and is no program
       size_ = static_cast<size_t>(facts.st_size);
       void* start = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor, 0);
-      error = start == MAP_FAILED ? et::Error::AccessFailed : et::Error::Ok;
+      if (start == MAP_FAILED) {
+        error = errno == ENOMEM ? et::Error::MemoryAllocationFailed : et::Error::AccessFailed;
+      }
       start_ = start == MAP_FAILED ? nullptr : start;
     }
     ::close(descriptor);

@@ -39,6 +39,7 @@ from prge.bundle import STEP_METHOD, Bundle
 from prge.contract import Contract
 from prge.engine import Array
 from prge.errors import EngineError, PrgeError
+from prge.memory import GET_MEMORY, tells_no_memory
 
 _TEXT_BYTES = 1 << 14
 _MOST_AXES = 16
@@ -317,8 +318,9 @@ def _interface() -> Any:
             function.restype = answer  # type: ignore[attr-defined]
             function.argtypes = [*arguments, *text]  # type: ignore[attr-defined]
     except (OSError, AttributeError) as error:
+        again = f"remove the folder {path.parent} to have it built again, or use --engine torch"
         raise EngineError(
             f"the native engine's library can't be loaded: {error}",
-            remedy=f"remove the folder {path.parent} to have it built again, or use --engine torch",
+            remedy=GET_MEMORY if tells_no_memory(error) else again,
         ) from None
     return interface
