@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -242,6 +243,62 @@ def test_no_space_left(run_words: list[object], tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and "can't be written" in done.stderr
     again = in_a_process("run", "--resume", tmp_path / "run")
     assert again.returncode == 0, again.stderr
+
+
+def _full() -> None:
+    for number in (1, 2):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+
+
+def _unread() -> None:
+    reading, writing = os.pipe()
+    for number in (1, 2):
+        os.dup2(writing, number)
+    os.close(reading)
+
+
+@pytest.mark.parametrize(
+    "refuse", [lambda: os.closerange(0, 3), _full, _unread], ids=["closed", "full", "unread"]
+)
+def test_standard_files_that_refuse_end_no_run(
+    run_words: list[object], tmp_path: Path, refuse: Callable[[], None]
+) -> None:
+    command = [sys.executable, "-m", "prge.cli", "run", *map(str, run_words)]
+    assert subprocess.run(command, cwd=REPOSITORY, preexec_fn=refuse, check=False).returncode == 0
+    assert (tmp_path / "run/final/adapter_model.safetensors").is_file()
+    assert in_a_process("replay", tmp_path / "run", "--out", tmp_path / "replayed").returncode == 0
+
+
+@pytest.mark.parametrize("megabytes", [140, 150, 160, 170])
+def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes: int) -> None:
+    """How much is too little depends on the machine; what is said then doesn't."""
+    limit = megabytes << 20
+    done = subprocess.run(
+        [sys.executable, "-m", "prge.cli", "run", *map(str, run_words)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 0 or (done.returncode == 2 and "memory" in done.stderr), done.stderr
+    assert "Traceback" not in done.stderr and "damaged" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["grün", "-x"])
+def test_names_of_folders_that_are_not_plain(run_words: list[object], tmp_path: Path, name: str) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(REPOSITORY)}
+    for words in (["run", *map(str, run_words), f"--out={name}"], ["run", "--resume", f"./{name}"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "prge.cli", *words],
+            capture_output=True,
+            cwd=tmp_path,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.decode() == f"{name}/final\n"
 
 
 def test_label_word_of_several_tokens(
