@@ -172,9 +172,11 @@ class AdapterLearner:
         known = self.journal.evaluation(self.state.step)
         if known is not None:
             with self.journal.reading(known):
-                float(known["value"])
-            return known, False
+                return {**known, "value": float(known["value"])}, False
         record = {"kind": "evaluation", "step": self.state.step, **self.score(self.state)}
+        if not math.isfinite(record["loss"]) or not math.isfinite(record["value"]):
+            what = f"step {self.state.step}: the loss of development rows is {record['loss']}"
+            raise DivergenceError(what, remedy=_REMEDY)
         return self.journal.append(record), True
 
     def save(self, best: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Peak memory counts what was swapped out; what can't be known is null with a reason; what ran out is told apart."""
+"""Peak memory counts what was swapped out, what can't be known is null with a reason; memory that ran out."""
 
 from __future__ import annotations
 
