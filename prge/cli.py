@@ -106,12 +106,6 @@ def _outcome(prog: str, work: Callable[[], int]) -> int:
     except BrokenPipeError:
         silence(sys.stdout)
         return BROKEN_PIPE
-    except MemoryError as error:
-        if os.environ.get("PRGE_DEBUG"):
-            raise
-        wanted = f": {error}" if str(error) else ""
-        remedy = "close other programs, give more memory, or use a smaller model or fewer rows"
-        return _tell(prog, f"error: there is not enough memory{wanted}\n  {remedy}", PrgeError.exit_code)
     except PrgeError as error:
         if os.environ.get("PRGE_DEBUG"):
             raise

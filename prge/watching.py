@@ -104,7 +104,7 @@ class Watcher:
         """Write the metrics of what the journal holds and the process before had no time to tell."""
         for record in journal.records:
             with journal.reading(record):
-                if record["kind"] == "step":
+                if record["kind"] == "step" and ("step", record["step"] + 1) not in self._written:
                     self._write_step(record, None)
                 elif record["kind"] == "evaluation":
                     self._write_evaluation(record)
