@@ -325,11 +325,12 @@ def _value(figure: Figure, spread: Spread, with_unit: bool = True) -> str:
     assert low is not None and high is not None
     if spread.bounded and spread.mean is not None:
         return f"< {_number(high)}{unit}"
-    ends = f"{'< ' if spread.bounded else ''}[{_number(low)}, {_number(high)}]"
+    same = _number(low) == _number(high)
+    ends = ("< " if spread.bounded else "") + (_number(low) if same else f"[{_number(low)}, {_number(high)}]")
     if spread.mean is None:
         total = spread.censored + len(spread.values)
         return f"{ends}{unit}, not reached: {spread.censored} of {total}"
-    return f"{_number(spread.mean)}{unit}" + (f" {ends}" if len(spread.values) > 1 else "")
+    return f"{_number(spread.mean)}{unit}" + ("" if same else f" {ends}")
 
 
 def _without_brackets(text: str) -> str:

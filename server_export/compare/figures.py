@@ -98,11 +98,12 @@ def _curves(
 
 
 def _logarithmic(axes: Any) -> None:
-    """Logarithmic, with few and plain numbers: minor labels run into each other over one or two decades."""
+    """Logarithmic, with few and plain numbers: minor labels run into each other over a few decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 200 * low else (1.0, 3.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
