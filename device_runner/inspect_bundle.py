@@ -183,7 +183,7 @@ def _rows(contract: Contract) -> str:
         tangents = f"{contract.queries} derivatives of each"
         return f"{contract.rows}, and {tangents}: as much work as {contract.computed_rows}"
     if contract.is_exact:
-        return f"{contract.rows}, and their way back: as much work as {contract.computed_rows}"
+        return f"{contract.rows} forward and backward: as much work as {contract.computed_rows}"
     return f"{contract.rows} = {contract.copies} copies x {contract.batch_size} examples"
 
 

@@ -1,7 +1,7 @@
-"""`prge probe`: how much of what each estimator and step size measures is signal, on real rows.
+"""`prge probe`: how much of what each estimator and epsilon measures is signal, on real rows.
 
-tangent bundle   the exact derivative of every (batch, query) is the reference of the differences along it
-stack bundle     there is no reference; scalars at a step size are compared with those at its neighbour
+tangent bundle  the exact derivative of every (batch, query) is the reference of the differences along it
+P-RGE bundle    there is no reference; scalars at an epsilon are compared with those at its neighbour
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from prge.tangents import Tangents
 
 Float64Array = NDArray[np.float64]
 
-DESCRIPTION = "Measure on real rows how much signal each estimator and step size has, and recommend one."
+DESCRIPTION = "Measure on real rows how much signal each estimator and epsilon has, and recommend one."
 
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Measure estimators and step sizes on a bundle."""
+    """Measure estimators and epsilons on a bundle."""
 
     bundle: Path
     """Folder that `prge export` wrote."""
@@ -99,7 +99,7 @@ class ProbeSettings:
 
 @dataclass(frozen=True)
 class Reading:
-    """One estimator at one step size: how it agrees with the reference, and what a scalar costs in rows.
+    """One estimator at one epsilon: how it agrees with the reference, and what a scalar costs in rows.
 
     `between`, where the reference is a neighbour: see Neighbours.
     """
@@ -129,7 +129,7 @@ class Report:
         return max(self.readings, key=lambda reading: (reading.between or reading.agreement).r)
 
     def recommendation(self) -> str:
-        """Which estimator to take, and which step size."""
+        """Which estimator to take, and which epsilon."""
         best, agreement = self.best, self.best.agreement
         which = f"{best.estimator} at epsilon {best.epsilon:g}"
         if self.is_tangent:
@@ -144,7 +144,7 @@ class Report:
         )
         between = agreement.r if best.between is None else best.between.r
         if between <= 0:
-            return f"No step size agrees with its neighbour: these differences hold no signal.{remedy}"
+            return f"No epsilon agrees with its neighbour: these differences hold no signal.{remedy}"
         flags = f"--estimator {best.estimator} --epsilon {best.epsilon:g}"
         poorly = ", and that poorly" if agreement.r < POOR else ""
         figures = f"r {agreement.r:.3f}, between {between:.3f}"
@@ -185,14 +185,14 @@ class Report:
             lines += [
                 "r and slope: of differences with the exact derivatives along the same directions, which are "
                 "products u v^T;",
-                "the directions of a stack program have independent signs",
+                "the directions of a P-RGE program have independent signs",
             ]
         else:
             lines += [
                 f"r and slope: of the scalars at {NEIGHBOUR:.3g} epsilon with those at epsilon. That is "
                 "agreement, not truth: an",
-                "error that both share goes unseen. r between: of the slopes from the one step to the other; "
-                "they share less",
+                "error that both share goes unseen. r between: of the slopes from the one epsilon to the "
+                "other; they share less",
             ]
         last = "signal/noise" if self.is_tangent else "r between"
         rows = [["estimator", "epsilon", "r", "slope", last, "rows/scalar"]]
@@ -227,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def probe(settings: ProbeSettings) -> Report:
-    """Measure every estimator and step size of the settings.
+    """Measure every estimator and epsilon of the settings.
 
     Raises:
         PrgeError: bad input, or derivatives that are not finite.
@@ -237,7 +237,7 @@ def probe(settings: ProbeSettings) -> Report:
     if contract.is_exact:
         raise ConfigError(
             "there is nothing to probe:",
-            ["the bundle's program is exact: it answers the gradient itself, without scalars"],
+            ["the bundle's program is exact: it computes the gradient itself, without scalars"],
             remedy="train with it; to compare estimators, export with --estimator tangent",
         )
     queries = suggested_queries(bundle)

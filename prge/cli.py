@@ -29,7 +29,7 @@ VERBS = {
     "export": Verb("server_export.export", "turn a model into a bundle that a device can train", "export"),
     "estimate": Verb("server_export.estimate", "tell what an export and its runs would cost", "export"),
     "inspect": Verb("device_runner.inspect_bundle", "show what a bundle holds and needs", ""),
-    "probe": Verb("device_runner.probe", "measure the signal of estimators and step sizes", "device"),
+    "probe": Verb("device_runner.probe", "measure the signal of estimators and epsilons", "device"),
     "run": Verb("device_runner.run", "fine-tune the adapter of a bundle", "device"),
     "eval": Verb("device_runner.evaluate", "measure an adapter on rows of a task", "device"),
     "baseline": Verb("server_export.baselines.command", "train the same model by another method", "export"),

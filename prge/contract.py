@@ -147,7 +147,7 @@ class Contract:
         if self.kind != "stack" and self.shared_rows:
             problems.append(f"shared_rows is true, a {self.kind} program has no copies to share rows")
         if self.kind == "trunk" and not self.cut:
-            problems.append("cut is empty, a trunk program answers something")
+            problems.append("cut is empty, a trunk program returns something")
         problems += [
             f"{spec.name} is {spec.dtype} {list(spec.shape)}, must be float32 of {self.batch_size} rows"
             for spec in self.cut

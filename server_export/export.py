@@ -157,7 +157,7 @@ def _summarize(out: Path, manifest: dict[str, Any]) -> None:
     reads = f", {contract['positions']} positions" if contract["positions"] else ""
     is_exact = contract["kind"] == "exact"
     each = f"{queries} tangents beside each of {batch}" if queries else f"{copies} copies x {batch}"
-    each = f"{batch} forwards and back" if is_exact else each
+    each = f"{batch} rows forward and backward" if is_exact else each
     rows = batch * (2 if is_exact else 1 + queries) * copies
     print(f"{out}: {size / 1e6:.1f} MB, program {lowering['program_bytes'] / 1e6:.1f} MB")
     lengths = [*(block["sequence_length"] for block in manifest["lengths"]), contract["sequence_length"]]

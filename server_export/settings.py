@@ -57,19 +57,19 @@ class ExportConfig:
     """Seed of the frozen lora_a matrices."""
 
     estimator: Estimator = "tangent"
-    """What the program computes for training: `tangent`, exact derivatives along random directions beside
-    each row; `antithetic`, the rows with many copies of the adapter, for differences of any kind; `exact`,
-    the rows and their way back: the gradient by backpropagation."""
+    """What the program computes for training: `antithetic`, losses of perturbed copies of the adapter in one
+    call (P-RGE; other differences run on it too); `tangent`, exact derivatives along random directions
+    beside each row; `exact`, the gradient by backpropagation."""
 
     queries: int = DEFAULT_QUERIES
-    """Random directions a step. A tangent program has them built in; a stack program is meant for them; an
-    exact one has no use for them."""
+    """Random directions a step. They fix the shape of a tangent program. A P-RGE program takes them as the
+    default of its runs. An exact program has none."""
 
     copies: int | None = None
     """antithetic: adapter copies that run in one call. Without it 2 x queries, a whole step in one call."""
 
     batch_size: int = 4
-    """Rows of a step: with tangents beside each of them, or for every copy."""
+    """Rows of one call: each with its tangents, or once for every copy."""
 
     score_batch_size: int | None = None
     """tangent, exact: rows that the program for scoring runs in one call. Without it as many as a step costs,
@@ -91,7 +91,7 @@ class ExportConfig:
     """exact: most classes of an encoder's head. Its rows are weighed inside the program."""
 
     readout: Readout | None = None
-    """What the program answers: log-probabilities over the vocabulary, over the label words only
+    """What the program returns: log-probabilities over the vocabulary, over the label words only
     (`verbalizer`), or an encoder's `pooled` states. Without it what fits the model."""
 
     label_words: list[str] | None = None

@@ -17,7 +17,7 @@ from prge.examples import Batch
 from prge.head import Classifier
 from prge.sampling import Sampler
 
-# To a smooth loss two step sizes this near are one; rounding falls out differently.
+# To a smooth loss two epsilons this near are one; rounding falls out differently.
 NEIGHBOUR = math.sqrt(2)
 POOR = 0.9
 STEPS_OF_A_NOTE = 4
@@ -45,7 +45,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """How scalars at a step size agree with their neighbour's, and what a scalar costs in rows.
+    """How scalars at an epsilon agree with their neighbour's, and what a scalar costs in rows.
 
     `agreement` is of the two. `between` is of the slopes from the one step to the other with the first ones:
     these have no part of the way in common. Where rounding makes the loss a staircase, or the steps are so
@@ -78,7 +78,7 @@ def neighbours_agree(
     """Compare the scalars of an estimator with those of its neighbour.
 
     Args:
-        estimators: the same one at a step size and at NEIGHBOUR times that.
+        estimators: the same one at an epsilon and at NEIGHBOUR times that.
         engine: runs a stack program.
         adapter: where the gradient is asked for.
         steps: the batches of each step to measure.

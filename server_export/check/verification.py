@@ -199,7 +199,7 @@ def _differences(
     for index, (spec, ours, theirs) in enumerate(zip(contract.outputs, actual, expected, strict=True)):
         if ours.shape != theirs.shape or not bool(torch.isfinite(ours).all()):
             raise BundleError(
-                f"the lowered program answers {spec.name} {tuple(ours.shape)} with numbers that aren't "
+                f"the lowered program's output {spec.name} {tuple(ours.shape)} has numbers that aren't "
                 f"finite, or another shape than {tuple(theirs.shape)}",
                 remedy="export it with --quantize fp32, and please report it",
             )
@@ -231,14 +231,14 @@ def _check_adapter(path: Path, built: BuiltProgram, answers: Answers) -> None:
         if dead:
             raise BundleError(
                 f"the tangents {dead} of the lowered program are zero",
-                remedy="choose target modules that the answer depends on",
+                remedy="choose target modules that the output depends on",
             )
     elif contract.is_exact:
         _, *gradients = answers
         if not any(bool(gradient.any()) for gradient in gradients):
             raise BundleError(
                 "the gradient of the lowered program is zero",
-                remedy="choose target modules that the answer depends on",
+                remedy="choose target modules that the output depends on",
             )
     elif contract.copies > 1:
         same = [
@@ -252,7 +252,7 @@ def _check_adapter(path: Path, built: BuiltProgram, answers: Answers) -> None:
         dead = [copy for copy in range(1, contract.copies) if torch.equal(by_copy[copy], by_copy[0])]
         if dead:
             raise BundleError(
-                f"the copies {dead} of the lowered program answer what copy 0 answers though their lora_b "
+                f"the copies {dead} of the lowered program return what copy 0 returns, though their lora_b "
                 "differ",
-                remedy="choose target modules that the answer depends on",
+                remedy="choose target modules that the output depends on",
             )

@@ -339,7 +339,7 @@ class _Reference:
         if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
             raise BundleError(
                 f"the program doesn't compute what the model {type(program.model).__name__} computes: "
-                f"their answers differ by {difference:.3g}",
+                f"their outputs differ by {difference:.3g}",
                 remedy="this architecture isn't supported; take another checkpoint, and please report it",
             )
 

@@ -172,7 +172,7 @@ def answer_problems(answers: Array, expected: Array, scheme: str) -> list[str]:
     else:
         # Answers of an unrelated model are off by 1.1 standard deviations in the mean.
         alike = bool(difference.mean() <= 0.6 * expected.std())
-    return [] if alike else [f"its answers differ from the bundle's program by up to {difference.max():.3g}"]
+    return [] if alike else [f"its outputs differ from the bundle's program by up to {difference.max():.3g}"]
 
 
 def _model_answer(loaded: LoadedModel, bundle: Bundle, inputs: Mapping[str, Any], row: int) -> Any:

@@ -180,7 +180,7 @@ def test_recommendation_for_a_stack_bundle() -> None:
     assert "prge export" not in report(False, "8da4w", 0.91).recommendation()
     assert "prge export --estimator tangent" in report(False, "8da4w", 0.5, 0.89).recommendation()
     nothing = report(False, "8da4w", -0.5, 0.0).recommendation()
-    assert nothing.startswith("No step size agrees") and "prge export --estimator tangent" in nothing
+    assert nothing.startswith("No epsilon agrees") and "prge export --estimator tangent" in nothing
 
 
 def test_table() -> None:

@@ -157,7 +157,7 @@ def test_what_has_no_meaning_for_it_is_refused(workshop: Path, exact_bundle: Pat
 
 def test_inspect_shows_the_way_back_and_its_memory(exact_bundle: Path, workshop: Path) -> None:
     text = prge("inspect", exact_bundle).stdout
-    assert "4, and their way back: as much work as 8" in text
+    assert "4 forward and backward: as much work as 8" in text
     assert "candidates of an example" in text
     exact, tangent = (
         json.loads(prge("inspect", folder, "--json").stdout) for folder in (exact_bundle, workshop / "bundle")

@@ -122,7 +122,7 @@ def test_copies_that_make_no_difference_are_refused(tmp_path: Path) -> None:
     # The last layer's queries of the first token can't reach a readout of the first token.
     folder = save_model(tmp_path / "model", "llama", **SHALLOW["llama"])
     settings = {"readout": "pooled", "pooling": "first", "target_modules": ["q_proj"]}
-    with pytest.raises(BundleError, match="answer what copy 0 answers"):
+    with pytest.raises(BundleError, match="return what copy 0 returns"):
         export(make_export_config(str(folder), tmp_path / "bundle", **settings))
 
 

@@ -269,7 +269,7 @@ def refused(error: type[PrgeError], match: str, **settings: Any) -> PrgeError:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 9}, r"its answers differ from the bundle's program by"),
+        ({"seed": 9}, r"its outputs differ from the bundle's program by"),
         ({"num_hidden_layers": 1}, r"its parameters is \d+, the bundle's \d+"),
         ({"tie_word_embeddings": False}, r"its parameters is"),
     ],

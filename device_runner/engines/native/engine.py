@@ -166,7 +166,7 @@ def can_share(bundle: Bundle, names: Sequence[str] | None = None) -> bool:
         loaded = {name: _Method(program, name, True) for name in methods}
         together = [_answer(loaded[name], methods[name], arrays) for name, arrays in inputs.items()]
         if alone != together:
-            raise RefusedError("the answers differ")
+            raise RefusedError("the outputs differ")
 
     if len(methods) < 2 or not hasattr(os, "fork"):
         return False

@@ -88,7 +88,7 @@ def _refused() -> Iterator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise BundleError(
-            f"the program has no way back: {type(error).__name__}: {lines[0]}", remedy=_REMEDY
+            f"the program has no backward pass: {type(error).__name__}: {lines[0]}", remedy=_REMEDY
         ) from error
 
 
@@ -122,8 +122,8 @@ def _check_used(contract: Contract, gradients: Sequence[torch.Tensor | None]) ->
     ]
     if unused:
         raise BundleError(
-            f"the program's answer doesn't depend on the adapter of {', '.join(unused)}",
-            remedy="choose target modules that the answer depends on",
+            f"the program's output doesn't depend on the adapter of {', '.join(unused)}",
+            remedy="choose target modules that the output depends on",
         )
 
 
@@ -156,7 +156,7 @@ def _rebuilt(
     for node in traced.nodes:
         if node.op == "get_attr":
             raise BundleError(
-                f"the way back of the program holds an unexpected constant {node.target}",
+                f"the backward pass of the program holds an unexpected constant {node.target}",
                 remedy=_REMEDY,
             )
         if node.op != "placeholder":

@@ -106,8 +106,8 @@ def _outputs(builder: Builder, node: Node, values: Mapping[Node, Value]) -> tupl
     dual = values[answer]
     if not isinstance(dual, Dual):
         raise BundleError(
-            "the program's answer doesn't depend on the adapter",
-            remedy="choose target modules that the answer depends on",
+            "the program's output doesn't depend on the adapter",
+            remedy="choose target modules that the output depends on",
         )
     return builder.reshape(dual.primal, *dual.shape), dual.tangents
 

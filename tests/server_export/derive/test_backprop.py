@@ -220,7 +220,7 @@ def test_an_operator_without_a_derivative_is_named() -> None:
         order = graph_module.graph.call_function(aten.argsort.default, (last.args[0],))
         back = graph_module.graph.call_function(aten.to.dtype, (order, torch.float32))
     last.update_arg(0, back)
-    with pytest.raises(BundleError, match="has no way back"):
+    with pytest.raises(BundleError, match="has no backward pass"):
         backpropagate(graph_module, built.contract)
 
 
