@@ -22,7 +22,7 @@ from prge.bundle import (
 from prge.bundle_memory import memory_of_scoring, memory_of_steps
 from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.costs import bytes_text
-from prge.errors import BundleError
+from prge.errors import BundleError, printable
 from prge.settings import parse_settings
 
 _PARTS = {
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         InspectSettings, argv, "prge inspect", positional=["bundle"], description="Show what a bundle holds."
     )
     report = inspect(settings.bundle)
-    print(json.dumps(report, indent=2) if settings.json else "\n".join(_text(report)))
+    print(json.dumps(report, indent=2) if settings.json else printable("\n".join(_text(report))))
     damaged = {name: entry["problem"] for name, entry in report["files"].items() if entry["problem"]}
     if damaged:
         more = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""

@@ -18,7 +18,7 @@ def shown(value: object) -> str:
     try:
         return shortened(_REPR.repr(value), LONGEST_VALUE)
     except ValueError:  # Python doesn't print integers of thousands of digits
-        return f"a {type(value).__name__} of thousands of digits"
+        return "a number of thousands of digits"
 
 
 def shortened(text: str, longest: int) -> str:
@@ -29,13 +29,22 @@ def shortened(text: str, longest: int) -> str:
     return f"{text[: kept - kept // 3]}...{text[len(text) - kept // 3 :]}"
 
 
+def printable(text: str) -> str:
+    """A text that may hold anything, for a terminal: lines shortened, control characters written out."""
+    lines = (
+        _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], shortened(line, LONGEST_LINE))
+        for line in text.split("\n")
+    )
+    return "\n".join(lines)
+
+
 class PrgeError(Exception):
     """An error that a user can act on; the command line prints it without a traceback and exits with 2."""
 
     exit_code = 2
 
     def __init__(self, what: str, *, remedy: str = "") -> None:
-        super().__init__(_printable(f"{what}\n  {remedy}" if remedy else what))
+        super().__init__(printable(f"{what}\n  {remedy}" if remedy else what))
         self.what = what
         self.remedy = remedy
 
@@ -82,14 +91,6 @@ class DeviceError(PrgeError):
 
 class DivergenceError(PrgeError):
     """The loss is no longer finite, or far above where it began."""
-
-
-def _printable(message: str) -> str:
-    lines = (
-        _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], shortened(line, LONGEST_LINE))
-        for line in message.split("\n")
-    )
-    return "\n".join(lines)
 
 
 _REPR = reprlib.Repr()  # never makes the whole text of a long value

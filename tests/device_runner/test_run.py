@@ -18,11 +18,12 @@ from device_runner import run as run_verb
 from device_runner.replay import main as replay
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
-from prge.bundle import MANIFEST, open_bundle
-from prge.errors import ConfigError, RunError
+from prge.bundle import MANIFEST, file_sha256, open_bundle
+from prge.errors import BundleError, ConfigError, DataError, RunError
 from prge.journal import Journal
 from prge.run_folder import with_stored_settings
 from prge.settings import parse_settings
+from tests.bundles import read_json, write_manifest
 from tests.device_runner.numpy_device import BATCH, QUERIES, Device, Killed, write_films
 
 STEPS = 12
@@ -245,6 +246,49 @@ def test_a_run_isnt_resumed_with_other_directions(device: Device, settings: RunS
     run(settings)
     with pytest.raises(ConfigError, match="share_directions was False, is True"):
         run(replace(settings, resume=settings.out, share_directions=True))
+
+
+def _list_template(bundle: Path, source: str) -> None:
+    """Give a bundle a chat template that its manifest lists."""
+    path = bundle / "tokenizer/chat_template.jinja"
+    path.write_text(source)
+    manifest = read_json(bundle)
+    manifest["files"]["tokenizer/chat_template.jinja"] = {
+        "sha256": file_sha256(path),
+        "bytes": path.stat().st_size,
+    }
+    write_manifest(bundle, manifest)
+
+
+def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tmp_path: Path) -> None:
+    """What decides the text that is learnt is part of what the run is."""
+    if settings.task:
+        pytest.skip("an encoder learns no messages")
+    turns = [{"role": "user", "content": "a film"}, {"role": "assistant", "content": "a good film"}]
+    rows = "".join(json.dumps({"messages": turns}) + "\n" for _ in range(8))
+    (tmp_path / "chat.jsonl").write_text(rows)
+    chat = replace(settings, train=tmp_path / "chat.jsonl", dev=None)
+    with pytest.raises(DataError, match="no chat template"):
+        run(chat)
+    _list_template(settings.bundle, "{% for m in messages %}{{ m.content }}|{% endfor %}")
+    run(chat)
+    run(replace(chat, resume=chat.out))
+    _list_template(settings.bundle, "{% for m in messages %}{{ m.content }}#{% endfor %}")
+    with pytest.raises(ConfigError, match="the bundle is another one"):
+        run(replace(chat, resume=chat.out))
+    (settings.bundle / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(BundleError, match=r"chat_template.jinja has \d+ bytes, the manifest says"):
+        run(replace(chat, resume=chat.out))
+
+
+def test_a_run_isnt_resumed_with_another_task(settings: RunSettings) -> None:
+    if not settings.task:
+        pytest.skip("a decoder learns texts here")
+    run(settings)
+    path = Path(settings.task)
+    path.write_text(path.read_text().replace('"{text}"', '"{text}!"'))
+    with pytest.raises(ConfigError, match="the task is another one"):
+        run(replace(settings, resume=settings.out))
 
 
 def test_differences_need_another_bundle(settings: RunSettings) -> None:

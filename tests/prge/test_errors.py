@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from prge import errors
-from prge.errors import ConfigError, PrgeError, ProblemsError, RunError
+from prge.errors import ConfigError, PrgeError, ProblemsError, RunError, printable, shortened, shown
 
 CLASSES = [
     kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == "prge.errors"
@@ -35,3 +35,38 @@ def test_every_error_is_one_family_with_exit_code_2(kind: type[PrgeError]) -> No
     assert kind.exit_code == 2
     error = kind("what", ["a problem"]) if issubclass(kind, ProblemsError) else kind("what")
     assert str(error).startswith("what")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("many", "'many'"),
+        (["a", 1], "['a', 1]"),
+        ("a" * 10**6, "'aaaa"),
+        ([0] * 10**6, "[0, 0, 0, 0, 0, 0, ...]"),
+        (10**4000, "10000"),
+        (10**5000, "a number of thousands of digits"),
+        ("\x1b[2J\ud800", "'\\x1b[2J\\ud800'"),
+    ],
+)
+def test_a_value_is_shown_shortened(value: object, text: str) -> None:
+    assert shown(value).startswith(text)
+    assert len(shown(value)) <= 100
+
+
+def test_shortening_leaves_both_ends() -> None:
+    assert shortened("abcdefghij", 10) == "abcdefghij"
+    assert shortened("abcdefghijk", 9) == "abcd...jk"
+
+
+def test_a_message_moves_no_cursor_and_has_short_lines() -> None:
+    assert str(RunError("\x1b[2Jgone\rX\ud800")) == "\\x1b[2Jgone\\rX\\ud800"
+    assert printable("two\nlines") == "two\nlines"
+    message = str(ConfigError("a" * 10_000, ["b" * 10_000]))
+    assert [len(line) for line in message.splitlines()] == [1000, 1000]
+
+
+def test_of_many_problems_the_first_are_listed() -> None:
+    error = ConfigError("settings:", map(str, range(57)))
+    assert str(error).splitlines()[-2:] == ["  - 19", "  - ... and 37 more (57 in all)"]
+    assert len(error.problems) == 57
