@@ -48,6 +48,7 @@ def test_every_error_is_one_family_with_exit_code_2(kind: type[PrgeError]) -> No
         (10**5000, "a number of thousands of digits"),
         ("\x1b[2J\ud800", "'\\x1b[2J\\ud800'"),
     ],
+    ids=["short", "list", "text", "long list", "number", "longer number", "control characters"],
 )
 def test_a_value_is_shown_shortened(value: object, text: str) -> None:
     assert shown(value).startswith(text)
