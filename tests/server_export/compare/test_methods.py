@@ -80,6 +80,14 @@ def test_engine_methods_have_command_lines_that_parse(name: str, tmp_path: Path)
     assert parse_settings(EvaluateSettings, words, "prge eval").data == ROWS["test"]
 
 
+def test_a_run_that_is_only_timed_is_neither_evaluated_on_its_way_nor_kept(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "out")
+    for name, kind in (("tangent", RunSettings), ("mezo", BaselineSettings)):
+        words = run_words(METHODS[name], settings, Plan(8, 1e-3, 3), tmp_path / "b", ROWS, tmp_path / "run")
+        run = parse_settings(kind, words[1:], "prge run")
+        assert (run.evaluate_at, run.evaluate_every, run.checkpoint_every) == ([], 0, 0)
+
+
 def test_top_blocks_are_adapted_wherever_the_others_are(tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.mkdir()
