@@ -45,7 +45,7 @@ def test_estimator_optimizer_and_task_learn(tmp_path: Path, monkeypatch: pytest.
     assert page["untrained"] > 0.95 * math.log(2)
     for name in ("by_ranks", "by_lion", "by_task"):
         assert page[name] < 0.8 * page["untrained"], name
-    assert page["visit"].label_words == {"0": " sad", "1": " happy"}
+    assert page["visit"].label_words == {"0": " dull", "1": " kind"}
 
     data = ["--task", page["demo"] / "task.yaml", "--data", page["demo"] / "test.jsonl"]
     prge(

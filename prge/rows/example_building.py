@@ -424,8 +424,8 @@ class _Builder:
             self.check_label_words(texts, pairs)
         elif longest > self.contract.positions:
             raise RowError(
-                f"has a candidate of {longest} tokens, the program has room for {self.contract.positions} target "
-                f"tokens: export with --positions {longest}"
+                f"has a candidate of {longest} tokens, the program has room for "
+                f"{self.contract.positions} target tokens: export with --positions {longest}"
             )
         prompt = self.cut_prompt(row, pairs[0].prompt, 0 if single else longest)
         at = len(prompt) - 1
