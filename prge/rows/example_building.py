@@ -355,7 +355,7 @@ class _Builder:
         if overflow == "error":
             raise RowError(
                 f"has {end + dropped} tokens, {count} to learn; "
-                f"the program takes {room} and reads {limit}: "
+                f"the program takes {room} and has room for {limit} target tokens: "
                 "shorten it, export a longer program, or set overflow to truncate or split"
             )
         done, first, windows = 0, 1, 0
@@ -424,8 +424,8 @@ class _Builder:
             self.check_label_words(texts, pairs)
         elif longest > self.contract.positions:
             raise RowError(
-                f"has a candidate of {longest} tokens, the program reads {self.contract.positions}: "
-                "export with more positions"
+                f"has a candidate of {longest} tokens, the program has room for "
+                f"{self.contract.positions} target tokens: export with --positions {longest}"
             )
         prompt = self.cut_prompt(row, pairs[0].prompt, 0 if single else longest)
         at = len(prompt) - 1

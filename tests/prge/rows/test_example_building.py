@@ -307,7 +307,8 @@ def test_prompt_is_cut_alike_for_every_candidate(tokenizer: Tokenizer, contract:
 def test_candidates_are_never_cut(tokenizer: Tokenizer, contract: MakeContract) -> None:
     data = rows({"text": "a", "label": 0})
     assert problems_of(data, tokenizer, contract(positions=1), LONG_WORDS, TRUNCATE) == [
-        "row 1: has a candidate of 2 tokens, the program reads 1: export with more positions"
+        "row 1: has a candidate of 2 tokens, the program has room for 1 target tokens: "
+        "export with --positions 2"
     ]
     assert problems_of(data, tokenizer, contract(sequence_length=3), LONG_WORDS, TRUNCATE) == [
         "row 1: has a candidate of 2 tokens, the program takes 3: export a longer program"
@@ -328,8 +329,8 @@ def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeC
     data = rows({"text": "the film was a cat on a mat and a dog"})
     small = contract(sequence_length=6, positions=3)
     assert problems_of(data, tokenizer, small) == [
-        "row 1: has 12 tokens, 11 to learn; the program takes 6 and reads 3: shorten it, "
-        "export a longer program, or set overflow to truncate or split"
+        "row 1: has 12 tokens, 11 to learn; the program takes 6 and has room for 3 target tokens: "
+        "shorten it, export a longer program, or set overflow to truncate or split"
     ]
     cut, report = build_examples(data, tokenizer, small, options=TRUNCATE)
     assert [show_sample(each, tokenizer) for each in cut] == ["row 1\n  <s>[the][ film][ was]"]

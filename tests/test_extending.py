@@ -1,0 +1,85 @@
+"""The code of docs/extending.md, run as it stands on the demo's model and the stock engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.conftest import REPOSITORY, prge
+
+PAGE = (REPOSITORY / "docs/extending.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The page's blocks of code in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def code_with(words: str) -> str:
+    """The one Python block that holds some words."""
+    (block,) = (block for block in blocks("python") if words in block)
+    return block
+
+
+@pytest.mark.slow
+@pytest.mark.export
+def test_estimator_optimizer_and_task_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
+    (export,) = blocks("bash")
+    prge(*shlex.split(export.replace("\\\n", " "))[1:], cwd=tmp_path)
+    (task,) = blocks("yaml")
+    (tmp_path / "visit.yaml").write_text(task, encoding="utf-8")
+
+    monkeypatch.chdir(tmp_path)
+    page: dict[str, Any] = {}
+    for words in ("class RankedEvolution", "def fine_tune", "class Lion", "visit.yaml"):
+        exec(code_with(words), page)
+
+    # By chance the two classes of balanced rows have a loss of log 2.
+    assert page["untrained"] > 0.95 * math.log(2)
+    for name in ("by_ranks", "by_lion", "by_task"):
+        assert page[name] < 0.8 * page["untrained"], name
+    assert page["visit"].label_words == {"0": " dull", "1": " kind"}
+
+    data = ["--task", page["demo"] / "task.yaml", "--data", page["demo"] / "test.jsonl"]
+    prge(
+        "eval",
+        "--bundle",
+        "ranked",
+        "--adapter",
+        "by-ranks/final",
+        *data,
+        "--json",
+        "eval.json",
+        cwd=tmp_path,
+    )
+    assert json.loads(Path("eval.json").read_text())["loss"] == pytest.approx(page["by_ranks"])
+
+
+def test_the_estimator_has_thirty_lines() -> None:
+    lines = code_with("class RankedEvolution").split("class RankedEvolution")[1].splitlines()
+    assert len([line for line in lines if line.strip()]) <= 30
+
+
+def test_the_rule_has_the_derivative_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    import torch
+
+    from server_export.derive.tangent.rules import RULES
+    from tests.server_export.derive.tangent.graphs import Function, directions, jvp, random, with_tangents
+
+    # Taken out again afterwards: every rule of the package has a test of its own.
+    monkeypatch.setitem(RULES, "aten.softplus.default", RULES.get("aten.softplus.default"))  # type: ignore[arg-type]
+    exec(code_with("def softplus"), {})
+    module, active = Function(torch.nn.functional.softplus), (random(2, 5),)
+    along = directions(active, queries=3)
+
+    value, tangents = with_tangents(module, active)(*active, *along)
+    expected = jvp(module, active, (), along)
+    torch.testing.assert_close((value, tangents), expected, check_stride=False)
