@@ -28,7 +28,7 @@ OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)
 ENOUGH_MEMORY = 512 * MIB
 ENOUGH_DISK = 1024 * MIB
 
-CORE = ("python", "numpy", "safetensors", "tokenizers", "jsonargparse", "PyYAML", "tqdm")
+CORE = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm")
 DEVICE = (*CORE, "torch", "executorch", "engine")
 EXPORT = (*DEVICE, "torchao", "transformers", "peft")
 
@@ -78,7 +78,7 @@ def examine() -> Iterator[Check]:
         ("python", _check_python),
         ("prge", _check_prge),
         *[(name, _importer(name)) for name in ("numpy", "safetensors", "tokenizers")],
-        *[(name, _finder(name)) for name in ("jsonargparse", "PyYAML", "tqdm", "torch", "executorch")],
+        *[(name, _finder(name)) for name in ("PyYAML", "tqdm", "torch", "executorch")],
     ]
     for name, check in checks:
         yield _survived(name, check)

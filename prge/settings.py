@@ -18,21 +18,46 @@ takes several values. Checks across fields go into `__post_init__` and raise Con
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
+import inspect
+import itertools
+import json
+import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from prge.bounds import bound_problems, flag
-from prge.documents import DocumentError, read_yaml
+from prge.documents import DocumentError, parse_yaml, read_yaml
 from prge.errors import ConfigError, shortened, shown
 
 Settings = TypeVar("Settings")
 
-_OWN_FLAGS = ("config", "print_config", "help")
+_OWN_KINDS = {"config": Path, "print_config": bool, "help": bool}
+_SWITCH = {"true": True, "false": False}
+_MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
+
+
+class _Type(NamedTuple):
+    """What a type of values is called in messages and in help, and what may stand for it."""
+
+    words: str
+    metavar: str
+    accepted: tuple[type[Any], ...]
+
+
+_TYPES = {
+    int: _Type("a whole number", "N", (int, str)),
+    float: _Type("a number", "X", (int, float, str)),
+    bool: _Type("true or false", "", (bool,)),
+    str: _Type("a text", "TEXT", (str,)),
+    Path: _Type("a path", "PATH", (str,)),
+    types.NoneType: _Type("null", "", ()),
+}
 
 
 def parse_settings(
@@ -56,13 +81,17 @@ def parse_settings(
         SystemExit: code 0, after `--help` or `--print-config`.
     """
     kinds = _kinds(settings_type)
-    words = _read_words(argv, kinds, positional)
-    if words.help:
-        print(_help(settings_type, kinds, prog, positional, description), end="")
+    problems: list[str] = []
+    words = _read_words(argv, {**kinds, **_OWN_KINDS}, positional, problems)
+    own = {entry.key for entry in words}
+    if "help" in own:
+        print(_help(settings_type, prog, positional, description), end="")
         raise SystemExit(0)
-    given = [entry for path in words.config for entry in _read_file(Path(path), kinds, words.problems)]
-    settings = _build(settings_type, [*given, *words.given], words.problems, prog)
-    if words.print_config:
+    files = [Path(entry.value) for entry in words if entry.key == "config"]
+    given = [entry for path in files for entry in _read_file(path, kinds, problems)]
+    given += [entry for entry in words if entry.key in kinds]
+    settings = _build(settings_type, given, problems, prog)
+    if "print_config" in own:
         print(settings_to_yaml(settings, comments=True), end="")
         raise SystemExit(0)
     return settings
@@ -80,49 +109,33 @@ def settings_to_yaml(settings: Any, comments: bool = False) -> str:
     import yaml
 
     helps = field_help(type(settings)) if comments else {}
-    blocks = []
+    text = ""
     for item in dataclasses.fields(settings):
-        block = yaml.safe_dump(
-            {item.name: _plain(getattr(settings, item.name))},
-            default_flow_style=False,
-            sort_keys=False,
-            width=110,
-        )
-        help_lines = "".join(f"# {line}\n" for line in helps.get(item.name, "").splitlines())
-        blocks.append(help_lines + block)
-    return "".join(blocks)
+        # By way of JSON, so that paths become texts and tuples lists.
+        value = json.loads(json.dumps(getattr(settings, item.name), default=str))
+        text += "".join(f"# {line}\n" for line in helps.get(item.name, "").splitlines())
+        text += yaml.safe_dump({item.name: value}, default_flow_style=False, sort_keys=False, width=110)
+    return text
 
 
 def field_help(settings_type: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass, bases included; raises nothing where there is none."""
-    import docstring_parser
-
+    """The string under each field of a dataclass, bases included."""
     helps: dict[str, str] = {}
     for base in reversed(settings_type.__mro__[:-1]):
-        if dataclasses.is_dataclass(base):
-            parsed = docstring_parser.parse_from_object(base)
-            helps.update({param.arg_name: param.description or "" for param in parsed.params})
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for statement, below in itertools.pairwise(ast.iter_child_nodes(definition)):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    helps[name] = inspect.cleandoc(text)
     return helps
 
 
-@dataclass
-class _Given:
+class _Given(NamedTuple):
     """One setting as somebody wrote it: `where` is what a message calls it."""
 
     where: str
     key: str
     value: Any
-
-
-@dataclass
-class _Words:
-    """A command line taken apart."""
-
-    given: list[_Given] = field(default_factory=list)
-    config: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    print_config: bool = False
-    help: bool = False
 
 
 def _kinds(settings_type: type[Any]) -> dict[str, Any]:
@@ -131,85 +144,55 @@ def _kinds(settings_type: type[Any]) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in dataclasses.fields(settings_type)}
 
 
-def _read_words(argv: Sequence[str], kinds: Mapping[str, Any], positional: Sequence[str]) -> _Words:
-    words = _Words()
-    loose: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
+def _read_words(
+    argv: Sequence[str], kinds: Mapping[str, Any], positional: Sequence[str], problems: list[str]
+) -> list[_Given]:
+    """Take a command line apart."""
+    given, loose, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
         if word == "--":
-            loose += rest
+            loose += words
             break
-        if word == "-h":
-            words.help = True
-            continue
         if not _is_flag(word):
             loose.append(word)
             continue
-        name, equals, value = word.partition("=")
+        name, equals, value = ("--help" if word == "-h" else word).partition("=")
         key = name.lstrip("-").replace("-", "_")
-        if key == "help":
-            words.help = True
-        elif key == "print_config":
-            words.print_config = True
-        elif key == "config" and "config" not in kinds:
-            if not equals and not rest:
-                words.problems.append("--config needs a YAML file")
-            else:
-                words.config.append(value if equals else rest.pop(0))
-        elif key in kinds:
-            _read_values(words, name, key, [value] if equals else None, rest, kinds[key])
-        elif key.startswith("no_") and kinds.get(key[3:]) is bool and not equals:
-            words.given.append(_Given(name, key[3:], False))
+        values = [value] if equals else list(itertools.takewhile(lambda word: not _is_flag(word), words))
+        kind, used = kinds.get(key), 1
+        if kind is bool:
+            used = int(equals == "=" or "".join(values[:1]).lower() in _SWITCH)
+            given.append(_Given(name, key, _SWITCH.get(values[0].lower(), values[0]) if used else True))
+        elif kinds.get(key.removeprefix("no_")) is bool:
+            used = 0
+            given.append(_Given(name, key.removeprefix("no_"), False))
+        elif kind is None:
+            used = int(not positional)  # its value is not a second problem
+            nearest = _nearest(key, kinds, flag)
+            problems.append(f"{shortened(name, 100)} is no flag of this verb{nearest}")
+        elif _is_list(kind):
+            used = len(values)
+            given.append(_Given(name, key, values))
+        elif values:
+            given.append(_Given(name, key, values[0]))
         else:
-            nearest = _nearest(key, [*kinds, *_OWN_FLAGS], flag)
-            words.problems.append(f"{shortened(name, 100)} is no flag of this verb{nearest}")
-            # Its value is not a second problem.
-            if not equals and rest and not _is_flag(rest[0]) and not positional:
-                rest.pop(0)
-    _place(words, loose, kinds, positional)
-    return words
-
-
-def _read_values(
-    words: _Words, name: str, key: str, values: list[str] | None, rest: list[str], kind: Any
-) -> None:
-    """Take the value or values of a flag off the words that follow it."""
-    value: Any
-    if kind is bool:
-        bare = values is None and not (rest and rest[0].lower() in ("true", "false"))
-        value = True if bare else (values or [rest.pop(0)])[0].lower()
-    elif _is_list(kind):
-        value = list(values or [])
-        while values is None and rest and not _is_flag(rest[0]):
-            value.append(rest.pop(0))
-    elif values is None and (not rest or _is_flag(rest[0])):
-        words.problems.append(f"{name} needs a value: {_describe(kind)}")
-        return
-    else:
-        value = values[0] if values else rest.pop(0)
-    words.given.append(_Given(name, key, value))
-
-
-def _place(words: _Words, loose: list[str], kinds: Mapping[str, Any], positional: Sequence[str]) -> None:
-    """Give the words without a flag to the positional fields."""
-    for key in positional:
-        if loose and _is_list(kinds[key]):
-            words.given.append(_Given(key.upper(), key, loose[:]))
-            loose.clear()
-        elif loose:
-            words.given.append(_Given(key.upper(), key, loose.pop(0)))
-    words.problems += [f"{shown(word)} stands alone: which flag does it belong to?" for word in loose]
+            problems.append(f"{name} needs a value: {_describe(kind)}")
+        if not equals:
+            del words[: min(used, len(values))]
+    for key in positional[: len(loose)]:
+        taken = loose[:] if _is_list(kinds[key]) else loose[:1]
+        given.append(_Given(key.upper(), key, taken if _is_list(kinds[key]) else taken[0]))
+        del loose[: len(taken)]
+    problems += [f"{shown(word)} stands alone: which flag does it belong to?" for word in loose]
+    return given
 
 
 def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> list[_Given]:
     try:
         content = read_yaml(path)
-    except OSError as error:
-        problems.append(f"{path} can't be read: {error.strerror or error}")
-        return []
-    except DocumentError as error:
-        problems.append(f"{path} can't be read: {error}")
+    except (OSError, DocumentError) as error:
+        problems.append(f"{path} can't be read: {getattr(error, 'strerror', None) or error}")
         return []
     if content is None:
         return []
@@ -231,24 +214,14 @@ def _build(
     settings_type: type[Settings], given: Iterable[_Given], problems: list[str], prog: str
 ) -> Settings:
     """Check every value against its field's type, tell all problems, make the object."""
-    import jsonargparse
-
     kinds = _kinds(settings_type)
-    checker = jsonargparse.ArgumentParser(exit_on_error=False)
-    for key, kind in kinds.items():
-        checker.add_argument(f"--{key}", type=kind)
     values: dict[str, Any] = {}
     for entry in given:
         try:
-            if entry.value is None and type(None) not in _members(kinds[entry.key]):
-                raise TypeError  # jsonargparse takes it for a value that is not set
-            # One at a time: jsonargparse stops at the first problem.
-            checked = checker.parse_object({entry.key: entry.value}, defaults=False)
-        except (argparse.ArgumentError, TypeError, ValueError):
+            values[entry.key] = _converted(entry.value, kinds[entry.key])
+        except _MISFITS:
             problems.append(f"{entry.where} must be {_describe(kinds[entry.key])}, not {shown(entry.value)}")
             values.setdefault(entry.key, None)
-        else:
-            values[entry.key] = getattr(checked, entry.key)
     problems += [
         f"{flag(item.name)} is missing: {_describe(kinds[item.name])}"
         for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
@@ -263,13 +236,32 @@ def _build(
     raise ConfigError(f"{count} can't be used:", problems, remedy=f"`{prog} --help` lists all settings")
 
 
-def _help(
-    settings_type: type[Any],
-    kinds: Mapping[str, Any],
-    prog: str,
-    positional: Sequence[str],
-    description: str,
-) -> str:
+def _converted(value: Any, kind: Any) -> Any:
+    """A value from a flag or from YAML as its field's type; raises one of `_MISFITS`."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if len(_members(kind)) > 1:
+        if types.NoneType in arguments and value in (None, "null"):
+            return None
+        for member in arguments:
+            with suppress(*_MISFITS):
+                return _converted(value, member)
+        raise TypeError
+    if origin is Literal and value in arguments:
+        return value
+    if origin in (list, tuple) and isinstance(value, list):
+        return origin(_converted(each, arguments[0]) for each in value)
+    if origin is dict:
+        entries = (parse_yaml(value) if isinstance(value, str) else value).items()
+        return {_converted(name, arguments[0]): _converted(each, arguments[1]) for name, each in entries}
+    if kind not in _TYPES or not isinstance(value, _TYPES[kind].accepted):
+        raise TypeError
+    if isinstance(value, bool) != (kind is bool):  # True is an int, too
+        raise TypeError
+    return kind(value)
+
+
+def _help(settings_type: type[Any], prog: str, positional: Sequence[str], description: str) -> str:
+    kinds = _kinds(settings_type)
     helps = field_help(settings_type)
     shown = [f"{key.upper()}..." if _is_list(kinds[key]) else key.upper() for key in positional]
     parser = argparse.ArgumentParser(
@@ -282,18 +274,12 @@ def _help(
     group = parser.add_argument_group("settings")
     for item in dataclasses.fields(settings_type):
         kind = kinds[item.name]
-        if _is_required(item):
-            note = "(required)"
-        else:
-            default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-            note = f"(default: {_shown(default)})" if _shown(default) else ""
-        text = f"{helps.get(item.name, '')} {note}".strip().replace("%", "%%")
+        text = f"{helps.get(item.name, '')} {_note(item)}".strip().replace("%", "%%")
         if kind is bool:
             group.add_argument(flag(item.name), action="store_true", help=text)
         else:
-            group.add_argument(
-                flag(item.name), metavar=_metavar(kind), nargs="+" if _is_list(kind) else None, help=text
-            )
+            count = "+" if _is_list(kind) else None
+            group.add_argument(flag(item.name), metavar=_metavar(kind), nargs=count, help=text)
     own = parser.add_argument_group("where settings come from")
     own.add_argument("--config", metavar="FILE", help="YAML file with settings; flags win over it")
     own.add_argument("--print-config", action="store_true", help="print all settings as YAML and stop")
@@ -310,9 +296,9 @@ def _is_required(item: dataclasses.Field[Any]) -> bool:
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
-def _nearest(key: str, known: Iterable[str], show: Any) -> str:
-    found = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {show(found[0])}?" if found else ""
+def _nearest(key: str, names: Iterable[str], show: Any) -> str:
+    nearest = difflib.get_close_matches(key.replace("-", "_"), list(names), n=1, cutoff=0.6)
+    return f"; did you mean {show(nearest[0])}?" if nearest else ""
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
@@ -326,50 +312,32 @@ def _is_list(kind: Any) -> bool:
 
 def _describe(kind: Any) -> str:
     """A type in words."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
-    parts = []
-    for member in _members(kind):
-        origin, arguments = get_origin(member), get_args(member)
-        if member is type(None):
-            parts.append("null")
-        elif origin is Literal:
-            parts.append("one of " + ", ".join(map(str, arguments)))
-        elif origin in (list, tuple):
-            parts.append("a list of " + _describe(arguments[0]).removeprefix("a ") + "s")
-        elif origin is dict:
-            parts.append("a mapping")
-        else:
-            parts.append(names.get(member, getattr(member, "__name__", str(member))))
-    return " or ".join(parts)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if len(_members(kind)) > 1:
+        return " or ".join(map(_describe, arguments))
+    if origin is Literal:
+        return "one of " + ", ".join(arguments)
+    if origin in (list, tuple):
+        return f"a list of {_describe(arguments[0]).removeprefix('a ')}s"
+    return _TYPES[kind].words if kind in _TYPES else "a mapping"
 
 
 def _metavar(kind: Any) -> str:
-    names = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
-    for member in _members(kind):
-        if get_origin(member) is Literal:
-            return "{" + ",".join(map(str, get_args(member))) + "}"
-        if get_origin(member) in (list, tuple):
-            return _metavar(get_args(member)[0])
-        if member in names:
-            return names[member]
-    return "VALUE"
+    """What stands for a value in help."""
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    if len(_members(kind)) > 1 or _is_list(kind):
+        return _metavar(get_args(kind)[0])
+    return _TYPES[kind].metavar if kind in _TYPES else "VALUE"
 
 
-def _shown(value: Any) -> str:
-    """A default in help; empty for what is simply absent."""
-    if value is None or value is False or value in ((), [], {}, ""):
+def _note(item: dataclasses.Field[Any]) -> str:
+    """What help says of a field beside its text: that it is required, or its default if that is something."""
+    if _is_required(item):
+        return "(required)"
+    default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    if isinstance(default, (list, tuple)):
+        default = " ".join(map(str, default))
+    if default in ("", {}) or default is None or default is False:
         return ""
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _plain(value: Any) -> Any:
-    """A value as YAML's own types."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    return value
+    return f"(default: {'true' if default is True else default})"

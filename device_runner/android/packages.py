@@ -33,9 +33,7 @@ DEBIAN = (
     "libc6 libstdc++6 libgcc-s1 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libuuid1 "
     "python3.13-minimal libpython3.13-minimal libpython3.13-stdlib"
 ).split()
-WHEELS = (
-    "numpy tokenizers safetensors executorch PyYAML jsonargparse docstring-parser tqdm Jinja2 MarkupSafe"
-).split()
+WHEELS = "numpy tokenizers safetensors executorch PyYAML tqdm Jinja2 MarkupSafe".split()
 
 
 @dataclass(frozen=True)

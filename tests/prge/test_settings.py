@@ -35,6 +35,8 @@ class Sample:
     """Replace what is there."""
     out: Path | None = None
     """Where to write."""
+    targets: str | list[str] | None = None
+    """Modules, or one expression."""
     name: str = "x"
     shift: float = 0.0
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -89,6 +91,8 @@ def test_flags_of_every_kind() -> None:
         (["--label-words", "a,b", "1"], "label_words", ("a,b", "1")),
         (["--label-words=one"], "label_words", ("one",)),
         (["--name", "a", "--name", "b"], "name", "b"),
+        (["--targets", "a", "b"], "targets", ["a", "b"]),
+        (["--targets", "null"], "targets", ["null"]),
     ],
 )
 def test_spellings(words: list[str], key: str, value: Any) -> None:
@@ -120,8 +124,8 @@ def test_all_problems_of_file_and_flags_at_once(tmp_path: Path) -> None:
         "learning-rate: 1\nqueries: many\nestimator: both\nlabel_words: good\noverwrite: 3\nlerning_rate: 2",
         encoding="utf-8",
     )
-    found = problems("--config", str(path), "--quieries", "3", "--learning-rate", "fast", "--name")
-    assert found == [
+    told = problems("--config", str(path), "--quieries", "3", "--learning-rate", "fast", "--name")
+    assert told == [
         "--quieries is no flag of this verb; did you mean --queries?",
         "--name needs a value: a text",
         f"{path}: 'learning-rate' is no setting of this verb; did you mean learning_rate?",
@@ -156,6 +160,7 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
         (b"name: no\n", "name must be a text, not False"),
         (b"label_words: [a, 1]\n", "label_words must be a list of texts, not ['a', 1]"),
         (b"queries: 2.5\n", "queries must be a whole number or null, not 2.5"),
+        (b"targets: 3\n", "targets must be a text or a list of texts or null, not 3"),
         (b"bundle: null\n", "bundle must be a path, not None"),
         (b"3: x\n", "3 is no setting"),
     ],
@@ -170,7 +175,7 @@ def test_bad_files(tmp_path: Path, content: bytes, told: str) -> None:
 
 def test_missing_file_and_missing_name_of_it(tmp_path: Path) -> None:
     assert "can't be read: No such file" in problems("--config", str(tmp_path / "no"), "--bundle", "b")[0]
-    assert problems("--bundle", "b", "--config") == ["--config needs a YAML file"]
+    assert problems("--bundle", "b", "--config") == ["--config needs a value: a path"]
 
 
 def test_checks_across_fields_are_the_dataclass_own() -> None:
@@ -227,6 +232,7 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
         estimator=st.sampled_from(["antithetic", "one-sided"]),
         label_words=st.lists(st.text(max_size=5)).map(tuple),
         overwrite=st.booleans(),
+        targets=st.none() | st.just(".*proj") | st.lists(st.text(max_size=5)),
         out=st.none() | st.just(Path("o")),
         name=st.text(),
         columns=st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
