@@ -203,7 +203,7 @@ def test_every_verb_needs_something_that_is_checked(monkeypatch: pytest.MonkeyPa
     assert all(set(needs) <= names for needs in NEEDS.values())
     lacking = lacks([Check(name, "missing", "") for name in sorted(names)])
     assert lacking.keys() == VERBS.keys()
-    core = "python numpy safetensors tokenizers jsonargparse PyYAML tqdm".split()
+    core = "python numpy safetensors tokenizers PyYAML tqdm".split()
     assert lacking["inspect"] == core
     assert lacking["run"] == [*core, "torch", "executorch", "engine"]
     assert lacking["export"] == [*lacking["run"], "torchao", "transformers", "peft"]
