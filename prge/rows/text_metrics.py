@@ -37,11 +37,6 @@ def normalized_answer(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
-def exact_match(prediction: str, answers: Sequence[str]) -> bool:
-    """Whether a text equals one of the answers after normalization."""
-    return normalized_answer(prediction) in {normalized_answer(answer) for answer in answers}
-
-
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
     """Highest F1 of shared words with one of the answers (SQuAD, arXiv 1606.05250), or 0."""
     return max((_shared_words(prediction, answer) for answer in answers), default=0.0)

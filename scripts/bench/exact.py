@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_model import random_model
 from reports import report_schemes
 from step import TimedStep
 
@@ -35,7 +36,7 @@ from server_export.lower.lowering import lower
 from server_export.lower.method_graphs import export_programs
 from server_export.model.program import BuiltProgram, build_program, example_inputs
 from server_export.model.quantization import dequantize
-from server_export.model.random_models import CONFIGURATIONS, random_model
+from server_export.model.random_models import CONFIGURATIONS
 from server_export.model.reference import exact_answers
 from server_export.settings import ExportConfig
 

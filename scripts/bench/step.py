@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from random_model import random_model
 from reports import report_schemes
 
 from device_runner.engines.executorch_engine import ExecutorchEngine, set_threads
@@ -38,7 +39,7 @@ from prge.examples import Example, Slot, TokenSequence, make_batch
 from prge.memory import PeakMemory
 from prge.optimizers import Adam
 from prge.tangents import Tangents
-from server_export.model.random_models import CONFIGURATIONS, random_model
+from server_export.model.random_models import CONFIGURATIONS
 
 if TYPE_CHECKING:  # a process that runs a program alone imports no exporter
     from roofline import Cost, LargestLayer, ProductProgram

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from random_model import random_model
 from reports import report_schemes
 
 from device_runner.engines.executorch_engine import ExecutorchEngine
@@ -33,7 +34,7 @@ from prge.estimators import Estimator, Step
 from prge.examples import Batch, Example, Slot, TokenSequence, make_batch
 from prge.optimizers import Adam
 from prge.tangents import Tangents
-from server_export.model.random_models import CONFIGURATIONS, random_model
+from server_export.model.random_models import CONFIGURATIONS
 
 
 def export_program(arguments: argparse.Namespace, scheme: str, folder: Path, cut: bool) -> Bundle:

@@ -56,7 +56,7 @@ def save_random_model(folder: Path, name: str, layers: int | None = None, seed: 
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_configuration(name, layers), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(configuration(name, layers), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", *letters])}
@@ -68,35 +68,8 @@ def save_random_model(folder: Path, name: str, layers: int | None = None, seed: 
     wrapped.save_pretrained(folder)
 
 
-def random_model(name: str, layers: int | None = None, seed: int = 0, scaled: bool = False) -> Any:
-    """A `LoadedModel` of that architecture in float32.
-
-    Args:
-        name: of a configuration.
-        layers: makes it shallower.
-        seed: of the weights.
-        scaled: whether logits and attention scores vary as a trained model's do. Without, the usual
-            initialization: all tokens about equally probable, all positions about equally attended.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from server_export.model.loading import prepare_model
-
-    config = _configuration(name, layers)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    if scaled:
-        with torch.no_grad():
-            for path, layer in model.named_modules():
-                if isinstance(layer, torch.nn.Linear) and path != "lm_head":
-                    layer.weight.normal_(0, layer.in_features**-0.5)
-            # The head shares the table: logits with a deviation of 3.
-            model.get_input_embeddings().weight.normal_(0, 3 * config.hidden_size**-0.5)
-    return prepare_model(model, name, True, None)
-
-
-def _configuration(name: str, layers: int | None) -> Any:
+def configuration(name: str, layers: int | None) -> Any:
+    """transformers' configuration of that architecture; `layers` makes it shallower."""
     from transformers import AutoConfig
 
     settings = dict(CONFIGURATIONS[name])

@@ -12,6 +12,7 @@ from prge.estimators import Step
 pytest.importorskip("torch")
 
 import torch
+from eager_engine import EagerEngine
 
 from device_runner.engines.executorch_engine import ExecutorchEngine
 from prge.adapter import Adapter
@@ -21,7 +22,6 @@ from prge.directions import Directions
 from prge.engine import Engine
 from prge.examples import Example
 from prge.sampling import Sampler
-from server_export.check.eager_engine import EagerEngine
 from server_export.lower.lowering import lower
 from server_export.lower.method_graphs import export_programs
 from server_export.model.program import BuiltProgram

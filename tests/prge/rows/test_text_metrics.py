@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from prge.rows.text_metrics import (
     accuracy,
-    exact_match,
     macro_f1,
     normalized_answer,
     perplexity,
@@ -47,10 +46,6 @@ def test_normalized_answer() -> None:
 )
 def test_token_f1(prediction: str, answers: list[str], value: float) -> None:
     assert token_f1(prediction, answers) == pytest.approx(value)
-
-
-def test_exact_match() -> None:
-    assert exact_match("The Rome.", ["rome"]) and not exact_match("Rome", ["in Rome"])
 
 
 def test_perplexity() -> None:

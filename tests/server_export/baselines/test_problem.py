@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from eager_engine import EagerEngine
 
 from prge.adapter import Adapter, stack
 from prge.errors import BundleError
@@ -18,7 +19,6 @@ from prge.examples import Example, make_batch
 from prge.head import fit_cross_fitted, fit_head
 from server_export.baselines.lora import insert_adapter
 from server_export.baselines.problem import ModelProblem
-from server_export.check.eager_engine import EagerEngine
 from server_export.model.loading import prepare_model
 from server_export.model.quantization import dequantize
 from tests.rows import choice, completion, long_choice, random_completions

@@ -14,6 +14,7 @@ pytest.importorskip("executorch")
 
 import torch
 import torch.nn.functional as F
+from eager_engine import EagerEngine
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -24,7 +25,6 @@ from prge.exact import loss_inputs
 from prge.examples import Batch, Example, make_batch
 from prge.head import CrossFittedHeads, Head
 from prge.objectives import losses, scores
-from server_export.check.eager_engine import EagerEngine
 from server_export.check.verification import run_program, run_step, verify
 from server_export.derive.backprop.joint import backpropagate
 from server_export.derive.backprop.rules import RULES

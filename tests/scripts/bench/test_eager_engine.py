@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from eager_engine import EagerEngine
 
 from prge.errors import EngineError
-from server_export.check.eager_engine import EagerEngine
 from server_export.model.program import example_inputs
 from tests.server_export.programs import build
 
