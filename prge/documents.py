@@ -82,10 +82,12 @@ def parse_yaml(content: bytes | str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise DocumentError(f"not YAML: {place}{error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, DocumentError):
-            raise
+    except yaml.YAMLError as error:
         raise DocumentError(f"not YAML: {' '.join(str(error).split())}") from None
+    except DocumentError:
+        raise
+    except ValueError:  # from Python's int and float
+        raise DocumentError("it has a number that is none, or one of thousands of digits") from None
     _check_scalars(value)
     return value
 

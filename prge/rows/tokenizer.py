@@ -14,6 +14,7 @@ overlap, and are joined where both have the same tokens: the ids are those of th
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ REMEDY = "copy or export the bundle again"
 WINDOW = 1 << 14
 OVERLAP = 1 << 11
 LONGEST_WINDOW = 1 << 18
+LARGEST_ID = (1 << 31) - 1
 
 Ids = NDArray[np.int32]
 # Rows of id, first character and the one after the last.
@@ -91,6 +93,8 @@ class Tokenizer:
         self.pad_id = next((token for token in (pad_id, eos_id) if token is not None), 0)
         self.chat_template = chat_template
         self.begin, self.end = self._surroundings()
+        if max((*self.begin, *self.end), default=0) > LARGEST_ID:
+            raise _too_large()
         if prepend_bos and bos_id is not None and self.begin[:1] != (bos_id,):
             self.begin = (bos_id, *self.begin)
         self.special_tokens = {
@@ -212,7 +216,10 @@ class Tokenizer:
         self._backend.encode_special_tokens = not control
         encoding = self._backend.encode(text[start:end], add_special_tokens=False)
         tokens = np.empty((len(encoding), 3), np.int32)
-        tokens[:, 0] = encoding.ids
+        try:
+            tokens[:, 0] = encoding.ids
+        except OverflowError:
+            raise _too_large() from None
         tokens[:, 1:] = np.array(encoding.offsets, np.int32).reshape(-1, 2) + start
         return tokens
 
@@ -267,12 +274,27 @@ def _since(tokens: Tokens, first: Tokens | None) -> Tokens:
     return tokens[int(at[0]) :]
 
 
+def _too_large() -> BundleError:
+    return BundleError(f"the tokenizer has a token above {LARGEST_ID}", remedy=REMEDY)
+
+
 def _undivided(text: str, characters: int) -> DataError:
     return DataError(
         "the text can't be tokenized",
         [f"it goes on for {characters} characters without a place to divide it, from {shown(text)}"],
         remedy="break up what repeats itself in it",
     )
+
+
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """A BundleError for what the library raises of a tokenizer, which where Rust panics is no Exception."""
+    try:
+        yield
+    except (BundleError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise BundleError(f"{path} is damaged: {error}", remedy=REMEDY) from None
 
 
 def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
@@ -288,10 +310,8 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
     path = Path(folder) / TOKENIZER_FILE
     if not path.is_file():
         raise BundleError(f"the bundle has no {path}", remedy=REMEDY)
-    try:
+    with _damage(path):
         backend = Backend.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the binding raises plain Exception
-        raise BundleError(f"{path} is damaged: {error}", remedy=REMEDY) from None
     ids: dict[str, int | None] = {}
     for name in ("bos", "eos", "pad"):
         identifier = block.get(f"{name}_token_id")
@@ -308,14 +328,15 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
         raise BundleError(f"{template_path} is damaged: {error}", remedy=REMEDY) from None
     if template is None and block.get("chat_template"):
         raise BundleError(f"the bundle has no {template_path}, its manifest says that it has", remedy=REMEDY)
-    return Tokenizer(
-        backend,
-        bos_id=ids["bos"],
-        eos_id=ids["eos"],
-        pad_id=ids["pad"],
-        prepend_bos=bool(block.get("prepend_bos")),
-        chat_template=template,
-    )
+    with _damage(path):
+        return Tokenizer(
+            backend,
+            bos_id=ids["bos"],
+            eos_id=ids["eos"],
+            pad_id=ids["pad"],
+            prepend_bos=bool(block.get("prepend_bos")),
+            chat_template=template,
+        )
 
 
 def bundle_tokenizer(bundle: Bundle) -> Tokenizer:

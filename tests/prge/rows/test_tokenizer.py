@@ -126,6 +126,35 @@ def test_damaged_folder(tmp_path: Path, content: str | None, block: dict[str, An
         load_tokenizer(save(tmp_path, content), block)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "pair": [],
+                    "special_tokens": {},
+                    "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
+                }
+            },
+            "is damaged",
+        ),
+        (
+            {"model": {"type": "WordLevel", "unk_token": "u", "vocab": {"u": 2**32 - 1}}},
+            "a token above 2147483647",
+        ),
+    ],
+    ids=["a special token that is not there", "an id of another size"],
+)
+def test_a_tokenizer_that_the_library_trips_over(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    content = json.loads(byte_level_backend().to_str())
+    with pytest.raises(BundleError, match=message):
+        load_tokenizer(save(tmp_path, json.dumps({**content, **change})), {}).encode("a")
+
+
 def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
     whole = byte_level_backend().to_str()
     json.loads(whole)
