@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 SHOWN_PROBLEMS = 20
 LONGEST_LINE = 1000
@@ -67,6 +68,21 @@ class ConfigError(ProblemsError):
 
 class BundleError(PrgeError):
     """A bundle, manifest or program that is missing, damaged, or not what it says."""
+
+
+@contextmanager
+def told_as_bundle_error(what: str, remedy: str) -> Iterator[None]:
+    """Tell what a library raises inside as a BundleError: what can't be done, the library's first line.
+
+    Memory that runs out is told as that.
+    """
+    try:
+        yield
+    except (PrgeError, MemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["it says nothing more"]
+        raise BundleError(f"{what}: {type(error).__name__}: {lines[0]}", remedy=remedy) from error
 
 
 class AdapterError(ProblemsError):

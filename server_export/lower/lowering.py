@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.errors import BundleError
+from prge.errors import told_as_bundle_error
 from server_export.graph.permuting import join_transpositions
 from server_export.graph.rewriting import rewrite
 from server_export.graph.rotation import rotate
@@ -103,15 +103,12 @@ def retraced(
 @contextmanager
 def _tracing() -> Iterator[None]:
     """What torch.export can't trace becomes a BundleError."""
-    try:
-        with torch.no_grad(), collector_paused():
-            yield
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise BundleError(
-            f"torch.export can't trace the program: {type(error).__name__}: {lines[0]}",
-            remedy="the architecture isn't supported; take another checkpoint, and please report it",
-        ) from error
+    refusal = told_as_bundle_error(
+        "torch.export can't trace the program",
+        "the architecture isn't supported; take another checkpoint, and please report it",
+    )
+    with refusal, torch.no_grad(), collector_paused():
+        yield
 
 
 def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgram:
@@ -127,24 +124,20 @@ def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgra
 
     # Both cost much time: the program is checked by running it, and no tensor has an odd layout.
     config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
-    with collector_paused(), warnings.catch_warnings():
+    refusal = told_as_bundle_error(
+        "ExecuTorch can't lower the program", "please report it with the name of the model"
+    )
+    with refusal, collector_paused(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
-        try:
-            methods = {method: edge_program(program, config) for method, program in programs.items()}
-            manager = EdgeProgramManager(methods, compile_config=config)
-            with in_two_processes():
-                edge = manager.to_backend(LevelPartitioner())
-            modules = {method: edge.exported_program(method).graph_module for method in programs}
-            shares = {method: _shares(module) for method, module in modules.items()}
-            for module in modules.values():
-                _forget_what_delegates_compute(module)
-            executorch = edge.to_executorch()
-        except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise BundleError(
-                f"ExecuTorch can't lower the program: {type(error).__name__}: {lines[0]}",
-                remedy="please report it with the name of the model",
-            ) from error
+        methods = {method: edge_program(program, config) for method, program in programs.items()}
+        manager = EdgeProgramManager(methods, compile_config=config)
+        with in_two_processes():
+            edge = manager.to_backend(LevelPartitioner())
+        modules = {method: edge.exported_program(method).graph_module for method in programs}
+        shares = {method: _shares(module) for method, module in modules.items()}
+        for module in modules.values():
+            _forget_what_delegates_compute(module)
+        executorch = edge.to_executorch()
     constants = _constant_bytes(executorch)
     planned = {
         plan.name: sum(plan.non_const_buffer_sizes) for plan in executorch.executorch_program.execution_plan

@@ -7,7 +7,17 @@ import inspect
 import pytest
 
 from prge import errors
-from prge.errors import ConfigError, PrgeError, ProblemsError, RunError, printable, shortened, shown
+from prge.errors import (
+    BundleError,
+    ConfigError,
+    PrgeError,
+    ProblemsError,
+    RunError,
+    printable,
+    shortened,
+    shown,
+    told_as_bundle_error,
+)
 
 CLASSES = [
     kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == "prge.errors"
@@ -71,3 +81,24 @@ def test_of_many_problems_the_first_are_listed() -> None:
     error = ConfigError("settings:", map(str, range(57)))
     assert str(error).splitlines()[-2:] == ["  - 19", "  - ... and 37 more (57 in all)"]
     assert len(error.problems) == 57
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (ValueError("first\nsecond"), "it can't be done: ValueError: first\n  do it otherwise"),
+        (KeyError(), "it can't be done: KeyError: it says nothing more\n  do it otherwise"),
+    ],
+)
+def test_what_a_library_raises_is_told_by_its_first_line(raised: Exception, told: str) -> None:
+    with pytest.raises(BundleError) as caught, told_as_bundle_error("it can't be done", "do it otherwise"):
+        raise raised
+    assert str(caught.value) == told
+    assert caught.value.__cause__ is raised
+
+
+@pytest.mark.parametrize("raised", [ConfigError("known already", []), MemoryError(), KeyboardInterrupt()])
+def test_what_is_told_elsewhere_is_left_alone(raised: BaseException) -> None:
+    with pytest.raises(type(raised)) as caught, told_as_bundle_error("what", "remedy"):
+        raise raised
+    assert caught.value is raised
