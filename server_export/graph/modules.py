@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -23,18 +22,6 @@ def attribute(graph_module: GraphModule, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-def set_attribute(graph_module: GraphModule, name: str, tensor: torch.Tensor) -> None:
-    """Give a module a constant that get_attr nodes read by this name, unless it has one."""
-    *parents, child = name.split(".")
-    owner: torch.nn.Module = graph_module
-    for part in parents:
-        if not hasattr(owner, part):
-            setattr(owner, part, torch.nn.Module())
-        owner = getattr(owner, part)
-    if not hasattr(owner, child):
-        owner.register_buffer(child, tensor.detach())
 
 
 def remove_unused_attributes(graph_module: GraphModule) -> None:

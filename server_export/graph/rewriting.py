@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from server_export.graph.constants import Constants
 from server_export.graph.modules import attribute, remove_unused_attributes
-from server_export.graph.writing import Rule, Writer, apply_rules
+from server_export.graph.writing import Rule, Writer, apply_rules, registrar
 
 aten = torch.ops.aten
 
@@ -109,14 +109,7 @@ def _share_quantizations(graph: Graph) -> None:
 
 
 RULES: dict[Any, Rule] = {}
-
-
-def _rule(*targets: Any) -> Callable[[Rule], Rule]:
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(targets, function))
-        return function
-
-    return register
+_rule = registrar(RULES)
 
 
 def _mean_row(writer: Writer, source: Node) -> Node:

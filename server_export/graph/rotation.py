@@ -84,10 +84,11 @@ def find_rotations(graph_module: GraphModule) -> Iterator[Rotation]:
     """Every rotary embedding of the graph, with the scale that follows it."""
     for node in list(graph_module.graph.nodes):
         if node.target is aten.add.Tensor and not node.kwargs:
-            found = _match(graph_module, *node.args)
-            if found is not None:
+            match = _match(graph_module, *node.args)
+            if match is not None:
+                source, cos, sin = match
                 result, scale = _scaled(node)
-                yield Rotation(found[0], result, found[1], found[2], scale)
+                yield Rotation(source, result, cos, sin, scale)
 
 
 def _match(

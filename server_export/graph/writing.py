@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,6 +14,28 @@ from server_export.graph.shapes import Shapes, without_memory
 aten = torch.ops.aten
 
 Rule = Callable[..., Node | None]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def registrar(
+    rules: dict[Any, F], key: Callable[[Any], Any] = lambda target: target
+) -> Callable[..., Callable[[F], F]]:
+    """A decorator that notes rules by their operators.
+
+    rule = registrar(RULES)
+
+    @rule(aten.pow.Tensor_Scalar)
+    def _power(writer, node, source, exponent): ...
+    """
+
+    def rule(*targets: Any) -> Callable[[F], F]:
+        def register(function: F) -> F:
+            rules.update(dict.fromkeys(map(key, targets), function))
+            return function
+
+        return register
+
+    return rule
 
 
 class Writer:

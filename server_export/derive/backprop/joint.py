@@ -11,8 +11,7 @@ idea (Zhu et al., arXiv 2310.17752); here the graph is one that an engine for in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from prge.contract import Contract
-from prge.errors import BundleError
+from prge.errors import BundleError, told_as_bundle_error
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import RULES
 from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, GatherLogSoftmax
-from server_export.graph.modules import attribute, set_attribute
+from server_export.graph.modules import as_module, attribute
 from server_export.graph.rewriting import rewrite
 from server_export.graph.shapes import fill_in_values
 from server_export.graph.writing import apply_rules
@@ -54,20 +53,20 @@ def backpropagate(graph_module: GraphModule, contract: Contract) -> GraphModule:
     tensors += [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in contract.inputs]
 
     def joint(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        known = dict(zip(constants, arguments[: len(constants)], strict=True))
+        tensors_of = dict(zip(constants, arguments[: len(constants)], strict=True))
         inputs = arguments[len(constants) :]
         first = len(placeholders) - len(contract.modules)
         adapter = [matrix.detach().requires_grad_() for matrix in inputs[first : len(placeholders)]]
         values: dict[Node, Any] = dict(zip(placeholders, inputs, strict=False))
         for node, matrix in zip(placeholders[first:], adapter, strict=True):
             values[node] = matrix.reshape(1, *matrix.shape)
-        answers = _run(graph_module.graph, values, known)
+        answers = _run(graph_module.graph, values, tensors_of)
         slopes = answer_slopes(contract, answers.detach(), inputs[len(placeholders) :])
         gradients = torch.autograd.grad(answers, adapter, slopes, allow_unused=True)
         _check_used(contract, gradients)
         return (answers, *gradients)
 
-    with _refused(), torch.enable_grad():
+    with told_as_bundle_error("the program has no backward pass", _REMEDY), torch.enable_grad():
         traced = make_fx(joint, tracing_mode="fake")(*tensors)
     names = [str(node.target) for node in placeholders]
     names += [spec.name for spec in contract.inputs[len(placeholders) :]]
@@ -76,20 +75,6 @@ def backpropagate(graph_module: GraphModule, contract: Contract) -> GraphModule:
     apply_rules(result, RULES)
     rewrite(result)
     return result
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    """What autograd can't trace becomes a BundleError."""
-    try:
-        yield
-    except BundleError:
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise BundleError(
-            f"the program has no backward pass: {type(error).__name__}: {lines[0]}", remedy=_REMEDY
-        ) from error
 
 
 def _run(graph: Graph, values: dict[Node, Any], constants: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -130,12 +115,8 @@ def _check_used(contract: Contract, gradients: Sequence[torch.Tensor | None]) ->
 def _rebuilt(
     root: GraphModule, traced: Graph, constants: Sequence[str], inputs: Sequence[str], layers: list[Layer]
 ) -> GraphModule:
-    """The traced graph with its constants as attributes and its frozen layers written out."""
-    result = GraphModule(root, Graph())
-    for name in {str(node.target) for layer in layers for node in _constants_of(layer)}:
-        if not hasattr(result, name.split(".")[0]):
-            set_attribute(result, name, attribute(root, name))
-    graph = result.graph
+    """The traced graph with its constants as attributes of `root` and its frozen layers written out."""
+    graph = Graph()
     copies: dict[Node, Node] = {}
     attributes: dict[str, Node] = {}
 
@@ -151,7 +132,6 @@ def _rebuilt(
         copies[node] = graph.placeholder(name.replace(".", "_"))
         copies[node].meta["val"] = node.meta["val"]
     for node, name in zip(placeholders, constants, strict=False):
-        set_attribute(result, name, attribute(root, name))
         copies[node] = constant(name)
     for node in traced.nodes:
         if node.op == "get_attr":
@@ -159,12 +139,11 @@ def _rebuilt(
                 f"the backward pass of the program holds an unexpected constant {node.target}",
                 remedy=_REMEDY,
             )
-        if node.op != "placeholder":
+        if node.op == "output":
+            graph.output(tuple(map_arg(tuple(node.args[0]), copies.__getitem__)))
+        elif node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node.op == "output":
-                (answers,) = node.args
-                copies[node].args = (tuple(map_arg(tuple(answers), copies.__getitem__)),)
-    expansion = Expansion(result, layers, lambda node: constant(str(node.target)))
+    expansion = Expansion(root, graph, layers, lambda node: constant(str(node.target)))
     for node in list(graph.nodes):
         if node.target is FROZEN:
             new = expansion.write(node)
@@ -172,10 +151,4 @@ def _rebuilt(
             node.replace_all_uses_with(new)
             graph.erase_node(node)
     graph.lint()
-    result.recompile()
-    return result
-
-
-def _constants_of(layer: Layer) -> list[Node]:
-    nodes = [layer.weight] if layer.weight.op == "get_attr" else list(layer.weight.all_input_nodes)
-    return nodes if layer.bias is None else [*nodes, layer.bias]
+    return as_module(root, graph)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from server_export.graph.modules import attribute
 from server_export.model.quantization import int8_weight
@@ -80,7 +80,7 @@ def replace_layers(graph_module: GraphModule) -> list[Layer]:
         if node.target is not aten.linear.default:
             continue
         source, weight, *rest = node.args
-        layer = _found(source, weight, rest[0] if rest else None)
+        layer = _frozen(source, weight, rest[0] if rest else None)
         if layer is None:
             continue
         if layer.scales is not None:
@@ -94,7 +94,8 @@ def replace_layers(graph_module: GraphModule) -> list[Layer]:
     return layers
 
 
-def _found(source: Node, weight: Node, bias: Node | None) -> Layer | None:
+def _frozen(source: Node, weight: Node, bias: Node | None) -> Layer | None:
+    """The layer of a linear operator's arguments; None if its weight isn't constant."""
     if weight.op == "get_attr":
         return Layer(weight, bias, None)
     if str(weight.target) == _QUANTIZED and str(source.target) == _QUANTIZED:
@@ -107,13 +108,17 @@ class Expansion:
     """Writes the layers into a graph again, forwards and backwards.
 
     Args:
-        graph_module: whose graph is written; it gets the transposed weights.
-        layers: as `replace_layers` found them, in another graph with the same attributes.
-        copy: the node of that other graph's constant in this one.
+        root: the module that `replace_layers` was given; it gets the transposed weights.
+        graph: to write, of the same constants.
+        layers: as `replace_layers` numbered them.
+        copy: the node in `graph` of a constant of the root's own graph.
     """
 
-    def __init__(self, graph_module: GraphModule, layers: list[Layer], copy: Callable[[Node], Node]) -> None:
-        self.graph_module = graph_module
+    def __init__(
+        self, root: GraphModule, graph: Graph, layers: list[Layer], copy: Callable[[Node], Node]
+    ) -> None:
+        self.root = root
+        self.graph = graph
         self.layers = layers
         self.copy = copy
 
@@ -121,7 +126,7 @@ class Expansion:
         """What takes the place of one frozen layer, written before it."""
         source, number, _, _, transposed = node.args
         layer = self.layers[number]
-        with self.graph_module.graph.inserting_before(node):
+        with self.graph.inserting_before(node):
             if transposed:
                 return self._backward(source, number, layer)
             if layer.scales is None:
@@ -134,7 +139,7 @@ class Expansion:
 
     def _backward(self, source: Node, number: int, layer: Layer) -> Node:
         if layer.scales is None:
-            weight = attribute(self.graph_module, str(layer.weight.target)).detach()
+            weight = attribute(self.root, str(layer.weight.target)).detach()
             if len(weight) == 1:
                 # A mean's way back spreads one number over the row. The row is a constant of its own: XNNPACK
                 # packs that of a layer, and reads the memory that is gone where it is a factor too.
@@ -145,11 +150,9 @@ class Expansion:
             return self._call(
                 aten.linear.default, source, self._constant(f"{number}", weight.t().contiguous())
             )
-        codes, scale, zero = (
-            attribute(self.graph_module, str(node.target)) for node in _tensors(layer.weight)
-        )
-        _, block, _, _, *kind = layer.weight.args
-        weight = torch.ops.torchao.dequantize_affine.default(codes, block, scale, zero, *kind)
+        codes, scale, zero = (attribute(self.root, str(node.target)) for node in _tensors(layer.weight))
+        _, block, _, _, *range_of_codes = layer.weight.args
+        weight = torch.ops.torchao.dequantize_affine.default(codes, block, scale, zero, *range_of_codes)
         backward = int8_weight(weight.t().contiguous())
         names = ("qdata", "scale", "zero_point")
         tensors = [
@@ -175,17 +178,17 @@ class Expansion:
         return self._call(ops.dequantize_affine.default, codes, block, *parameters, *limits)
 
     def _dequantized(self, weight: Node, codes: Node, scale: Node, zero: Node) -> Node:
-        _, block, _, _, *kind = weight.args
-        return self._call(weight.target, codes, block, scale, zero, *kind)
+        _, block, _, _, *range_of_codes = weight.args
+        return self._call(weight.target, codes, block, scale, zero, *range_of_codes)
 
     def _constant(self, name: str, tensor: torch.Tensor) -> Node:
         name = f"transposed_{name}"
-        if not hasattr(self.graph_module, name):
-            self.graph_module.register_buffer(name, tensor)
-        return self.graph_module.graph.get_attr(name)
+        if not hasattr(self.root, name):
+            self.root.register_buffer(name, tensor)
+        return self.graph.get_attr(name)
 
     def _call(self, target: Any, *arguments: Any) -> Node:
-        return self.graph_module.graph.call_function(target, arguments)
+        return self.graph.call_function(target, arguments)
 
 
 def _tensors(weight: Node) -> tuple[Node, Node, Node]:

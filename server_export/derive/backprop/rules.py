@@ -6,32 +6,19 @@ products with a row of ones: XNNPACK has no such sum.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from server_export.graph.writing import Rule, Writer
+from server_export.derive.slopes import gelu_slope, relu_slope, sigmoid_slope
+from server_export.graph.writing import Rule, Writer, registrar
 
 aten = torch.ops.aten
 
-# Keeps a quotient with a removable singularity at 0 finite there, and changes no other float32.
-_TINY = 1e-20
-
-
 RULES: dict[Any, Rule] = {}
-
-
-def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """Register a rule; it gets a writer, the node, and the operator's arguments. None keeps the node."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(targets, function))
-        return function
-
-    return register
+rule = registrar(RULES)
 
 
 def _total(writer: Writer, source: Node) -> Node:
@@ -83,7 +70,7 @@ def _softmax(writer: Writer, node: Node, gradient: Node, result: Node, dim: int,
 
 @rule(aten.sigmoid_backward.default)
 def _sigmoid(writer: Writer, node: Node, gradient: Node, result: Node) -> Node:
-    return writer.times(gradient, writer.minus(result, writer.times(result, result)))
+    return writer.times(gradient, sigmoid_slope(writer.call, result))
 
 
 @rule(aten.tanh_backward.default)
@@ -103,9 +90,7 @@ def _silu(writer: Writer, node: Node, gradient: Node, argument: Node) -> Node:
 def _relu(writer: Writer, node: Node, gradient: Node, result: Node, threshold: float) -> Node | None:
     if threshold != 0:
         return None
-    # 1 above 0, else 0, without a comparison, which would leave the delegate.
-    step = writer.call(aten.clamp.default, writer.times(result, 1 / _TINY), 0.0, 1.0)
-    return writer.times(gradient, step)
+    return writer.times(gradient, relu_slope(writer.call, result))
 
 
 @rule(aten.gelu_backward.default)
@@ -114,15 +99,8 @@ def _gelu(
 ) -> Node | None:
     if approximate != "none":
         return None
-    # y = x F(x), so F(x) = y / x, which is 1/2 at 0; its slope is F(x) + x f(x) with the normal density f.
     result = writer.call(aten.gelu.default, argument)
-    above = writer.call(aten.add.Tensor, result, _TINY / 2)
-    below = writer.call(aten.add.Tensor, argument, _TINY)
-    distribution = writer.call(aten.div.Tensor, above, below)
-    square = writer.times(writer.times(argument, argument), -0.5)
-    density = writer.times(writer.call(aten.exp.default, square), 1 / math.sqrt(2 * math.pi))
-    slope = writer.call(aten.add.Tensor, distribution, writer.times(argument, density))
-    return writer.times(gradient, slope)
+    return writer.times(gradient, gelu_slope(writer.call, argument, result))
 
 
 @rule(aten.slice_backward.default)

@@ -8,46 +8,40 @@ Derivatives are written in operators that XNNPACK takes, so that they stay in it
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from server_export.derive.slopes import gelu_slope, relu_slope, sigmoid_slope
 from server_export.derive.tangent.builder import Builder, Number, aten
 from server_export.derive.tangent.dual import Biased, Dual, Interleaved, Parts, Scaled, Stacked
-
-# Keeps a quotient with a removable singularity at 0 finite there, and changes no other float32.
-_TINY = 1e-20
+from server_export.graph.writing import registrar
 
 
+@dataclass(frozen=True, eq=False)
 class Factors:
     """An adapter matrix [1, rank, out] whose tangent of a query and row is the product u v^T.
 
     `u` [queries, rows, rank] and `v` [queries, rows, out] are nodes. The products are never formed.
     """
 
-    def __init__(self, primal: Node, u: Node, v: Node, rows: int, rank: int, out: int) -> None:
-        self.primal, self.u, self.v = primal, u, v
-        self.rows, self.rank, self.out = rows, rank, out
+    primal: Node
+    u: Node
+    v: Node
+    rows: int
+    rank: int
+    out: int
 
 
 Value = Any
 Rule = Callable[..., Dual | tuple[Dual, ...]]
-RULES: dict[str, Rule] = {}
-
-
-def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for operators; it gets the builder, the original node, and the operator's arguments."""
-
-    def register(function: Rule) -> Rule:
-        # By name: torchao registers its operators only when it is imported.
-        RULES.update(dict.fromkeys(map(str, targets), function))
-        return function
-
-    return register
+RULES: dict[Any, Rule] = {}
+# By name: torchao registers its operators only when it is imported.
+rule = registrar(RULES, key=str)
 
 
 def _shape(node: Node) -> tuple[int, ...]:
@@ -62,8 +56,7 @@ def _after_slots(dim: int) -> int:
 # Linear in their one dual argument
 
 
-@rule(aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-@rule(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints)
+@rule(aten.reshape.default, aten.view.default)
 def _reshape(builder: Builder, node: Node, source: Dual, *_: Any) -> Dual:
     return source.reshaped(_shape(node))
 
@@ -134,11 +127,6 @@ def _reduce(
 @rule(aten.neg.default)
 def _negative(builder: Builder, node: Node, source: Dual) -> Dual:
     return source.each(_shape(node), lambda slots, _: builder.call(node.target, slots))
-
-
-@rule(aten.clone.default, aten.contiguous.default, aten.alias.default)
-def _identity(builder: Builder, node: Node, source: Dual, **_: Any) -> Dual:
-    return source
 
 
 @rule(aten.linear.default)
@@ -233,7 +221,7 @@ def _scaled(builder: Builder, value: Value, number: Number) -> Value:
     return builder.product(value, number)
 
 
-@rule(aten.mul.Tensor, aten.mul.Scalar)
+@rule(aten.mul.Tensor)
 def _multiply(builder: Builder, node: Node, left: Value, right: Value) -> Dual:
     shape = _shape(node)
     if isinstance(left, Dual) and left is right:
@@ -293,7 +281,7 @@ def _without(product: Node | None, one: Node) -> Node | None:
     return other if isinstance(other, Node) else None
 
 
-@rule(aten.div.Tensor, aten.div.Scalar)
+@rule(aten.div.Tensor)
 def _divide(builder: Builder, node: Node, left: Value, right: Value) -> Dual:
     shape = _shape(node)
     if not isinstance(right, Dual):
@@ -521,7 +509,7 @@ def _hyperbolic_tangent(builder: Builder, argument: Node, result: Node) -> Node:
 
 @_elementwise(aten.sigmoid.default)
 def _sigmoid(builder: Builder, argument: Node, result: Node) -> Node:
-    return builder.call(aten.sub.Tensor, result, builder.product(result, result))
+    return sigmoid_slope(builder.call, result)
 
 
 @_elementwise(aten.silu.default)
@@ -533,22 +521,13 @@ def _silu(builder: Builder, argument: Node, result: Node) -> Node:
 
 
 @_elementwise(aten.gelu.default)
-def _gelu(builder: Builder, argument: Node, result: Node, approximate: str = "none") -> Node:
-    if approximate != "none":
-        raise NotImplementedError("the tanh form of gelu is rewritten before")
-    # y = x F(x), so F(x) = y / x, which is 1/2 at 0; its slope is F(x) + x f(x) with the normal density f.
-    above = builder.call(aten.add.Tensor, result, _TINY / 2)
-    below = builder.call(aten.add.Tensor, argument, _TINY)
-    distribution = builder.call(aten.div.Tensor, above, below)
-    square = builder.product(builder.product(argument, argument), -0.5)
-    density = builder.product(builder.call(aten.exp.default, square), 1 / math.sqrt(2 * math.pi))
-    return builder.call(aten.add.Tensor, distribution, builder.product(argument, density))
+def _gelu(builder: Builder, argument: Node, result: Node, **_: Any) -> Node:
+    return gelu_slope(builder.call, argument, result)
 
 
 @_elementwise(aten.relu.default)
 def _relu(builder: Builder, argument: Node, result: Node) -> Node:
-    # 1 above 0, else 0, without a comparison, which would leave the delegate.
-    return builder.call(aten.clamp.default, builder.product(argument, 1 / _TINY), 0.0, 1.0)
+    return relu_slope(builder.call, argument)
 
 
 @_elementwise(aten.pow.Tensor_Scalar)
@@ -560,7 +539,7 @@ def _power(builder: Builder, argument: Node, result: Node, exponent: Number) -> 
 # Functions of a whole row
 
 
-@rule(aten.softmax.int, aten._softmax.default)
+@rule(aten.softmax.int)
 def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
     shape, at = _shape(node), _after_slots(dim)
     primal = builder.call(aten.softmax.int, source.primal, at)

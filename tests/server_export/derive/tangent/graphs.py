@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from prge.contract import U_PREFIX, V_PREFIX
 from server_export.check.eager_engine import EagerEngine
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
-from server_export.graph.rewriting import rewrite
+from server_export.lower.lowering import rewritten_graph
 from server_export.model.program import BuiltProgram, example_inputs
 
 Tensors = tuple[torch.Tensor, ...]
@@ -42,20 +42,9 @@ def inputs_of(graph_module: GraphModule) -> list[str]:
     return [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
 
 
-def trace(module: nn.Module, inputs: Tensors, rewritten: bool = False) -> GraphModule:
-    """The graph of a module, as the transformation takes it."""
-    with torch.no_grad():
-        graph_module = torch.export.export(module, inputs, strict=False).module(check_guards=False)
-        if rewritten:
-            rewrite(graph_module)
-    return graph_module
-
-
-def with_tangents(
-    module: nn.Module, active: Tensors, passive: Tensors = (), queries: int = 3, rewritten: bool = False
-) -> GraphModule:
+def with_tangents(module: nn.Module, active: Tensors, passive: Tensors = (), queries: int = 3) -> GraphModule:
     """The graph of a module of active and passive tensors; takes tangents of the active ones too."""
-    graph_module = trace(module, (*active, *passive), rewritten)
+    graph_module = rewritten_graph(module, (*active, *passive))
     seeds = dict.fromkeys(inputs_of(graph_module)[: len(active)], Dense())
     graph = differentiate(graph_module, seeds, queries)
     # Constants of rules are float32, and torch can't convert what is quantized, not even to what it is.
@@ -89,7 +78,7 @@ def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def program_with_tangents(built: BuiltProgram, queries: int | None = None) -> GraphModule:
     """The graph of a tangent program before it is traced again."""
-    graph_module = trace(built.module, example_inputs(built.module.contract), rewritten=True)
+    graph_module = rewritten_graph(built.module, example_inputs(built.module.contract))
     seeds = inputs_of(graph_module)[-len(built.contract.modules) :]
     contract = built.contract
     return differentiate(
