@@ -36,7 +36,10 @@ _REMEDY = "export with --estimator tangent, and please report it with the name o
 
 
 def backpropagate(graph_module: GraphModule, contract: Contract) -> GraphModule:
-    """A graph with its way back.
+    """Make a graph that computes its answer and the gradient of a loss by the adapter.
+
+        graph = backpropagate(graph_module, contract)
+        logprobs, *gradients = graph(*example_inputs(contract))
 
     Args:
         graph_module: rewritten, of one copy; its nodes carry `meta["val"]`, its last placeholders are the
