@@ -1,4 +1,4 @@
-"""Slopes of elementwise functions, in operators that XNNPACK takes: of tangents and of a way back alike.
+"""Slopes of elementwise functions, in operators that XNNPACK takes: for tangents and the backward pass alike.
 
 Each takes `call`, which writes one operator, and the nodes of the function's argument and result.
 """

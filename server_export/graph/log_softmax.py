@@ -3,8 +3,8 @@
     gather_log_softmax(logits [..., tokens], index i64 [..., 1]) -> [..., 1]
 
 PyTorch computes it by its log-softmax, and differentiates that. A traced graph keeps it whole, so that what
-is made of the graph has a short form of it and needn't look for it: tangents (derive/tangent/rules.py), a way
-back (`GatherLogSoftmax`), operators of the engine (`engine_form`).
+is made of the graph has a short form of it and needn't look for it: tangents (derive/tangent/rules.py), a
+backward pass (`GatherLogSoftmax`), operators of the engine (`engine_form`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def engine_form(logits: Any, index: Any) -> Any:
 
 
 class GatherLogSoftmax(torch.autograd.Function):
-    """The same with a way back on which the slopes of what was chosen go straight to their places."""
+    """The same with a backward pass that adds the slopes of what was chosen at their places."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, index: torch.Tensor) -> Any:

@@ -42,7 +42,11 @@ _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 
 
 def rewrite(graph_module: GraphModule) -> None:
-    """Rewrite the graph of an unlifted exported program in place; all its nodes carry `meta["val"]`."""
+    """Write a traced graph in operators that XNNPACK takes, in place; all its nodes carry `meta["val"]`.
+
+    graph_module = torch.export.export(module, inputs).module(check_guards=False)
+    rewrite(graph_module)
+    """
     _unwrap_quantized_weights(graph_module)
     constants = Constants(graph_module)
     _remove_identities(graph_module.graph)

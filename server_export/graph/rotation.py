@@ -27,7 +27,7 @@ _LARGEST_ROTATION = 1 << 20
 
 
 def rotate(graph_module: GraphModule) -> None:
-    """Turn the rotary embeddings of a rewritten graph into one matrix product each, in place.
+    """Make one matrix product of every rotary embedding of a rewritten graph, in place.
 
     Written out, a rotation passes ten times over queries and keys: slices, a negation, two products with
     tables, a sum, a scale. Which form a program has must not depend on its rows: the scalars of all numbers

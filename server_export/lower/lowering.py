@@ -114,6 +114,8 @@ def _tracing() -> Iterator[None]:
 def lower(programs: Mapping[str, torch.export.ExportedProgram]) -> LoweredProgram:
     """Lower graphs to the methods of one `.pte` for XNNPACK; weights that they share are stored once.
 
+        lower({"forward": export_graph(module, inputs)}).write(Path("program.pte"))
+
     Raises:
         BundleError: ExecuTorch refuses one.
     """

@@ -1,4 +1,4 @@
-"""The graphs of a built program's methods: cut in two, rows shared, with tangents or a way back."""
+"""The graphs of a built program's methods: cut in two, rows shared, with tangents or a backward pass."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _cut(graph_module: GraphModule, contract: Contract) -> tuple[GraphModule, Gr
 
 
 def _transformed(graph_module: GraphModule, contract: Contract) -> GraphModule:
-    """A graph of all rows as what its contract says: rows shared, tangents beside them, or a way back."""
+    """A graph of all rows as its contract has it: rows shared, with tangents or with a backward pass."""
     adapter = _placeholders(graph_module)[-len(contract.modules) :]
     if contract.shared_rows:
         graph_module = share_rows(graph_module, adapter, contract.copies)

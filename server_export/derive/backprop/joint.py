@@ -4,9 +4,9 @@
     loss       derivative by the answers, from the inputs that describe it (loss.py)
     backward   what torch.autograd writes while it is traced, from the answers down to the lowest adapter
 
-Autograd follows nothing that no adapter reaches: what lies below the first adapted layer has no way back, and
-a frozen weight no gradient. That a training step can be compiled ahead of time into one graph is PockEngine's
-idea (Zhu et al., arXiv 2310.17752); here the graph is one that an engine for inference runs.
+Autograd follows nothing that no adapter reaches: what lies below the first adapted layer has no backward
+pass, and a frozen weight no gradient. That a training step can be compiled ahead of time into one graph is
+PockEngine's idea (Zhu et al., arXiv 2310.17752); here the graph is one that an engine for inference runs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from server_export.graph.writing import apply_rules
 from server_export.model.loss import answer_slopes
 
 # What autograd goes through instead of an operator.
-_WITH_A_WAY_BACK = {GATHER_LOG_SOFTMAX: GatherLogSoftmax.apply}
+_WITH_A_BACKWARD_PASS = {GATHER_LOG_SOFTMAX: GatherLogSoftmax.apply}
 _REMEDY = "export with --estimator tangent, and please report it with the name of the model"
 
 
 def backpropagate(graph_module: GraphModule, contract: Contract) -> GraphModule:
-    """A graph with its way back.
+    """Make a graph that computes its answer and the gradient of a loss by the adapter.
+
+        graph = backpropagate(graph_module, contract)
+        logprobs, *gradients = graph(*example_inputs(contract))
 
     Args:
         graph_module: rewritten, of one copy; its nodes carry `meta["val"]`, its last placeholders are the
@@ -94,7 +97,7 @@ def _run(graph: Graph, values: dict[Node, Any], constants: dict[str, torch.Tenso
             values[node] = constants[str(node.target)]
         elif node.op == "call_function" and node in needed:
             arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
-            target = _WITH_A_WAY_BACK.get(node.target, node.target)
+            target = _WITH_A_BACKWARD_PASS.get(node.target, node.target)
             values[node] = target(*arguments, **named)
     (answer,) = output.args[0]
     result: torch.Tensor = values[answer]

@@ -5,9 +5,9 @@
 
 Traced as they are, a linear layer falls into products and transpositions, and quantization has no derivative
 at all. Here rounding has the derivative 1 (the straight-through estimator: Bengio et al., arXiv 1308.3432),
-and the way back is one more quantized layer, whose weight is the forward one's, transposed and quantized once
-more. It has int8 weights whatever the forward one has: rounded to int4 a second time, they took the gradient
-of 8 layers from a cosine of 0.9995 with the true one to 0.976.
+and the backward pass is one more quantized layer, whose weight is the forward one's, transposed and quantized
+once more. It has int8 weights whatever the forward one has: rounded to int4 a second time, they took the
+gradient of 8 layers from a cosine of 0.9995 with the true one to 0.976.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Expansion:
         if layer.scales is None:
             weight = attribute(self.root, str(layer.weight.target)).detach()
             if len(weight) == 1:
-                # A mean's way back spreads one number over the row. The row is a constant of its own: XNNPACK
-                # packs that of a layer, and reads the memory that is gone where it is a factor too.
+                # A mean's backward pass spreads one number over the row. The row is a constant of its own:
+                # XNNPACK packs that of a layer, and reads the memory that is gone where it is a factor too.
                 return self._call(
                     aten.mul.Tensor, source, self._constant(f"row_{len(weight[0])}", weight[0].clone())
                 )

@@ -1,4 +1,4 @@
-"""What autograd writes on the way back, in operators that XNNPACK takes: one rule per operator.
+"""What autograd writes for the backward pass, in operators that XNNPACK takes: one rule per operator.
 
 A rule gets a node and its arguments, and writes what takes its place. Sums over the last dimension are
 products with a row of ones: XNNPACK has no such sum.

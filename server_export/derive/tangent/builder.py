@@ -141,11 +141,3 @@ class Builder:
             parts = self.total(self.reshape(source, *lead, width // part, part), *lead, width // part, part)
             return self.total(self.reshape(parts, *lead, width // part), *lead, width // part)
         return self.know_shape(self.call(aten.linear.default, source, self.ones(1, width)), *lead, 1)
-
-    def repeated(self, source: Node, each: Node, shape: tuple[int, ...]) -> Node:
-        """A value of `shape` times every number of `each`, [times, *shape].
-
-        `each` is a constant [times, 1, ...] with one dimension more than `shape`.
-        """
-        copies = self.call(aten.mul.Tensor, self.reshape(source, *shape), each)
-        return self.know_shape(copies, self._shapes[each][0], *shape)

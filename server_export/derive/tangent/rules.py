@@ -99,22 +99,6 @@ def _index_select(builder: Builder, node: Node, source: Dual, dim: int, index: N
     return source.each(_shape(node), lambda slots, _: builder.call(node.target, slots, at, index))
 
 
-@rule(aten.index.Tensor)
-def _index(builder: Builder, node: Node, source: Dual, indices: list[Node | None]) -> Dual:
-    places = [dim for dim, index in enumerate(indices) if index is not None]
-    apart = places[-1] - places[0] >= len(places)
-    rank = len(_shape(node))
-    looked_up = rank - len(source.shape) + len(places)
-
-    def pick(slots: Node, _: int) -> Node:
-        picked = builder.call(node.target, slots, [None, *indices])
-        # Indices with a dimension between them put theirs in front, before the slots too.
-        order = [looked_up, *range(looked_up), *range(looked_up + 1, rank + 1)]
-        return builder.call(aten.permute.default, picked, order) if apart else picked
-
-    return source.each(_shape(node), pick)
-
-
 @rule(aten.mean.dim, aten.sum.dim_IntList)
 def _reduce(
     builder: Builder, node: Node, source: Dual, dims: list[int] | None, keepdim: bool = False, **named: Any
@@ -392,14 +376,10 @@ def _one_product(
     reduced = builder.call(aten.cat.default, [left, seeds], 2)
     directions = builder.call(aten.cat.default, [builder.zeros(1, rows, out), right.v])
     builder.know_shape(directions, slots, rows, out)
-    matrices = builder.call(
-        aten.cat.default,
-        [
-            builder.repeated(right.primal, builder.ones(slots * rows, 1, 1), (rank, out)),
-            builder.reshape(directions, slots * rows, 1, out),
-        ],
-        1,
-    )
+    lora_b = builder.reshape(right.primal, rank, out)
+    copies = builder.call(aten.mul.Tensor, lora_b, builder.ones(slots * rows, 1, 1))
+    directions = builder.reshape(directions, slots * rows, 1, out)
+    matrices = builder.call(aten.cat.default, [copies, directions], 1)
     product = builder.call(aten.bmm.default, reduced, matrices)
     builder.know_shape(product, slots * rows, length, out)
     return Stacked(builder, shape, builder.reshape(product, slots, *shape))

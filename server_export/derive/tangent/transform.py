@@ -40,16 +40,21 @@ Seed = Dense | RankOne
 
 
 def differentiate(graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int) -> GraphModule:
-    """A graph with tangents.
+    """Make a graph that computes its answer and the answer's derivatives along several directions.
+
+    A layer's adapter that is shared by 8 rows, with two directions for each of them:
+
+        graph = differentiate(graph_module, {"b_layer": RankOne(rows=8)}, queries=2)
+        answer, tangents = graph(tokens, b_layer, u_b_layer, v_b_layer)
 
     Args:
-        graph_module: its nodes carry `meta["val"]`; it has one output. Its constants are shared.
+        graph_module: rewritten, its nodes carry `meta["val"]`; it has one output. Its constants are shared.
         seeds: by placeholder name, which inputs are differentiated. Their tangents become inputs after all
             others, in this order.
         queries: tangents of every value.
 
     Returns:
-        A module that answers the output [...] and its tangents [queries, ...].
+        A module that returns the output [...] and its tangents [queries, ...].
 
     Raises:
         BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.

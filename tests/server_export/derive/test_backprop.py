@@ -65,7 +65,7 @@ class Lowered:
 
     @property
     def transposed(self) -> list[str]:
-        """Weights of the way back, without the rows that means are taken with."""
+        """Weights of the backward pass, without the rows that means are taken with."""
         state = self.programs[self.built.step_method].state_dict
         return [name for name in state if name.startswith("transposed_") and "row" not in name]
 

@@ -36,7 +36,7 @@ def test_all_forms_are_the_log_softmax_at_the_index(shape: tuple[int, ...]) -> N
 
 @given(SHAPES)
 @settings(deadline=None, derandomize=True)
-def test_its_way_back_is_that_of_autograd(shape: tuple[int, ...]) -> None:
+def test_its_backward_pass_is_that_of_autograd(shape: tuple[int, ...]) -> None:
     logits, index = drawn(shape)
     logits.requires_grad_()
     slopes = torch.randn(index.shape, dtype=logits.dtype)
@@ -47,7 +47,7 @@ def test_its_way_back_is_that_of_autograd(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_its_way_back_is_right_where_the_engine_sees_no_probability_any_more() -> None:
+def test_its_backward_pass_is_right_where_the_engine_sees_no_probability_any_more() -> None:
     logits, index = torch.tensor([0.0, 200.0]).requires_grad_(), torch.tensor([0])
     answer = GatherLogSoftmax.apply(logits, index)
     assert answer.item() == pytest.approx(-87.3365, abs=1e-4)

@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from eager_engine import EagerEngine
+from server_export.check.eager_engine import EagerEngine
 from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from prge.contract import U_PREFIX, V_PREFIX
+from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
 from server_export.lower.lowering import rewritten_graph
 from server_export.model.program import BuiltProgram, example_inputs
 
 Tensors = tuple[torch.Tensor, ...]
+
+QUERIES = 5
 
 
 class Function(nn.Module):
@@ -134,3 +137,15 @@ def shapes_of(graph_module: GraphModule, inputs: Sequence[torch.Tensor]) -> dict
     with torch.no_grad():
         recorder.run(*inputs)
     return recorder.shapes
+
+
+def run(builder: Builder, value: Any, *inputs: torch.Tensor) -> Any:
+    """What nodes of a builder's graph are for the inputs of its placeholders; ends the graph."""
+    builder.graph.output(value)
+    with torch.no_grad():
+        return GraphModule(builder.graph_module, builder.graph)(*inputs)
+
+
+def placeholders(builder: Builder, *names: str) -> list[Node]:
+    """New inputs of a builder's graph."""
+    return [builder.graph.placeholder(name) for name in names]

@@ -74,7 +74,7 @@ def linear(width: int, out: int, bias: bool = True) -> nn.Linear:
 
 
 X, Y, ROW, COLUMN, FLAT = random(2, 3, 4), random(2, 3, 4, seed=1), random(1, 4), random(3, 1), random(4)
-INDEX, OTHER_INDEX = torch.tensor([2, 0, 2, 1]), torch.tensor([0, 1, 1, 0])
+INDEX = torch.tensor([2, 0, 2, 1])
 MASK = random(3, 4, seed=5) > 0
 
 # Shapes
@@ -100,17 +100,6 @@ case("slice of the last dimension", lambda x: x[..., -3:-1], X)
 case("slice with steps", lambda x: x[:, ::2], X)
 case("index_select", lambda x, i: x.index_select(1, i), X, passive=(INDEX,))
 case("index_select from the end", lambda x, i: x.index_select(-1, i), X, passive=(INDEX,))
-case("index of the first dimension", lambda x, i: x[i], X, passive=(OTHER_INDEX,))
-case("index of a later dimension", lambda x, i: x[:, i], X, passive=(INDEX,))
-case("index of neighbours", lambda x, i, j: x[i, j], X, passive=(OTHER_INDEX, INDEX))
-case("index of later neighbours", lambda x, i, j: x[:, i, j], X, passive=(INDEX, INDEX))
-case("index of dimensions apart", lambda x, i, j: x[i, :, j], X, passive=(OTHER_INDEX, INDEX))
-case(
-    "index of later dimensions apart",
-    lambda x, i, j: x[:, i, :, j],
-    random(2, 3, 2, 4),
-    passive=(INDEX.reshape(2, 2), INDEX.reshape(2, 2)),
-)
 
 # Sums
 for name in ("sum", "mean"):
