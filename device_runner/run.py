@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: RunSettings) -> Path:
-    """Train, and write everything into `settings.out`; answers its `final/` folder.
+    """Train, and write everything into `settings.out`; returns its `final/` folder.
 
     Raises:
         PrgeError: bad input, before anything is changed; or a run that can't go on, with its state saved.

@@ -49,7 +49,7 @@ def differentiate(graph_module: GraphModule, seeds: Mapping[str, Seed], queries:
         queries: tangents of every value.
 
     Returns:
-        A module that answers the output [...] and its tangents [queries, ...].
+        A module that returns the output [...] and its tangents [queries, ...].
 
     Raises:
         BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.
