@@ -56,7 +56,7 @@ from prge.terminal import best_effort
 from prge.training import AdapterLearner, train
 from prge.watching import Watcher, figures_text, graceful_stop
 
-DESCRIPTION = "Fine-tune the adapter of a bundle by forward passes on the stock engine."
+DESCRIPTION = "Fine-tune the adapter of a bundle on the stock engine."
 
 
 def main(argv: Sequence[str]) -> int:
