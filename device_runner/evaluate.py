@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: EvaluateSettings) -> dict[str, Any]:
-    """Score the rows; answers `examples`, `loss` and the metric by its name.
+    """Score the rows; returns `examples`, `loss` and the metric by its name.
 
     Raises:
         PrgeError: bad input.

@@ -305,7 +305,7 @@ def _against_neighbours(
     settings: ProbeSettings,
     head: Head | None,
 ) -> list[Reading]:
-    """A reading for every estimator and epsilon, on a stack program."""
+    """A reading for every estimator and epsilon, on a P-RGE program."""
     readings = []
     for epsilon in settings.epsilons:
         beyond = _rules(queries, epsilon * NEIGHBOUR)

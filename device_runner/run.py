@@ -56,7 +56,7 @@ from prge.terminal import best_effort
 from prge.training import AdapterLearner, train
 from prge.watching import Watcher, figures_text, graceful_stop
 
-DESCRIPTION = "Fine-tune the adapter of a bundle by forward passes on the stock engine."
+DESCRIPTION = "Fine-tune the adapter of a bundle on the stock engine."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: RunSettings) -> Path:
-    """Train, and write everything into `settings.out`; answers its `final/` folder.
+    """Train, and write everything into `settings.out`; returns its `final/` folder.
 
     Raises:
         PrgeError: bad input, before anything is changed; or a run that can't go on, with its state saved.

@@ -55,7 +55,7 @@ class Adapter:
 
 
 class LoraBStack:
-    """Buffers for the `lora_b` inputs of a stack program, allocated once and filled copy by copy.
+    """Buffers for the `lora_b` inputs of a P-RGE program, allocated once and filled copy by copy.
 
     `inputs` maps every program input name to its f32 [copies, rank, out] buffer, contiguous. The engine reads
     them in place, so fill all copies before a forward.

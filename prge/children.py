@@ -1,4 +1,4 @@
-"""A forked child that answers requests within bounds of CPU time and memory: for programs of strangers."""
+"""A forked child that serves requests within bounds of CPU time and memory: for programs of strangers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LimitError(Exception):
 
 
 class BoundedChild:
-    """A child process that answers with what `serve` returns; it ends with this object, or with the parent.
+    """A child process that replies with what `serve` returns; it ends with this object, or with the parent.
 
     Args:
         serve: called in the child for each request; its exceptions end the child, so it should have none.

@@ -1,6 +1,6 @@
 """The contract of a program: its kind, its named inputs and outputs, the adapted modules.
 
-A stack program runs `copies x batch_size` rows in one call, slot-major:
+A P-RGE program runs `copies x batch_size` rows in one call, slot-major:
 
     row = copy * batch_size + example          rows = copies * batch_size
 
@@ -38,7 +38,7 @@ or `classes` for an encoder:
     logprobs or pooled      as above
     gradient.<module>       f32 [rank, out_features]
 
-A stack program with `shared_rows` takes the row of an example once for all its copies: `batch_size` rows of
+A P-RGE program with `shared_rows` takes the row of an example once for all its copies: `batch_size` rows of
 tokens, attention_mask, positions and targets, and the outputs of `rows` rows. It can't score.
 
 A program with a `cut` is the upper part of one of these. It takes in the place of the tokens what the lower
@@ -231,12 +231,12 @@ class Contract:
 
     @property
     def can_score(self) -> bool:
-        """Whether every row that it answers can be another example."""
+        """Whether every row that it returns can be another example."""
         return self.kind == "stack" and not self.shared_rows and not self.cut
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the program answers pooled states instead of log-probabilities."""
+        """Whether the program returns pooled states instead of log-probabilities."""
         return self.readout == "pooled"
 
     @property

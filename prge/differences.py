@@ -1,4 +1,4 @@
-"""Differences of losses on a stack program: from losses of perturbed copies to a gradient.
+"""Differences of losses on a P-RGE program: from losses of perturbed copies to a gradient.
 
     variants (query, +-eps) -> losses -> scalar per query -> gradient = mean_i scalar_i * z_i
 
@@ -100,7 +100,7 @@ class OneSided:
 
 
 class Differences:
-    """Implements prge.estimators.Estimator on stack programs: one scalar per query.
+    """Implements prge.estimators.Estimator on P-RGE programs: one scalar per query.
 
     The gradient of a trained head is the mean over the variants.
     """

@@ -4,7 +4,7 @@
     gradient   scalars -> mean of scalar * direction, or the gradient as it is
 
 `gradient` needs no engine: directions are made again from (seed, step). So what a journal keeps of a step is
-enough to replay a run. prge/differences.py estimates on stack programs, prge/tangents.py on tangent programs;
+enough to replay a run. prge/differences.py estimates on P-RGE programs, prge/tangents.py on tangent programs;
 prge/exact.py has the gradient from the program.
 """
 

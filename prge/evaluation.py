@@ -1,4 +1,4 @@
-"""Scoring examples on a stack program: all copies equal, every row another sequence."""
+"""Scoring examples on a P-RGE program: all copies equal, every row another sequence."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Examples as sequences with slots to read, and batches of them as the rows of one call.
 
-A slot is one (position, target) of a sequence: the program answers its log-probability. Slots are summed
+A slot is one (position, target) of a sequence: the program returns its log-probability. Slots are summed
 with their weights into the score of a candidate:
 
     score[example, candidate] = sum over the slots of that candidate of weight * logprob

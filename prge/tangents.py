@@ -3,7 +3,7 @@
     u v^T per (query, example) -> tangents of the answers -> chain rule -> scalar[query, example]
     gradient = mean over queries and examples of scalar * u v^T
 
-A scalar is the derivative of its example's loss along its direction, without a step size. The program answers
+A scalar is the derivative of its example's loss along its direction, without an epsilon. The program returns
 how log-probabilities or states change; from there to the loss the chain rule needs a few sums.
 """
 

@@ -39,7 +39,7 @@ def best_effort(stream: TextIO) -> Iterator[None]:
 
 
 def flush(stream: TextIO) -> OSError | None:
-    """Write what a stream still holds; answers why that failed, and then the stream is silent."""
+    """Write what a stream still holds; returns why that failed, and then the stream is silent."""
     try:
         stream.flush()
     except ValueError:

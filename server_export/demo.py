@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def demo(settings: DemoSettings) -> dict[str, Any]:
-    """Run every step; answers accuracies on test rows, seconds, the driver's peak memory.
+    """Run every step; returns accuracies on test rows, seconds, the driver's peak memory.
 
     Raises:
         RunError: the output folder holds something already.

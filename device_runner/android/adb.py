@@ -72,7 +72,7 @@ class Adb:
         return Answer(int(code), output, errors)
 
     def check(self, script: str, doing: str, seconds: float | None = None) -> str:
-        """Run a shell script that must succeed, and answer what it printed.
+        """Run a shell script that must succeed, and return what it printed.
 
         Raises:
             DeviceError: it did not; `doing` says what it was for.

@@ -320,7 +320,7 @@ def _parse(kind: type[Settings], argv: list[str], verb: str, positional: Sequenc
 
 
 def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
-    """Bring what a run needs, and answer its settings as they are on the device."""
+    """Bring what a run needs, and return its settings as they are on the device."""
     own = {item.name for item in fields(RunSettings)}
     plain = RunSettings(**{name: value for name, value in vars(settings).items() if name in own})
     rows: dict[str, Any] = {"train": plain.train, "dev": plain.dev}

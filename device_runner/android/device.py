@@ -106,7 +106,7 @@ class Phone:
         everything: bool = False,
         before: Callable[[], None] = lambda: None,
     ) -> int:
-        """Make a folder of the device equal to a local one, and answer how many files were sent.
+        """Make a folder of the device equal to a local one, and return how many files were sent.
 
         Args:
             local: folder here.
@@ -151,7 +151,7 @@ class Phone:
         return len(lacking)
 
     def send_file(self, local: Path, *, everything: bool = False) -> str:
-        """Bring one file to data/, under a name with its hash; answers its path there."""
+        """Bring one file to data/, under a name with its hash; returns its path there."""
         if not local.is_file():
             raise DeviceError(f"there is no file {local}", remedy="rows on the phone need --data-on-device")
         _check_names([local.name])
@@ -187,7 +187,7 @@ class Phone:
                 )
 
     def python(self, code: str, seconds: float = 120.0) -> str:
-        """Run Python code in the runtime and answer what it prints; raises DeviceError."""
+        """Run Python code in the runtime and return what it prints; raises DeviceError."""
         words = quote(["sh", self.path("runtime", "run.sh"), "-c", code])
         return self.adb.check(words, "starting Python on the device", seconds)
 
@@ -212,7 +212,7 @@ class Phone:
             )
 
     def start(self, name: str, words: Iterable[str]) -> Job:
-        """Start Python of the runtime with these words, detached from adb, and answer once it runs.
+        """Start Python of the runtime with these words, detached from adb, and return once it runs.
 
         Raises:
             DeviceError: a run of that name goes on, or this one does not start.
@@ -301,7 +301,7 @@ class Phone:
         return job
 
     def pull_run(self, name: str, out: Path, with_log: bool) -> list[str]:
-        """Bring a run folder here, all of it or nothing; answers the names of its files.
+        """Bring a run folder here, all of it or nothing; returns the names of its files.
 
         log.txt shows a training row, and comes along only `with_log`.
 

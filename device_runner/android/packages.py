@@ -215,7 +215,7 @@ def _configured_archive() -> str:
 
 
 def _pip_download(wanted: Sequence[str], machine: Machine, folder: Path) -> list[Path]:
-    """Download wheels for a machine with this Python's pip, and answer their paths."""
+    """Download wheels for a machine with this Python's pip, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as place:
         words = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]

@@ -257,7 +257,7 @@ def _put(path: Path, target: Path) -> None:
 
 
 def _seal(folder: Path, machine: Machine, lock: Lock) -> str:
-    """Write manifest and tree hash, and answer the hash."""
+    """Write manifest and tree hash, and return the hash."""
     driver = driver_hash()
     packages = {package.name: package.version for package in (*lock.debian, *lock.wheels)}
     manifest = {

@@ -1,6 +1,6 @@
 """The programs of a bundle as engines that load when they are called: those of steps, or those that score.
 
-stack bundle      one method takes steps and scores
+P-RGE bundle      one method takes steps and scores
 tangent bundle    two methods; with both loaded, weights that the engine can't share are in memory twice
 cut step          trunk and step share no layer, so these two stay together; the method that scores has all
 several lengths   the variants of a method stay together, each with the weights, where they can't be shared
@@ -21,7 +21,7 @@ from prge.engine import Array, Engine, EngineName
 
 
 class Programs:
-    """The engines `step` and `score` of a bundle; those of a stack bundle may be one.
+    """The engines `step` and `score` of a bundle; those of a P-RGE bundle may be one.
 
     The step of a bundle with a trunk is both of its methods in one engine.
 

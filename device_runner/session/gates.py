@@ -61,7 +61,7 @@ class Gates:
         self._any = bool(needed)
 
     def hold(self, watcher: Held) -> bool:
-        """Wait until all gates are open, and answer whether the run is to stop."""
+        """Wait until all gates are open, and return whether the run is to stop."""
         if not self._any or time.monotonic() < self._next:
             return watcher.stopped
         begin = time.perf_counter()

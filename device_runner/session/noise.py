@@ -79,7 +79,7 @@ def neighbours_agree(
 
     Args:
         estimators: the same one at an epsilon and at NEIGHBOUR times that.
-        engine: runs a stack program.
+        engine: runs a P-RGE program.
         adapter: where the gradient is asked for.
         steps: the batches of each step to measure.
         seed: of the directions.

@@ -28,7 +28,7 @@ _FITTING: dict[str, tuple[EstimatorName, ...]] = {
 
 @dataclass(frozen=True)
 class RunSettings(TrainingFlags):
-    """Fine-tune the adapter of a bundle by forward passes."""
+    """Fine-tune the adapter of a bundle on the stock engine."""
 
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter."""

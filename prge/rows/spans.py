@@ -1,6 +1,6 @@
 """Answers from a passage by constrained greedy decoding, for SQuAD and DROP.
 
-A program answers log-probabilities of given targets and nothing else, so a search must know which tokens to
+A program returns log-probabilities of given targets and nothing else, so a search must know which tokens to
 ask about. Here these are the tokens that continue some span of the passage: at first the first token of every
 span, then the tokens after the spans that match so far, or a token that ends the answer. The search takes a
 callable and needs no engine. It can't find answers that are no span, such as the numbers that DROP computes.

@@ -12,7 +12,7 @@ as the table of embeddings). All else is the engine's overhead: interpreter, pac
 
 `peak_rss_over_weights` is the peak without what the process held before it loaded the program, over the size
 of the file, which is all weights but for a thousandth. `--copies` gives a curve instead: the large model as a
-stack program of 4 queries, whose 8 copies are processed so many at a time; seconds are those of a whole step.
+P-RGE program of 4 queries, whose 8 copies are processed so many at a time; seconds are those of a whole step.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def build(
 
 
 def engine(built: BuiltProgram, folder: Path, score: bool = True) -> tuple[ExecutorchEngine, dict[str, Any]]:
-    """Lower a program and load its training method; answers what the export took too."""
+    """Lower a program and load its training method; returns what the export took too."""
     start = time.perf_counter()
     programs = export_programs(built if score else replace(built, score_contract=None))
     traced = time.perf_counter()
@@ -149,7 +149,7 @@ def tangent_scalars(program: Engine, adapter: Adapter, batches: Sequence[Batch],
 def difference_scalars(
     program: Engine, adapter: Adapter, batches: Sequence[Batch], queries: int, epsilon: float
 ) -> list[float]:
-    """The same from central differences on a stack program of 2 x queries copies."""
+    """The same from central differences on a P-RGE program of 2 x queries copies."""
     found: list[float] = []
     contract = program.contract
     rule = Antithetic(queries, epsilon)

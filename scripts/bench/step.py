@@ -44,7 +44,7 @@ from server_export.model.random_models import CONFIGURATIONS
 if TYPE_CHECKING:  # a process that runs a program alone imports no exporter
     from roofline import Cost, LargestLayer, ProductProgram
 
-# What bench() exports: the copies of a stack program, or a tangent program.
+# What bench() exports: the copies of a P-RGE program, or a tangent program.
 TANGENT = 0
 
 

@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def split(data: Path, out: Path) -> dict[str, Path]:
-    """Write the passages as three jsonl files, in the order of the data; answers them by split."""
+    """Write the passages as three jsonl files, in the order of the data; returns them by split."""
     passages = json.loads(data.read_text(encoding="utf-8"))
     middle = TRAIN_PASSAGES + DEV_PASSAGES
     parts = {

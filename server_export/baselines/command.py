@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(settings: BaselineSettings) -> Path:
-    """Train, and write everything into `settings.out`; answers its `final/` folder.
+    """Train, and write everything into `settings.out`; returns its `final/` folder.
 
     A folder of the same settings is gone on with; if it is finished, nothing is done.
 

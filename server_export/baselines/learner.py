@@ -68,7 +68,7 @@ class Checkpoints:
             (partial / _STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
 
     def load(self, method: Method) -> BaselineState:
-        """Give a freshly prepared method the checkpoint, if there is one; answers the state to go on from."""
+        """Give a freshly prepared method the checkpoint, if there is one; returns the state to go on from."""
         folder = self.folder / CHECKPOINT
         if not folder.is_dir():
             return BaselineState()
@@ -98,7 +98,7 @@ class Checkpoints:
             ) from None
 
     def _restore(self, method: Method, folder: Path) -> dict[str, torch.Tensor]:
-        """Read parameters into the method's own; answers what it kept besides."""
+        """Read parameters into the method's own; returns what it kept besides."""
         path = folder / _TENSORS
         try:
             stored = torch.load(path, weights_only=True, mmap=True)

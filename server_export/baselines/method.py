@@ -1,4 +1,4 @@
-"""What a baseline is given and what it answers: `Problem`, `Method`, and training by backpropagation."""
+"""What a baseline is given and what it returns: `Problem`, `Method`, and training by backpropagation."""
 
 from __future__ import annotations
 

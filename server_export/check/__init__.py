@@ -1,1 +1,1 @@
-"""The engine asked: whether a program answers what the model does, how fast, and in what memory."""
+"""The engine asked: whether a program returns what the model does, how fast, and in what memory."""

@@ -21,7 +21,7 @@ class Agenda:
         self._done = dict.fromkeys(shares, 0.0)
 
     def begin(self, method: str, share: float) -> str:
-        """Take note that a run begins, planned or not; answers such as `7 of 45, about 12 min left`."""
+        """Take note that a run begins, planned or not; returns texts such as `7 of 45, about 12 min left`."""
         if share not in self._ahead[method]:
             self._ahead[method].append(share)
         left = self.seconds_left()

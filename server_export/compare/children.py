@@ -20,7 +20,7 @@ SHOWN_LINES = 6
 
 
 def run_verb(words: Sequence[str], log: Path) -> int:
-    """Run `prge` with some words, append what it prints to `log`; answers its exit code.
+    """Run `prge` with some words, append what it prints to `log`; returns its exit code.
 
     The child is told to stop, which a run does after its step, when this process is interrupted or killed.
     """

@@ -23,7 +23,7 @@ FAILED = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; answers 1 where a method failed. See `prge compare --help`."""
+    """Run the verb; returns 1 where a method failed. See `prge compare --help`."""
     settings = read_command_line(argv)
     result = compare(settings, f"prge compare {shlex.join(argv)}")
     write_report(result, settings.out, settings.json)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> dict[str, Any]:
-    """Do all that isn't done yet, and write result.json; answers its content.
+    """Do all that isn't done yet, and write result.json; returns its content.
 
     Raises:
         PrgeError: settings, data or folder can't be used. A method's failure raises nothing: it is recorded.

@@ -78,7 +78,7 @@ class RunDivergedError(MethodError):
 class Comparison:
     """One comparison in its folder.
 
-    `verb` runs `prge` with some words, appends to a log file and answers the exit code.
+    `verb` runs `prge` with some words, appends to a log file and returns the exit code.
     """
 
     def __init__(self, settings: CompareSettings, verb: Verb = run_verb, say: Say = _say) -> None:
@@ -208,7 +208,7 @@ class Comparison:
         return rate
 
     def train(self, method: Method, plan: Plan, folder: Path) -> Path:
-        """A finished run in `folder`, from before, gone on with, or new; answers its run folder.
+        """A finished run in `folder`, from before, gone on with, or new; returns its run folder.
 
         Raises:
             MethodError: with the last words of the failed command.

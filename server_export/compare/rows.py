@@ -17,7 +17,7 @@ SPLITS = ("train", "dev", "test")
 
 
 def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
-    """Write train.jsonl, dev.jsonl and test.jsonl; answers them by split.
+    """Write train.jsonl, dev.jsonl and test.jsonl; returns them by split.
 
     Raises:
         DataError: rows can't be read, nothing is left of a file, or one row would be in two splits.

@@ -1,4 +1,4 @@
-"""A stack program's graph, rewritten to take every example's row once instead of once per copy.
+"""A P-RGE program's graph, rewritten to take every example's row once instead of once per copy.
 
 What doesn't depend on `lora_b` is the same in every copy. It is computed on `batch_size` rows, and repeated
 where it meets what differs between copies. Rows are slot-major, so that a value of all copies is that of a
@@ -33,7 +33,7 @@ def share_rows(graph_module: GraphModule, per_copy: Collection[str], copies: int
         copies: how many.
 
     Returns:
-        A module that answers what depends on `per_copy` for all copies, and anything else once.
+        A module that returns what depends on `per_copy` for all copies, and anything else once.
     """
     return _Sharing(graph_module, per_copy, copies).build()
 

@@ -35,7 +35,7 @@ def split(
         adapter: placeholders of the adapter.
 
     Returns:
-        A module that answers a tuple of values, and one that takes these in the place of the tokens.
+        A module that returns a tuple of values, and one that takes these in the place of the tokens.
 
     Raises:
         ConfigError: what crosses the cut has no rows.

@@ -39,7 +39,7 @@ def exported_program(
         finish: rewrites the program's graph, in which every node has a value, but for inputs and outputs.
 
     Returns:
-        A program that answers a tuple; its nodes carry nothing but `meta["val"]`.
+        A program that returns a tuple; its nodes carry nothing but `meta["val"]`.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

@@ -109,7 +109,7 @@ def quantize_layers(model: nn.Module, scheme: str) -> list[str]:
 
 
 def _vocabulary_head(model: nn.Module) -> nn.Module | None:
-    """The layer that answers logits, if the model has one."""
+    """The layer that returns logits, if the model has one."""
     find = getattr(model, "get_output_embeddings", None)
     head: nn.Module | None = find() if find is not None else None
     return head.head if isinstance(head, PositionHead) else head

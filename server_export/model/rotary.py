@@ -16,7 +16,7 @@ from server_export.model.lora_fa import replace_module
 
 
 class ConstantRotary(nn.Module):
-    """A rotary embedding that answers what it answered first, when it was called eagerly."""
+    """A rotary embedding that returns what it returned first, when it was called eagerly."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()

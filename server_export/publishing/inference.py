@@ -133,7 +133,7 @@ def build_inference(
     """Lower a model, changed in place, to `program.pte` in `folder`, and compare the program with the model.
 
     Raises:
-        BundleError: it can't be lowered, or the program answers something else than the model.
+        BundleError: it can't be lowered, or the program returns something else than the model.
     """
     config = loaded.config
     module_inputs = _input_specs(loaded.is_decoder, spec.length)

@@ -29,7 +29,7 @@ class Killed(BaseException):
 class Device:
     """Stands for the engine: loads models in numpy, and ends the process after some calls.
 
-    `scored` is how many rows the program for scoring takes; with `copies` there is but a stack program.
+    `scored` is how many rows the program for scoring takes; with `copies` there is only a P-RGE program.
     `grid` rounds what they answer to its multiples, derivatives aside, as int8 activations would.
     """
 
@@ -52,7 +52,7 @@ class Device:
         return NumpyEngine(copies, batch_size, encoder=self.encoder, **size)
 
     def program(self, method: str) -> NumpyEngine | NumpyTangentEngine:
-        """The model as a method of the bundle: a stack program's only one, or a tangent program's two."""
+        """The model as a method of the bundle: a P-RGE program's only one, or a tangent program's two."""
         if self.copies is not None:
             return self.model(BATCH, self.copies)
         return self.model(self.scored) if method == "score" else self.model(BATCH).tangent(QUERIES)

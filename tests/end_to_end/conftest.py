@@ -63,7 +63,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stack_bundle(workshop: Path) -> Path:
-    """The workshop's model as a stack program: 8 copies x 4 rows."""
+    """The workshop's model as a P-RGE program: 8 copies x 4 rows."""
     return export(workshop / "model", workshop / "stack", "--estimator", "antithetic")
 
 

@@ -50,7 +50,8 @@ def test_links_lead_somewhere() -> None:
     for document in [
         REPOSITORY / "README.md",
         REPOSITORY / "CONTRIBUTING.md",
-        *(REPOSITORY / "docs").glob("*.md"),
+        REPOSITORY / "CHANGELOG.md",
+        *(REPOSITORY / "docs").rglob("*.md"),
     ]:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name}: {link}"

@@ -1,4 +1,4 @@
-"""Scoring examples on a stack program."""
+"""Scoring examples on a P-RGE program."""
 
 from __future__ import annotations
 

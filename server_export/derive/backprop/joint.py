@@ -1,4 +1,4 @@
-"""The transformation: a graph in, one out that answers the same and the gradient of a loss by the adapter.
+"""The transformation: a graph in, one out that returns the same and the gradient of a loss by the adapter.
 
     forward    the graph as it is
     loss       derivative by the answers, from the inputs that describe it (loss.py)

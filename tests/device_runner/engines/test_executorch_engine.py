@@ -46,7 +46,7 @@ CONTRACT = Contract(
 
 
 class Toy(torch.nn.Module):
-    """Embedding and one adapted linear layer with the inputs of a stack program."""
+    """Embedding and one adapted linear layer with the inputs of a P-RGE program."""
 
     def __init__(self, copies: int) -> None:
         super().__init__()

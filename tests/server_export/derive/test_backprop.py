@@ -71,7 +71,7 @@ class Lowered:
 
 
 def named(contract: Contract, inputs: Sequence[torch.Tensor]) -> dict[str, Array]:
-    """Arrays by input name; the adapter of a stack program has one copy."""
+    """Arrays by input name; the adapter of a P-RGE program has one copy."""
     arrays = {spec.name: value.numpy() for spec, value in zip(contract.inputs, inputs, strict=True)}
     return {name: array[None] if name.startswith(LORA_B_PREFIX) else array for name, array in arrays.items()}
 

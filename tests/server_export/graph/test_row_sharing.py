@@ -1,4 +1,4 @@
-"""A stack program takes an example's row once for all copies where blocks lie below its adapter."""
+"""A P-RGE program takes an example's row once for all copies where blocks lie below its adapter."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def test_tangents_stay_in_the_delegates(lowered: Lowered) -> None:
         assert set(report.outside) <= outside
         assert report.delegated_products == 1.0
         assert report.delegated_share > 0.9
-        # One more than a stack program: where positions are picked, primal and tangents are apart.
+        # One more than a P-RGE program: where positions are picked, primal and tangents are apart.
         assert report.delegates <= (1 if contract.is_encoder else 5), method
         assert report.planned_memory_bytes > 0
 
