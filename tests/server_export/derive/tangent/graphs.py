@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from server_export.check.eager_engine import EagerEngine
+from eager_engine import EagerEngine
 from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 
