@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--queries", nargs="+", type=int, default=[4])
     parser.add_argument("--batch-size", nargs="+", type=int, default=[1])
     parser.add_argument("--seq-len", nargs="+", type=int, default=[64])
+    parser.add_argument("--positions", type=int, default=8)
     parser.add_argument("--json", type=Path, help="file to write the figures to as well")
     arguments = parser.parse_args()
     from server_export.model.random_models import save_random_model
@@ -166,6 +167,7 @@ def main() -> None:
                     "queries": queries,
                     "batch-size": batch_size,
                     "sequence-length": length,
+                    "positions": arguments.positions,
                 }
                 figures = compare(model, flags, Path(temporary))
                 found.append({"model": name, **flags, "figures": figures})

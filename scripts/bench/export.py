@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--positions", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file to write the figures to as well")
     arguments = parser.parse_args()
@@ -74,6 +75,7 @@ def export(arguments: argparse.Namespace, scheme: str, estimator: str, folder: P
         "--queries": arguments.queries,
         "--batch-size": arguments.batch_size,
         "--sequence-length": arguments.seq_len,
+        "--positions": arguments.positions,
     }
     words = [str(word) for pair in flags.items() for word in pair]
     start = time.monotonic()
