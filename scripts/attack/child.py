@@ -24,7 +24,7 @@ import prge.cli
 DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "plot")
 # What the verbs import when they are called.
 _IMPORTED_LATE = ("docstring_parser", "jinja2", "jsonargparse", "tokenizers", "tqdm", "yaml")
-_TAIL = 4000
+_TAIL, _MOST_OUTPUT = 3000, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How `prge` ended: its exit code, or minus the signal that ended it, and the end of what it printed.
+    """How `prge` ended: its exit code, or minus the signal that ended it, and what it printed.
 
     `hung`: it had to be ended. `seconds` of the processor and `memory`, its largest resident size beyond its
     parent's, count its children too.
@@ -56,6 +56,11 @@ class Ended:
     def has_traceback(self) -> bool:
         """Whether Python told of an error that `prge` didn't expect."""
         return "Traceback (most recent call last)" in self.output or "Exception ignored" in self.output
+
+    @property
+    def tail(self) -> str:
+        """The end of what it printed."""
+        return self.output[-_TAIL:]
 
 
 def import_verbs(names: Sequence[str] = DEVICE_VERBS) -> None:
@@ -88,7 +93,7 @@ class Child:
     prepare: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed after its end)
         self._resident = _resident()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -135,8 +140,7 @@ class Child:
         return self._ended
 
     def _output(self) -> str:
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), _TAIL, max(0, size - _TAIL)).decode(errors="replace")
+        return os.pread(self._log.fileno(), _MOST_OUTPUT, 0).decode(errors="replace")
 
     def _become_prge(self) -> None:
         code = 1

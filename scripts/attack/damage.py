@@ -16,7 +16,7 @@ from prge.bundle import MANIFEST, file_sha256, manifest_sha256
 
 Way = Callable[[Path, Random], object]
 _BLOCK = 4096
-_HUGE = 8 << 30
+_HUGE = 3 << 30
 
 
 def _flip(path: Path, random: Random, times: int = 1) -> None:
@@ -46,7 +46,9 @@ def _cut_out(path: Path, random: Random) -> None:
 
 def _grow(path: Path, random: Random) -> None:
     with path.open("ab") as stream:
-        stream.write(random.choice([b"\0" * _BLOCK, b"\n", b"{}\n", b"x", random.randbytes(300), path.read_bytes()]))
+        stream.write(
+            random.choice([b"\0" * _BLOCK, b"\n", b"{}\n", b"x", random.randbytes(300), path.read_bytes()])
+        )
 
 
 def _lines(path: Path, random: Random) -> None:
@@ -77,6 +79,11 @@ def _replace(path: Path, make: Callable[[Path], object]) -> None:
     make(path)
 
 
+def _link(path: Path) -> None:
+    shutil.move(path, aside(path))
+    path.symlink_to(aside(path))
+
+
 def _huge(path: Path, _: Random) -> None:
     with path.open("r+b") as stream:
         stream.truncate(_HUGE)
@@ -98,7 +105,7 @@ WAYS: dict[str, Way] = {
     "missing": lambda path, _: path.unlink(),
     "folder": lambda path, _: _replace(path, os.mkdir),
     "pipe": lambda path, _: _replace(path, os.mkfifo),
-    "link": lambda path, _: shutil.move(path, aside(path)) and path.symlink_to(aside(path)),
+    "link": lambda path, _: _link(path),
     "dangling link": lambda path, _: _replace(path, lambda name: name.symlink_to("nowhere")),
     "link to itself": lambda path, _: _replace(path, lambda name: name.symlink_to(name.name)),
     "device": lambda path, random: _replace(
@@ -175,7 +182,9 @@ def rehash_folder(folder: Path) -> None:
     path = folder / "hashes.json"
     if path.is_file():
         names = json.loads(path.read_bytes())
-        path.write_text(json.dumps({name: file_sha256(folder / name) for name in names if (folder / name).is_file()}))
+        path.write_text(
+            json.dumps({name: file_sha256(folder / name) for name in names if (folder / name).is_file()})
+        )
 
 
 def rehash_bundle(bundle: Path) -> None:
@@ -203,7 +212,9 @@ def mutate_journal(path: Path, random: Random) -> None:
     """Change a record of a journal, and its checksum to fit."""
     lines = path.read_bytes().splitlines()
     index = random.randrange(len(lines))
-    record = spelled(mutated(json.loads(lines[index])["record"], random)).replace(b", ", b",").replace(b": ", b":")
+    record = (
+        spelled(mutated(json.loads(lines[index])["record"], random)).replace(b", ", b",").replace(b": ", b":")
+    )
     lines[index] = b'{"crc32":"%08x","record":%s}' % (zlib.crc32(record), record)
     path.write_bytes(b"\n".join(lines) + b"\n")
 

@@ -10,22 +10,19 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import signal
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import damage
-from child import Child, Limits, prge_ends
+from child import Limits, prge_ends
 from outcome import Case, Verdict, command_line, judged
-from workshop import Workshop
+from workshop import Bench
 
-PART = "files"
 LIMITS = Limits(seconds=120, processor_seconds=30, memory=1 << 30)
-STEPS, LEAST_STEPS = 20, 7
 _KINDS = ["tangent", "tangent", "tangent", "encoder", "trunk", "antithetic", "exact", "quantized"]
 _RUN_KINDS = ["tangent", "tangent", "encoder", "trunk"]
 _FOREIGN = ["step-000004 (copy)", "step-000010-mine", "step-10", "notes"]
@@ -61,7 +58,9 @@ def _evaluation(scene: Scene) -> object:
 
 
 def _final(name: str) -> Result:
-    return lambda scene: {path.name: path.read_bytes() for path in (scene.folder / name).glob("*.safetensors")}
+    return lambda scene: {
+        path.name: path.read_bytes() for path in (scene.folder / name).glob("*.safetensors")
+    }
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,16 @@ def _eval(scene: Scene, *more: object) -> list[object]:
 
 def _begin(scene: Scene) -> list[object]:
     words = ["run", "--bundle", scene.either("bundle"), "--train", scene.either("train.jsonl"), "--quiet"]
-    words += ["--task", scene.either("task.yaml"), "--steps", 2, "--threads", 1, "--out", scene.folder / "new"]
+    words += [
+        "--task",
+        scene.either("task.yaml"),
+        "--steps",
+        2,
+        "--threads",
+        1,
+        "--out",
+        scene.folder / "new",
+    ]
     return [*words, "--adapter", scene.either("adapter")] if (scene.folder / "adapter").exists() else words
 
 
@@ -141,7 +149,9 @@ class Target:
 
     def files(self, top: Path) -> list[Path]:
         """The files of a case that the target means."""
-        return sorted(path for path in ([top] if not self.pattern else top.glob(self.pattern)) if path.is_file())
+        return sorted(
+            path for path in ([top] if not self.pattern else top.glob(self.pattern)) if path.is_file()
+        )
 
 
 def _then_rehash_bundle(way: damage.Way) -> damage.Way:
@@ -179,7 +189,12 @@ TARGETS: list[tuple[int, Target]] = [
     (3, Target("bundle", "adapter/*.safetensors", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _WEIGHTS)))),
     (4, Target("bundle", "tokenizer/tokenizer.json", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _JSON)))),
     (1, Target("bundle", "tokenizer/*.jinja", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _BYTES)))),
-    (3, Target("adapter", "adapter_config.json", (EVAL_ADAPTER, BEGIN), tuple(map(_then_rehash_folder, _JSON)))),
+    (
+        3,
+        Target(
+            "adapter", "adapter_config.json", (EVAL_ADAPTER, BEGIN), tuple(map(_then_rehash_folder, _JSON))
+        ),
+    ),
     (3, Target("adapter", "*.safetensors", (EVAL_ADAPTER, BEGIN), tuple(map(_then_rehash_folder, _WEIGHTS)))),
     (2, Target("adapter", "hashes.json", (EVAL_ADAPTER, BEGIN), (damage.mutate_json,))),
     (10, Target("unfinished", "journal.jsonl", (RESUME,), (damage.mutate_journal,))),
@@ -190,7 +205,12 @@ TARGETS: list[tuple[int, Target]] = [
     (2, Target("unfinished", "log.txt", (RESUME,))),
     (2, Target("unfinished", "run.lock", (RESUME,))),
     (2, Target("unfinished", "run.json", (RESUME,))),
-    (4, Target("unfinished", "checkpoints/*/*.safetensors", (RESUME,), tuple(map(_then_rehash_folder, _WEIGHTS)))),
+    (
+        4,
+        Target(
+            "unfinished", "checkpoints/*/*.safetensors", (RESUME,), tuple(map(_then_rehash_folder, _WEIGHTS))
+        ),
+    ),
     (4, Target("unfinished", "checkpoints/*/*.json", (RESUME,), tuple(map(_then_rehash_folder, _JSON)))),
     (2, Target("unfinished", "trunk_cache/*", (RESUME,))),
     (3, Target("finished", "final/*", (EVAL_RUN, REPLAY), ())),
@@ -202,66 +222,7 @@ TARGETS: list[tuple[int, Target]] = [
 ]
 
 
-@dataclass
-class Bench:
-    """Undamaged originals for one process, and the results that they give."""
-
-    workshop: Workshop
-    folder: Path
-    expected: dict[tuple[str, str, int], object] = field(default_factory=dict)
-
-    def original(self, kind: str, name: str) -> Path:
-        """What a scene copies."""
-        if name == "bundle":
-            return self.workshop.bundle(kind)
-        if name.endswith((".jsonl", ".yaml")):
-            return self.workshop.folder / name
-        if not (self.folder / kind).is_dir():
-            self._prepare(kind)
-        return self.folder / kind / ("finished/final" if name == "adapter" else name)
-
-    def _prepare(self, kind: str) -> None:
-        """A finished run, and the same one killed on its way."""
-        out = self.folder / kind
-        words = ["run", "--bundle", self.workshop.bundle(kind), *self.workshop.rows, "--select", "loss"]
-        words += ["--steps", STEPS, "--evaluate-every", 3, "--checkpoint-every", 2, "--learning-rate", "0.01"]
-        words += ["--divergence-ratio", 1000, "--threads", 1, "--quiet", "--out"]
-        ended = prge_ends([*words, out / "finished"])
-        if ended.code:
-            raise RuntimeError(ended.output)
-        for _ in range(50):
-            shutil.rmtree(out / "unfinished", ignore_errors=True)
-            child = Child([*words, out / "unfinished"])
-            while _steps(out / "unfinished") < LEAST_STEPS and not child.has_ended(0.0005):
-                continue
-            child.signal(signal.SIGKILL)
-            child.wait()
-            if LEAST_STEPS <= _steps(out / "unfinished") < STEPS:
-                return
-        raise RuntimeError("no run could be killed on its way")
-
-    def result(self, target: Target, use: Use, kind: str) -> object:
-        """What a use gives for undamaged files."""
-        key = (kind, target.top, id(use))
-        if key not in self.expected:
-            scene = Scene(self, kind, self.folder / f"expected-{len(self.expected)}")
-            scene.folder.mkdir()
-            for name in filter(None, (target.top, use.needs)):
-                scene.copy(name)
-            ended = prge_ends(use.words(scene))
-            if ended.code:
-                raise RuntimeError(f"{command_line(ended)}\n{ended.output}")
-            self.expected[key] = use.result(scene) if use.result else None
-            shutil.rmtree(scene.folder)
-        return self.expected[key]
-
-
-def _steps(run: Path) -> int:
-    journal = run / "journal.jsonl"
-    return journal.read_bytes().count(b'{"kind":"step"') if journal.is_file() else 0
-
-
-def attack_a_file(bench: Bench, number: int, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_file(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """Damage one file and let a verb read it."""
     (target,) = random.choices([each for _, each in TARGETS], [weight for weight, _ in TARGETS])
     use = random.choice(target.uses)
@@ -273,7 +234,7 @@ def attack_a_file(bench: Bench, number: int, random: Random, folder: Path) -> tu
     files = target.files(scene.copy(target.top))
     if not files:
         return [], Counter()
-    expected = bench.result(target, use, kind)
+    expected = _expected(bench, kind, target, use)
     path, is_crafted = random.choice(files), bool(target.crafted) and random.random() < 0.4
     if is_crafted:
         name, way = "crafted", random.choice(target.crafted)
@@ -292,7 +253,25 @@ def attack_a_file(bench: Bench, number: int, random: Random, folder: Path) -> tu
     if (linked.is_file() and linked.read_bytes() != before) or not all(each.is_dir() for each in foreign):
         verdict = Verdict.FOLLOWED
     label = f"{ended.words[0]}: {target.top}{'/' if target.pattern else ''}{target.pattern}, {name}"
-    return [Case(PART, number, label, verdict, command_line(ended), ended.output)], Counter()
+    return [Case(label, verdict, command_line(ended), ended.tail)], Counter()
+
+
+def _expected(bench: Bench, kind: str, target: Target, use: Use) -> object:
+    """What a use gives for undamaged files; None where there is nothing to compare."""
+    if use.result is None:
+        return None
+    key = (kind, target.top, id(use))
+    if key not in bench.results:
+        scene = Scene(bench, kind, bench.folder / f"expected-{len(bench.results)}")
+        scene.folder.mkdir()
+        for name in filter(None, (target.top, use.needs)):
+            scene.copy(name)
+        ended = prge_ends(use.words(scene))
+        if ended.code:
+            raise RuntimeError(f"{command_line(ended)}\n{ended.output}")
+        bench.results[key] = use.result(scene)
+        shutil.rmtree(scene.folder)
+    return bench.results[key]
 
 
 def _add_foreign_folders(scene: Scene, target: Target) -> list[Path]:
@@ -316,5 +295,3 @@ def _compared(use: Use, scene: Scene, expected: object, is_judged: bool) -> Verd
 def _is_finite(found: Any) -> bool:
     numbers = [value for value in found.values() if not isinstance(value, bytes)]
     return all(isinstance(value, int | float) and math.isfinite(value) for value in numbers)
-
-

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import damage
 from child import Child, Ended, Limits, prge_ends
 from outcome import Case, Verdict, command_line, judged
-from workshop import REPOSITORY, Workshop
+from workshop import REPOSITORY, Bench, Workshop
 
 from device_runner.evaluate import EvaluateSettings
 from device_runner.inspect_bundle import InspectSettings
@@ -31,7 +31,6 @@ from device_runner.probe import ProbeSettings
 from device_runner.replay import ReplaySettings
 from device_runner.session.settings import RunSettings
 
-PART = "inputs"
 MEGABYTE = 1 << 20
 Must = Literal["be refused", "work", "end"]
 _DIGITS = "9" * 5000
@@ -39,36 +38,43 @@ _DEEP = 100_000
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """What a refusal may take: seconds of the processor, and megabytes beyond the parent's."""
+
+    seconds: float = 5.0
+    megabytes: float = 400.0
+
+
+@dataclass(frozen=True)
 class Input:
     """A case: what is called, and what must become of it.
 
-    `seconds` of the processor and `megabytes` beyond the parent's bound an error. `says`: a word that a
-    refusal has; `never`: one that it hasn't.
+    `says`: a word that a refusal has; `never`: one that it hasn't.
     """
 
     name: str
     words: Sequence[object]
     must: Must = "be refused"
-    seconds: float = 5.0
-    megabytes: float = 400.0
+    bounds: Bounds = Bounds()
     limits: Limits = field(default_factory=lambda: Limits(seconds=120, processor_seconds=40, memory=2 << 30))
     prepare: Callable[[], object] | None = None
     says: str = ""
     never: str = ""
 
 
-def attack_an_input(
-    workshop: Workshop, number: int, random: Random, folder: Path
-) -> tuple[list[Case], Counter[str]]:
+_SOON = Bounds(1.5, 200.0)
+
+
+def attack_an_input(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """One hostile input."""
     makers, weights = zip(*_MAKERS, strict=True)
     (make,) = random.choices(makers, weights)
-    made = make(workshop, random, folder)
+    made = make(bench.workshop, random, folder)
     if not isinstance(made, Input):
-        return [dataclasses.replace(case, number=number) for case in made], Counter()
+        return made, Counter()
     child = Child(made.words, made.limits, prepare=made.prepare)
     ended = child.wait()
-    return [Case(PART, number, made.name, _verdict(made, ended), command_line(ended), ended.output)], Counter()
+    return [Case(made.name, _verdict(made, ended), command_line(ended), ended.tail)], Counter()
 
 
 def _verdict(made: Input, ended: Ended) -> Verdict:
@@ -79,7 +85,8 @@ def _verdict(made: Input, ended: Ended) -> Verdict:
         return verdict
     if made.must == "work" or made.says not in ended.output or (made.never and made.never in ended.output):
         return Verdict.UNEXPLAINED
-    is_greedy = ended.seconds > made.seconds or ended.memory > made.megabytes * MEGABYTE
+    bounds = made.bounds
+    is_greedy = ended.seconds > bounds.seconds or ended.memory > bounds.megabytes * MEGABYTE
     return Verdict.GREEDY if is_greedy else verdict
 
 
@@ -89,12 +96,30 @@ def _write(path: Path, content: str | bytes) -> Path:
 
 
 def _run(workshop: Workshop, folder: Path, *more: object, kind: str = "tangent") -> list[object]:
-    words = ["run", "--bundle", workshop.bundle(kind), *workshop.rows, "--steps", 2, "--threads", 1, "--quiet"]
+    words = [
+        "run",
+        "--bundle",
+        workshop.bundle(kind),
+        *workshop.rows,
+        "--steps",
+        2,
+        "--threads",
+        1,
+        "--quiet",
+    ]
     return [*words, "--out", folder / "out", *more]
 
 
 def _eval(workshop: Workshop, *more: object, kind: str = "tangent") -> list[object]:
-    words = ["eval", "--bundle", workshop.bundle(kind), "--data", workshop.folder / "dev.jsonl", "--threads", 1]
+    words = [
+        "eval",
+        "--bundle",
+        workshop.bundle(kind),
+        "--data",
+        workshop.folder / "dev.jsonl",
+        "--threads",
+        1,
+    ]
     return [*words, "--task", workshop.folder / "task.yaml", *more]
 
 
@@ -145,19 +170,19 @@ def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
         content = content.replace("{name}", name).replace("{{", "{").replace("}}", "}")
     elif isinstance(content, str):
         content = content.replace("{{", "{").replace("}}", "}")
-    bounds = {"seconds": 1.5, "megabytes": 200.0}
+    bounds = _SOON
     label = f"{where}: {kind}"
     if where.endswith("json"):
         adapter = Path(shutil.copytree(workshop.bundle("tangent") / "adapter", folder / "adapter"))
         _write(adapter / where, content)
-        return Input(label, _eval(workshop, "--adapter", adapter), **bounds)
+        return Input(label, _eval(workshop, "--adapter", adapter), bounds=bounds)
     path = _write(folder / "bad.yaml", content)
     if where == "config":
         # An empty file is no setting at all.
         must: Must = "end" if kind == "nothing" else "be refused"
-        return Input(label, _run(workshop, folder, "--config", path), must, **bounds)
+        return Input(label, _run(workshop, folder, "--config", path), must, bounds=bounds)
     words = _eval(workshop, "--task", path) if "eval" in where else _run(workshop, folder, "--task", path)
-    return Input(label, words, **bounds)
+    return Input(label, words, bounds=bounds)
 
 
 # Chat templates
@@ -180,14 +205,15 @@ TEMPLATES: dict[str, str] = {
     "joined text": "{{ range(99999) | join('x' * 99999) }}",
     "replaced text": "{{ ('x' * 99999) | replace('x', 'x' * 99999) }}",
     "long list": "{% set a = [0] * 10**9 %}{{ a | length }}",
-    "deep list": "{% set ns = namespace(t=[]) %}{% for i in range(99999) %}{% set ns.t = [ns.t] %}{% endfor %}"
-    "{{ ns.t }}",
+    "deep list": "{% set ns = namespace(t=[]) %}{% for i in range(99999) %}{% set ns.t = [ns.t] %}"
+    "{% endfor %}{{ ns.t }}",
     "deep source": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "nested blocks": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
     "long source": "x" * 20_000_000,
     "many statements": "{{ 1 }}" * 500_000,
     "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "broad recursion": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "broad recursion": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
     "escape": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "escape by format": "{{ '{0.__class__.__mro__}'.format('') }}",
     "escape by attr": "{{ messages | map(attribute='__class__') | list }}",
@@ -211,9 +237,19 @@ def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
     damage.rehash_bundle(bundle)
     words = ["eval", "--bundle", bundle, "--data", workshop.folder / "chat.jsonl", "--threads", 1]
     if random.random() < 0.5:
-        words = ["run", "--bundle", bundle, "--train", workshop.folder / "chat.jsonl", "--threads", 1, "--steps", 1]
+        words = [
+            "run",
+            "--bundle",
+            bundle,
+            "--train",
+            workshop.folder / "chat.jsonl",
+            "--threads",
+            1,
+            "--steps",
+            1,
+        ]
         words += ["--quiet", "--out", folder / "out"]
-    return Input(f"chat template: {kind}", words, "end", seconds=30.0, megabytes=700.0)
+    return Input(f"chat template: {kind}", words, "end", bounds=Bounds(30.0, 700.0))
 
 
 # Numbers
@@ -239,7 +275,7 @@ def _manifest(workshop: Workshop, random: Random, folder: Path) -> Input:
         words = _run(workshop, folder) if verb == "run" else _eval(workshop)
         words[2] = bundle
     # Some numbers are said and not used, such as the vocabulary's size of a trunk.
-    return Input(f"manifest: {name}", words, "end", seconds=1.5, megabytes=200.0)
+    return Input(f"manifest: {name}", words, "end", bounds=_SOON)
 
 
 _VERBS: dict[str, tuple[type[Any], Callable[[Workshop, Path], list[object]]]] = {
@@ -258,8 +294,38 @@ _VERBS: dict[str, tuple[type[Any], Callable[[Workshop, Path], list[object]]]] = 
 }
 # Large ones only take long, as they should.
 _TAKES_LONG = frozenset({"steps", "batches"})
-_ODD = ["", "x", "nan", "inf", "-inf", "1e999", "1e308", "-1e308", "1e-320", "-1", "-0", "0", "0.5", "1_0", "٣"]
-_ODD += ["0x10", "1e3", "None", "null", "true", "[1]", "{}", "\0"[:0] + "\x1b[2J", "\udcff", " ", "--", "=", "../.."]
+_ODD = [
+    "",
+    "x",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "1e308",
+    "-1e308",
+    "1e-320",
+    "-1",
+    "-0",
+    "0",
+    "0.5",
+    "1_0",
+    "٣",
+]
+_ODD += [
+    "0x10",
+    "1e3",
+    "None",
+    "null",
+    "true",
+    "[1]",
+    "{}",
+    "\0"[:0] + "\x1b[2J",
+    "\udcff",
+    " ",
+    "--",
+    "=",
+    "../..",
+]
 _LARGE = ["1000000000", "1000000000000", str(2**31), str(2**63), str(2**64), str(10**30), _DIGITS]
 
 
@@ -271,18 +337,25 @@ def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
     values = _ODD if name in _TAKES_LONG else [*_ODD, *_LARGE]
     flag, value = f"--{name.replace('_', '-')}", random.choice(values)
     given = random.choice([[f"{flag}={value}"], [flag, value], [flag, value, value], [flag]])
-    return Input(f"{verb}: {flag}", [*make(workshop, folder), *given], "end", seconds=20.0, megabytes=500.0)
+    return Input(f"{verb}: {flag}", [*make(workshop, folder), *given], "end", bounds=Bounds(20.0, 500.0))
 
 
 def _bounds(workshop: Workshop, random: Random, folder: Path) -> Input:
     """Numbers that no run can have."""
-    choices = ["--calls 1000000000", f"--seed {2**64}", "--seed -1", "--momentum 1", "--beta2 1", "--threads 1000000"]
+    choices = [
+        "--calls 1000000000",
+        f"--seed {2**64}",
+        "--seed -1",
+        "--momentum 1",
+        "--beta2 1",
+        "--threads 1000000",
+    ]
     choices += ["--head-folds 1000000000", "--learning-rate inf", "--learning-rate nan", "--epsilon 0"]
     choices += [f"--steps {_DIGITS}", "--divergence-ratio nan", "--clip inf", "--queries 1000000000"]
     choices += ["--lengths 0", "--lengths 1000000000000", "--warmup 1000000000"]
     chosen = random.choice(choices)
     words = _run(workshop, folder, *chosen.split())
-    return Input(f"bounds: {chosen[:40]}", words, seconds=1.5, megabytes=200.0)
+    return Input(f"bounds: {chosen[:40]}", words, bounds=_SOON)
 
 
 # Rows
@@ -292,6 +365,7 @@ def _labelled(text: object, label: object = 0) -> str:
     return json.dumps({"text": text, "label": label}) + "\n"
 
 
+_OF_OTHER_KINDS: list[object] = [None, [], {}, True, 1.5]
 ROWS: dict[str, tuple[str, Callable[[], str | bytes]]] = {
     "one row of 10 MB": ("jsonl", lambda: _labelled("aa bb " * (10 * MEGABYTE // 6)) + _labelled("b", 1)),
     "one word of 10 MB": ("jsonl", lambda: _labelled("x" * (10 * MEGABYTE)) + _labelled("b", 1)),
@@ -312,8 +386,11 @@ ROWS: dict[str, tuple[str, Callable[[], str | bytes]]] = {
     "nothing": ("jsonl", lambda: ""),
     "empty lines": ("jsonl", lambda: "\n\n\n"),
     "empty text": ("jsonl", lambda: _labelled("") + _labelled("b", 1)),
-    "labels of other kinds": ("jsonl", lambda: "".join(_labelled("a", x) for x in (None, [], {}, True, 1.5, "x"))),
-    "text of other kinds": ("jsonl", lambda: "".join(_labelled(x) for x in (None, [], {}, True, 1.5))),
+    "labels of other kinds": (
+        "jsonl",
+        lambda: "".join(_labelled("a", label) for label in _OF_OTHER_KINDS),
+    ),
+    "text of other kinds": ("jsonl", lambda: "".join(_labelled(text) for text in _OF_OTHER_KINDS)),
     "columns doubled": ("csv", lambda: "text,text,label\na,b,0\n"),
     "columns missing": ("csv", lambda: "a\n1\n"),
     "rows too long": ("csv", lambda: "text,label\na,0,1,2\nb\n"),
@@ -329,10 +406,10 @@ def _rows(workshop: Workshop, random: Random, folder: Path) -> Input:
     kind, (ending, make) = random.choice(list(ROWS.items()))
     path = _write(folder / f"rows.{ending}", make())
     # With the row itself, which a reader may hold twice, and what its tokens take.
-    bounds = {"seconds": 30.0, "megabytes": 250.0}
+    bounds = Bounds(30.0, 250.0)
     if random.random() < 0.5:
-        return Input(f"rows of eval: {kind}", [*_eval(workshop), "--data", path], "end", **bounds)
-    return Input(f"rows of run: {kind}", _run(workshop, folder, "--train", path), "end", **bounds)
+        return Input(f"rows of eval: {kind}", [*_eval(workshop), "--data", path], "end", bounds=bounds)
+    return Input(f"rows of run: {kind}", _run(workshop, folder, "--train", path), "end", bounds=bounds)
 
 
 # Surroundings
@@ -366,7 +443,9 @@ def _streams(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     verdict = judged(ended) or judged(whole) or Verdict.ACCEPTED
     if verdict is Verdict.REFUSED:
         verdict = Verdict.UNEXPLAINED
-    return [Case(PART, 0, f"standard files: {refuse.__name__[1:]} {numbers}", verdict, command_line(ended), ended.output)]
+    return [
+        Case(f"standard files: {refuse.__name__[1:]} {numbers}", verdict, command_line(ended), ended.tail)
+    ]
 
 
 def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
@@ -381,6 +460,8 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     try:
         ended = Child([*words, "--out", out], limits).wait()
         verdict = judged(ended)
+        if verdict is Verdict.UNEXPLAINED and ended.code == 2 and not is_mounted:
+            verdict = Verdict.REFUSED  # the file of its output is limited too
         if is_mounted:
             subprocess.run(["mount", "-o", "remount,size=64m", str(out.parent)], check=True)
         again = ["run", "--resume", out] if (out / "config.yaml").is_file() else [*words, "--out", out]
@@ -397,7 +478,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     if whole.code:
         verdict, ended = Verdict.UNEXPLAINED, whole
     name = "full disk" if is_mounted else "a limit on the size of files"
-    return [Case(PART, 0, name, verdict, command_line(ended), f"{ended.output}\n{resumed.output}")]
+    return [Case(name, verdict, command_line(ended), f"{ended.tail}\n{resumed.tail}")]
 
 
 def _mounted(folder: Path, size: int) -> bool:
@@ -417,12 +498,14 @@ def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
     limits = Limits(seconds=120, processor_seconds=40, memory=memory)
     name = f"little memory: {kind}"
     words = _run(workshop, folder, kind=kind)
-    return Input(name, words, "end", limits=limits, says="memory", never="damaged", seconds=20.0)
+    return Input(name, words, "end", limits=limits, says="memory", never="damaged", bounds=Bounds(20.0))
 
 
 def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
-    """Folders whose names are not plain, in a process of its own: Python chooses its encoding at the start."""
-    name = random.choice(["grün", "-x", "--out", "a b", "a\nb", "日本", "'", '"', "$(x)", "%s", "{}", "a=b", "x" * 200])
+    """Folders whose names are not plain, in a process of its own: its encoding is chosen at the start."""
+    name = random.choice(
+        ["grün", "-x", "--out", "a b", "a\nb", "日本", "'", '"', "$(x)", "%s", "{}", "a=b", "x" * 200]
+    )
     environment: Mapping[str, str] = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(REPOSITORY)}
     began = [str(word) for word in _run(workshop, folder)]
     began[began.index("--out") : began.index("--out") + 2] = [f"--out={name}"]
@@ -430,13 +513,15 @@ def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     cases = []
     for words in calls:
         command = [sys.executable, "-m", "prge.cli", *words]
-        done = subprocess.run(command, capture_output=True, cwd=folder, env=environment, timeout=300, check=False)
+        done = subprocess.run(
+            command, capture_output=True, cwd=folder, env=environment, timeout=300, check=False
+        )
         output = (done.stdout + done.stderr).decode(errors="replace")
         ended = Ended(tuple(words), done.returncode, output)
         verdict = judged(ended) or Verdict.ACCEPTED
         if verdict is Verdict.REFUSED:
             verdict = Verdict.UNEXPLAINED
-        cases.append(Case(PART, 0, f"name of a folder: {words[0]}", verdict, command_line(ended), output))
+        cases.append(Case(f"name of a folder: {words[0]}", verdict, command_line(ended), ended.tail))
     return cases
 
 
@@ -456,12 +541,14 @@ def _two_at_once(workshop: Workshop, random: Random, folder: Path) -> list[Case]
     words = [*_run(workshop, folder), "--steps", 12, "--checkpoint-every", 1]
     children = [Child(words, limits), Child(words, limits)]
     ended = [child.wait() for child in children]
-    resumed = [child.wait() for child in [Child(["run", "--resume", folder / "out"], limits) for _ in range(2)]]
+    resumed = [
+        child.wait() for child in [Child(["run", "--resume", folder / "out"], limits) for _ in range(2)]
+    ]
     replayed = prge_ends(["replay", folder / "out", "--out", folder / "replayed"])
     cases = []
     for each in [*ended, *resumed, replayed]:
         verdict = judged(each) or Verdict.ACCEPTED
-        cases.append(Case(PART, 0, "two processes", verdict, command_line(each), each.output))
+        cases.append(Case("two processes", verdict, command_line(each), each.tail))
     if replayed.code or not any(each.code == 0 for each in ended):
         cases.append(dataclasses.replace(cases[-1], verdict=Verdict.DIFFERENT))
     return cases

@@ -18,9 +18,8 @@ from random import Random
 
 from child import Child, Ended, Limits, prge_ends
 from outcome import Case, Verdict, command_line, judged
-from workshop import Workshop
+from workshop import Bench, Workshop
 
-PART = "kills"
 LIMITS = Limits(seconds=300, processor_seconds=120, memory=None)
 _KILLS = (6, 16)
 _STOPPED = 130
@@ -38,7 +37,12 @@ _OF_KIND: dict[str, list[list[str]]] = {
     ],
     "exact": [[], ["--clip", "1"], ["--calls", "2"]],
     "quantized": [[], ["--keep-programs"]],
-    "trunk": [[], ["--trunk-cache-bytes", "0"], ["--trunk-cache-dtype", "float16"], ["--lengths", "12", "32"]],
+    "trunk": [
+        [],
+        ["--trunk-cache-bytes", "0"],
+        ["--trunk-cache-dtype", "float16"],
+        ["--lengths", "12", "32"],
+    ],
     "encoder": [["--head-folds", "4"], ["--head-folds", "0"], ["--head-learning-rate", "0.01"]],
 }
 _OF_ALL: list[list[list[str]]] = [
@@ -51,31 +55,30 @@ _OF_ALL: list[list[list[str]]] = [
 ]
 
 
-def attack_a_run(workshop: Workshop, number: int, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_run(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """One run with settings of its own, killed a dozen times."""
-    kind = random.choice(workshop.kinds)
-    name, words = f"run: {kind}", _run_words(workshop, kind, random)
-    return _attacked(name, words, number, random, folder)
+    kind = random.choice(bench.workshop.kinds)
+    name, words = f"run: {kind}", _run_words(bench.workshop, kind, random)
+    return _attacked(name, words, random, folder)
 
 
-def attack_a_run_with_torch(
-    workshop: Workshop, number: int, random: Random, folder: Path
-) -> tuple[list[Case], Counter[str]]:
+def attack_a_run_with_torch(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """The same on the engine that takes torch."""
     kind = random.choice(["tangent", "antithetic", "exact", "encoder"])
-    name, words = f"run with torch: {kind}", [*_run_words(workshop, kind, random), *_TORCH]
-    return _attacked(name, words, number, random, folder)
+    name, words = f"run with torch: {kind}", [*_run_words(bench.workshop, kind, random), *_TORCH]
+    return _attacked(name, words, random, folder)
 
 
-def attack_a_baseline(
-    workshop: Workshop, number: int, random: Random, folder: Path
-) -> tuple[list[Case], Counter[str]]:
+def attack_a_baseline(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """`prge baseline` by a method of its own."""
-    method = random.choice(["lora", "lora-fa", "full", "mezo"])
+    method, workshop = (
+        random.choice(["backprop-lora-fa", "backprop-lora", "backprop-full", "mezo", "far", "tinytl-biases"]),
+        bench.workshop,
+    )
     words = ["baseline", "--bundle", workshop.bundle("tangent"), "--model", workshop.model("llama")]
     words += ["--method", method, *workshop.rows, "--steps", random.choice(["6", "12"]), "--threads", "1"]
     words += ["--learning-rate", "0.001", "--evaluate-every", "3", "--checkpoint-every", "2", "--quiet"]
-    return _attacked(f"baseline: {method}", list(map(str, words)), number, random, folder)
+    return _attacked(f"baseline: {method}", list(map(str, words)), random, folder)
 
 
 def _run_words(workshop: Workshop, kind: str, random: Random) -> list[str]:
@@ -87,15 +90,13 @@ def _run_words(workshop: Workshop, kind: str, random: Random) -> list[str]:
     return words
 
 
-def _attacked(
-    name: str, words: list[str], number: int, random: Random, folder: Path
-) -> tuple[list[Case], Counter[str]]:
+def _attacked(name: str, words: list[str], random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     counts: Counter[str] = Counter(runs=1)
     began = time.monotonic()
     whole, killed = folder / "whole", folder / "killed"
     ended = prge_ends([*words, "--out", whole], LIMITS)
     if ended.code != 0:
-        return [Case(PART, number, name, _unexpected(ended), command_line(ended), ended.output)], counts
+        return [Case(name, _unexpected(ended), command_line(ended), ended.tail)], counts
     seconds = time.monotonic() - began
     left = random.randint(*_KILLS)
     while True:
@@ -110,13 +111,13 @@ def _attacked(
             counts[f"kills of {name}"] += 1
             continue
         if ended.code != 0:
-            return [Case(PART, number, name, _unexpected(ended), command_line(ended), ended.output)], counts
+            return [Case(name, _unexpected(ended), command_line(ended), ended.tail)], counts
         if problem := differences(whole, killed):
-            return [Case(PART, number, name, Verdict.DIFFERENT, command_line(ended), problem)], counts
+            return [Case(name, Verdict.DIFFERENT, command_line(ended), problem)], counts
         if left <= 0:
             break
         shutil.rmtree(killed)  # it was done before the kill came: once more, until all kills are spent
-    return [Case(PART, number, name, Verdict.ACCEPTED)], counts
+    return [Case(name, Verdict.ACCEPTED)], counts
 
 
 def _unexpected(ended: Ended) -> Verdict:
@@ -209,5 +210,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-

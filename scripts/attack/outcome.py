@@ -52,12 +52,12 @@ class Verdict(str, Enum):
 class Case:
     """One case: where it comes from, what it was, what became of it."""
 
-    part: str
-    number: int
     name: str
     verdict: Verdict
     command: str = ""
     tail: str = ""
+    part: str = ""
+    number: int = 0
 
     @property
     def label(self) -> str:
@@ -123,7 +123,9 @@ class Report:
             "left_out": self.left_out,
             "parts": {
                 part: {
-                    "verdicts": {found: n for (each, found), n in sorted(self.verdicts.items()) if each == part},
+                    "verdicts": {
+                        found: n for (each, found), n in sorted(self.verdicts.items()) if each == part
+                    },
                     "cases": {name: n for (each, name), n in sorted(self.kinds.items()) if each == part},
                 }
                 for part in parts

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from child import Child, prge_ends
 
 from tests.tiny_models import SHALLOW, save_model
 
@@ -21,7 +26,19 @@ columns: {label: label}
 metric: accuracy
 """
 
-_SHAPES = ["--rank", "2", "--queries", "2", "--batch-size", "4", "--sequence-length", "32", "--positions", "2"]
+STEPS, LEAST_STEPS = 20, 7
+_SHAPES = [
+    "--rank",
+    "2",
+    "--queries",
+    "2",
+    "--batch-size",
+    "4",
+    "--sequence-length",
+    "32",
+    "--positions",
+    "2",
+]
 _UPPER = ["--adapt-layers", "top:1", "--trunk-cache", "--lengths", "12"]
 # Model and words of the export, by kind of bundle.
 KINDS: dict[str, tuple[str, list[str]]] = {
@@ -60,6 +77,52 @@ class Workshop:
         return ["--train", str(train), "--dev", str(dev), "--task", str(task)]
 
 
+@dataclass
+class Bench:
+    """Undamaged originals of runs for one process, and what was found of them."""
+
+    workshop: Workshop
+    folder: Path
+    results: dict[Any, object] = field(default_factory=dict)
+
+    def original(self, kind: str, name: str) -> Path:
+        """The `bundle`, `finished` or `unfinished` run, `adapter`, rows or task that a case copies."""
+        if name == "bundle":
+            return self.workshop.bundle(kind)
+        if name.endswith((".jsonl", ".yaml")):
+            return self.workshop.folder / name
+        if not (self.folder / kind / "unfinished").is_dir():
+            self._prepare(kind)
+        return self.folder / kind / ("finished/final" if name == "adapter" else name)
+
+    def _prepare(self, kind: str) -> None:
+        """A finished run, and the same one killed on its way."""
+        out = self.folder / kind
+        shutil.rmtree(out, ignore_errors=True)
+        words = ["run", "--bundle", self.workshop.bundle(kind), *self.workshop.rows, "--select", "loss"]
+        words += ["--steps", STEPS, "--evaluate-every", 3, "--checkpoint-every", 2, "--learning-rate", "0.01"]
+        words += ["--divergence-ratio", 1000, "--threads", 1, "--quiet", "--out"]
+        ended = prge_ends([*words, out / "finished"])
+        if ended.code:
+            raise RuntimeError(ended.output)
+        for _ in range(50):
+            shutil.rmtree(out / "unfinished", ignore_errors=True)
+            child = Child([*words, out / "unfinished"])
+            while steps_of(out / "unfinished") < LEAST_STEPS and not child.has_ended(0.0005):
+                continue
+            child.signal(signal.SIGKILL)
+            child.wait()
+            if LEAST_STEPS <= steps_of(out / "unfinished") < STEPS:
+                return
+        raise RuntimeError("no run could be killed on its way")
+
+
+def steps_of(run: Path) -> int:
+    """Steps in a run's journal."""
+    journal = run / "journal.jsonl"
+    return journal.read_bytes().count(b'{"kind":"step"') if journal.is_file() else 0
+
+
 def open_workshop(folder: Path, kinds: Sequence[str] = tuple(KINDS)) -> Workshop:
     """Make what isn't there yet; raises RuntimeError with what an export said if one fails."""
     workshop = Workshop(folder)
@@ -67,7 +130,9 @@ def open_workshop(folder: Path, kinds: Sequence[str] = tuple(KINDS)) -> Workshop
     write_rows(folder)
     for name, architecture in (("llama", "llama"), ("deep", "llama"), ("bert", "bert")):
         if not workshop.model(name).is_dir() and any(KINDS[kind][0] == name for kind in kinds):
-            save_model(workshop.model(name), architecture, **({} if name == "deep" else SHALLOW[architecture]))
+            save_model(
+                workshop.model(name), architecture, **({} if name == "deep" else SHALLOW[architecture])
+            )
             (workshop.model(name) / "chat_template.jinja").write_text(CHAT)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda kind: _export(workshop, kind), kinds))
