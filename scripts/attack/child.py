@@ -1,0 +1,190 @@
+"""`prge` in a forked process: the real command line on real files, with limits, killed by real signals.
+
+A fork saves a second of imports per case. The parent imports the verbs and never calls an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import prge.cli
+
+DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "plot")
+# What the verbs import when they are called.
+_IMPORTED_LATE = ("docstring_parser", "jinja2", "jsonargparse", "tokenizers", "tqdm", "yaml")
+_TAIL, _MOST_OUTPUT = 3000, 4 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a case may take; memory is what it maps beyond its parent."""
+
+    seconds: float = 120.0
+    processor_seconds: int = 60
+    memory: int | None = 2 << 30
+    file_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How `prge` ended: its exit code, or minus the signal that ended it, and what it printed.
+
+    `hung`: it had to be ended. `seconds` of the processor and `memory`, its largest resident size beyond its
+    parent's, count its children too.
+    """
+
+    words: tuple[str, ...]
+    code: int
+    output: str
+    hung: bool = False
+    seconds: float = 0.0
+    memory: int = 0
+
+    @property
+    def has_traceback(self) -> bool:
+        """Whether Python told of an error that `prge` didn't expect."""
+        return "Traceback (most recent call last)" in self.output or "Exception ignored" in self.output
+
+    @property
+    def tail(self) -> str:
+        """The end of what it printed."""
+        return self.output[-_TAIL:]
+
+
+def import_verbs(names: Sequence[str] = DEVICE_VERBS) -> None:
+    """Import verbs and what they import when they are called, so that forked processes have it."""
+    for name in names:
+        importlib.import_module(prge.cli.VERBS[name].module)
+    for module in _IMPORTED_LATE:
+        importlib.import_module(module)
+    from device_runner.engines.native.engine import prepare
+
+    prepare()
+
+
+@dataclass
+class Child:
+    """One call of `prge`, going on; `wait` for its end.
+
+    Args:
+        words: of the command line.
+        limits: which it ends by.
+        folder: where it works.
+        environment: what is changed of the parent's.
+        prepare: called in the child before anything else, after its output was redirected.
+    """
+
+    words: Sequence[object]
+    limits: Limits = field(default_factory=Limits)
+    folder: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[], object] | None = None
+
+    def __post_init__(self) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed after its end)
+        self._resident = _resident()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.process = os.fork()
+        if self.process == 0:
+            self._become_prge()
+        self.began = time.monotonic()
+        self._ended: Ended | None = None
+        self._handle = os.pidfd_open(self.process)
+
+    def signal(self, number: int) -> bool:
+        """Send a signal, unless the process has ended."""
+        if self.has_ended(0.0):
+            return False
+        os.kill(self.process, number)
+        return True
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether it ends within so many seconds."""
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        return self._ended is not None or bool(poll.poll(seconds * 1000))
+
+    def wait(self) -> Ended:
+        """Wait for its end, or end it when its time is over."""
+        if self._ended is None:
+            hung = not self.has_ended(max(0.0, self.began + self.limits.seconds - time.monotonic()))
+            if hung:
+                os.kill(self.process, signal.SIGKILL)
+            _, status, usage = os.wait4(self.process, 0)
+            os.close(self._handle)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process, signal.SIGKILL)  # its own children
+            code = os.waitstatus_to_exitcode(status)
+            self._ended = Ended(
+                tuple(map(str, self.words)),
+                code,
+                self._output(),
+                hung or code == -signal.SIGXCPU,
+                usage.ru_utime + usage.ru_stime,
+                max(0, usage.ru_maxrss * 1024 - self._resident),
+            )
+            self._log.close()
+        return self._ended
+
+    def _output(self) -> str:
+        return os.pread(self._log.fileno(), _MOST_OUTPUT, 0).decode(errors="replace")
+
+    def _become_prge(self) -> None:
+        code = 1
+        try:
+            os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (1, 2):
+                os.dup2(self._log.fileno(), number)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.environ.update(self.environment)
+            if self.folder is not None:
+                os.chdir(self.folder)
+            if self.prepare is not None:
+                self.prepare()
+            self._limit()
+            code = prge.cli.main([str(word) for word in self.words])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(code)
+
+    def _limit(self) -> None:
+        limits = self.limits
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (limits.processor_seconds, limits.processor_seconds + 5))
+        if limits.memory is not None:
+            most = _mapped() + limits.memory
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        if limits.file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
+
+
+def prge_ends(words: Sequence[object], limits: Limits | None = None, folder: Path | None = None) -> Ended:
+    """Call `prge` and wait for its end."""
+    return Child(words, limits or Limits(), folder).wait()
+
+
+def _mapped() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,0 +1,234 @@
+"""Ways to damage a file: by chance, by what it is, and so that every checksum still fits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from prge.bundle import MANIFEST, file_sha256, manifest_sha256
+
+Way = Callable[[Path, Random], object]
+_BLOCK = 4096
+_HUGE = 3 << 30
+
+
+def _flip(path: Path, random: Random, times: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    for _ in range(times if content else 0):
+        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+
+
+def _overwrite(path: Path, random: Random, block: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    start = random.randrange(max(1, len(content)))
+    content[start : start + len(block)] = block[: len(content) - start]
+    path.write_bytes(content)
+
+
+def _cut(path: Path, random: Random) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: random.randrange(max(1, len(content)))])
+
+
+def _cut_out(path: Path, random: Random) -> None:
+    content = path.read_bytes()
+    start = random.randrange(max(1, len(content)))
+    path.write_bytes(content[:start] + content[start + random.randint(1, 200) :])
+
+
+def _grow(path: Path, random: Random) -> None:
+    with path.open("ab") as stream:
+        stream.write(
+            random.choice([b"\0" * _BLOCK, b"\n", b"{}\n", b"x", random.randbytes(300), path.read_bytes()])
+        )
+
+
+def _lines(path: Path, random: Random) -> None:
+    lines = path.read_bytes().splitlines(keepends=True) or [b""]
+    first, second = random.randrange(len(lines)), random.randrange(len(lines))
+    change = random.randrange(4)
+    if change == 0:
+        del lines[first]
+    elif change == 1:
+        lines.insert(first, lines[second])
+    elif change == 2:
+        lines[first], lines[second] = lines[second], lines[first]
+    else:
+        random.shuffle(lines)
+    path.write_bytes(b"".join(lines))
+
+
+def _swap(path: Path, random: Random) -> None:
+    """Another file of the same folder, or of the one above, takes its place."""
+    others = [other for other in sorted(path.parent.rglob("*")) if other.is_file() and other != path]
+    others += [other for other in sorted(path.parent.parent.glob("*/*")) if other.is_file() and other != path]
+    content = random.choice(others).read_bytes() if others else b"another file"
+    path.write_bytes(content)
+
+
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def _link(path: Path) -> None:
+    shutil.move(path, aside(path))
+    path.symlink_to(aside(path))
+
+
+def _huge(path: Path, _: Random) -> None:
+    with path.open("r+b") as stream:
+        stream.truncate(_HUGE)
+
+
+# By chance, and by what a file is. Links lead to a copy beside the case, which must stay as it is.
+WAYS: dict[str, Way] = {
+    "one bit": _flip,
+    "eight bits": lambda path, random: _flip(path, random, 8),
+    "noise": lambda path, random: _overwrite(path, random, random.randbytes(random.randint(1, _BLOCK))),
+    "zeros": lambda path, random: _overwrite(path, random, bytes(random.randint(1, _BLOCK))),
+    "all noise": lambda path, random: path.write_bytes(random.randbytes(path.stat().st_size)),
+    "cut": _cut,
+    "cut out": _cut_out,
+    "empty": lambda path, _: path.write_bytes(b""),
+    "grown": _grow,
+    "lines": _lines,
+    "swapped": _swap,
+    "missing": lambda path, _: path.unlink(),
+    "folder": lambda path, _: _replace(path, os.mkdir),
+    "pipe": lambda path, _: _replace(path, os.mkfifo),
+    "link": lambda path, _: _link(path),
+    "dangling link": lambda path, _: _replace(path, lambda name: name.symlink_to("nowhere")),
+    "link to itself": lambda path, _: _replace(path, lambda name: name.symlink_to(name.name)),
+    "device": lambda path, random: _replace(
+        path, lambda name: name.symlink_to(random.choice(["/dev/zero", "/dev/full", "/dev/urandom"]))
+    ),
+    "huge": _huge,
+}
+
+
+def aside(path: Path) -> Path:
+    """Where a file lies that a link leads to."""
+    return path.with_name(path.name + ".linked")
+
+
+# What Python's JSON can't write is spelled after it was written.
+_SPELLED = {
+    '"@digits@"': "9" * 5000,
+    '"@deep@"': "[" * 50_000 + "]" * 50_000,
+    '"@nan@"': "NaN",
+    '"@infinity@"': "-Infinity",
+    '"@exponent@"': "1e999",
+    '"@half@"': '"\\ud800"',
+    '"@long@"': '"' + "x" * 1_000_000 + '"',
+}
+_VALUES: list[Any] = [
+    *(json.loads(spelled) for spelled in _SPELLED),
+    *(None, True, False, 0, -1, 1, 3, 2**31, 2**63, 10**12, 10**18, 0.5, -0.0, 1e308, 1e-320),
+    *("", "x", "../../etc/passwd", "/dev/zero", "\0", "null", "%s{0}", [], [[]], [1, 2], {}, {"": ""}),
+]
+
+
+def mutated(value: Any, random: Random, times: int = 1) -> Any:
+    """A JSON value with some part replaced by a hostile one, removed, doubled or renamed."""
+    value = json.loads(json.dumps(value))
+    for _ in range(times):
+        places = list(_places(value))
+        if not places:
+            return random.choice(_VALUES)
+        holder, key = random.choice(places)
+        change = random.randrange(6)
+        if change < 4:
+            holder[key] = random.choice(_VALUES)
+        elif change == 4:
+            del holder[key]
+        elif isinstance(holder, dict):
+            holder[f"{key}x"] = holder.pop(key)
+        else:
+            holder.append(holder[key])
+    return value
+
+
+def spelled(value: Any, indent: int | None = None) -> bytes:
+    """A mutated value as JSON text."""
+    text = json.dumps(value, indent=indent)
+    for mark, spelling in _SPELLED.items():
+        text = text.replace(mark, spelling)
+    return text.encode()
+
+
+def _places(value: Any) -> Any:
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from _places(value[key])
+
+
+def mutate_json(path: Path, random: Random) -> None:
+    """Change some values of a JSON file."""
+    path.write_bytes(spelled(mutated(json.loads(path.read_bytes()), random, random.randint(1, 2))))
+
+
+def rehash_folder(folder: Path) -> None:
+    """Make a PEFT folder's hashes.json agree with its files."""
+    path = folder / "hashes.json"
+    if path.is_file():
+        names = json.loads(path.read_bytes())
+        path.write_text(
+            json.dumps({name: file_sha256(folder / name) for name in names if (folder / name).is_file()})
+        )
+
+
+def rehash_bundle(bundle: Path) -> None:
+    """Make a bundle's manifest agree with its files."""
+    path = bundle / MANIFEST
+    manifest = json.loads(path.read_bytes())
+    for name, entry in manifest["files"].items():
+        if (bundle / name).is_file():
+            entry["sha256"], entry["bytes"] = file_sha256(bundle / name), (bundle / name).stat().st_size
+    manifest["manifest_sha256"] = manifest_sha256(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def mutate_manifest(path: Path, random: Random) -> None:
+    """Change some values of a manifest, and its own hash to fit where it has one."""
+    manifest = mutated(json.loads(path.read_bytes()), random, random.randint(1, 2))
+    if isinstance(manifest, dict):
+        content = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        manifest["manifest_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    path.write_bytes(spelled(manifest))
+
+
+def mutate_journal(path: Path, random: Random) -> None:
+    """Change a record of a journal, and its checksum to fit."""
+    lines = path.read_bytes().splitlines()
+    index = random.randrange(len(lines))
+    record = (
+        spelled(mutated(json.loads(lines[index])["record"], random)).replace(b", ", b",").replace(b": ", b":")
+    )
+    lines[index] = b'{"crc32":"%08x","record":%s}' % (zlib.crc32(record), record)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def mutate_safetensors(path: Path, random: Random) -> None:
+    """Change the header of a safetensors file, or put numbers into it that are none."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + size]), bytearray(content[8 + size :])
+    if random.random() < 0.3 and data:
+        start = random.randrange(len(data) // 4) * 4
+        data[start : start + 4] = random.choice([b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\0\0\x80\xff"])
+        text = content[8 : 8 + size]
+    else:
+        text = spelled(mutated(header, random))
+    length = random.choice([len(text)] * 6 + [0, 2**40, 2**63, len(text) + 1])
+    path.write_bytes(length.to_bytes(8, "little") + text + data)

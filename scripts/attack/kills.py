@@ -1,0 +1,212 @@
+"""Runs that are killed again and again and resumed until they are done: they must leave what others leave.
+
+A run is compared with one of the same settings that was never killed: the result, the journal and every
+checkpoint byte for byte, and how many rows and records metrics.jsonl and run.json count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+from child import Child, Ended, Limits, prge_ends
+from outcome import Case, Verdict, command_line, judged
+from workshop import Bench, Workshop
+
+LIMITS = Limits(seconds=300, processor_seconds=120, memory=None)
+_KILLS = (6, 16)
+_STOPPED = 130
+_TORCH = ["--engine", "torch"]
+
+# For each kind of bundle, settings of which one is drawn.
+_OF_KIND: dict[str, list[list[str]]] = {
+    "tangent": [[], ["--share-directions"], ["--clip", "1"], ["--keep-programs"], ["--calls", "2"]],
+    "antithetic": [
+        [],
+        ["--estimator", "one-sided"],
+        ["--estimator", "one-sided", "--baseline", "leave-one-out"],
+        ["--estimator", "one-sided", "--normalize"],
+        ["--directions", "gaussian"],
+    ],
+    "exact": [[], ["--clip", "1"], ["--calls", "2"]],
+    "quantized": [[], ["--keep-programs"]],
+    "trunk": [
+        [],
+        ["--trunk-cache-bytes", "0"],
+        ["--trunk-cache-dtype", "float16"],
+        ["--lengths", "12", "32"],
+    ],
+    "encoder": [["--head-folds", "4"], ["--head-folds", "0"], ["--head-learning-rate", "0.01"]],
+}
+_OF_ALL: list[list[list[str]]] = [
+    [["--optimizer", "adam"], ["--optimizer", "momentum"], ["--optimizer", "sgd"]],
+    [["--evaluate-every", "3"], ["--evaluate-every", "5"], ["--evaluate-every", "0"]],
+    [["--checkpoint-every", "0"], ["--checkpoint-every", "1"], ["--checkpoint-every", "4"]],
+    [["--select", "loss"], ["--select", "metric"]],
+    [["--patience", "2"], [], []],
+    [["--schedule", "cosine"], ["--schedule", "constant"]],
+]
+
+
+def attack_a_run(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """One run with settings of its own, killed a dozen times."""
+    kind = random.choice(bench.workshop.kinds)
+    name, words = f"run: {kind}", _run_words(bench.workshop, kind, random)
+    return _attacked(name, words, random, folder)
+
+
+def attack_a_run_with_torch(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """The same on the engine that takes torch."""
+    kind = random.choice(["tangent", "antithetic", "exact", "encoder"])
+    name, words = f"run with torch: {kind}", [*_run_words(bench.workshop, kind, random), *_TORCH]
+    return _attacked(name, words, random, folder)
+
+
+def attack_a_baseline(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """`prge baseline` by a method of its own."""
+    method, workshop = (
+        random.choice(["backprop-lora-fa", "backprop-lora", "backprop-full", "mezo", "far", "tinytl-biases"]),
+        bench.workshop,
+    )
+    words = ["baseline", "--bundle", workshop.bundle("tangent"), "--model", workshop.model("llama")]
+    words += ["--method", method, *workshop.rows, "--steps", random.choice(["6", "12"]), "--threads", "1"]
+    words += ["--learning-rate", "0.001", "--evaluate-every", "3", "--checkpoint-every", "2", "--quiet"]
+    return _attacked(f"baseline: {method}", list(map(str, words)), random, folder)
+
+
+def _run_words(workshop: Workshop, kind: str, random: Random) -> list[str]:
+    words = ["run", "--bundle", str(workshop.bundle(kind)), *workshop.rows, "--quiet", "--threads", "1"]
+    words += ["--steps", random.choice(["8", "15", "24"]), "--learning-rate", "0.01"]
+    words += ["--divergence-ratio", "1000", *random.choice(_OF_KIND[kind])]
+    for choices in _OF_ALL:
+        words += random.choice(choices)
+    return words
+
+
+def _attacked(name: str, words: list[str], random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    counts: Counter[str] = Counter(runs=1)
+    began = time.monotonic()
+    whole, killed = folder / "whole", folder / "killed"
+    ended = prge_ends([*words, "--out", whole], LIMITS)
+    if ended.code != 0:
+        return [Case(name, _unexpected(ended), command_line(ended), ended.tail)], counts
+    seconds = time.monotonic() - began
+    left = random.randint(*_KILLS)
+    while True:
+        resume = ["--resume", killed] if (killed / "config.yaml").is_file() else [*words, "--out", killed]
+        child = Child(resume if resume[0] != "--resume" else [words[0], *resume], LIMITS)
+        how = _killed(child, killed, seconds, random) if left > 0 else ""
+        ended = child.wait()
+        if how and ended.code in (-signal.SIGKILL, -signal.SIGTERM, _STOPPED):
+            left -= 1
+            counts["kills"] += 1
+            counts[f"kills by {how}"] += 1
+            counts[f"kills of {name}"] += 1
+            continue
+        if ended.code != 0:
+            return [Case(name, _unexpected(ended), command_line(ended), ended.tail)], counts
+        if problem := differences(whole, killed):
+            return [Case(name, Verdict.DIFFERENT, command_line(ended), problem)], counts
+        if left <= 0:
+            break
+        shutil.rmtree(killed)  # it was done before the kill came: once more, until all kills are spent
+    return [Case(name, Verdict.ACCEPTED)], counts
+
+
+def _unexpected(ended: Ended) -> Verdict:
+    """The verdict on a run that must not fail."""
+    verdict = judged(ended)
+    return Verdict.UNEXPLAINED if verdict in (None, Verdict.REFUSED) else verdict
+
+
+def differences(whole: Path, killed: Path) -> str:
+    """What a killed run left otherwise than a whole one; empty if nothing."""
+    ours, theirs = left_by(whole), left_by(killed)
+    return "\n".join(
+        f"{name}: {_shown(ours.get(name))}, killed: {_shown(theirs.get(name))}"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    )
+
+
+def left_by(run: Path) -> dict[str, object]:
+    """What must be the same, by name: bytes of files, counts of records."""
+    names = [path for top in ("final", "checkpoints") for path in (run / top).rglob("*") if path.is_file()]
+    left: dict[str, object] = {str(path.relative_to(run)): path.read_bytes() for path in names}
+    if (run / "journal.jsonl").is_file():
+        left["journal.jsonl"] = (run / "journal.jsonl").read_bytes()
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    left["counts of metrics.jsonl"] = sorted((r["event"], r["step"], r["rows"]) for r in metrics)
+    summary = json.loads((run / "run.json").read_text())
+    left["counts of run.json"] = [summary["train"][name] for name in ("steps", "rows", "trained_values")]
+    left["status"] = summary["run"]["status"]
+    left["leftovers"] = sorted(path.name for path in run.rglob("*.partial"))
+    return left
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    return str(value)[:600] if value is not None else "nothing"
+
+
+def _killed(child: Child, run: Path, seconds: float, random: Random) -> str:
+    """Send a run its end at an instant drawn by chance; how, or nothing if it had ended before."""
+    instants: list[Callable[[], bool]] = [
+        lambda: child.has_ended(random.uniform(0, seconds)),
+        lambda: child.has_ended(random.uniform(0.5, 1.1) * seconds),
+        lambda: _saw(child, lambda: _partials(run), random),
+        lambda: _saw(child, lambda: _size(run / "journal.jsonl"), random),
+    ]
+    if random.choice(instants)():
+        return ""
+    name, signals = random.choice(
+        [
+            *[("SIGKILL", [signal.SIGKILL])] * 5,
+            ("SIGTERM", [signal.SIGTERM]),
+            ("SIGINT", [signal.SIGINT]),
+            ("SIGINT twice", [signal.SIGINT, signal.SIGINT]),
+        ]
+    )
+    for index, number in enumerate(signals):
+        if index:
+            child.has_ended(random.uniform(0, 0.02))
+        if not child.signal(number):
+            return name if index else ""
+    return name
+
+
+def _saw(child: Child, look: Callable[[], object], random: Random) -> bool:
+    """Wait until something changes for the n-th time; whether the run ended before."""
+    last = look()
+    for _ in range(random.randint(1, 6)):
+        while (now := look()) == last:
+            if child.has_ended(0.0005):
+                return True
+        last = now
+    return child.has_ended(random.choice([0.0, 0.0, random.uniform(0, 0.005)]))
+
+
+def _partials(run: Path) -> Sequence[str]:
+    """Names of files and folders that are being written."""
+    found = []
+    for folder in (run, run / "checkpoints", run / "trunk_cache"):
+        try:
+            found += [name for name in os.listdir(folder) if name.endswith(".partial")]
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,182 @@
+"""Damaged models at export, publish and baseline; exports and publications that are killed on their way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import damage
+from child import Child, Limits, prge_ends
+from outcome import Case, Verdict, command_line, judged
+from workshop import KINDS, Bench
+
+LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
+_KILLS = 3
+
+# File of a model, and whether every change of it must be refused or change nothing.
+_FILES: list[tuple[str, bool]] = [
+    ("config.json", False),
+    ("config.json", False),
+    ("generation_config.json", False),
+    ("model.safetensors", True),
+    ("model.safetensors", True),
+    ("tokenizer.json", False),
+    ("tokenizer_config.json", False),
+    ("chat_template.jinja", False),
+    ("model.safetensors.index.json", True),
+    ("pytorch_model.bin", True),
+]
+_OF_WEIGHTS = ["cut", "cut out", "empty", "all noise", "missing", "folder", "pipe", "device", "dangling link"]
+_INDICES = [
+    {"weight_map": {"model.embed_tokens.weight": "../../../etc/passwd"}},
+    {"weight_map": {"model.embed_tokens.weight": "/etc/passwd"}},
+    {"weight_map": {"model.embed_tokens.weight": "missing.safetensors"}},
+    {"weight_map": {}},
+    {"weight_map": []},
+    [],
+]
+
+
+def attack_a_model(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """Damage a file of a model, and let a verb of a workstation read it."""
+    model = Path(shutil.copytree(bench.workshop.model("llama"), folder / "model"))
+    file, is_judged = random.choice(_FILES)
+    name = _damaged(model / file, random)
+    verb, words = random.choice(_verbs(bench, model, folder))
+    # A kind of damage that leaves a whole model of other numbers: only who knows its hash can tell.
+    if name in ("one bit", "eight bits", "noise", "zeros", "swapped", "link", "huge", "lines", "grown"):
+        is_judged = False
+    ended = prge_ends([*words, "--out", folder / "out"], LIMITS)
+    verdict = judged(ended)
+    if verdict is None:
+        found, expected = _left(folder / "out"), _expected(bench, random, verb)
+        same = found == expected or verb != "export"
+        verdict = Verdict.ACCEPTED if same else Verdict.SILENT if is_judged else Verdict.OTHER
+    return [Case(f"{verb}: {file}, {name}", verdict, command_line(ended), ended.tail)], Counter()
+
+
+def _damaged(path: Path, random: Random) -> str:
+    """Damage a file of a model; the way's name."""
+    if path.name.endswith("index.json"):
+        path.write_text(json.dumps(random.choice(_INDICES)))
+        if random.random() < 0.5:
+            (path.parent / "model.safetensors").unlink()
+        return "index"
+    if path.name == "pytorch_model.bin":
+        path.write_bytes(b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.")
+        (path.parent / "model.safetensors").unlink()
+        return "pickled"
+    if random.random() < 0.6 and path.suffix in (".json", ".safetensors"):
+        way: damage.Way = damage.mutate_safetensors if path.suffix == ".safetensors" else damage.mutate_json
+        way(path, random)
+        return "crafted"
+    name = random.choice(_OF_WEIGHTS if path.suffix == ".safetensors" else list(damage.WAYS))
+    damage.WAYS[name](path, random)
+    return name
+
+
+def _verbs(bench: Bench, model: Path, folder: Path) -> list[tuple[str, list[object]]]:
+    export = ["export", "--model", model, "--target-modules", "all-linear", *KINDS["tangent"][1]]
+    publish = ["publish", bench.original("tangent", "finished"), "--bundle", bench.workshop.bundle("tangent")]
+    publish += ["--model", model, "--format", "merged"]
+    baseline = [
+        "baseline",
+        "--bundle",
+        bench.workshop.bundle("tangent"),
+        "--model",
+        model,
+        *bench.workshop.rows,
+    ]
+    baseline += ["--method", "backprop-lora-fa", "--steps", "1", "--threads", "1", "--quiet"]
+    return [*[("export", list(export))] * 3, ("publish", list(publish)), ("baseline", list(baseline))]
+
+
+def _left(out: Path) -> object:
+    """What an export wrote, but for where and when."""
+    manifest = out / "manifest.json"
+    return json.loads(manifest.read_text())["files"] if manifest.is_file() else None
+
+
+def _expected(bench: Bench, random: Random, verb: str) -> object:
+    """What an export of the undamaged model writes."""
+    if verb not in bench.results:
+        out = bench.folder / f"expected {verb}"
+        _, words = _verbs(bench, bench.workshop.model("llama"), out)[0]
+        prge_ends([*words, "--out", out], LIMITS)
+        bench.results[verb] = _left(out)
+    return bench.results[verb]
+
+
+def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """An export or a publication that is killed leaves nothing or all of it, and can be done again."""
+    counts: Counter[str] = Counter(runs=1)
+    finished, bundle = bench.original("tangent", "finished"), bench.workshop.bundle("tangent")
+    publish = ["publish", finished, "--bundle", bundle, "--model", bench.workshop.model("llama")]
+    calls: dict[str, list[object]] = {
+        "export": ["export", "--model", bench.workshop.model("llama"), *KINDS["tangent"][1]],
+        "publish peft": [*publish, "--format", "peft"],
+        "publish merged": [*publish, "--format", "merged"],
+        "publish program": [*publish, "--format", "program"],
+        "replay": ["replay", finished],
+    }
+    name = random.choice([*calls, "publish peft", "replay"])
+    words, out = calls[name], folder / "place" / "out"
+    out.parent.mkdir()
+    began = time.monotonic()
+    whole = prge_ends([*words, "--out", folder / "whole"], LIMITS)
+    if whole.code:
+        return [Case(name, judged(whole) or Verdict.UNEXPLAINED, command_line(whole), whole.tail)], counts
+    seconds, expected = time.monotonic() - began, _tree(folder / "whole")
+    for _ in range(_KILLS):
+        child = Child([*words, "--out", out], LIMITS)
+        instant = random.choice([_at_random, _at_the_end])
+        instant(child, seconds, random, out.parent)
+        if child.signal(signal.SIGKILL):
+            counts["kills"] += 1
+            counts[f"kills of {name}"] += 1
+        ended = child.wait()
+        if out.exists():
+            if _tree(out) != expected:
+                return [
+                    Case(name, Verdict.DIFFERENT, command_line(ended), _difference(expected, out))
+                ], counts
+            shutil.rmtree(out)
+    again = prge_ends([*words, "--out", out], LIMITS)
+    verdict = judged(again) or Verdict.ACCEPTED
+    left = sorted(path.name for path in out.parent.iterdir() if path != out)
+    if verdict is Verdict.ACCEPTED and (_tree(out) != expected or left):
+        verdict = Verdict.DIFFERENT
+    tail = f"{again.tail}\nleft beside it: {left}\n{_difference(expected, out)}"
+    return [Case(f"{name}, killed", verdict, command_line(again), tail)], counts
+
+
+def _at_random(child: Child, seconds: float, random: Random, _: Path) -> None:
+    child.has_ended(random.uniform(0, seconds))
+
+
+def _at_the_end(child: Child, seconds: float, random: Random, folder: Path) -> None:
+    """While the result is written."""
+    while not any(folder.iterdir()) and not child.has_ended(0.0005):
+        continue
+    child.has_ended(random.uniform(0, 0.01))
+
+
+def _tree(folder: Path) -> dict[str, object]:
+    """Files of a folder, without what tells when they were made."""
+    tree: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            tree[str(path.relative_to(folder))] = path.read_bytes()
+    for name in ("manifest.json", "README.md"):
+        tree.pop(name, None)
+    return tree
+
+
+def _difference(expected: dict[str, object], out: Path) -> str:
+    found = _tree(out) if out.exists() else {}
+    return "\n".join(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

@@ -1,0 +1,139 @@
+"""What an attack has found: each case's verdict, and a report that says how to do it again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from child import Ended
+
+_ENDED_BY_USER = 130
+
+
+class Verdict(str, Enum):
+    """What became of a case."""
+
+    REFUSED = "refused"
+    """Its one error message, and the exit code that belongs to it."""
+    ACCEPTED = "accepted"
+    """The result is that of what was attacked, undamaged."""
+    OTHER = "other"
+    """Another result, of what is another input by its own right: nothing says what it must be."""
+    CRASHED = "crashed"
+    """A signal that nobody sent."""
+    HUNG = "hung"
+    """It had to be ended."""
+    TRACEBACK = "tracebacks"
+    """An error that `prge` didn't expect."""
+    SILENT = "accepted_silently"
+    """Exit code 0 and another result, where something says what the file must be or that it can't be so."""
+    UNEXPLAINED = "unexplained"
+    """An exit code without its message, or a refusal of what must be taken."""
+    DIFFERENT = "different_bits"
+    """A killed run that ended otherwise than one that never was."""
+    FOLLOWED = "followed"
+    """A link that was followed, or a foreign file that was touched."""
+    GREEDY = "greedy"
+    """More seconds or memory than an error may take."""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it must never be."""
+        return self not in (Verdict.REFUSED, Verdict.ACCEPTED, Verdict.OTHER)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case: where it comes from, what it was, what became of it."""
+
+    name: str
+    verdict: Verdict
+    command: str = ""
+    tail: str = ""
+    part: str = ""
+    number: int = 0
+
+    @property
+    def label(self) -> str:
+        """What `--repeat` takes."""
+        return f"{self.part}:{self.number}"
+
+
+def judged(ended: Ended) -> Verdict | None:
+    """The verdict on how a process ended; None if it took what it was given."""
+    if ended.hung:
+        return Verdict.HUNG
+    if ended.has_traceback:
+        return Verdict.TRACEBACK
+    if ended.code < 0:
+        return Verdict.CRASHED
+    if ended.code == 0:
+        return None
+    told = f"prge {ended.words[0]}: "
+    messages = [line for line in ended.output.splitlines() if line.startswith(told)]
+    is_refused = ended.code in (1, 2) and len(messages) == 1 and messages[0].startswith(told + "error: ")
+    is_ended = ended.code == _ENDED_BY_USER and messages[-1:] == [told + "interrupted"]
+    return Verdict.REFUSED if is_refused or is_ended else Verdict.UNEXPLAINED
+
+
+def command_line(ended: Ended) -> str:
+    """The command that a case called."""
+    return shlex.join(["prge", *ended.words])
+
+
+@dataclass
+class Report:
+    """Counts of all cases, and each failure."""
+
+    seed: int
+    minutes: float
+    verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[Case] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, cases: Iterable[Case], counts: Counter[str]) -> None:
+        """Take cases in, and what else was counted."""
+        self.counts += counts
+        for case in cases:
+            self.verdicts[case.part, case.verdict.value] += 1
+            self.kinds[case.part, case.name] += 1
+            if case.verdict.is_failure:
+                self.failures.append(case)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` writes it: first what must hold, then the details."""
+        every = {verdict.value for verdict in Verdict if verdict.is_failure}
+        failed = {name: sum(n for (_, found), n in self.verdicts.items() if found == name) for name in every}
+        parts = sorted({part for part, _ in self.verdicts})
+        return {
+            "seed": self.seed,
+            "minutes": self.minutes,
+            "kills": self.counts["kills"],
+            "files": sum(n for (part, _), n in self.verdicts.items() if part.endswith("files")),
+            "inputs": sum(n for (part, _), n in self.verdicts.items() if part == "inputs"),
+            **dict(sorted(failed.items())),
+            "left_out": self.left_out,
+            "parts": {
+                part: {
+                    "verdicts": {
+                        found: n for (each, found), n in sorted(self.verdicts.items()) if each == part
+                    },
+                    "cases": {name: n for (each, name), n in sorted(self.kinds.items()) if each == part},
+                }
+                for part in parts
+            },
+            "counts": dict(sorted(self.counts.items())),
+            "failures": [{"repeat": case.label, **asdict(case)} for case in self.failures],
+        }
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,244 @@
+"""Attack prge: kill its runs, damage its files, give it hostile inputs, take its memory, disk and terminal.
+
+    python scripts/attack/run.py --minutes 30 --json attack.json
+    python scripts/attack/run.py --only files --minutes 5
+    python scripts/attack/run.py --repeat files:123
+
+Every case is drawn by the seed, its part and its number, and `--repeat` does one again and leaves its folder;
+at which instant a process is killed also depends on the machine. The exit code is 0 if nothing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+# Threads of torch spin while they wait, and a forked process lacks them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from child import DEVICE_VERBS, import_verbs
+from damaged_files import attack_a_file
+from hostile_inputs import attack_an_input
+from kills import attack_a_baseline, attack_a_run, attack_a_run_with_torch
+from models import attack_a_model, attack_a_workstation
+from outcome import Case, Report, Verdict
+from transport import attack_a_transfer, why_not
+from workshop import Bench, Workshop, open_workshop
+
+Attack = Callable[[Bench, Random, Path], tuple[list[Case], Counter[str]]]
+TORCH_VERBS = ("export", "publish", "baseline")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of attack, its share of the time, and whether its processes need torch."""
+
+    attack: Attack
+    share: float
+    needs_torch: bool = False
+
+
+PARTS = {
+    "kills": Part(attack_a_run, 0.34),
+    "files": Part(attack_a_file, 0.36),
+    "inputs": Part(attack_an_input, 0.12),
+    "transfers": Part(attack_a_transfer, 0.04),
+    "torch_kills": Part(attack_a_run_with_torch, 0.04, needs_torch=True),
+    "baseline_kills": Part(attack_a_baseline, 0.03, needs_torch=True),
+    "workstation_kills": Part(attack_a_workstation, 0.03, needs_torch=True),
+    "model_files": Part(attack_a_model, 0.04, needs_torch=True),
+}
+_SAY_EVERY = 30.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the attack; see --help."""
+    parser = argparse.ArgumentParser("attack", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="time for everything; default 30")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file to write the report to")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--processes", type=int, default=max(1, min(2, os.cpu_count() or 1)))
+    parser.add_argument("--work", type=Path, help="folder for models, bundles and failures; kept")
+    parser.add_argument("--repeat", metavar="PART:NUMBER", help="do one case again and leave its folder")
+    given = parser.parse_args(argv)
+    began = time.monotonic()
+    work = given.work or Path(tempfile.mkdtemp(prefix="prge-attack-"))
+    print(f"models and bundles in {work}", flush=True)
+    workshop = _made_in_a_process(work)
+    import_verbs(DEVICE_VERBS)
+    if given.repeat:
+        part, number = given.repeat.split(":")
+        return _repeat(workshop, part, int(number), given.seed)
+    report = Report(given.seed, given.minutes)
+    parts = [part for part in PARTS if part in given.only]
+    if "transfers" in parts and (reason := why_not()):
+        parts.remove("transfers")
+        report.left_out.append(f"transfers: {reason}")
+    _attack(workshop, parts, report, given.seed, began + 60 * given.minutes, given.processes)
+    summary = report.to_json()
+    if given.json:
+        report.write(given.json)
+    print(
+        json.dumps({name: n for name, n in summary.items() if isinstance(n, int | str | list)}, indent=1)[
+            :6000
+        ]
+    )
+    if given.work is None and not report.failures:
+        shutil.rmtree(work, ignore_errors=True)
+    return 1 if report.failures else 0
+
+
+def _made_in_a_process(folder: Path) -> Workshop:
+    """The workshop, made by another process: this one must not have used torch."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            open_workshop(folder)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    if os.waitpid(child, 0)[1]:
+        raise SystemExit("the bundles can't be made")
+    return Workshop(folder)
+
+
+def _attack(
+    workshop: Workshop, parts: Sequence[str], report: Report, seed: int, end: float, processes: int
+) -> None:
+    """Share the parts among processes and gather what they find."""
+    begin = time.monotonic()
+    children = {}
+    for worker in range(processes):
+        found = workshop.folder / f"found-{worker}.jsonl"
+        found.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            _work(workshop, parts, seed, begin, end, worker, processes, found)
+        children[child] = found
+    read = dict.fromkeys(children.values(), 0)
+    said = begin
+    while children:
+        done, status = os.waitpid(-1, os.WNOHANG)
+        for path in read:
+            read[path] = _gather(path, read[path], report)
+        if done:
+            path = children.pop(done)
+            if status:
+                log = path.with_suffix(".log").read_text()
+                report.add([Case("harness", Verdict.UNEXPLAINED, "", log, "harness")], Counter())
+        elif time.monotonic() - said >= _SAY_EVERY:
+            said = time.monotonic()
+            minutes = (said - begin) / 60
+            cases = sum(report.verdicts.values())
+            told = f"{report.counts['kills']} kills, {cases} cases, {len(report.failures)} failed"
+            print(f"{minutes:.1f} min: {told}", flush=True)
+        else:
+            time.sleep(0.2)
+
+
+def _gather(path: Path, start: int, report: Report) -> int:
+    """Take whole lines of a worker's file into the report; where to go on."""
+    if not path.is_file():
+        return start
+    with path.open("rb") as stream:
+        stream.seek(start)
+        for line in stream:
+            if not line.endswith(b"\n"):
+                break
+            start += len(line)
+            entry = json.loads(line)
+            cases = [Case(**{**case, "verdict": Verdict(case["verdict"])}) for case in entry["cases"]]
+            for case in cases:
+                if case.verdict.is_failure:
+                    print(f"{case.label} {case.verdict.value}: {case.name}", flush=True)
+            report.add(cases, Counter(entry["counts"]))
+    return start
+
+
+def _work(
+    workshop: Workshop,
+    parts: Sequence[str],
+    seed: int,
+    begin: float,
+    end: float,
+    worker: int,
+    processes: int,
+    found: Path,
+) -> None:
+    """One process: part by part, each for its share of the time."""
+    code = 1
+    try:
+        log = os.open(found.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        with tempfile.TemporaryDirectory(dir=workshop.folder, ignore_cleanup_errors=True) as name:
+            bench = Bench(workshop, Path(name))
+            total = sum(PARTS[part].share for part in parts)
+            until = begin
+            for part in sorted(parts, key=lambda part: PARTS[part].needs_torch):
+                until += (end - begin) * PARTS[part].share / total
+                if PARTS[part].needs_torch:
+                    import_verbs(TORCH_VERBS)
+                number = worker
+                while time.monotonic() < until:
+                    cases, counts = attacked(bench, part, number, seed)
+                    _tell(found, cases, counts)
+                    number += processes
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def attacked(bench: Bench, part: str, number: int, seed: int) -> tuple[list[Case], Counter[str]]:
+    """Do one case; the folder of one that failed is kept as `failures/<part>-<number>` of the workshop."""
+    folder = Path(tempfile.mkdtemp(dir=bench.folder, prefix=f"{part}-"))
+    cases, counts = PARTS[part].attack(bench, Random(f"{seed}/{part}/{number}"), folder)
+    if any(case.verdict.is_failure for case in cases):
+        kept = bench.workshop.folder / "failures" / f"{part}-{number}"
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.parent.mkdir(exist_ok=True)
+        folder.rename(kept)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return [dataclasses.replace(case, part=part, number=number) for case in cases], counts
+
+
+def _tell(path: Path, cases: Sequence[Case], counts: Counter[str]) -> None:
+    entry = {"cases": [dataclasses.asdict(case) for case in cases], "counts": counts}
+    with path.open("a") as stream:
+        stream.write(json.dumps(entry) + "\n")
+
+
+def _repeat(workshop: Workshop, part: str, number: int, seed: int) -> int:
+    if PARTS[part].needs_torch:
+        import_verbs(TORCH_VERBS)
+    bench = Bench(workshop, Path(tempfile.mkdtemp(dir=workshop.folder)))
+    folder = bench.folder / "case"
+    folder.mkdir()
+    cases, counts = PARTS[part].attack(bench, Random(f"{seed}/{part}/{number}"), folder)
+    for case in cases:
+        print(f"{case.verdict.value}: {case.name}\n$ {case.command}\n{case.tail}")
+    print(dict(counts), f"folder: {folder}", sep="\n")
+    return 1 if any(case.verdict.is_failure for case in cases) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

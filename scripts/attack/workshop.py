@@ -1,0 +1,161 @@
+"""What is attacked: tiny models, their bundles of every kind, rows and a task; made once and reused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from child import Child, prge_ends
+
+from tests.tiny_models import SHALLOW, save_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+TASK = """name: letters
+template: "{text} ?"
+label_words: {0: " no", 1: " yes"}
+columns: {label: label}
+metric: accuracy
+"""
+
+STEPS, LEAST_STEPS = 20, 7
+_SHAPES = [
+    "--rank",
+    "2",
+    "--queries",
+    "2",
+    "--batch-size",
+    "4",
+    "--sequence-length",
+    "32",
+    "--positions",
+    "2",
+]
+_UPPER = ["--adapt-layers", "top:1", "--trunk-cache", "--lengths", "12"]
+# Model and words of the export, by kind of bundle.
+KINDS: dict[str, tuple[str, list[str]]] = {
+    "tangent": ("llama", _SHAPES),
+    "antithetic": ("llama", [*_SHAPES, "--estimator", "antithetic"]),
+    "exact": ("llama", [*_SHAPES, "--estimator", "exact"]),
+    "quantized": ("llama", [*_SHAPES, "--quantize", "8da4w"]),
+    "trunk": ("deep", [*_SHAPES, *_UPPER]),
+    "encoder": ("bert", ["--queries", "2", "--batch-size", "4", "--sequence-length", "16"]),
+}
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A folder with `models/`, `bundles/`, `train.jsonl`, `dev.jsonl`, `chat.jsonl` and `task.yaml`."""
+
+    folder: Path
+
+    def bundle(self, kind: str) -> Path:
+        """The bundle of a kind."""
+        return self.folder / "bundles" / kind
+
+    def model(self, name: str) -> Path:
+        """The model that bundles were exported from."""
+        return self.folder / "models" / name
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of bundle that there are."""
+        return [kind for kind in KINDS if self.bundle(kind).is_dir()]
+
+    @property
+    def rows(self) -> list[str]:
+        """Words for the rows of a run."""
+        train, dev, task = (self.folder / name for name in ("train.jsonl", "dev.jsonl", "task.yaml"))
+        return ["--train", str(train), "--dev", str(dev), "--task", str(task)]
+
+
+@dataclass
+class Bench:
+    """Undamaged originals of runs for one process, and what was found of them."""
+
+    workshop: Workshop
+    folder: Path
+    results: dict[Any, object] = field(default_factory=dict)
+
+    def original(self, kind: str, name: str) -> Path:
+        """The `bundle`, `finished` or `unfinished` run, `adapter`, rows or task that a case copies."""
+        if name == "bundle":
+            return self.workshop.bundle(kind)
+        if name.endswith((".jsonl", ".yaml")):
+            return self.workshop.folder / name
+        if not (self.folder / kind / "unfinished").is_dir():
+            self._prepare(kind)
+        return self.folder / kind / ("finished/final" if name == "adapter" else name)
+
+    def _prepare(self, kind: str) -> None:
+        """A finished run, and the same one killed on its way."""
+        out = self.folder / kind
+        shutil.rmtree(out, ignore_errors=True)
+        words = ["run", "--bundle", self.workshop.bundle(kind), *self.workshop.rows, "--select", "loss"]
+        words += ["--steps", STEPS, "--evaluate-every", 3, "--checkpoint-every", 2, "--learning-rate", "0.01"]
+        words += ["--divergence-ratio", 1000, "--threads", 1, "--quiet", "--out"]
+        ended = prge_ends([*words, out / "finished"])
+        if ended.code:
+            raise RuntimeError(ended.output)
+        for _ in range(50):
+            shutil.rmtree(out / "unfinished", ignore_errors=True)
+            child = Child([*words, out / "unfinished"])
+            while steps_of(out / "unfinished") < LEAST_STEPS and not child.has_ended(0.0005):
+                continue
+            child.signal(signal.SIGKILL)
+            child.wait()
+            if LEAST_STEPS <= steps_of(out / "unfinished") < STEPS:
+                return
+        raise RuntimeError("no run could be killed on its way")
+
+
+def steps_of(run: Path) -> int:
+    """Steps in a run's journal."""
+    journal = run / "journal.jsonl"
+    return journal.read_bytes().count(b'{"kind":"step"') if journal.is_file() else 0
+
+
+def open_workshop(folder: Path, kinds: Sequence[str] = tuple(KINDS)) -> Workshop:
+    """Make what isn't there yet; raises RuntimeError with what an export said if one fails."""
+    workshop = Workshop(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rows(folder)
+    for name, architecture in (("llama", "llama"), ("deep", "llama"), ("bert", "bert")):
+        if not workshop.model(name).is_dir() and any(KINDS[kind][0] == name for kind in kinds):
+            save_model(
+                workshop.model(name), architecture, **({} if name == "deep" else SHALLOW[architecture])
+            )
+            (workshop.model(name) / "chat_template.jinja").write_text(CHAT)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda kind: _export(workshop, kind), kinds))
+    return workshop
+
+
+def write_rows(folder: Path) -> None:
+    """Rows of labelled texts, their task, and conversations."""
+    words = ["aa", "bb", "cc", "dd"]
+    rows = [{"text": f"{words[i % 4]} {words[i // 4 % 4]}", "label": i % 4 // 2} for i in range(40)]
+    for name, part in (("train.jsonl", rows[:24]), ("dev.jsonl", rows[24:])):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    asked = [[{"role": "user", "content": "aa"}, {"role": "assistant", "content": word}] for word in words]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in asked))
+    (folder / "task.yaml").write_text(TASK)
+
+
+def _export(workshop: Workshop, kind: str) -> None:
+    if workshop.bundle(kind).is_dir():
+        return
+    model, words = KINDS[kind]
+    command = [sys.executable, "-m", "prge.cli", "export", "--model", str(workshop.model(model))]
+    command += ["--out", str(workshop.bundle(kind)), "--target-modules", "all-linear", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    if done.returncode:
+        raise RuntimeError(f"the {kind} bundle can't be exported:\n{done.stderr[-2000:]}")
