@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-SHOWN_PROBLEMS = 20
+SHOWN_PROBLEMS = 40
 LONGEST_LINE = 1000
 LONGEST_VALUE = 100
 # What would move a terminal's cursor, or can't be written at all.

@@ -79,7 +79,7 @@ def test_a_message_moves_no_cursor_and_has_short_lines() -> None:
 
 def test_of_many_problems_the_first_are_listed() -> None:
     error = ConfigError("settings:", map(str, range(57)))
-    assert str(error).splitlines()[-2:] == ["  - 19", "  - ... and 37 more (57 in all)"]
+    assert str(error).splitlines()[-2:] == ["  - 39", "  - ... and 17 more (57 in all)"]
     assert len(error.problems) == 57
 
 
