@@ -11,8 +11,8 @@ pytest.importorskip("executorch")
 import torch
 from torch import nn
 
-from server_export.derive.tangent import program as tangent_program
 from server_export.graph.row_count import TRACED_ROWS, with_rows
+from server_export.lower import method_graphs
 from server_export.lower.lifting import exported_program
 from server_export.lower.lowering import rewritten_graph
 from server_export.lower.method_graphs import export_programs
@@ -50,7 +50,7 @@ def test_a_tangent_program_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
         traces.append(inputs[0].shape[0])
         return rewritten_graph(module, inputs)
 
-    monkeypatch.setattr(tangent_program, "rewritten_graph", counted)
+    monkeypatch.setattr(method_graphs, "rewritten_graph", counted)
     export_programs(build("llama", model=SHALLOW["llama"], estimator="tangent", copies=None))
     assert traces == [TRACED_ROWS]
 
