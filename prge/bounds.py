@@ -65,7 +65,7 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("momentum", "beta2", "smoothing"), _DECAY),
     **dict.fromkeys(("retention", "memory_share", "channel_fractions", "branch_width"), _SHARE),
     **dict.fromkeys(("search_share", "target_share"), _SHARE),
-    "priming_share": Range(0, 1),
+    "priming_share": Range(0, 1, open=(0, 1)),
     "budget_value": Range(0, 1e15, open=(0,)),
     "search_factor": Range(1, 1e6, open=(1,)),
     "evaluation_growth": Range(1.01, 1e6),

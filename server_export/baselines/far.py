@@ -17,59 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from prge.errors import ConfigError
 from server_export.baselines.layers import (
     feed_forward_linears,
     require_trainable_weights,
     shuffled_batches,
 )
-from server_export.baselines.method import Backpropagation, OptimizerName, Problem
+from server_export.baselines.method import Backpropagation, Problem
+from server_export.baselines.settings import BaselineSettings
 from server_export.model.lora_fa import replace_module
-
-if TYPE_CHECKING:
-    from server_export.baselines.settings import BaselineSettings
-
-NodeChoice = Literal["primed", "random"]
-
-
-@dataclass(frozen=True)
-class FarSettings:
-    """How many nodes learn and how they are chosen.
-
-    `retention` is the share of nodes that learn. The priming takes `priming_share` of the `steps` that the
-    training is planned to take, at least one, with batches of `batch_size` and `learning_rate`; `keep_primed`
-    goes on from the values that it ends with. Random nodes do without one.
-    """
-
-    retention: float = 0.4
-    nodes: NodeChoice = "primed"
-    priming_share: float = 0.05
-    steps: int = 1000
-    batch_size: int = 16
-    learning_rate: float = 2e-5
-    keep_primed: bool = False
-    optimizer: OptimizerName = "adam"
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not 0 < self.retention <= 1:
-            problems.append(f"retention is {self.retention}, must be above 0 and at most 1")
-        if self.nodes not in ("primed", "random"):
-            problems.append(f"nodes is {self.nodes!r}, must be primed or random")
-        if not 0 < self.priming_share < 1:
-            problems.append(f"priming_share is {self.priming_share}, must be between 0 and 1")
-        if self.steps < 1 or self.batch_size < 1:
-            problems.append(f"steps and batch_size are {self.steps} and {self.batch_size}, must be 1 or more")
-        if self.learning_rate <= 0:
-            problems.append(f"learning_rate is {self.learning_rate}, must be above 0")
-        if problems:
-            raise ConfigError("these settings of FAR don't work:", problems)
 
 
 class SplitLinear(nn.Module):
@@ -99,21 +58,7 @@ class SplitLinear(nn.Module):
         return torch.cat([self.learner(x), self.frozen(x)], dim=-1).index_select(-1, self.order)
 
 
-def settings_of(settings: BaselineSettings) -> FarSettings:
-    """The part of a run's settings that is this method's."""
-    return FarSettings(
-        retention=settings.retention,
-        nodes=settings.nodes,
-        priming_share=settings.priming_share,
-        steps=settings.steps,
-        batch_size=settings.batch_size or FarSettings.batch_size,
-        learning_rate=settings.priming_learning_rate,
-        keep_primed=settings.keep_primed,
-        optimizer=settings.chosen_optimizer,
-    )
-
-
-def prepare(problem: Problem, settings: FarSettings) -> Backpropagation:
+def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
     """Choose the nodes, reconfigure the problem's model, and train the learners.
 
     Raises:
@@ -128,11 +73,11 @@ def prepare(problem: Problem, settings: FarSettings) -> Backpropagation:
         draw = torch.Generator().manual_seed(problem.seed)
         scores = {name: torch.rand(layer.out_features, generator=draw) for name, layer in layers.items()}
     learners = reconfigure(problem.model, scores, settings.retention)
-    return Backpropagation(problem, learners, settings.optimizer, prior_rows)
+    return Backpropagation(problem, learners, settings.chosen_optimizer, prior_rows)
 
 
 def prime(
-    problem: Problem, layers: Mapping[str, nn.Linear], settings: FarSettings
+    problem: Problem, layers: Mapping[str, nn.Linear], settings: BaselineSettings
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Fine-tune the whole model for a moment and put it back, unless its values are to be kept.
 
@@ -141,11 +86,11 @@ def prime(
     """
     parameters = [parameter for parameter in problem.model.parameters() if parameter.is_floating_point()]
     initial = [parameter.detach().clone() for parameter in parameters]
-    training = Backpropagation(problem, parameters, settings.optimizer)
-    batches = shuffled_batches(problem.train, settings.batch_size, problem.seed)
+    training = Backpropagation(problem, parameters, settings.chosen_optimizer)
+    batches = shuffled_batches(problem.train, problem.batch_size, problem.seed)
     rows = 0
     for _ in range(max(1, round(settings.priming_share * settings.steps))):
-        rows += training.step(next(batches), settings.learning_rate).rows
+        rows += training.step(next(batches), settings.priming_learning_rate).rows
     begun = {id(parameter): value for parameter, value in zip(parameters, initial, strict=True)}
     scores = {
         name: (layer.weight.detach() - begun[id(layer.weight)]).abs().sum(dim=1)

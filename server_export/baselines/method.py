@@ -22,7 +22,8 @@ class Problem(Protocol):
     `model` is the transformers model without adapters; its linear layers hold the values of the frozen base,
     those of the quantized one where the bundle is quantized. A method changes it in place. `modules` are the
     layers that the bundle adapts, `lora_a` f32 [rank, in] by module name its frozen matrices, unscaled,
-    `lora_b` f32 [out, rank] where training starts, and `scale` alpha / rank.
+    `lora_b` f32 [out, rank] where training starts, and `scale` alpha / rank. `batch_size` are the sequences
+    of a step.
     """
 
     model: nn.Module
@@ -31,6 +32,7 @@ class Problem(Protocol):
     lora_b: dict[str, torch.Tensor]
     scale: float
     train: Sequence[Example]
+    batch_size: int
     seed: int
 
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:

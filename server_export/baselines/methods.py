@@ -1,7 +1,6 @@
 """The methods of `prge baseline` by name; their modules are imported when one is asked for.
 
-Such a module has a function `prepare(problem: Problem, settings: BaselineSettings) -> Method`. One that has
-settings of its own makes them of these by `settings_of(settings: BaselineSettings)`, and takes them instead.
+Such a module has a function `prepare(problem: Problem, settings: BaselineSettings) -> Method`.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ class ModelProblem:
         self.lora_b = {module.name: torch.from_numpy(start.lora_b[module.name]) for module in self.modules}
         self.scale = start.scale
         self.train = train
+        self.batch_size = batch_rows
         self.seed = seed
         self.pad = pad
         self.heads = Heads()

@@ -16,43 +16,20 @@ frozen floats.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prge.errors import ConfigError
 from prge.examples import Example
 from server_export.baselines.layers import block_linears, require_trainable_weights
 from server_export.baselines.method import Backpropagation, Problem, StepResult
+from server_export.baselines.settings import BaselineSettings
 from server_export.model.lora_fa import replace_module
 
-if TYPE_CHECKING:
-    from server_export.baselines.settings import BaselineSettings
-
-Rounding = Literal["stochastic", "nearest", "latent"]
 LARGEST_CODE = 127
-
-
-@dataclass(frozen=True)
-class QuantizedSettings:
-    """How codes are rounded, whether gradients are scaled, and on how many examples inputs are measured."""
-
-    rounding: Rounding = "stochastic"
-    scaling: bool = True
-    calibration: int = 16
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.rounding not in ("stochastic", "nearest", "latent"):
-            problems.append(f"rounding is {self.rounding!r}, must be stochastic, nearest or latent")
-        if self.calibration < 1:
-            problems.append(f"calibration is {self.calibration}, must be 1 or more")
-        if problems:
-            raise ConfigError("these settings of quantized training don't work:", problems)
 
 
 class QuantizedLinear(nn.Module):
@@ -111,7 +88,7 @@ class QuantizedLinear(nn.Module):
 class QuantizedTraining(Backpropagation):
     """SGD on codes."""
 
-    def __init__(self, problem: Problem, settings: QuantizedSettings, prior_rows: int) -> None:
+    def __init__(self, problem: Problem, settings: BaselineSettings, prior_rows: int) -> None:
         self.layers = [module for module in problem.model.modules() if isinstance(module, QuantizedLinear)]
         parameters = [parameter for layer in self.layers for parameter in layer.parameters()]
         super().__init__(problem, parameters, "sgd", prior_rows)
@@ -146,14 +123,7 @@ class QuantizedTraining(Backpropagation):
         self._steps = int(state["steps"])
 
 
-def settings_of(settings: BaselineSettings) -> QuantizedSettings:
-    """The part of a run's settings that is this method's."""
-    return QuantizedSettings(
-        rounding=settings.rounding, scaling=settings.scaling, calibration=settings.calibration_rows
-    )
-
-
-def prepare(problem: Problem, settings: QuantizedSettings) -> QuantizedTraining:
+def prepare(problem: Problem, settings: BaselineSettings) -> QuantizedTraining:
     """Quantize the linear layers of the problem's blocks, in place, and train them.
 
     Raises:
@@ -161,7 +131,7 @@ def prepare(problem: Problem, settings: QuantizedSettings) -> QuantizedTraining:
     """
     layers = {name: layer for block in block_linears(problem.model) for name, layer in block.items()}
     require_trainable_weights(list(layers.values()))
-    examples = problem.train[: settings.calibration]
+    examples = problem.train[: settings.calibration_rows]
     for name, scale in input_scales(problem, layers, examples).items():
         replace_module(
             problem.model, name, QuantizedLinear(layers[name], scale, latent=settings.rounding == "latent")

@@ -144,8 +144,7 @@ class _Facts:
 def prepare(problem: Problem, settings: BaselineSettings) -> Method:
     """The method that settings name, ready for its first step on a problem."""
     module = importlib.import_module(find_method(settings.method).module)
-    own = getattr(module, "settings_of", None)
-    method: Method = module.prepare(problem, own(settings) if own else settings)
+    method: Method = module.prepare(problem, settings)
     return method
 
 
@@ -235,6 +234,7 @@ def _name_base(folder: Path, problem: ModelProblem) -> None:
     """Name the base model as the bundle's adapter does: PEFT names the folder that it was loaded from."""
     if not (folder / CONFIG).is_file():
         return
-    template = read_config(problem.bundle.adapter)
-    names = ("base_model_name_or_path", "revision")
-    write_config(folder, read_config(folder) | {name: template.get(name) for name in names})
+    template, config = read_config(problem.bundle.adapter), read_config(folder)
+    base = {name: template.get(name) for name in ("base_model_name_or_path", "revision")}
+    if any(config.get(name) != value for name, value in base.items()):
+        write_config(folder, config | base)

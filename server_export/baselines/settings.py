@@ -78,6 +78,8 @@ class BaselineSettings(TrainingFlags):
             item.name: item.default if item.default_factory is MISSING else item.default_factory()
             for item in fields(self)
         }
+        if not self.channel_fractions:
+            problems.append("--channel-fractions is empty, must have a share or more")
         if self.optimizer is not None and self.optimizer not in entry.optimizers:
             problems.append(
                 f"--optimizer is {self.optimizer}, {self.method} has {', '.join(entry.optimizers)} only"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,50 +28,10 @@ from torch import nn
 from prge.errors import ConfigError
 from prge.examples import Example
 from server_export.baselines.layers import block_linears, require_trainable_weights, shuffled_batches
-from server_export.baselines.method import Backpropagation, OptimizerName, Problem
+from server_export.baselines.method import Backpropagation, Problem
+from server_export.baselines.settings import BaselineSettings
 from server_export.model.blocks import block_names
 from server_export.model.lora_fa import replace_module
-
-if TYPE_CHECKING:
-    from server_export.baselines.settings import BaselineSettings
-
-
-@dataclass(frozen=True)
-class SparseSettings:
-    """The memory limit and the budget of the analysis.
-
-    `memory` is the share of what a full update of the blocks saves and its gradients take; `fractions` are
-    the shares of channels that a weight may learn with; `top_blocks` limits the candidates to so many blocks,
-    0 means all. Every candidate trains for `analysis_steps` batches of `batch_size` with `learning_rate`, and
-    its loss is measured on `held_out` examples, half of all where there are fewer than twice as many.
-    """
-
-    memory: float = 0.25
-    fractions: tuple[float, ...] = (0.25, 1.0)
-    top_blocks: int = 0
-    analysis_steps: int = 4
-    batch_size: int = 8
-    learning_rate: float = 1e-4
-    held_out: int = 32
-    optimizer: OptimizerName = "adam"
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not 0 < self.memory <= 1:
-            problems.append(f"memory_share is {self.memory}, must be above 0 and at most 1")
-        if not self.fractions or not all(0 < fraction <= 1 for fraction in self.fractions):
-            problems.append(f"channel_fractions are {self.fractions}, each must be above 0 and at most 1")
-        if self.top_blocks < 0:
-            problems.append(f"top_blocks is {self.top_blocks}, must be 0 (all) or more")
-        if min(self.analysis_steps, self.batch_size, self.held_out) < 1:
-            problems.append(
-                "analysis_steps, batch_size and held_out are "
-                f"{self.analysis_steps}, {self.batch_size}, {self.held_out}, must be 1 or more"
-            )
-        if self.learning_rate <= 0:
-            problems.append(f"learning_rate is {self.learning_rate}, must be above 0")
-        if problems:
-            raise ConfigError("these settings of the sparse update don't work:", problems)
 
 
 @dataclass(frozen=True)
@@ -166,21 +126,7 @@ class SparseLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
-def settings_of(settings: BaselineSettings) -> SparseSettings:
-    """The part of a run's settings that is this method's."""
-    return SparseSettings(
-        memory=settings.memory_share,
-        fractions=tuple(settings.channel_fractions),
-        top_blocks=settings.top_blocks,
-        analysis_steps=settings.analysis_steps,
-        batch_size=settings.batch_size or SparseSettings.batch_size,
-        learning_rate=settings.analysis_learning_rate,
-        held_out=settings.held_out,
-        optimizer=settings.chosen_optimizer,
-    )
-
-
-def prepare(problem: Problem, settings: SparseSettings) -> Backpropagation:
+def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
     """Analyse the problem's model, choose what to update, and train that.
 
     Raises:
@@ -188,10 +134,10 @@ def prepare(problem: Problem, settings: SparseSettings) -> Backpropagation:
             hold some out, or nothing fits into the memory limit.
     """
     scheme, rows = choose_scheme(problem, settings)
-    return Backpropagation(problem, apply_scheme(problem.model, scheme), settings.optimizer, rows)
+    return Backpropagation(problem, apply_scheme(problem.model, scheme), settings.chosen_optimizer, rows)
 
 
-def choose_scheme(problem: Problem, settings: SparseSettings) -> tuple[Scheme, int]:
+def choose_scheme(problem: Problem, settings: BaselineSettings) -> tuple[Scheme, int]:
     """The scheme that the contribution analysis finds, and the rows that this took."""
     blocks = block_linears(problem.model)
     require_trainable_weights([layer for layers in blocks for layer in layers.values()])
@@ -203,7 +149,7 @@ def choose_scheme(problem: Problem, settings: SparseSettings) -> tuple[Scheme, i
         )
     problem.model.requires_grad_(False)
     lowest = max(0, len(blocks) - settings.top_blocks) if settings.top_blocks else 0
-    example_batch = problem.train[: settings.batch_size]
+    example_batch = problem.train[: problem.batch_size]
     memory = measure_memory(problem, example_batch)
     analysis = _Analysis(problem, settings)
     has_biases = any(memory.biases)
@@ -222,12 +168,12 @@ def choose_scheme(problem: Problem, settings: SparseSettings) -> tuple[Scheme, i
         for depth, layers in enumerate(blocks)
         if depth >= lowest
         for name, layer in layers.items()
-        for fraction in settings.fractions
+        for fraction in settings.channel_fractions
     ]
     full = memory.from_block(0) + sum(
         memory.of_weight(name, layer, 1.0) for layers in blocks for name, layer in layers.items()
     )
-    limit = int(settings.memory * full)
+    limit = int(settings.memory_share * full)
     scheme = select(candidates, bias_gains, memory, limit, lowest)
     return scheme, analysis.rows + problem.rows(example_batch)
 
@@ -373,12 +319,12 @@ def measure_memory(problem: Problem, examples: Sequence[Example]) -> Memory:
 class _Analysis:
     """Gains of schemes, each trained alone on the same few batches from the model's initial values."""
 
-    def __init__(self, problem: Problem, settings: SparseSettings) -> None:
+    def __init__(self, problem: Problem, settings: BaselineSettings) -> None:
         self.problem = problem
         self.settings = settings
         held_out = min(settings.held_out, len(problem.train) // 2)
         self._held_out = problem.train[-held_out:]
-        batches = shuffled_batches(problem.train[:-held_out], settings.batch_size, problem.seed)
+        batches = shuffled_batches(problem.train[:-held_out], problem.batch_size, problem.seed)
         self._batches = [next(batches) for _ in range(settings.analysis_steps)]
         self.rows = 0
         self._before = self._loss()
@@ -395,9 +341,9 @@ class _Analysis:
             name: [parameter.detach().clone() for parameter in layer.parameters()]
             for name, layer in layers.items()
         }
-        training = Backpropagation(self.problem, apply_scheme(model, scheme), self.settings.optimizer)
+        training = Backpropagation(self.problem, apply_scheme(model, scheme), self.settings.chosen_optimizer)
         for batch in self._batches:
-            self.rows += training.step(batch, self.settings.learning_rate).rows
+            self.rows += training.step(batch, self.settings.analysis_learning_rate).rows
         after = self._loss()
         with torch.no_grad():
             for name, layer in layers.items():

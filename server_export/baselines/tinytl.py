@@ -5,8 +5,8 @@ gradient of a bias needs no input of its layer, so that the inputs of frozen lin
 nonlinear layers save (attention, softmax, activations, norms) is saved as ever, which convolutional networks
 with ReLU have less of.
 
-    biases          the biases of linear layers and norms
-    lite-residual   these and, beside every block, a branch of few channels on few tokens
+    tinytl-biases          the biases of linear layers and norms
+    tinytl-lite-residual   these and, beside every block, a branch of few channels on few tokens
 
 The paper's branch: pooling by 2, a convolution in 2 groups, ReLU, a convolution of width 1, a norm whose
 weight begins at zero, upsampling. Chosen here for transformers: tokens are pooled; the bottleneck is narrow
@@ -17,43 +17,16 @@ frozen, as it does in all methods compared here, where the paper trains it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prge.errors import ConfigError
 from server_export.baselines.layers import block_linears
-from server_export.baselines.method import Backpropagation, OptimizerName, Problem
+from server_export.baselines.method import Backpropagation, Problem
+from server_export.baselines.settings import BaselineSettings
 from server_export.model.blocks import block_names
-
-if TYPE_CHECKING:
-    from server_export.baselines.settings import BaselineSettings
-
-TinyTLVariant = Literal["biases", "lite-residual"]
-
-
-@dataclass(frozen=True)
-class TinyTLSettings:
-    """What is trained; `pool` is how many tokens a branch makes one of, `width` its share of the channels."""
-
-    variant: TinyTLVariant = "lite-residual"
-    pool: int = 2
-    width: float = 0.125
-    optimizer: OptimizerName = "adam"
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.variant not in ("biases", "lite-residual"):
-            problems.append(f"variant is {self.variant!r}, must be biases or lite-residual")
-        if self.pool < 1:
-            problems.append(f"pool is {self.pool}, must be 1 or more")
-        if not 0 < self.width <= 1:
-            problems.append(f"width is {self.width}, must be above 0 and at most 1")
-        if problems:
-            raise ConfigError("these settings of TinyTL don't work:", problems)
 
 
 class LiteResidual(nn.Module):
@@ -104,26 +77,16 @@ def pool_tokens(x: torch.Tensor, pool: int) -> torch.Tensor:
     return padded.reshape(rows, groups, pool, channels).mean(dim=2)
 
 
-def settings_of(settings: BaselineSettings) -> TinyTLSettings:
-    """The part of a run's settings that is this method's."""
-    return TinyTLSettings(
-        variant="biases" if settings.method == "tinytl-biases" else "lite-residual",
-        pool=settings.branch_pool,
-        width=settings.branch_width,
-        optimizer=settings.chosen_optimizer,
-    )
-
-
-def prepare(problem: Problem, settings: TinyTLSettings) -> Backpropagation:
+def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
     """Add what is missing to the problem's model, in place, and train it.
 
     Raises:
         ConfigError: the model has no list of blocks.
     """
     trained = train_biases(problem.model)
-    if settings.variant == "lite-residual":
+    if settings.method == "tinytl-lite-residual":
         trained += add_branches(problem.model, settings, problem.seed)
-    return Backpropagation(problem, trained, settings.optimizer)
+    return Backpropagation(problem, trained, settings.chosen_optimizer)
 
 
 def train_biases(model: nn.Module) -> list[nn.Parameter]:
@@ -142,13 +105,15 @@ def train_biases(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def add_branches(model: nn.Module, settings: TinyTLSettings, seed: int) -> list[nn.Parameter]:
+def add_branches(model: nn.Module, settings: BaselineSettings, seed: int) -> list[nn.Parameter]:
     """Put a branch beside every block, in place; returns the branches' parameters."""
     channels: int = model.config.hidden_size
     parameters: list[nn.Parameter] = []
     for depth, name in enumerate(block_names(model)):
         block = model.get_submodule(name)
-        branch = LiteResidual(channels, max(1, round(settings.width * channels)), settings.pool, seed + depth)
+        branch = LiteResidual(
+            channels, max(1, round(settings.branch_width * channels)), settings.branch_pool, seed + depth
+        )
         branch.to(next(block.parameters()).device)
         block.add_module("lite_residual", branch)
         # A hook instead of a wrapper: models read attributes of their blocks.

@@ -10,13 +10,13 @@ pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 
 from prge.errors import ConfigError  # noqa: E402
-from server_export.baselines.far import FarSettings, SplitLinear, prepare, prime, reconfigure  # noqa: E402
+from server_export.baselines.far import SplitLinear, prepare, prime, reconfigure  # noqa: E402
 from server_export.baselines.layers import feed_forward_linears  # noqa: E402
-from tests.server_export.baselines.tiny_problem import TinyProblem  # noqa: E402
+from tests.server_export.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
 from tests.tiny_models import ARCHITECTURES  # noqa: E402
 
 torch.set_num_threads(1)
-SETTINGS = FarSettings(priming_share=0.25, steps=8, batch_size=4, learning_rate=1e-3)
+SETTINGS = method_settings("far", priming_share=0.25, steps=8, priming_learning_rate=1e-3)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -60,10 +60,10 @@ def test_rows_that_moved_most_learn() -> None:
 
 
 def test_score_is_the_sum_of_a_rows_absolute_changes_after_which_all_is_restored() -> None:
-    problem = TinyProblem("bert")
+    problem = TinyProblem("bert", batch_size=8)
     (layers, _) = feed_forward_linears(problem.model)
     before = {name: value.detach().clone() for name, value in problem.model.named_parameters()}
-    settings = FarSettings(priming_share=0.1, steps=10, batch_size=8, learning_rate=0.5, optimizer="sgd")
+    settings = method_settings("far", priming_share=0.1, steps=10, priming_learning_rate=0.5, optimizer="sgd")
     scores, rows = prime(problem, layers, settings)
     for name, value in problem.model.named_parameters():
         assert value.equal(before[name])
@@ -85,7 +85,7 @@ def test_primed_values_can_be_kept() -> None:
 
 def test_a_primings_rows_count_and_random_nodes_need_none() -> None:
     assert prepare(TinyProblem("opt"), SETTINGS).prior_rows == 2 * 3 * 4
-    assert prepare(TinyProblem("opt"), FarSettings(nodes="random")).prior_rows == 0
+    assert prepare(TinyProblem("opt"), method_settings("far", nodes="random")).prior_rows == 0
 
 
 def test_a_frozen_layer_saves_no_input() -> None:
@@ -104,4 +104,4 @@ def test_a_frozen_layer_saves_no_input() -> None:
 @pytest.mark.parametrize("changes", [{"retention": 0.0}, {"retention": 1.5}, {"priming_share": 1.0}])
 def test_bad_settings_are_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=str(next(iter(changes.values())))):
-        FarSettings(**changes)
+        method_settings("far", **changes)

@@ -15,11 +15,10 @@ from torch import nn  # noqa: E402
 from prge.errors import ConfigError  # noqa: E402
 from server_export.baselines.quantized import (  # noqa: E402
     QuantizedLinear,
-    QuantizedSettings,
     input_scales,
     prepare,
 )
-from tests.server_export.baselines.tiny_problem import TinyProblem  # noqa: E402
+from tests.server_export.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
 from tests.tiny_models import ARCHITECTURES  # noqa: E402
 
 torch.set_num_threads(1)
@@ -82,7 +81,7 @@ def test_layers_of_every_architecture_are_within_half_a_code(architecture: str) 
         for name, layer in problem.model.named_modules()
         if isinstance(layer, nn.Linear)
     }
-    prepare(problem, QuantizedSettings())
+    prepare(problem, method_settings("quantized-training"))
     for name, layer in problem.model.named_modules():
         if isinstance(layer, QuantizedLinear):
             weight, bias = original[name]
@@ -97,7 +96,7 @@ def test_layers_of_every_architecture_are_within_half_a_code(architecture: str) 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "distilbert"])
 def test_parameters_stay_codes_and_nothing_else_changes(architecture: str, rounding: Any) -> None:
     problem = TinyProblem(architecture)
-    method = prepare(problem, QuantizedSettings(rounding))
+    method = prepare(problem, method_settings("quantized-training", rounding=rounding))
     before = {name: value.detach().clone() for name, value in problem.model.named_parameters()}
     method.step(problem.train, 10.0)
     trained = {id(parameter) for parameter in method.parameters()}
@@ -122,7 +121,7 @@ def test_stochastic_rounding_keeps_small_steps_on_average_and_nearest_loses_them
 
 
 def test_a_training_that_goes_on_rounds_as_one_that_never_stopped() -> None:
-    settings = QuantizedSettings()
+    settings = method_settings("quantized-training")
     straight, stopped, resumed = (prepare(TinyProblem("bert"), settings) for _ in range(3))
     for _ in range(2):
         straight.step(straight.problem.train, 0.1)
@@ -138,7 +137,7 @@ def test_a_training_that_goes_on_rounds_as_one_that_never_stopped() -> None:
 
 def test_latent_step_is_that_of_floats() -> None:
     problem = TinyProblem("opt")
-    method = prepare(problem, QuantizedSettings("latent"))
+    method = prepare(problem, method_settings("quantized-training", rounding="latent"))
     layer = method.layers[-1]
     problem.loss(problem.train).backward()
     gradient = layer.weight.grad / layer.scale.unsqueeze(1)
@@ -158,10 +157,9 @@ def test_input_scale_spans_the_inputs_and_its_rows_count() -> None:
     layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     scales = input_scales(problem, {name: layer}, problem.train[:3])
     assert scales[name] * 127 == pytest.approx(inputs[0].abs().max().item())
-    assert prepare(problem, QuantizedSettings(calibration=3)).prior_rows == 3
+    assert prepare(problem, method_settings("quantized-training", calibration_rows=3)).prior_rows == 3
 
 
-@pytest.mark.parametrize("changes", [{"rounding": "up"}, {"calibration": 0}])
-def test_bad_settings_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=str(next(iter(changes.values())))):
-        QuantizedSettings(**changes)
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--calibration-rows is 0"):
+        method_settings("quantized-training", calibration_rows=0)

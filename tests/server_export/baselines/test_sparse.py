@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from prge.bounds import flag  # noqa: E402
 from prge.errors import ConfigError  # noqa: E402
 from server_export.baselines.layers import block_linears  # noqa: E402
 from server_export.baselines.sparse import (  # noqa: E402
@@ -18,7 +19,6 @@ from server_export.baselines.sparse import (  # noqa: E402
     Memory,
     Scheme,
     SparseLinear,
-    SparseSettings,
     apply_scheme,
     choose_scheme,
     largest_channels,
@@ -28,18 +28,18 @@ from server_export.baselines.sparse import (  # noqa: E402
 )
 from server_export.model.blocks import block_names  # noqa: E402
 from tests.server_export.baselines.saved import saved_storages  # noqa: E402
-from tests.server_export.baselines.tiny_problem import TinyProblem  # noqa: E402
+from tests.server_export.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
 from tests.tiny_models import ARCHITECTURES, LENGTH  # noqa: E402
 
 torch.set_num_threads(1)
-SETTINGS = SparseSettings(
-    memory=0.6,
+SETTINGS = method_settings(
+    "sparse-bp",
+    memory_share=0.6,
     analysis_steps=1,
-    batch_size=4,
     held_out=4,
-    learning_rate=1e-3,
+    analysis_learning_rate=1e-3,
     top_blocks=1,
-    fractions=(0.25,),
+    channel_fractions=[0.25],
 )
 
 
@@ -169,10 +169,10 @@ def test_only_what_the_scheme_has_changes_and_the_analysis_counts() -> None:
     assert any(not value.equal(before[name]) for name, value in problem.model.named_parameters())
 
 
-@pytest.mark.parametrize("changes", [{"memory": 0.0}, {"fractions": ()}, {"held_out": 0}])
+@pytest.mark.parametrize("changes", [{"memory_share": 0.0}, {"channel_fractions": []}, {"held_out": 0}])
 def test_bad_settings_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(changes))):
-        SparseSettings(**changes)
+    with pytest.raises(ConfigError, match=flag(next(iter(changes)))):
+        method_settings("sparse-bp", **changes)
 
 
 def test_one_row_is_too_few() -> None:

@@ -14,16 +14,15 @@ from torch import nn  # noqa: E402
 from prge.errors import ConfigError  # noqa: E402
 from server_export.baselines.tinytl import (  # noqa: E402
     LiteResidual,
-    TinyTLSettings,
     pool_tokens,
     prepare,
 )
 from tests.server_export.baselines.saved import saved_storages  # noqa: E402
-from tests.server_export.baselines.tiny_problem import TinyProblem  # noqa: E402
+from tests.server_export.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
 from tests.tiny_models import ARCHITECTURES, LENGTH, WIDTH  # noqa: E402
 
 torch.set_num_threads(1)
-VARIANTS = ("biases", "lite-residual")
+VARIANTS = ("tinytl-biases", "tinytl-lite-residual")
 
 
 def linears_with_saved_inputs(problem: TinyProblem) -> set[str]:
@@ -50,14 +49,14 @@ def linears_with_saved_inputs(problem: TinyProblem) -> set[str]:
 def test_model_is_unchanged_before_training(architecture: str, variant: Any) -> None:
     problem = TinyProblem(architecture)
     before = problem.hidden(problem.train)
-    prepare(problem, TinyTLSettings(variant))
+    prepare(problem, method_settings(variant))
     torch.testing.assert_close(problem.hidden(problem.train).detach(), before, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_linear_input_is_saved_for_biases(architecture: str) -> None:
     problem = TinyProblem(architecture)
-    prepare(problem, TinyTLSettings("biases"))
+    prepare(problem, method_settings("tinytl-biases"))
     # ReLU keeps its own result, which is what OPT's second feed-forward layer reads.
     kept = {f"model.decoder.layers.{index}.fc2" for index in range(2)} if architecture == "opt" else set()
     assert linears_with_saved_inputs(problem) == kept
@@ -66,7 +65,7 @@ def test_no_linear_input_is_saved_for_biases(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
 def test_branches_save_their_own_inputs_only(architecture: str) -> None:
     problem = TinyProblem(architecture)
-    prepare(problem, TinyTLSettings("lite-residual"))
+    prepare(problem, method_settings("tinytl-lite-residual"))
     saved = linears_with_saved_inputs(problem)
     assert len(saved) == 4 and all(".lite_residual." in name for name in saved)
 
@@ -74,7 +73,7 @@ def test_branches_save_their_own_inputs_only(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
 def test_biases_save_less_than_full_fine_tuning(architecture: str) -> None:
     problem = TinyProblem(architecture)
-    prepare(problem, TinyTLSettings("biases"))
+    prepare(problem, method_settings("tinytl-biases"))
     biases = sum(saved_storages(lambda: problem.loss(problem.train)).values())
     problem.model.requires_grad_(True)
     assert biases < 0.9 * sum(saved_storages(lambda: problem.loss(problem.train)).values())
@@ -84,7 +83,7 @@ def test_biases_save_less_than_full_fine_tuning(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "opt", "distilbert"])
 def test_biases_and_branches_change_and_nothing_else_does(architecture: str, variant: Any) -> None:
     problem = TinyProblem(architecture)
-    method = prepare(problem, TinyTLSettings(variant))
+    method = prepare(problem, method_settings(variant))
     before = {name: value.detach().clone() for name, value in problem.model.named_parameters()}
     for _ in range(2):
         method.step(problem.train, 1e-2)
@@ -97,7 +96,7 @@ def test_biases_and_branches_change_and_nothing_else_does(architecture: str, var
 
 def test_every_linear_layer_of_a_block_has_a_bias_afterwards() -> None:
     problem = TinyProblem("qwen2")
-    method = prepare(problem, TinyTLSettings("biases"))
+    method = prepare(problem, method_settings("tinytl-biases"))
     layers = problem.model.model.layers
     assert all(layer.bias is not None for layer in layers.modules() if isinstance(layer, nn.Linear))
     assert len(method.parameters()) == 2 * 7
@@ -120,7 +119,7 @@ def test_a_branch_does_not_look_ahead() -> None:
         assert branch(changed)[:, :position].equal(branch(x)[:, :position])
 
 
-@pytest.mark.parametrize("changes", [{"variant": "all"}, {"pool": 0}, {"width": 2.0}])
+@pytest.mark.parametrize("changes", [{"branch_pool": 0}, {"branch_width": 2.0}])
 def test_bad_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=str(next(iter(changes.values())))):
-        TinyTLSettings(**changes)
+        method_settings("tinytl-lite-residual", **changes)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from prge.contract import AdaptedModule
 from prge.examples import Example, Slot, TokenSequence
+from server_export.baselines.settings import BaselineSettings
 from server_export.model.lora_fa import convert_conv1d
 from tests.tiny_models import DECODERS, LENGTH, VOCABULARY, WIDTH, make_model
+
+
+def method_settings(method: str, **changes: Any) -> BaselineSettings:
+    """Settings of a method, with the defaults of its own ones."""
+    return BaselineSettings(
+        method=method, model="model", bundle=Path("bundle"), train=Path("train"), out=Path("out"), **changes
+    )
 
 
 class TinyProblem:
@@ -19,12 +29,13 @@ class TinyProblem:
     modules: tuple[AdaptedModule, ...] = ()
     scale = 1.0
 
-    def __init__(self, architecture: str, examples: int = 8, seed: int = 0) -> None:
+    def __init__(self, architecture: str, examples: int = 8, seed: int = 0, batch_size: int = 4) -> None:
         self.model = make_model(architecture, seed)
         convert_conv1d(self.model)
         self.lora_a: dict[str, torch.Tensor] = {}
         self.lora_b: dict[str, torch.Tensor] = {}
         self.seed = seed
+        self.batch_size = batch_size
         draw = torch.Generator().manual_seed(seed)
         self.readout = torch.randn(2, WIDTH, generator=draw) * WIDTH**-0.5
         self.decodes = architecture in DECODERS
