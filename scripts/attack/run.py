@@ -20,8 +20,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -35,7 +36,7 @@ from kills import attack_a_baseline, attack_a_run, attack_a_run_with_torch
 from models import attack_a_model, attack_a_workstation
 from outcome import Case, Report, Verdict
 from transport import attack_a_transfer, why_not
-from workshop import Bench, Workshop, open_workshop
+from workshop import KINDS, Bench, Workshop, open_workshop
 
 Attack = Callable[[Bench, Random, Path], tuple[list[Case], Counter[str]]]
 TORCH_VERBS = ("export", "publish", "baseline")
@@ -70,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file to write the report to")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--cases", type=int, help="most cases of each part; default: what time allows")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of bundles")
     parser.add_argument("--processes", type=int, default=max(1, min(2, os.cpu_count() or 1)))
     parser.add_argument("--work", type=Path, help="folder for models, bundles and failures; kept")
     parser.add_argument("--repeat", metavar="PART:NUMBER", help="do one case again and leave its folder")
@@ -77,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     began = time.monotonic()
     work = given.work or Path(tempfile.mkdtemp(prefix="prge-attack-"))
     print(f"models and bundles in {work}", flush=True)
-    workshop = _made_in_a_process(work)
+    workshop = _made_in_a_process(work, given.kinds)
     import_verbs(DEVICE_VERBS)
     if given.repeat:
         part, number = given.repeat.split(":")
@@ -87,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
     if "transfers" in parts and (reason := why_not()):
         parts.remove("transfers")
         report.left_out.append(f"transfers: {reason}")
-    _attack(workshop, parts, report, given.seed, began + 60 * given.minutes, given.processes)
+    plan = Plan(parts, given.seed, time.monotonic(), began + 60 * given.minutes, given.processes, given.cases)
+    _attack(workshop, plan, report)
     summary = report.to_json()
     if given.json:
         report.write(given.json)
@@ -101,13 +105,32 @@ def main(argv: Sequence[str]) -> int:
     return 1 if report.failures else 0
 
 
-def _made_in_a_process(folder: Path) -> Workshop:
+@dataclass(frozen=True)
+class Plan:
+    """What is done from `begin` to `end`, by how many processes; `cases` bounds each part."""
+
+    parts: Sequence[str]
+    seed: int
+    begin: float
+    end: float
+    processes: int
+    cases: int | None = None
+
+    def schedule(self) -> Iterator[tuple[str, float]]:
+        """Each part with the time when it is over, those that need torch last."""
+        total, until = sum(PARTS[part].share for part in self.parts), self.begin
+        for part in sorted(self.parts, key=lambda part: PARTS[part].needs_torch):
+            until += (self.end - self.begin) * PARTS[part].share / total
+            yield part, until
+
+
+def _made_in_a_process(folder: Path, kinds: Sequence[str]) -> Workshop:
     """The workshop, made by another process: this one must not have used torch."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            open_workshop(folder)
+            open_workshop(folder, kinds)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -118,21 +141,18 @@ def _made_in_a_process(folder: Path) -> Workshop:
     return Workshop(folder)
 
 
-def _attack(
-    workshop: Workshop, parts: Sequence[str], report: Report, seed: int, end: float, processes: int
-) -> None:
-    """Share the parts among processes and gather what they find."""
-    begin = time.monotonic()
+def _attack(workshop: Workshop, plan: Plan, report: Report) -> None:
+    """Share the plan among processes and gather what they find."""
     children = {}
-    for worker in range(processes):
+    for worker in range(plan.processes):
         found = workshop.folder / f"found-{worker}.jsonl"
         found.unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
-            _work(workshop, parts, seed, begin, end, worker, processes, found)
+            _work(workshop, plan, worker, found)
         children[child] = found
     read = dict.fromkeys(children.values(), 0)
-    said = begin
+    said = plan.begin
     while children:
         done, status = os.waitpid(-1, os.WNOHANG)
         for path in read:
@@ -144,7 +164,7 @@ def _attack(
                 report.add([Case("harness", Verdict.UNEXPLAINED, "", log, "harness")], Counter())
         elif time.monotonic() - said >= _SAY_EVERY:
             said = time.monotonic()
-            minutes = (said - begin) / 60
+            minutes = (said - plan.begin) / 60
             cases = sum(report.verdicts.values())
             told = f"{report.counts['kills']} kills, {cases} cases, {len(report.failures)} failed"
             print(f"{minutes:.1f} min: {told}", flush=True)
@@ -171,17 +191,8 @@ def _gather(path: Path, start: int, report: Report) -> int:
     return start
 
 
-def _work(
-    workshop: Workshop,
-    parts: Sequence[str],
-    seed: int,
-    begin: float,
-    end: float,
-    worker: int,
-    processes: int,
-    found: Path,
-) -> None:
-    """One process: part by part, each for its share of the time."""
+def _work(workshop: Workshop, plan: Plan, worker: int, found: Path) -> None:
+    """One process: part by part, each for its share of the time; writes its cases to `found`."""
     code = 1
     try:
         log = os.open(found.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -189,17 +200,14 @@ def _work(
         os.dup2(log, 2)
         with tempfile.TemporaryDirectory(dir=workshop.folder, ignore_cleanup_errors=True) as name:
             bench = Bench(workshop, Path(name))
-            total = sum(PARTS[part].share for part in parts)
-            until = begin
-            for part in sorted(parts, key=lambda part: PARTS[part].needs_torch):
-                until += (end - begin) * PARTS[part].share / total
+            for part, until in plan.schedule():
                 if PARTS[part].needs_torch:
                     import_verbs(TORCH_VERBS)
-                number = worker
-                while time.monotonic() < until:
-                    cases, counts = attacked(bench, part, number, seed)
+                for number in count(worker, plan.processes):
+                    if time.monotonic() > until or (plan.cases is not None and number >= plan.cases):
+                        break
+                    cases, counts = attacked(bench, part, number, plan.seed)
                     _tell(found, cases, counts)
-                    number += processes
         code = 0
     except BaseException:
         traceback.print_exc()

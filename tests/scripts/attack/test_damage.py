@@ -1,0 +1,76 @@
+"""Damage changes a file, and what is crafted keeps every checksum right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import damage
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from prge.bundle import PROGRAM, open_bundle
+from prge.documents import DocumentError, parse_json
+from prge.journal import Journal
+from tests.bundles import make_bundle
+
+
+@pytest.mark.parametrize("way", sorted(set(damage.WAYS) - {"lines"}))
+def test_every_way_changes_the_file(tmp_path: Path, way: str) -> None:
+    path = tmp_path / "folder" / "file"
+    path.parent.mkdir()
+    (path.parent / "other").write_bytes(b"another one")
+    path.write_bytes(b"content " * 100)
+    damage.WAYS[way](path, Random(1))
+    is_plain = path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20
+    assert not is_plain or path.read_bytes() != b"content " * 100
+
+
+def test_a_bundle_whose_hashes_were_made_to_fit_opens(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "bundle")
+    (bundle / PROGRAM).write_bytes(b"another program")
+    damage.rehash_bundle(bundle)
+    assert open_bundle(bundle).program.read_bytes() == b"another program"
+
+
+def test_a_changed_record_keeps_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append({"kind": "step", "step": 0, "loss": 0.5})
+    kept = 0
+    for seed in range(60):
+        content = path.read_bytes()
+        damage.mutate_journal(path, Random(seed))
+        with Journal(path, writable=False) as journal:
+            kept += bool(journal.records and journal.records != [{"kind": "step", "step": 0, "loss": 0.5}])
+        path.write_bytes(content)
+    assert kept > 5
+
+
+def test_documents_get_values_that_no_reader_takes(tmp_path: Path) -> None:
+    path, refused = tmp_path / "config.json", 0
+    for seed in range(60):
+        path.write_text(json.dumps({"r": 2, "names": ["q", "v"], "deep": {"a": 1}}))
+        damage.mutate_json(path, Random(seed))
+        try:
+            parse_json(path.read_bytes())
+        except DocumentError:
+            refused += 1
+    assert 5 < refused < 55
+
+
+def test_headers_of_weights_are_changed(tmp_path: Path) -> None:
+    path, refused = tmp_path / "weights.safetensors", 0
+    for seed in range(30):
+        save_file({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float32)}, path)
+        before = path.read_bytes()
+        damage.mutate_safetensors(path, Random(seed))
+        assert path.read_bytes() != before
+        try:
+            load_file(path)
+        except (SafetensorError, ValueError):
+            refused += 1
+    assert 5 < refused < 30

@@ -1,0 +1,52 @@
+"""A verdict is what the process did, and a report counts them."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+
+import pytest
+from child import Ended
+from outcome import Case, Report, Verdict, judged
+
+REFUSAL = "prge run: error: the bundle is damaged\n  copy it again\n"
+
+
+@pytest.mark.parametrize(
+    ("ended", "verdict"),
+    [
+        (Ended(("run",), 0, "run/final\n"), None),
+        (Ended(("run",), 2, REFUSAL), Verdict.REFUSED),
+        (Ended(("run",), 130, "prge run: interrupted\n"), Verdict.REFUSED),
+        (Ended(("run",), 2, ""), Verdict.UNEXPLAINED),
+        (Ended(("run",), 2, REFUSAL + REFUSAL), Verdict.UNEXPLAINED),
+        (Ended(("run",), 3, REFUSAL), Verdict.UNEXPLAINED),
+        (Ended(("run",), 1, "Traceback (most recent call last):\n  ...\nKeyError: 'x'\n"), Verdict.TRACEBACK),
+        (Ended(("run",), 0, "Exception ignored in: <function f>\n"), Verdict.TRACEBACK),
+        (Ended(("run",), -signal.SIGSEGV, ""), Verdict.CRASHED),
+        (Ended(("run",), -signal.SIGKILL, "", hung=True), Verdict.HUNG),
+    ],
+)
+def test_verdicts(ended: Ended, verdict: Verdict | None) -> None:
+    assert judged(ended) == verdict
+
+
+def test_a_report_counts_files_and_kills_and_names_what_failed() -> None:
+    report = Report(seed=3, minutes=1.0)
+    cases = [
+        Case("eval: program.pte, cut", Verdict.REFUSED, part="files", number=4),
+        Case(
+            "eval: program.pte, one bit", Verdict.SILENT, "prge eval", "loss 1", part="model_files", number=5
+        ),
+        Case("run: encoder", Verdict.DIFFERENT, part="kills", number=6),
+    ]
+    report.add(cases, Counter(kills=12))
+    found = report.to_json()
+    assert (found["kills"], found["files"], found["different_bits"], found["accepted_silently"]) == (
+        12,
+        2,
+        1,
+        1,
+    )
+    assert (found["crashed"], found["hung"], found["tracebacks"]) == (0, 0, 0)
+    assert [failure["repeat"] for failure in found["failures"]] == ["model_files:5", "kills:6"]

@@ -1,0 +1,83 @@
+"""A slice of the attack: the same code as the whole of it, with a seed and few cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kills import differences
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = [pytest.mark.export, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and bundles, made by the first of the attacks."""
+    return tmp_path_factory.mktemp("attack")
+
+
+@pytest.mark.parametrize(("part", "cases"), [("kills", 1), ("files", 40), ("inputs", 20)])
+def test_nothing_fails(work: Path, part: str, cases: int) -> None:
+    words = ["--work", work, "--kinds", "tangent", "--only", part, "--cases", cases, "--processes", 1]
+    command = [
+        sys.executable,
+        "scripts/attack/run.py",
+        *words,
+        "--json",
+        work / "attack.json",
+        "--minutes",
+        4,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((work / "attack.json").read_text())
+    assert report["failures"] == []
+    if part == "kills":
+        assert report["kills"] >= 6
+    else:
+        assert report[part] >= cases - 1
+    assert not (work / "failures").exists()
+
+
+def test_a_run_that_ended_otherwise_is_found(tmp_path: Path) -> None:
+    """The comparison of killed runs can fail: it sees a bit, a record, a count and a checkpoint."""
+    whole = tmp_path / "whole"
+    (whole / "final").mkdir(parents=True)
+    (whole / "checkpoints" / "step-000004").mkdir(parents=True)
+    (whole / "checkpoints" / "step-000004" / "state.json").write_text("{}")
+    (whole / "final" / "adapter_model.safetensors").write_bytes(b"weights")
+    (whole / "journal.jsonl").write_text("{}\n")
+    (whole / "metrics.jsonl").write_text('{"event": "step", "step": 1, "rows": 8}\n')
+    summary = {"run": {"status": "completed"}, "train": {"steps": 1, "rows": 8, "trained_values": 3}}
+    (whole / "run.json").write_text(json.dumps(summary))
+    same = Path(shutil.copytree(whole, tmp_path / "same"))
+    assert differences(whole, same) == ""
+    changes = {
+        "final/adapter_model.safetensors": "weightt",
+        "journal.jsonl": "{}\n{}\n",
+        "metrics.jsonl": '{"event": "step", "step": 1, "rows": 9}\n',
+        "run.json": json.dumps({**summary, "train": {**summary["train"], "rows": 9}}),
+        "checkpoints/step-000004/state.json": "[]",
+        "checkpoints/step-000005": "{}",
+        ".run.json.partial": "{}",
+    }
+    for name, content in changes.items():
+        other = Path(shutil.copytree(whole, tmp_path / "other"))
+        (other / name).write_text(content)
+        assert differences(whole, other), name
+        shutil.rmtree(other)
