@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeat", metavar="PART:NUMBER", help="do one case again and leave its folder")
     given = parser.parse_args(argv)
     began = time.monotonic()
-    work = given.work or Path(tempfile.mkdtemp(prefix="prge-attack-"))
+    work = (given.work or Path(tempfile.mkdtemp(prefix="prge-attack-"))).resolve()
     print(f"models and bundles in {work}", flush=True)
     workshop = _made_in_a_process(work, given.kinds)
     import_verbs(DEVICE_VERBS)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         return _repeat(workshop, part, int(number), given.seed)
     report = Report(given.seed, given.minutes)
     parts = [part for part in PARTS if part in given.only]
-    if "transfers" in parts and (reason := why_not()):
+    if "transfers" in parts and (reason := why_not(workshop)):
         parts.remove("transfers")
         report.left_out.append(f"transfers: {reason}")
     plan = Plan(parts, given.seed, time.monotonic(), began + 60 * given.minutes, given.processes, given.cases)
@@ -208,6 +208,7 @@ def _work(workshop: Workshop, plan: Plan, worker: int, found: Path) -> None:
                         break
                     cases, counts = attacked(bench, part, number, plan.seed)
                     _tell(found, cases, counts)
+            bench.close()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -244,6 +245,7 @@ def _repeat(workshop: Workshop, part: str, number: int, seed: int) -> int:
     cases, counts = PARTS[part].attack(bench, Random(f"{seed}/{part}/{number}"), folder)
     for case in cases:
         print(f"{case.verdict.value}: {case.name}\n$ {case.command}\n{case.tail}")
+    bench.close()
     print(dict(counts), f"folder: {folder}", sep="\n")
     return 1 if any(case.verdict.is_failure for case in cases) else 0
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +83,13 @@ class Bench:
 
     workshop: Workshop
     folder: Path
-    results: dict[Any, object] = field(default_factory=dict)
+    results: dict[Any, Any] = field(default_factory=dict)
+    closers: list[Callable[[], object]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """End what was started for it."""
+        for close in self.closers:
+            close()
 
     def original(self, kind: str, name: str) -> Path:
         """The `bundle`, `finished` or `unfinished` run, `adapter`, rows or task that a case copies."""
