@@ -22,7 +22,7 @@ from child import Limits, prge_ends
 from outcome import Case, Verdict, command_line, judged
 from workshop import Bench
 
-LIMITS = Limits(seconds=120, processor_seconds=30, memory=1 << 30)
+LIMITS = Limits(seconds=300, processor_seconds=30, memory=1 << 30)
 _KINDS = ["tangent", "tangent", "tangent", "encoder", "trunk", "antithetic", "exact", "quantized"]
 _RUN_KINDS = ["tangent", "tangent", "encoder", "trunk"]
 _FOREIGN = ["step-000004 (copy)", "step-000010-mine", "step-10", "notes"]

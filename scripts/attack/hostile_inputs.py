@@ -56,7 +56,7 @@ class Input:
     words: Sequence[object]
     must: Must = "be refused"
     bounds: Bounds = Bounds()
-    limits: Limits = field(default_factory=lambda: Limits(seconds=120, processor_seconds=40, memory=2 << 30))
+    limits: Limits = field(default_factory=lambda: Limits(seconds=300, processor_seconds=40, memory=2 << 30))
     prepare: Callable[[], object] | None = None
     says: str = ""
     never: str = ""
@@ -437,7 +437,7 @@ def _streams(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     refuse = random.choice([_close, _full, _unread])
     numbers = random.choice([[1], [2], [1, 2], [0, 1, 2]])
     words = [word for word in _run(workshop, folder) if word != "--quiet"]
-    limits = Limits(seconds=120, processor_seconds=40)
+    limits = Limits(seconds=300, processor_seconds=40)
     ended = Child(words, limits, prepare=partial(refuse, numbers)).wait()
     whole = prge_ends(["replay", folder / "out", "--out", folder / "replayed"])
     verdict = judged(ended) or judged(whole) or Verdict.ACCEPTED
@@ -456,7 +456,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     out = folder / "disk" / "out"
     out.parent.mkdir()
     is_mounted = os.geteuid() == 0 and random.random() < 0.5 and _mounted(out.parent, 12288 + 4 * small)
-    limits = Limits(seconds=120, processor_seconds=40, file_bytes=None if is_mounted else small)
+    limits = Limits(seconds=300, processor_seconds=40, file_bytes=None if is_mounted else small)
     try:
         ended = Child([*words, "--out", out], limits).wait()
         verdict = judged(ended)
@@ -495,7 +495,7 @@ def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
     """Memory that runs out is said as that."""
     kind = random.choice(workshop.kinds)
     memory = random.randrange(MEGABYTE, 90 * MEGABYTE)
-    limits = Limits(seconds=120, processor_seconds=40, memory=memory)
+    limits = Limits(seconds=300, processor_seconds=40, memory=memory)
     name = f"little memory: {kind}"
     words = _run(workshop, folder, kind=kind)
     return Input(name, words, "end", limits=limits, says="memory", never="damaged", bounds=Bounds(20.0))
@@ -537,7 +537,7 @@ def _places(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _two_at_once(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     """Two processes that begin, or go on with, the same run: one has it, the other is told so."""
-    limits = Limits(seconds=120, processor_seconds=40)
+    limits = Limits(seconds=300, processor_seconds=40)
     words = [*_run(workshop, folder), "--steps", 12, "--checkpoint-every", 1]
     children = [Child(words, limits), Child(words, limits)]
     ended = [child.wait() for child in children]
