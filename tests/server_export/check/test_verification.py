@@ -72,7 +72,7 @@ def test_a_program_whose_adapter_does_nothing_is_refused(tmp_path: Path) -> None
             if name.endswith("lora_a"):
                 buffer.zero_()
     dead = lowered(tmp_path, built)
-    with pytest.raises(BundleError, match=r"the copies \[1, 2\] .* answer what copy 0 answers"):
+    with pytest.raises(BundleError, match=r"the copies \[1, 2\] .* return what copy 0 returns"):
         verify(dead.path, dead.built, dead.programs)
 
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("executorch")
 
 import torch
-from tests.server_export.test_lowering import OUTSIDE
+from tests.server_export.lower.test_lowering import OUTSIDE
 
 from prge.bundle import open_bundle
 from prge.contract import V_PREFIX
