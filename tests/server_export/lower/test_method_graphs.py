@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("executorch")
 
 import torch
-from tests.server_export.lower.test_lowering import OUTSIDE
 
 from prge.bundle import open_bundle
 from prge.contract import V_PREFIX
@@ -29,6 +28,7 @@ from tests.server_export.derive.tangent.graphs import (
     relative_difference,
     tangents_by_gradients,
 )
+from tests.server_export.lower.test_lowering import OUTSIDE
 from tests.server_export.programs import build, make_export_config
 from tests.tiny_models import ARCHITECTURES, SHALLOW, save_model
 
