@@ -11,6 +11,7 @@ engine was measured to take; `scripts/bench/estimate.py` holds all of it against
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from prge.adapter import adapter_size
@@ -18,6 +19,8 @@ from prge.contract import Contract
 
 MIB = 1 << 20
 GROUP_SIZE = 32
+# Of weights and planned values: programs of several lengths are loaded side by side up to here by themselves.
+PROGRAM_BYTES = 1 << 30
 
 # Resident memory of a process with the driver and an engine, before it loads a program: Python 3.11 and
 # ExecuTorch 1.5.1 on Linux x86_64, as `scripts/bench/device_memory.py` measures it.
@@ -28,10 +31,11 @@ _LOADING_BYTES = 420 * 10**6
 _LOWERING_BYTES = 800 * 10**6
 _SECOND_PROCESS_BYTES = 150 * 10**6
 
-# Of an operator in XNNPACK's own tables, and in the file's graph.
+# Of an operator in XNNPACK's own tables.
 _OPERATOR_BYTES = 4600
-_OPERATOR_FILE_BYTES = 150
 _BLOCK_OPERATORS = {"stack": 137, "trunk": 130, "tangent": 252, "exact": 318}
+# Of a block's graph in the file.
+_BLOCK_FILE_BYTES = {"stack": 13_000, "trunk": 12_000, "tangent": 17_000, "exact": 22_000}
 
 
 @dataclass(frozen=True)
@@ -187,10 +191,9 @@ def weights_of(outline: Outline, contract: Contract, scheme: str, int8_table: bo
     )
 
 
-def file_bytes(outline: Outline, contract: Contract, score: Contract | None, weights: Weights) -> int:
+def file_bytes(outline: Outline, methods: Sequence[Contract], weights: Weights) -> int:
     """Bytes of the program file: weights once, the graph of every method."""
-    methods = [contract] if score is None else [contract, score]
-    graphs = sum(_BLOCK_OPERATORS[method.kind] * outline.blocks * _OPERATOR_FILE_BYTES for method in methods)
+    graphs = sum(_BLOCK_FILE_BYTES[method.kind] * outline.blocks for method in methods)
     return weights.stored + graphs
 
 
@@ -238,6 +241,26 @@ def estimated_memory(outline: Outline, contract: Contract, weights: Weights, eng
         workspace_bytes(outline, contract),
         weights.layers,
     )
+
+
+def together(memories: Sequence[RunMemory]) -> RunMemory:
+    """Memory of a run with several methods loaded, the largest last; they take turns with a workspace."""
+    largest = memories[-1]
+    return replace(
+        largest,
+        weights=_sum(memory.weights for memory in memories),
+        arena=_sum(memory.arena for memory in memories),
+    )
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """The sum of numbers that are all known."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 def arena_bytes(outline: Outline, contract: Contract) -> int:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.contract import Contract
 from prge.costs import (
+    PROGRAM_BYTES,
     Outline,
     RunMemory,
     Weights,
+    arena_bytes,
     bytes_text,
     estimated_memory,
     export_memory,
     export_seconds,
     file_bytes,
+    together,
     weights_of,
     work_of,
 )
@@ -43,9 +47,19 @@ def main(argv: Sequence[str]) -> int:
         description="Tell what an export and its runs would cost; takes the flags of `prge export`.",
     )
     found = estimate(config)
+    if config.train is not None:
+        found = replace(found, data=_row_lengths(config, found))
     report = found.to_json(_rates(found) if config.calibrate else None)
     print(json.dumps(report, indent=2) if config.json else "\n".join(_text(config, report)))
     return 0
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """An epoch of training rows: how many, and by batch the length of the method that it takes."""
+
+    rows: int
+    batches: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,7 @@ class Estimate:
     weights: Weights
     stored_bytes: int
     score_weights: Weights
+    data: RowLengths | None = None
 
     @property
     def calls(self) -> int:
@@ -68,46 +83,60 @@ class Estimate:
         return math.ceil(2 * self.config.queries / self.contract.copies)
 
     @property
-    def methods(self) -> int:
-        """How many methods the program has; a trunk and the step above it count as one."""
-        return 1 if self.score is None else 2
+    def steps(self) -> list[Contract]:
+        """Contracts of the methods that take steps, shortest rows first."""
+        return self._variants(self.contract)
+
+    @property
+    def methods(self) -> list[Contract]:
+        """Contracts of all methods of the program; a trunk and the step above it count as one."""
+        return [*self.steps, *([] if self.score is None else self._variants(self.score))]
 
     @property
     def export_bytes(self) -> int:
         """Peak memory of the export."""
         return export_memory(
-            self.outline, self.weights, self.config.quantize, self.stored_bytes, self.methods
+            self.outline, self.weights, self.config.quantize, self.stored_bytes, len(self.methods)
         )
 
     @property
     def export_seconds(self) -> float:
         """Time of the export on two cores of a server."""
-        return export_seconds(self.outline, self.methods)
+        return export_seconds(self.outline, len(self.methods))
 
     @property
     def program_bytes(self) -> int:
         """Bytes of the program's file."""
-        return file_bytes(self.outline, self.contract, self.score, self.weights)
+        return file_bytes(self.outline, self.methods, self.weights)
 
     def memory(self, engine: str, scoring: bool = False) -> RunMemory:
-        """Memory of a run on an engine while it takes steps, or scores with a method of its own."""
+        """Memory of a run on an engine while it takes steps, or scores with a method of its own.
+
+        Methods of several lengths are loaded side by side where a run would do so by itself, each with its
+        own copy of the weights; the native engine may do with one.
+        """
+        contract, weights = self.contract, self.weights
         if scoring and self.score is not None:
-            return estimated_memory(self.outline, self.score, self.score_weights, engine)
-        return estimated_memory(self.outline, self.contract, self.weights, engine)
+            contract, weights = self.score, self.score_weights
+        variants = self._variants(contract)
+        arenas = sum(arena_bytes(self.outline, variant) for variant in variants)
+        if weights.stored * len(variants) + arenas > PROGRAM_BYTES:
+            variants = variants[-1:]
+        return together([estimated_memory(self.outline, variant, weights, engine) for variant in variants])
 
     def to_json(self, rates: Rates | None) -> dict[str, Any]:
         """All of it, with seconds where rates of this machine are known."""
-        contract, work = self.contract, work_of(self.outline, self.contract)
-        step: dict[str, Any] = {
+        contract = self.contract
+        steps = [
+            {"sequence_length": variant.sequence_length, **self.cost(variant, rates)}
+            for variant in self.steps
+        ]
+        step = {
             "calls": self.calls,
             "rows": contract.computed_rows * self.calls,
-            "operations": work.operations * self.calls,
-            "seconds": rates.seconds(work) * self.calls if rates else None,
+            **steps[-1],
+            "lengths": steps[:-1],
         }
-        if self.config.trunk_cache:
-            above = work_of(self.outline, contract, "step")
-            step["cached_operations"] = above.operations * self.calls
-            step["cached_seconds"] = rates.seconds(above) * self.calls if rates else None
         scoring = None
         if self.score is not None:
             score = work_of(self.outline, self.score)
@@ -132,12 +161,43 @@ class Estimate:
             },
             "step": step,
             "scoring": scoring,
+            "data": None if self.data is None else self._data_json(self.data, rates),
             "run_memory": {engine: self.memory(engine).to_json() for engine in ENGINES},
             "score_memory": None
             if self.score is None
             else {engine: self.memory(engine, scoring=True).to_json() for engine in ENGINES},
             "export": {"peak_bytes": self.export_bytes, "seconds": self.export_seconds},
             "rates": None if rates is None else rates.to_json(),
+        }
+
+    def cost(self, contract: Contract, rates: Rates | None) -> dict[str, Any]:
+        """What a step of one length computes and takes, also above a trunk that is cached."""
+        parts = {"": "whole", **({"cached_": "step"} if self.config.trunk_cache else {})}
+        cost: dict[str, Any] = {}
+        for prefix, part in parts.items():
+            work = work_of(self.outline, contract, part)
+            cost[f"{prefix}operations"] = work.operations * self.calls
+            cost[f"{prefix}seconds"] = rates.seconds(work) * self.calls if rates else None
+        return cost
+
+    def _variants(self, contract: Contract) -> list[Contract]:
+        """A contract for every length, shortest first."""
+        return [*(contract.shortened(length) for length in self.config.shorter_lengths), contract]
+
+    def _data_json(self, data: RowLengths, rates: Rates | None) -> dict[str, Any]:
+        """What an epoch of the rows takes: every batch runs at the length that holds its longest row."""
+        costs = {variant.sequence_length: self.cost(variant, rates) for variant in self.steps}
+        batches = {length: data.batches.count(length) for length in costs}
+
+        def total(name: str) -> Any:
+            return sum(count * costs[length][name] for length, count in batches.items())
+
+        return {
+            "rows": data.rows,
+            "steps": len(data.batches),
+            "steps_of_length": {str(length): count for length, count in batches.items()},
+            "operations": total("operations"),
+            "seconds": total("seconds") if rates else None,
         }
 
 
@@ -167,12 +227,41 @@ def estimate_of(config: ExportConfig, loaded: LoadedModel) -> Estimate:
     # Their number is all that counts.
     label_tokens = range(len(config.label_words or []))
     contract, score, below = planned_contracts(config, loaded, label_tokens)
-    outline = outline_of(loaded, contract, below)
+    outline = outline_of(loaded, contract, below, config.shorter_lengths)
     int8_table = config.quantize != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
     weights, score_weights = (
         weights_of(outline, method, config.quantize, int8_table) for method in (contract, score or contract)
     )
     return Estimate(config, outline, contract, score, weights, checkpoint_bytes(loaded), score_weights)
+
+
+def _row_lengths(config: EstimateConfig, found: Estimate) -> RowLengths:
+    """Tokenize the training rows and put them into batches as a run does."""
+    from prge.rows.example_building import BuildOptions, load_examples
+    from prge.rows.task import load_task
+    from prge.rows.tokenizer import load_tokenizer as load_written
+    from prge.sampling import Sampler
+    from server_export.model.tokenization import load_tokenizer, tokenizer_block, write_tokenizer
+
+    assert config.train is not None
+    contract = found.contract
+    with tempfile.TemporaryDirectory() as folder:
+        original = load_tokenizer(config.model, config.revision)
+        write_tokenizer(original, Path(folder))
+        block = tokenizer_block(original, config.prepend_bos, contract.vocabulary_size)
+        tokenizer = load_written(folder, block)
+    task = load_task(config.task) if config.task else None
+    options = BuildOptions(overflow="truncate")
+    examples, _ = load_examples(config.train, tokenizer, contract, task, None, options)
+    sampler = Sampler(examples, contract, seed=0)
+    lengths = [variant.sequence_length for variant in found.steps]
+
+    def chosen(step: int) -> int:
+        longest = max(len(s.tokens) for example in sampler.chosen(step) for s in example.sequences)
+        return next(length for length in lengths if longest <= length)
+
+    steps = math.ceil(len(examples) / sampler.per_step)
+    return RowLengths(len(examples), tuple(chosen(step) for step in range(steps)))
 
 
 def _rates(found: Estimate) -> Rates:
@@ -190,10 +279,17 @@ def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
     )
     yield f"\nprogram  {bytes_text(report['program_bytes'])}"
     calls = f" in {step['calls']} calls" if step["calls"] > 1 else ""
-    yield f"step     {step['rows']} rows of {config.sequence_length} tokens{calls}, {_work(step)}"
-    if "cached_operations" in step:
-        cached = {"operations": step["cached_operations"], "seconds": step["cached_seconds"]}
-        yield f"         {_work(cached)} for rows whose trunk is cached"
+    for title, cost in zip(
+        ["step", *[""] * len(step["lengths"])], [step, *step["lengths"][::-1]], strict=True
+    ):
+        yield f"{title:<9}{step['rows']} rows of {cost['sequence_length']} tokens{calls}, {_work(cost)}"
+        if "cached_operations" in cost:
+            cached = {"operations": cost["cached_operations"], "seconds": cost["cached_seconds"]}
+            yield f"         {_work(cached)} for rows whose trunk is cached"
+    if report["data"]:
+        data = report["data"]
+        counts = ", ".join(f"{count} of {length} tokens" for length, count in data["steps_of_length"].items())
+        yield f"epoch    {data['rows']} rows in {data['steps']} steps: {counts}; {_work(data)}"
     if report["scoring"]:
         yield f"scoring  {report['scoring']['rows']} rows a call, {_work(report['scoring'])}"
     if report["rates"] is None:

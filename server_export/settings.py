@@ -172,6 +172,12 @@ class EstimateConfig(ExportConfig):
     out: Path = Path("bundle")
     """Not written; it is here so that an export's settings can be given as they are."""
 
+    train: Path | None = None
+    """Training rows: tell what an epoch of them takes, with every batch at the length that holds it."""
+
+    task: str | None = None
+    """Task of the training rows, as for `prge run`."""
+
     calibrate: bool = True
     """Measure the engine on this machine for two seconds. Without it there are no seconds a step."""
 

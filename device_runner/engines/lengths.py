@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from prge.bundle import SCORE_METHOD, TRUNK_METHOD, Bundle
+from prge.costs import PROGRAM_BYTES as PROGRAM_BYTES
 from prge.errors import ConfigError
-
-PROGRAM_BYTES = 1 << 30
 
 
 def chosen_lengths(

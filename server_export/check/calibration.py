@@ -21,7 +21,11 @@ from server_export.model.readout import log_probabilities
 _SECONDS = 2.0
 _LARGEST_LAYER = 1 << 23
 _MOST_TOKENS = 640
-_ANSWERS = 8
+_ANSWERS = (8, 256)
+_LARGEST_ANSWERS = 1 << 19
+# Amounts that take milliseconds: threads that have to be woken cost a shorter call more than its work.
+_LEAST = {"layers": 1 << 29, "products": 1 << 27, "passes": 1 << 24}
+_MOST_TIMES = 16
 
 
 @dataclass(frozen=True)
@@ -47,29 +51,57 @@ class Rates:
 
 
 class _Layers(nn.Module):
-    """x f32 [rows, tokens, width] -> the same shape, through two frozen layers."""
+    """x f32 [rows, tokens, width] -> the same shape, through two frozen layers again and again."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, times: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
+        self.times = times
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x))
+        for _ in range(self.times):
+            x = self.down(self.up(x))
+        return x
 
 
 class _Products(nn.Module):
     """q, k f32 [rows x heads, tokens, head width] -> mixed values of that shape, without a softmax."""
 
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
     def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(torch.bmm(q, k.transpose(1, 2)), k)
+        for _ in range(self.times):
+            q = torch.bmm(torch.bmm(q, k.transpose(1, 2)), k)
+        return q
 
 
 class _Passes(nn.Module):
-    """x f32 -> the same shape, through four operators that take numbers one by one."""
+    """x f32 -> the same shape, through eight operators that take numbers one by one, again and again.
+
+    As in a block one of eight is no sum or product.
+    """
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.sigmoid(x) * x + x) * x
+        y = x
+        for _ in range(self.times):
+            y = torch.sigmoid(y) * x + x
+            y = (y * x + x) * x
+            y = (y * x + y) * x
+        return y
+
+
+class _Call(nn.Module):
+    """x f32 [1] -> 2 x: what any call takes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x
 
 
 class _Answers(nn.Module):
@@ -95,34 +127,38 @@ class Calibration:
         from server_export.model.quantization import quantize_layers
 
         classes = outline.head.outputs if outline.head is not None else 2
+        answers = max(_ANSWERS[0], min(_LARGEST_ANSWERS // classes, _ANSWERS[1]))
         rows = max(1, min(rows, _MOST_TOKENS // length))
         inner = outline.inner
         width = min(outline.width, max(32, _LARGEST_LAYER // inner // 32 * 32))
         heads = (rows * outline.heads, length, outline.head_width)
-        layers = _Layers(width, inner).eval().requires_grad_(False)
+        tokens = rows * length
+        amounts = {
+            "layers": 2 * tokens * width * inner,
+            "products": 2 * tokens * outline.heads * outline.head_width * length,
+            "passes": 8 * tokens * inner,
+        }
+        times = {name: max(1, min(_LEAST[name] // amounts[name], _MOST_TIMES)) for name in amounts}
+        layers = _Layers(width, inner, times["layers"]).eval().requires_grad_(False)
         if scheme != "fp32":
             quantize_layers(layers, scheme)
         modules: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
             "layers": (layers, (torch.randn(rows, length, width),)),
-            "products": (_Products(), (torch.randn(heads), torch.randn(heads))),
-            "passes": (_Passes(), (torch.randn(rows, length, inner),)),
+            "products": (_Products(times["products"]), (torch.randn(heads), torch.randn(heads))),
+            "passes": (_Passes(times["passes"]), (torch.randn(rows, length, inner),)),
             "answers": (
                 _Answers(),
-                (torch.randn(1, _ANSWERS, classes), torch.zeros(1, _ANSWERS, dtype=torch.int64)),
+                (torch.randn(1, answers, classes), torch.zeros(1, answers, dtype=torch.int64)),
             ),
+            "call": (_Call(), (torch.ones(1),)),
         }
         graphs = {name: export_graph(module, inputs) for name, (module, inputs) in modules.items()}
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "calibration.pte")
             lower(graphs).write(path)
             self._calls = {name: loaded_method(path, name, inputs) for name, (_, inputs) in modules.items()}
-        tokens = rows * length
-        self._amounts = {
-            "layers": 2 * tokens * width * inner,
-            "products": 2 * tokens * outline.heads * outline.head_width * length,
-            "passes": 4 * tokens * inner,
-            "answers": _ANSWERS * classes,
-        }
+        self._amounts = {name: amount * times[name] for name, amount in amounts.items()}
+        self._amounts["answers"] = answers * classes
         self._seconds: dict[str, list[float]] = {name: [] for name in modules}
         for call in self._calls.values():
             call()
@@ -135,8 +171,11 @@ class Calibration:
             self._seconds[name].append(time.perf_counter() - start)
 
     def rates(self) -> Rates:
-        """What the fast calls that were sampled come to."""
-        return Rates(**{name: self._amounts[name] / fast(seconds) for name, seconds in self._seconds.items()})
+        """What the fast calls that were sampled come to, without what any call takes."""
+        taken = {name: fast(seconds) for name, seconds in self._seconds.items()}
+        call = taken.pop("call")
+        # A small model's products take little more than a call, and less on a machine that is busy meanwhile.
+        return Rates(**{n: self._amounts[n] / max(t - call, t / 10) for n, t in taken.items()})
 
 
 def fast(seconds: Sequence[float]) -> float:

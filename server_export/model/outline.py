@@ -14,8 +14,12 @@ from server_export.model.blocks import block_names
 from server_export.model.loading import LoadedModel, parameter_count
 
 
-def outline_of(loaded: LoadedModel, contract: Contract, blocks_below: int) -> Outline:
+def outline_of(
+    loaded: LoadedModel, contract: Contract, blocks_below: int, shorter: Sequence[int] = ()
+) -> Outline:
     """The outline of a model, with or without its weights, as the program of a contract uses it.
+
+    `shorter` are the lengths that the program has methods for besides; each has its own tables of positions.
 
     Raises:
         ConfigError: it has no list of blocks.
@@ -35,8 +39,9 @@ def outline_of(loaded: LoadedModel, contract: Contract, blocks_below: int) -> Ou
         for parameter in model.parameters()
         if id(parameter) not in weights and parameter is not table
     )
-    length, heads = contract.sequence_length, int(getattr(config, "num_attention_heads", 1))
+    heads = int(getattr(config, "num_attention_heads", 1))
     head_width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    lengths = (*shorter, contract.sequence_length)
     return Outline(
         width=int(config.hidden_size),
         blocks=len(blocks),
@@ -46,16 +51,16 @@ def outline_of(loaded: LoadedModel, contract: Contract, blocks_below: int) -> Ou
         layers=_grouped(layers, blocks[:blocks_below]),
         head=_shape(head) if isinstance(head, nn.Linear) else None,
         table_numbers=table.numel(),
-        other_numbers=other + length * length + _rotation_numbers(model, length, head_width),
+        other_numbers=other + sum(_position_numbers(model, length, head_width) for length in lengths),
         parameters=parameter_count(model),
     )
 
 
-def _rotation_numbers(model: nn.Module, length: int, width: int) -> int:
-    """What the rotations of queries and keys take as tables of cosines and sines, or as matrices."""
+def _position_numbers(model: nn.Module, length: int, width: int) -> int:
+    """What a mask and the rotations of queries and keys take: tables of cosines and sines, or matrices."""
     if not any("rotary" in name for name, _ in model.named_modules()):
-        return 0
-    return 2 * length * width * (width if rotates_by_product(length, width) else 1)
+        return length * length
+    return length * length + 2 * length * width * (width if rotates_by_product(length, width) else 1)
 
 
 def _grouped(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[Layer, ...]:

@@ -72,7 +72,7 @@ def test_a_verbalizer_stores_the_rows_of_its_words() -> None:
 
 def test_two_methods_store_the_weights_once() -> None:
     weights = weights_of(OUTLINE, TANGENT, "fp32", False)
-    alone, both = (file_bytes(OUTLINE, TANGENT, score, weights) for score in (None, STACK))
+    alone, both = (file_bytes(OUTLINE, methods, weights) for methods in ([TANGENT], [TANGENT, STACK]))
     assert weights.stored < alone < both < 1.1 * alone
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from prge.bundle import PROGRAM
 from prge.contract import Contract
 from prge.errors import BundleError, ConfigError
+from server_export.check.calibration import Calibration
 from server_export.estimate import announce, estimate, estimate_of, main
 from server_export.export import export
 from server_export.model.loading import load_model
@@ -47,19 +49,20 @@ def test_weights_make_no_difference(architecture: str, estimator: str, tmp_path:
 
 
 @pytest.mark.export
-def test_size_contract_and_memory_are_those_of_the_export(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", [None, [4, 8]])
+def test_size_contract_and_memory_are_those_of_the_export(tmp_path: Path, lengths: list[int] | None) -> None:
     # Wide enough for the weights to be most of it.
     model = save_model(
         tmp_path / "model", "llama", num_hidden_layers=2, hidden_size=256, intermediate_size=768, head_dim=64
     )
-    config = make_export_config(str(model), tmp_path / "bundle", quantize="8da4w", queries=2)
+    config = make_export_config(str(model), tmp_path / "bundle", quantize="8da4w", queries=2, lengths=lengths)
     found = estimate(config)
     folder = export(config)
     manifest = json.loads((folder / "manifest.json").read_bytes())
     assert found.contract == Contract.from_json(manifest["contract"])
     assert found.weights.stored == pytest.approx(manifest["lowering"]["constant_bytes"], rel=0.05)
     assert found.program_bytes == pytest.approx((folder / PROGRAM).stat().st_size, rel=0.05)
-    (workspace,) = manifest["verification"]["workspace_bytes"].values()
+    workspace = max(manifest["verification"]["workspace_bytes"].values())
     memory = found.memory("native")
     assert memory.workspace is not None
     assert abs(memory.workspace - workspace) < 1 << 20
@@ -97,3 +100,50 @@ def test_an_export_is_announced(outline_folder: Path, capsys: pytest.CaptureFixt
     # What can't be estimated is no reason not to try.
     announce(EstimateConfig(model=str(outline_folder / "none")))
     assert capsys.readouterr().out == ""
+
+
+def test_every_length_is_a_method_with_a_cost_of_its_own(outline_folder: Path) -> None:
+    alone = EstimateConfig(model=str(outline_folder), sequence_length=32)
+    several = replace(alone, lengths=[8, 16])
+    one, three = (estimate(config) for config in (alone, several))
+    assert [contract.sequence_length for contract in three.steps] == [8, 16, 32]
+    assert len(three.methods) == 3 * len(one.methods)
+    assert one.program_bytes < three.program_bytes < 1.5 * one.program_bytes
+    assert one.export_seconds < three.export_seconds
+    assert three.memory("torch").weights == 3 * (one.memory("torch").weights or 0)
+    step = three.to_json(None)["step"]
+    operations = [cost["operations"] for cost in (*step["lengths"], step)]
+    assert [cost["sequence_length"] for cost in step["lengths"]] == [8, 16]
+    assert operations == sorted(operations) and operations[0] < operations[2] / 3
+    assert one.to_json(None)["step"]["operations"] == step["operations"]
+
+
+def test_an_epoch_of_rows_is_told_by_the_lengths_that_they_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    rows = [{"prompt": "a" * count, "completion": "b"} for count in (2, 3, 10, 3, 30, 2)]
+    train = tmp_path / "rows.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--model", str(model), "--no-calibrate", "--train", str(train), "--batch-size", "1"]
+    words += ["--sequence-length", "32", "--lengths", "8", "16"]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    data, step = report["data"], report["step"]
+    assert (data["rows"], data["steps"]) == (6, 6)
+    assert data["steps_of_length"] == {"8": 4, "16": 1, "32": 1}
+    costs = [cost["operations"] for cost in (*step["lengths"], step)]
+    assert data["operations"] == 4 * costs[0] + costs[1] + costs[2]
+    assert main(words) == 0
+    assert "6 rows in 6 steps: 4 of 8 tokens, 1 of 16 tokens, 1 of 32 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.export
+def test_calls_of_a_small_model_are_measured_and_not_what_any_call_takes(outline_folder: Path) -> None:
+    found = estimate(EstimateConfig(model=str(outline_folder), sequence_length=8))
+    calibration = Calibration(found.outline, "fp32", found.contract.computed_rows, 8)
+    for _ in range(20):
+        calibration.sample()
+    rates = calibration.rates()
+    # A call takes tens of microseconds, in which a processor does a hundred thousand multiplications.
+    assert rates.layers > 1e9 and rates.products > 1e8 and rates.passes > 1e8 and rates.answers > 1e7
