@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from prge.atomic import new_folder
 from prge.errors import RunError
-from server_export.estimate import announce
+from server_export.check.estimation import announce
 from server_export.settings import ExportConfig
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ def seconds_of(folder: Path, words: list[str], budget: float) -> dict[str, tuple
     from prge.costs import work_of
     from prge.settings import parse_settings
     from server_export.check.calibration import Calibration, fast
-    from server_export.estimate import estimate
+    from server_export.check.estimation import estimate
     from server_export.settings import EstimateConfig
 
     found = estimate(parse_settings(EstimateConfig, words, "bench_estimate"))

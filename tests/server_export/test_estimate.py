@@ -13,7 +13,8 @@ from prge.bundle import PROGRAM
 from prge.contract import Contract
 from prge.errors import BundleError, ConfigError
 from server_export.check.calibration import Calibration
-from server_export.estimate import announce, estimate, estimate_of, main
+from server_export.check.estimation import announce, estimate, estimate_of
+from server_export.estimate import main
 from server_export.export import export
 from server_export.model.loading import load_model
 from server_export.settings import EstimateConfig
@@ -110,7 +111,8 @@ def test_every_length_is_a_method_with_a_cost_of_its_own(outline_folder: Path) -
     assert len(three.methods) == 3 * len(one.methods)
     assert one.program_bytes < three.program_bytes < 1.5 * one.program_bytes
     assert one.export_seconds < three.export_seconds
-    assert three.memory("torch").weights == 3 * (one.memory("torch").weights or 0)
+    # Small tables of positions are counted with every method.
+    assert three.memory("torch").weights == pytest.approx(3 * (one.memory("torch").weights or 0), rel=0.02)
     step = three.to_json(None)["step"]
     operations = [cost["operations"] for cost in (*step["lengths"], step)]
     assert [cost["sequence_length"] for cost in step["lengths"]] == [8, 16]

@@ -255,7 +255,8 @@ def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tm
     assert torch.corrcoef(torch.stack([actual, expected]))[0, 1] > 0.95
     manifest = read_manifest(folder)
     assert manifest["quantization"]["scheme"] == "8da4w" and not manifest["lora"]["merged"]
-    assert manifest["verification"]["max_absolute_difference"] < 0.1
+    checks = manifest["verification"]
+    assert checks["quantized_difference"] < 0.1 and 0.01 < checks["float_difference"] < 0.5
     assert not (set(manifest["lowering"]["outside"]) & {"linear", "mm", "bmm", "addmm"})
 
 
