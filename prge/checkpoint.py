@@ -30,6 +30,7 @@ OPTIMIZER = "optimizer.safetensors"
 HEAD = "head.safetensors"
 STATE = "state.json"
 _NAME = re.compile("step-([0-9]{6}|[1-9][0-9]{6,17})")
+_LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9]+-\w+\.partial")
 
 
 @dataclass
@@ -171,9 +172,12 @@ def kept_steps(progress: Progress, checkpoint_every: int) -> set[int]:
 
 
 def prune_checkpoints(checkpoints: Path, keep: set[int]) -> None:
-    """Remove every checkpoint but those of the given steps."""
+    """Remove every checkpoint but those of the given steps, and what killed processes left of any."""
     for step in set(saved_steps(checkpoints)) - keep:
         shutil.rmtree(checkpoint_folder(checkpoints, step), ignore_errors=True)
+    for leftover in checkpoints.glob(".step-*.partial"):
+        if _LEFTOVER.fullmatch(leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def load_checkpoint(folder: Path, state: TrainingState) -> None:

@@ -159,3 +159,13 @@ def test_a_whole_checkpoint_stays_as_it_is(checkpoints: Path, template: Path) ->
     before = checkpoint_folder(checkpoints, 10).stat().st_ino
     save_checkpoint(checkpoints, _state(10), template)
     assert checkpoint_folder(checkpoints, 10).stat().st_ino == before
+
+
+def test_what_a_killed_process_left_of_any_checkpoint_goes_with_the_next_pruning(tmp_path: Path) -> None:
+    for name in (".step-000003.8314-f8enbrgv.partial", ".step-000003 (mine).1-a.partial", "step-000002"):
+        (tmp_path / name).mkdir()
+    prune_checkpoints(tmp_path, {2})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".step-000003 (mine).1-a.partial",
+        "step-000002",
+    ]
