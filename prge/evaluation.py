@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,11 +33,6 @@ class Scores:
     def loss(self) -> float:
         """Mean loss of the examples."""
         return float(self.losses.mean())
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity per target token, of completions."""
-        return math.exp(min(float((self.losses * self.tokens).sum() / self.tokens.sum()), 700.0))
 
 
 def score(

@@ -191,7 +191,8 @@ def build_program(
     had_conv1d = convert_conv1d(loaded.model) > 0
 
     start = read_lora(config.adapter) if config.adapter is not None else None
-    rank, alpha, targets, lora_a, lora_b = _adapter(config, loaded, start)
+    rank, alpha, targets, names = _adapted_layers(config, loaded.model, start)
+    lora_a, lora_b = _matrices(config, loaded.model, start, names)
     inputs = CallInputs()
     modules = insert_lora(loaded.model, lora_a, alpha / rank, inputs)
     if kind != "pooled":
@@ -242,14 +243,14 @@ def planned_contracts(
     kind = _readout(config, loaded, label_tokens)
     position_numbers(loaded, config.sequence_length)
     start = read_lora(config.adapter) if config.adapter is not None else None
-    rank, _, _, lora_a, _ = _adapter(config, loaded, start)
-    layers = {name: loaded.model.get_submodule(name) for name in lora_a}
+    rank, _, _, names = _adapted_layers(config, loaded.model, start)
+    layers = {name: loaded.model.get_submodule(name) for name in names}
     modules = tuple(
         AdaptedModule(name, rank, int(layer.in_features), int(layer.out_features))
         for name, layer in layers.items()
     )
     stack = _contract(config, loaded, kind, modules, label_tokens)
-    below = blocks_below(loaded.model, list(lora_a))
+    below = blocks_below(loaded.model, list(names))
     return (*_method_contracts(config, stack, below), below)
 
 
@@ -358,24 +359,32 @@ def _readout(config: ExportConfig, loaded: LoadedModel, label_tokens: Sequence[i
     return "verbalizer" if label_tokens else "logprobs"
 
 
-def _adapter(
-    config: ExportConfig, loaded: LoadedModel, start: PeftAdapter | None
-) -> tuple[int, float, str | list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Rank, alpha, target modules, `lora_a` and `lora_b` to start from, in module order."""
-    model = loaded.model
+def _adapted_layers(
+    config: ExportConfig, model: nn.Module, start: PeftAdapter | None
+) -> tuple[int, float, str | list[str], dict[str, str]]:
+    """Rank, alpha, target modules, and layers in module order with the names that `start` has for them."""
     if start is not None:
-        names = match_start_adapter(model, start)
-        lora_a = {ours: torch.from_numpy(start.lora_a[theirs]) for ours, theirs in names.items()}
-        lora_b = {ours: torch.from_numpy(start.lora_b[theirs]) for ours, theirs in names.items()}
-        return start.rank, start.alpha, start.target_modules, lora_a, lora_b
+        return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
     targets = normal_targets(config.target_modules or default_target_modules(model))
-    names_here = match_target_modules(model, targets)
+    names = match_target_modules(model, targets)
     if config.adapt_layers is not None:
         # Whole names mean the same layers to PEFT, however the targets were chosen.
-        targets = names_here = in_top_blocks(model, names_here, config.adapt_layers)
-    lora_a = initial_lora_a(model, names_here, config.rank, config.seed)
-    lora_b = {name: torch.zeros(model.get_submodule(name).out_features, config.rank) for name in names_here}
-    return config.rank, config.alpha, targets, lora_a, lora_b
+        targets = names = in_top_blocks(model, names, config.adapt_layers)
+    return config.rank, config.alpha, targets, {name: name for name in names}
+
+
+def _matrices(
+    config: ExportConfig, model: nn.Module, start: PeftAdapter | None, names: Mapping[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """`lora_a` and `lora_b` to start from."""
+    if start is not None:
+        lora_a, lora_b = (
+            {ours: torch.from_numpy(matrices[theirs]) for ours, theirs in names.items()}
+            for matrices in (start.lora_a, start.lora_b)
+        )
+        return lora_a, lora_b
+    lora_a = initial_lora_a(model, list(names), config.rank, config.seed)
+    return lora_a, {n: torch.zeros(model.get_submodule(n).out_features, config.rank) for n in names}
 
 
 def _contract(

@@ -44,11 +44,6 @@ def test_an_example_may_have_more_candidates_than_a_call_has_rows() -> None:
     assert found.scores[0].shape == (9,)
 
 
-def test_perplexity_counts_tokens_not_rows() -> None:
-    found = score(NumpyEngine(), _adapter(NumpyEngine()), random_completions(5))
-    assert found.perplexity == pytest.approx(np.exp(found.losses.mean()))
-
-
 def test_encoder_with_a_fitted_head() -> None:
     engine = NumpyEngine(copies=2, encoder=True)
     examples = [classified(row, [row % 3, row % 3, row % 5], 3, row % 3) for row in range(1, 31)]
