@@ -109,7 +109,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         bundle,
         None,
         settings.program_bytes,
-        lambda methods: choose(settings.engine).can_share(bundle, methods),
+        lambda methods: choose(settings.engine).engine.can_share(bundle, methods),
         only_scoring=True,
     )
     if note:

@@ -106,7 +106,7 @@ def with_lengths(settings: RunSettings, bundle: Bundle) -> tuple[RunSettings, st
         bundle,
         settings.lengths,
         settings.program_bytes,
-        lambda methods: choose(settings.engine).can_share(bundle, methods),
+        lambda methods: choose(settings.engine).engine.can_share(bundle, methods),
         settings.keep_programs,
     )
     return replace(settings, lengths=list(lengths)), note

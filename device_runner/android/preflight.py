@@ -18,12 +18,13 @@ ENOUGH_BYTES = 300 * MIB
 _MACHINES = {"arm64-v8a": "arm64", "aarch64": "arm64", "x86_64": "amd64"}
 _ENGINE = """
 import json
-from device_runner.engines.native.engine import prepare, set_threads
+from device_runner.engines.native.engine import NativeEngine
 import prge.training, device_runner.run
-prepare()
+NativeEngine.prepare()
 from device_runner.session.sensors import Sensors
 from prge.run_folder import environment
-print(json.dumps({"threads": set_threads(None), "sensors": Sensors().record(), "where": environment()}))
+threads = NativeEngine.set_threads(None)
+print(json.dumps({"threads": threads, "sensors": Sensors().record(), "where": environment()}))
 """
 
 

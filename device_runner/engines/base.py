@@ -1,51 +1,41 @@
-"""What the engines of this package share: inputs checked, refusals in words, one pool of threads.
+"""What the engines of this package share: loading, checks of programs and inputs, one pool of threads.
 
-An engine is one loaded method. `child_check` beside it finds damaged programs before one is loaded.
+check     a forked child loads the program first: a damaged program can abort the whole process
+load      threads, then program, then method, and its inputs and outputs against the contract
+forward   checked numpy arrays in without copies of ours, fresh numpy arrays out
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import re
-import tempfile
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from device_runner.engines.child_check import check_in_child
+from device_runner.engines.refusals import (
+    RefusedError,
+    captured_stderr,
+    explain,
+    foreign_program,
+    lacked_memory,
+    load_error,
+)
+from prge.bundle import STEP_METHOD, Bundle
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract, TensorSpec
 from prge.engine import Array
-from prge.errors import BundleError, EngineError, PrgeError
-from prge.memory import GET_MEMORY, tells_no_memory
+from prge.errors import EngineError
+from prge.memory import GET_MEMORY
 
-# executorch/runtime/core/error.h
-_CODES = {
-    0x01: "the engine failed inside",
-    0x02: "the engine was in a state that doesn't allow this call",
-    0x10: "the engine doesn't support this operation or shape",
-    0x11: "the engine doesn't implement this operation",
-    0x12: "an argument is invalid",
-    0x13: "a tensor has a type that the engine doesn't take",
-    0x14: "the program needs an operator that this engine lacks",
-    0x20: "something that the program names was not found, such as a backend",
-    0x21: "there is not enough memory",
-    0x22: "the file can't be opened",
-    0x23: "the program is damaged or of another format",
-    0x24: "the program's external data is damaged",
-    0x25: "the engine ran out of a resource",
-    0x30: "the program's delegate is damaged or of another version",
-    0x31: "there is not enough memory for the delegate",
-    0x32: "the delegate is not usable",
-}
+AnyEngine = TypeVar("AnyEngine", bound="ProgramEngine")
+Tensors = Sequence["tuple[int, tuple[int, ...]] | None"]
+
 _ADAPTER_PREFIXES = (LORA_B_PREFIX, U_PREFIX, V_PREFIX)
-_NO_MEMORY = frozenset({0x21, 0x25, 0x31})
 # c10/core/ScalarType.h, as far as a contract can name them
 _DTYPES = {
     0: "uint8",
@@ -61,15 +51,41 @@ _DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class Signature:
+    """A method as its program has it: ScalarType and shape of each tensor, None for what is no tensor."""
+
+    inputs: Tensors
+    outputs: Tensors
+
+
+class Program(Protocol):
+    """An opened program file; what the engine refuses is a RuntimeError."""
+
+    @property
+    def methods(self) -> list[str]:
+        """Their names."""
+        ...
+
+    def signature(self, method: str) -> Signature:
+        """Inputs and outputs of one of the methods."""
+        ...
+
+    def load(self, method: str, share_weights: bool) -> Any:
+        """A method, which keeps what it needs of the program; see `ProgramEngine.load`."""
+        ...
+
+
 class ProgramEngine(ABC):
-    """One loaded method of a program; subclasses say how it is called.
+    """One loaded method of a program, made by `load`; subclasses say how it is called.
 
     `calls` and `seconds` count forwards and the time inside the engine; `threads` is the size of its pool.
     """
 
-    def __init__(self, contract: Contract, threads: int) -> None:
+    def __init__(self, contract: Contract, threads: int, method: Any = None) -> None:
         limits = _index_limits(contract)
         self._contract = contract
+        self._method = method
         self._expected = [
             (spec.name, (spec, np.dtype(spec.dtype), limits.get(spec.name))) for spec in contract.inputs
         ]
@@ -78,6 +94,96 @@ class ProgramEngine(ABC):
         self.calls = 0
         self.seconds = 0.0
         _loaded.add(self)
+
+    @classmethod
+    def load(
+        cls: type[AnyEngine],
+        bundle: Bundle,
+        threads: int | None = None,
+        check: bool = True,
+        method: str = STEP_METHOD,
+        share_weights: bool = False,
+    ) -> AnyEngine:
+        """Load a method of a bundle's program.
+
+        Args:
+            bundle: an opened bundle.
+            threads: size of the engine's thread pool, one for all engines of the process; by default what the
+                runtime picks, the performance cores.
+            check: whether a child process loads the program and runs it once first, so that a program on
+                which the engine aborts gives an error. Costs one more load and one forward.
+            method: one of the bundle's.
+            share_weights: whether packed weights go where other engines that share theirs find them; only
+                after `can_share` said so.
+
+        Raises:
+            BundleError: the engine refuses the program or aborts on it, or the program is not the manifest's.
+            EngineError: the runtime can't be had, lacks memory, or its threads can't be changed any more.
+        """
+        contract = bundle.methods[method]
+        if check:
+            cls.check_method(bundle, method)
+        # XNNPACK keeps a pointer to the pool that it was loaded with: a later change hangs.
+        count = cls.set_threads(threads)
+        with captured_stderr() as log:
+            try:
+                program = cls.open_program(bundle.program)
+                problems = contract_problems(program, method, contract)
+                if problems:
+                    raise foreign_program(bundle.program, problems)
+                loaded = program.load(method, share_weights)
+            except RuntimeError as error:
+                refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
+                raise load_error(bundle.program, refused) from None
+        return cls(contract, count, loaded)
+
+    @classmethod
+    def check_method(cls, bundle: Bundle, method: str) -> None:
+        """Load a method and run it once in a forked child, where an abort of the engine ends only the child.
+
+        Check all methods before the first engine runs: a child lacks the threads that a running one waits
+        for.
+
+        Raises:
+            BundleError, EngineError: the child was killed by a signal, or the engine refused the program.
+        """
+        cls.prepare()
+        contract = bundle.methods[method]
+
+        def attempt() -> None:
+            program = cls.open_program(bundle.program)
+            if method not in program.methods:
+                return
+            engine = cls(contract, 0, program.load(method, False))
+            if not contract_problems(program, method, contract):
+                # Some damage shows only here: the engine follows a bad index into foreign memory.
+                engine.unchecked({spec.name: np.zeros(spec.shape, spec.dtype) for spec in contract.inputs})
+
+        check_in_child(bundle.program, attempt)
+
+    @classmethod
+    def can_share(cls, bundle: Bundle, methods: Sequence[str] | None = None) -> bool:
+        """Whether a bundle's methods, or some of them, can be loaded with the weights in memory once."""
+        return False
+
+    @staticmethod
+    @abstractmethod
+    def prepare() -> None:
+        """Load the runtime itself, unless it is; raises EngineError where it can't be had."""
+
+    @staticmethod
+    @abstractmethod
+    def set_threads(threads: int | None) -> int:
+        """Set the size of the process's thread pool, unless it is None, and return it.
+
+        Raises:
+            EngineError: the runtime can't be had, or engines in use hold a pool of another size.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def open_program(path: Path) -> Program:
+        """Open a program file."""
 
     @property
     def contract(self) -> Contract:
@@ -118,6 +224,10 @@ class ProgramEngine(ABC):
         self.seconds += time.perf_counter() - start
         self.calls += 1
         return {spec.name: output for spec, output in zip(self._contract.outputs, outputs, strict=True)}
+
+    def unchecked(self, inputs: Mapping[str, Array]) -> Sequence[Array]:
+        """Outputs for contiguous inputs that fit the contract; RuntimeError for what the engine refuses."""
+        return self._call([self._prepared(inputs[spec.name]) for spec in self._contract.inputs])
 
     @abstractmethod
     def _prepared(self, array: Array) -> Any:
@@ -163,15 +273,6 @@ def _unfit(spec: TensorSpec, array: Any) -> EngineError:
 _loaded: weakref.WeakSet[ProgramEngine] = weakref.WeakSet()
 
 
-class RefusedError(RuntimeError):
-    """What the engine refused, with its code if it gave one and what it logged meanwhile."""
-
-    def __init__(self, message: str, log: str = "", code: int | None = None) -> None:
-        super().__init__(message)
-        self.log = log
-        self.code = code
-
-
 def check_threads(threads: int | None, count: int) -> bool:
     """Whether a pool of `count` threads must become one of `threads`; None asks for no change.
 
@@ -190,30 +291,11 @@ def check_threads(threads: int | None, count: int) -> bool:
     return True
 
 
-Tensors = Sequence["tuple[int, tuple[int, ...]] | None"]
-
-
-@dataclass(frozen=True)
-class Signature:
-    """A method as its program has it: ScalarType and shape of each tensor, None for what is no tensor."""
-
-    inputs: Tensors
-    outputs: Tensors
-
-
-def contract_problems(
-    methods: Sequence[str], method: str, signature: Signature | None, contract: Contract
-) -> list[str]:
-    """What a program has otherwise than a contract.
-
-    Args:
-        methods: names of the program's methods.
-        method: the one that the contract describes.
-        signature: of that method, None if there is no such one.
-        contract: the manifest's.
-    """
-    if signature is None:
-        return [f"its methods are {', '.join(methods)}, must include {method}"]
+def contract_problems(program: Program, method: str, contract: Contract) -> list[str]:
+    """What a program's method has otherwise than a contract."""
+    if method not in program.methods:
+        return [f"its methods are {', '.join(program.methods)}, must include {method}"]
+    signature = program.signature(method)
     problems = []
     for kind, specs, tensors in (
         ("input", contract.inputs, signature.inputs),
@@ -244,86 +326,6 @@ def probing_inputs(contract: Contract) -> dict[str, Array]:
         else 0.1 * random.standard_normal(spec.shape, np.float32)
         for spec in contract.inputs
     }
-
-
-def foreign_program(path: Path, problems: Sequence[str]) -> BundleError:
-    """The error for a program with such problems."""
-    return BundleError(
-        f"{path} is not the program that the manifest describes: " + "; ".join(problems),
-        remedy="copy or export the bundle again: program and manifest don't belong together",
-    )
-
-
-def load_error(path: Path, error: RuntimeError) -> PrgeError:
-    """The error for a program that the engine refused."""
-    code = _code(error)
-    what = f"the engine can't load {path}: {explain(error)}"
-    if lacked_memory(error):
-        return EngineError(what, remedy="close other programs, or export a smaller or quantized model")
-    if code in (0x14, 0x20, 0x30):
-        return BundleError(
-            what, remedy="export the bundle with the executorch version that runs it, or copy it again"
-        )
-    return BundleError(what, remedy="copy or export the bundle again")
-
-
-def lacked_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out in the engine, by its code or by what it logged."""
-    log = getattr(error, "log", "")
-    return _code(error) in _NO_MEMORY or tells_no_memory(error) or tells_no_memory(log)
-
-
-def explain(error: RuntimeError) -> str:
-    """An ExecuTorch error as a sentence, with the engine's own first words where it said any."""
-    code = _code(error)
-    sentence = _CODES.get(0x21 if lacked_memory(error) else code) if code is not None else None
-    first = f"{sentence} (ExecuTorch 0x{code:02x})" if sentence else str(error).strip()
-    return first + quoted(getattr(error, "log", ""))
-
-
-def _code(error: RuntimeError) -> int | None:
-    """The error's code, or that in an ExecuTorch message: `error 0x12`, `error: 0x:12`."""
-    code = getattr(error, "code", None)
-    if isinstance(code, int):
-        return code
-    match = re.search(r"error:?\s*0x:?([0-9a-fA-F]+)", str(error))
-    if match:
-        return int(match.group(1), 16)
-    # Messages are cut at 256 characters: a long path hides the code.
-    return 0x22 if "DataLoader from file" in str(error) else None
-
-
-def quoted(log: str) -> str:
-    """The first line of the engine's log that tells a failure, not its reading of the processor."""
-    for line in log.splitlines():
-        match = re.match(r"\[([\w.]+):\d+\] (.+)", line.strip())
-        if match and not match.group(1).startswith("cpuinfo"):
-            return f"; the engine says: {match.group(2).strip()}"
-    return ""
-
-
-@contextlib.contextmanager
-def captured_stderr() -> Iterator[Any]:
-    """Keep what native code and Python write to standard error; gives a function that returns it."""
-    try:
-        saved = os.dup(2)
-    except OSError:  # a process without standard error
-        yield lambda: ""
-        return
-    with tempfile.TemporaryFile() as native:
-        python = io.StringIO()
-        os.dup2(native.fileno(), 2)
-        try:
-            with contextlib.redirect_stderr(python):
-                yield lambda: content(native) + python.getvalue()
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-
-
-def content(stream: Any) -> str:
-    """What a file that others write to holds; its position stays theirs."""
-    return os.pread(stream.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
 def _index_limits(contract: Contract) -> dict[str, int]:

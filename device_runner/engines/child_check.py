@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from device_runner.engines.base import RefusedError, content, load_error, quoted
+from device_runner.engines.refusals import RefusedError, content, load_error, quoted
 from prge.children import close_all_but
 from prge.errors import BundleError, EngineError
 from prge.memory import GET_MEMORY, tells_no_memory

@@ -121,21 +121,22 @@ def open_programs(
         only_scoring: whether no step is going to be taken.
 
     Raises:
-        BundleError, EngineError: as device_runner.engines.choice.Backend.load.
+        BundleError, EngineError: as device_runner.engines.base.ProgramEngine.load.
     """
     backend = choose(engine)
+    kind = backend.engine
     lengths = tuple(lengths or bundle.lengths[-1:])
     together = groups(bundle, lengths, keep, only_scoring)
     for method in dict.fromkeys(name for group in together for name in group):
-        backend.check_method(bundle, method)
+        kind.check_method(bundle, method)
     # Methods of one length that are in memory together, a trunk and its step, share no layer.
     sharing: set[str] = set()
     if keep or len(lengths) > 1:
-        sharing.update(*(group for group in together if backend.can_share(bundle, group)))
+        sharing.update(*(group for group in together if kind.can_share(bundle, group)))
 
     def load(method: str) -> Engine:
-        return backend.load(bundle, threads, check=False, method=method, share_weights=method in sharing)
+        return kind.load(bundle, threads, check=False, method=method, share_weights=method in sharing)
 
     notes = f"the engine is torch's: {backend.reason}" if backend.reason else ""
-    pool = backend.set_threads(threads)
+    pool = kind.set_threads(threads)
     return Programs(bundle, load, keep, pool, backend.name, notes, cache, lengths)

@@ -69,9 +69,9 @@ def import_verbs(names: Sequence[str] = DEVICE_VERBS) -> None:
         importlib.import_module(prge.cli.VERBS[name].module)
     for module in _IMPORTED_LATE:
         importlib.import_module(module)
-    from device_runner.engines.native.engine import prepare
+    from device_runner.engines.native.engine import NativeEngine
 
-    prepare()
+    NativeEngine.prepare()
 
 
 @dataclass

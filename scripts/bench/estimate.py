@@ -38,7 +38,7 @@ def run_alone(folder: Path, engine: str, method: str) -> dict[str, float]:
 
     bundle = open_bundle(folder)
     inputs = probing_inputs(bundle.methods[method])
-    loaded = Backend(engine).load(bundle, check=False, method=method)
+    loaded = Backend(engine).engine.load(bundle, check=False, method=method)
     for _ in range(2):
         loaded.forward(inputs)
     return {"peak_bytes": PeakMemory().report()["peak_bytes"]}
@@ -57,7 +57,7 @@ def seconds_of(folder: Path, words: list[str], budget: float) -> dict[str, tuple
 
     found = estimate(parse_settings(EstimateConfig, words, "bench_estimate"))
     bundle = open_bundle(folder)
-    loaded = {name: Backend("torch").load(bundle, check=False, method=name) for name in bundle.methods}
+    loaded = {name: Backend("torch").engine.load(bundle, check=False, method=name) for name in bundle.methods}
     inputs = {name: probing_inputs(contract) for name, contract in bundle.methods.items()}
     contract = found.contract
     calibration = Calibration(

@@ -26,7 +26,7 @@ from random_model import random_model
 from reports import report_schemes
 from step import TimedStep
 
-from device_runner.engines.executorch_engine import ExecutorchEngine, set_threads
+from device_runner.engines.executorch_engine import ExecutorchEngine
 from prge.adapter import Adapter
 from prge.bundle import STEP_METHOD, Bundle
 from prge.contract import Contract
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    set_threads(arguments.threads)
+    ExecutorchEngine.set_threads(arguments.threads)
     if arguments.alone:
         print(json.dumps(workspace(arguments.alone)))
         return

@@ -28,7 +28,7 @@ import numpy as np
 from random_model import random_model
 from reports import report_schemes
 
-from device_runner.engines.executorch_engine import ExecutorchEngine, set_threads
+from device_runner.engines.executorch_engine import ExecutorchEngine
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import Contract
@@ -168,7 +168,7 @@ def run_alone(folder: Path, queries: int, steps: int) -> None:
     """Run one program in a process of its own and print its figures."""
     memory = PeakMemory()
     idle = memory.report()["peak_bytes"]
-    set_threads(None)  # imports the runtime
+    ExecutorchEngine.set_threads(None)  # imports the runtime
     runtime = memory.report()["peak_bytes"]
     step = TimedStep(load(folder), queries)
     timings = [step()[:2] for _ in range(steps)]
@@ -194,7 +194,7 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
     one_copy = least_time(sequential.limit, arguments.repeats)
     rounds, difference = measure(parallel, sequential, tangent, arguments.queries, arguments.repeats)
     alone = run_in_child(parallel.folder, arguments.queries)
-    bandwidth = memory_bandwidth(set_threads(None))
+    bandwidth = memory_bandwidth(ExecutorchEngine.set_threads(None))
     rates = product_rates([sequential.largest_layer, parallel.largest_layer])
     one, together = (
         least_seconds(program.products, rate, bandwidth)

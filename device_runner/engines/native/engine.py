@@ -1,8 +1,6 @@
 """The stock ExecuTorch libraries as an Engine, through ctypes; a process on it never imports torch.
 
-    check     a forked child loads the program first: a damaged program can abort the whole process
-    load      threads, then program, then method, and its inputs and outputs against the contract
-    forward   the arrays' own memory in, fresh numpy arrays out; other Python threads go on meanwhile
+The arrays' own memory goes in, fresh numpy arrays come out; other Python threads go on meanwhile.
 
 Engines that share weights hold those once that they have in common and pack alike. The runtime knows a weight
 by the bytes of its values alone: one with the same bytes and another shape or scale silently gets the wrong
@@ -14,29 +12,18 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from device_runner.engines.base import (
-    ProgramEngine,
-    RefusedError,
-    Signature,
-    captured_stderr,
-    check_threads,
-    contract_problems,
-    explain,
-    foreign_program,
-    load_error,
-    probing_inputs,
-)
+from device_runner.engines.base import ProgramEngine, Signature, check_threads, probing_inputs
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native.build import library
-from prge.bundle import STEP_METHOD, Bundle
-from prge.contract import Contract
+from device_runner.engines.refusals import RefusedError, captured_stderr, explain
+from prge.bundle import Bundle
 from prge.engine import Array
 from prge.errors import EngineError, PrgeError
 from prge.memory import GET_MEMORY, tells_no_memory
@@ -52,55 +39,65 @@ class NativeEngine(ProgramEngine):
     `planned_bytes` is the memory of its values outside the backend.
     """
 
-    def __init__(self, contract: Contract, method: _Method, threads: int) -> None:
-        super().__init__(contract, threads)
-        self._method = method
-
     @property
     def planned_bytes(self) -> int:
         """Memory that the program planned for this method's values outside the backend."""
         return self._method.planned_bytes
 
-    @classmethod
-    def load(
-        cls,
-        bundle: Bundle,
-        threads: int | None = None,
-        check: bool = True,
-        method: str = STEP_METHOD,
-        share_weights: bool = False,
-    ) -> NativeEngine:
-        """Load a method of a bundle's program.
+    @staticmethod
+    def prepare() -> None:
+        """Build and load the libraries, unless they are; raises EngineError where they can't be had."""
+        _interface()
 
-        Args:
-            bundle: an opened bundle.
-            threads: size of the engine's thread pool, one for all engines of the process; by default what the
-                runtime picks, the performance cores.
-            check: whether a child process loads the program and runs it once first, so that a program on
-                which the engine aborts gives an error. Costs one more load and one forward.
-            method: one of the bundle's.
-            share_weights: whether packed weights go where other engines that share theirs find them; only
-                after `can_share` said so.
-
-        Raises:
-            BundleError: the engine refuses the program or aborts on it, or the program is not the manifest's.
-            EngineError: the libraries can't be had, lack memory, or the threads can't be changed any more.
-        """
-        contract = bundle.methods[method]
-        if check:
-            check_method(bundle, method)
-        # XNNPACK keeps a pointer to the pool that it was loaded with: a later change hangs.
-        count = set_threads(threads)
+    @staticmethod
+    def set_threads(threads: int | None) -> int:
+        """See ProgramEngine.set_threads."""
+        count = ctypes.c_int()
         with captured_stderr():
             try:
-                program = _Program(bundle.program)
-                problems = program.problems(method, contract)
-                if problems:
-                    raise foreign_program(bundle.program, problems)
-                loaded = _Method(program, method, share_weights)
+                _call("prge_threads", 0, ctypes.byref(count))
+                if check_threads(threads, count.value):
+                    _call("prge_threads", threads, ctypes.byref(count))
             except RefusedError as error:
-                raise load_error(bundle.program, error) from None
-        return cls(contract, loaded, count)
+                raise EngineError(f"the engine has no threads: {explain(error)}") from None
+        return count.value
+
+    @staticmethod
+    def open_program(path: Path) -> _Program:
+        """See ProgramEngine.open_program."""
+        return _Program(path)
+
+    @classmethod
+    def can_share(cls, bundle: Bundle, methods: Sequence[str] | None = None) -> bool:
+        """Whether a bundle has several methods whose answers stay the same bits with shared weights.
+
+        Found in a forked child, like `check_method`, by running each method both ways.
+        """
+        cls.prepare()
+        contracts = {name: bundle.methods[name] for name in methods or bundle.methods}
+
+        def attempt() -> None:
+            program = _Program(bundle.program)
+            inputs = {name: probing_inputs(contract) for name, contract in contracts.items()}
+
+            def load(name: str, share_weights: bool) -> NativeEngine:
+                return cls(contracts[name], 0, program.load(name, share_weights))
+
+            def answer(name: str, engine: NativeEngine) -> list[bytes]:
+                return [output.tobytes() for output in engine.unchecked(inputs[name])]
+
+            alone = [answer(name, load(name, False)) for name in contracts]
+            loaded = {name: load(name, True) for name in contracts}
+            if alone != [answer(name, engine) for name, engine in loaded.items()]:
+                raise RefusedError("the outputs differ")
+
+        if len(contracts) < 2 or not hasattr(os, "fork"):
+            return False
+        try:
+            check_in_child(bundle.program, attempt)
+        except PrgeError:
+            return False
+        return True
 
     def _prepared(self, array: Array) -> Any:
         return array.ctypes.data
@@ -109,95 +106,6 @@ class NativeEngine(ProgramEngine):
         outputs = [np.empty(spec.shape, spec.dtype) for spec in self._contract.outputs]
         self._method.run(arguments, outputs)
         return outputs
-
-
-def prepare() -> None:
-    """Build and load the libraries, unless they are.
-
-    Raises:
-        EngineError: they can't be had; what it takes.
-    """
-    _interface()
-
-
-def check_method(bundle: Bundle, method: str) -> None:
-    """Load a method and run it once in a forked child, where an abort of the engine ends only the child.
-
-    Check all methods before the first engine runs: a child lacks the threads that a running one waits for.
-
-    Raises:
-        BundleError, EngineError: the child was killed by a signal, or the engine refused the program.
-    """
-    prepare()
-    path, contract = bundle.program, bundle.methods[method]
-
-    def attempt() -> None:
-        program = _Program(path)
-        foreign = program.problems(method, contract)
-        if method in program.methods:
-            loaded = _Method(program, method, share_weights=False)
-            if not foreign:
-                # Some damage shows only here: the engine follows a bad index into foreign memory.
-                zeros = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in contract.inputs}
-                _answer(loaded, contract, zeros)
-
-    check_in_child(path, attempt)
-
-
-def can_share(bundle: Bundle, names: Sequence[str] | None = None) -> bool:
-    """Whether a bundle has several methods whose answers stay the same bits with shared weights.
-
-    Found in a forked child, like `check_method`, by running each method both ways. `names` are some of the
-    bundle's methods; by default all.
-
-    Raises:
-        EngineError: the libraries can't be had.
-    """
-    prepare()
-    path, every = bundle.program, bundle.methods
-    methods = {name: every[name] for name in names or every}
-
-    def attempt() -> None:
-        program = _Program(path)
-        inputs = {name: probing_inputs(contract) for name, contract in methods.items()}
-        alone = [
-            _answer(_Method(program, name, False), methods[name], arrays) for name, arrays in inputs.items()
-        ]
-        loaded = {name: _Method(program, name, True) for name in methods}
-        together = [_answer(loaded[name], methods[name], arrays) for name, arrays in inputs.items()]
-        if alone != together:
-            raise RefusedError("the outputs differ")
-
-    if len(methods) < 2 or not hasattr(os, "fork"):
-        return False
-    try:
-        check_in_child(path, attempt)
-    except PrgeError:
-        return False
-    return True
-
-
-def _answer(method: _Method, contract: Contract, inputs: Mapping[str, Array]) -> list[bytes]:
-    outputs = [np.empty(spec.shape, spec.dtype) for spec in contract.outputs]
-    method.run([inputs[spec.name].ctypes.data for spec in contract.inputs], outputs)
-    return [output.tobytes() for output in outputs]
-
-
-def set_threads(threads: int | None) -> int:
-    """Set the size of the process's thread pool, unless it is None, and return it.
-
-    Raises:
-        EngineError: the libraries can't be had, or engines in use hold a pool of another size.
-    """
-    count = ctypes.c_int()
-    with captured_stderr():
-        try:
-            _call("prge_threads", 0, ctypes.byref(count))
-            if check_threads(threads, count.value):
-                _call("prge_threads", threads, ctypes.byref(count))
-        except RefusedError as error:
-            raise EngineError(f"the engine has no threads: {explain(error)}") from None
-    return count.value
 
 
 class _Program:
@@ -219,13 +127,13 @@ class _Program:
         )
         return [(name or b"").decode(errors="replace") for name in names]
 
-    def problems(self, method: str, contract: Contract) -> list[str]:
-        """What this program has otherwise than a contract."""
-        methods = self.methods
-        signature = None
-        if method in methods:
-            signature = Signature(self._tensors(method, 0), self._tensors(method, 1))
-        return contract_problems(methods, method, signature, contract)
+    def signature(self, method: str) -> Signature:
+        """Inputs and outputs of a method."""
+        return Signature(self._tensors(method, 0), self._tensors(method, 1))
+
+    def load(self, method: str, share_weights: bool) -> _Method:
+        """A method that keeps this file."""
+        return _Method(self, method, share_weights)
 
     def _tensors(self, method: str, outputs: int) -> list[tuple[int, tuple[int, ...]] | None]:
         count = ctypes.c_size_t()

@@ -18,6 +18,8 @@ from tests.bundles import make_contract
 class Zeros(ProgramEngine):
     """A program that answers zeros."""
 
+    prepare = set_threads = open_program = staticmethod(lambda *_: None)
+
     def _prepared(self, array: Array) -> Any:
         return array
 

@@ -129,7 +129,7 @@ def expected(inputs: dict[str, np.ndarray], copies: int = 2) -> np.ndarray:
 
 @pytest.mark.parametrize("check", [True, False])
 def test_a_forward_gives_what_torch_gives(backend: Backend, bundle: Bundle, check: bool) -> None:
-    engine = backend.load(bundle, check=check)
+    engine = backend.engine.load(bundle, check=check)
     assert engine.contract == CONTRACT and engine.threads >= 1
     for seed in range(3):
         inputs = random_inputs(CONTRACT, seed)
@@ -141,7 +141,7 @@ def test_a_forward_gives_what_torch_gives(backend: Backend, bundle: Bundle, chec
 
 
 def test_later_forwards_dont_change_earlier_answers(backend: Backend, bundle: Bundle) -> None:
-    engine = backend.load(bundle, check=False)
+    engine = backend.engine.load(bundle, check=False)
     first = engine.forward(random_inputs(CONTRACT, 0))["logprobs"]
     kept = first.copy()
     engine.forward(random_inputs(CONTRACT, 1))
@@ -149,14 +149,14 @@ def test_later_forwards_dont_change_earlier_answers(backend: Backend, bundle: Bu
 
 
 def test_the_same_inputs_give_the_same_bits(backend: Backend, bundle: Bundle) -> None:
-    engine = backend.load(bundle, check=False)
+    engine = backend.engine.load(bundle, check=False)
     answers = [engine.forward(random_inputs(CONTRACT))["logprobs"].tobytes() for _ in range(3)]
-    other = backend.load(bundle, check=True)
+    other = backend.engine.load(bundle, check=True)
     assert {*answers, other.forward(random_inputs(CONTRACT))["logprobs"].tobytes()} == {answers[0]}
 
 
 def test_what_is_written_to_an_adapter_between_forwards_is_seen(backend: Backend, bundle: Bundle) -> None:
-    engine, inputs = backend.load(bundle), random_inputs(CONTRACT)
+    engine, inputs = backend.engine.load(bundle), random_inputs(CONTRACT)
     engine.forward(inputs)
     inputs["lora_b.head"][:] += 1.0
     assert np.allclose(engine.forward(inputs)["logprobs"], expected(inputs), atol=1e-5)
@@ -166,7 +166,7 @@ def test_what_is_written_to_an_adapter_between_forwards_is_seen(backend: Backend
 
 
 def test_a_read_only_adapter_is_read_at_every_forward(backend: Backend, bundle: Bundle) -> None:
-    engine, inputs = backend.load(bundle), random_inputs(CONTRACT)
+    engine, inputs = backend.engine.load(bundle), random_inputs(CONTRACT)
     written = inputs["lora_b.head"]
     seen = written.view()
     seen.flags.writeable = False
@@ -179,7 +179,7 @@ def test_a_read_only_adapter_is_read_at_every_forward(backend: Backend, bundle: 
 def test_any_order_layout_and_read_only_arrays_are_taken(
     backend: Backend, bundle: Bundle, recwarn: pytest.WarningsRecorder
 ) -> None:
-    engine = backend.load(bundle, check=False)
+    engine = backend.engine.load(bundle, check=False)
     inputs = random_inputs(CONTRACT)
     want = engine.forward(inputs)["logprobs"]
     strange = {name: np.asfortranarray(array) for name, array in reversed(inputs.items())}
@@ -207,7 +207,7 @@ def test_any_order_layout_and_read_only_arrays_are_taken(
 def test_a_wrong_input_is_named(
     backend: Backend, bundle: Bundle, name: str, value: Any, message: str
 ) -> None:
-    engine = backend.load(bundle, check=False)
+    engine = backend.engine.load(bundle, check=False)
     good = random_inputs(CONTRACT)
     bad = {**good, name: value}
     if value is None:
@@ -222,7 +222,7 @@ def test_a_failing_kernel_is_told_in_words(
     backend: Backend, bundle: Bundle, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wide = replace(CONTRACT, vocabulary_size=1000)
-    engine = backend.load(Bundle(bundle.folder, wide, bundle.manifest), check=False)
+    engine = backend.engine.load(Bundle(bundle.folder, wide, bundle.manifest), check=False)
     with pytest.raises(
         EngineError, match=r"an argument is invalid \(ExecuTorch 0x12\); the engine says: .*999"
     ):
@@ -235,7 +235,7 @@ def test_loading_is_silent(backend: Backend, bundle: Bundle) -> None:
     code = textwrap.dedent(f"""
         from prge.bundle import open_bundle
         from device_runner.engines.choice import Backend
-        print(Backend({backend.name!r}).load(open_bundle({str(bundle.folder)!r}), threads=1).threads)
+        print(Backend({backend.name!r}).engine.load(open_bundle({str(bundle.folder)!r}), threads=1).threads)
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.stdout, done.stderr) == ("1\n", "")
@@ -267,20 +267,20 @@ def test_threads_are_one_number_for_all_engines_in_use(backend: Backend, bundle:
         backend = Backend({backend.name!r})
         bundle = open_bundle({str(bundle.folder)!r})
         inputs = {{spec.name: np.zeros(spec.shape, spec.dtype) for spec in bundle.contract.inputs}}
-        first = backend.load(bundle, threads=3)
+        first = backend.engine.load(bundle, threads=3)
         first.forward(inputs)
-        second = backend.load(bundle, threads=3)
-        third = backend.load(bundle)
+        second = backend.engine.load(bundle, threads=3)
+        third = backend.engine.load(bundle)
         assert first.threads == second.threads == third.threads == 3
         for engine in (first, second, third):
             engine.forward(inputs)
         try:
-            backend.load(bundle, threads=1)
+            backend.engine.load(bundle, threads=1)
         except EngineError as error:
             print(error)
         del first, second, third, engine
         for threads in (1, 4, 2) * 20:
-            engine = backend.load(bundle, threads=threads, check=threads == 4)
+            engine = backend.engine.load(bundle, threads=threads, check=threads == 4)
             assert engine.threads == threads
             engine.forward(inputs)
             del engine
@@ -293,7 +293,7 @@ def test_threads_are_one_number_for_all_engines_in_use(backend: Backend, bundle:
 @pytest.mark.parametrize("threads", [0, -2])
 def test_a_number_of_threads_that_cant_be_is_refused(backend: Backend, bundle: Bundle, threads: int) -> None:
     with pytest.raises(EngineError, match="at least 1"):
-        backend.load(bundle, threads=threads, check=False)
+        backend.engine.load(bundle, threads=threads, check=False)
 
 
 def test_each_method_of_a_program_is_loaded_by_itself(backend: Backend, tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_each_method_of_a_program_is_loaded_by_itself(backend: Backend, tmp_path
                 outputs = getattr(programs, name).forward(dict(np.load(folder / f"{{name}}.npz")))
                 np.save(folder / f"{{name}}{{keep}}{{number}}.npy", outputs["logprobs"])
             del programs
-        engine = backend.load(bundle, method=bundle.score_method)
+        engine = backend.engine.load(bundle, method=bundle.score_method)
         assert engine.contract == bundle.scoring
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
@@ -343,7 +343,7 @@ def test_each_method_of_a_program_is_loaded_by_itself(backend: Backend, tmp_path
 
 def refuse(backend: Backend, folder: Path, program: bytes, match: str | None = None) -> BundleError:
     with pytest.raises(BundleError, match=match) as caught:
-        backend.load(write_bundle(folder, program, CONTRACT))
+        backend.engine.load(write_bundle(folder, program, CONTRACT))
     return caught.value
 
 
@@ -392,7 +392,7 @@ def test_flipped_bytes_never_end_the_driver(backend: Backend, tmp_path: Path, to
         for place in generator.integers(40, 2500, 3):
             damaged[place] ^= int(generator.integers(1, 256))
         try:
-            backend.load(write_bundle(tmp_path / str(case), bytes(damaged), CONTRACT))
+            backend.engine.load(write_bundle(tmp_path / str(case), bytes(damaged), CONTRACT))
         except (BundleError, EngineError):
             refused += 1
     assert refused > 5
@@ -403,7 +403,7 @@ def test_a_program_of_another_bundle_is_refused(backend: Backend, tmp_path: Path
     for check in (True, False):
         wrong = write_bundle(tmp_path / str(check), toy_bytes, other)
         with pytest.raises(BundleError) as caught:
-            backend.load(wrong, check=check)
+            backend.engine.load(wrong, check=check)
         assert "input tokens is int64 [4, 6], not int64 [8, 6]" in str(caught.value)
         assert "input lora_b.head is float32 [2, 2, 16], not float32 [4, 2, 16]" in str(caught.value)
         assert "output logprobs is float32 [4, 3], not float32 [8, 2]" in str(caught.value)
@@ -412,7 +412,7 @@ def test_a_program_of_another_bundle_is_refused(backend: Backend, tmp_path: Path
 def test_another_number_of_modules_is_refused(backend: Backend, tmp_path: Path, toy_bytes: bytes) -> None:
     other = replace(CONTRACT, modules=(*CONTRACT.modules, AdaptedModule("more", 2, 8, 16)))
     with pytest.raises(BundleError, match="it has 4 inputs, the contract 5"):
-        backend.load(write_bundle(tmp_path / "bundle", toy_bytes, other))
+        backend.engine.load(write_bundle(tmp_path / "bundle", toy_bytes, other))
 
 
 def test_a_program_that_is_gone_is_told(backend: Backend, bundle: Bundle) -> None:
@@ -420,7 +420,7 @@ def test_a_program_that_is_gone_is_told(backend: Backend, bundle: Bundle) -> Non
     with pytest.raises(
         BundleError, match=r"can't be opened \(ExecuTorch 0x22\); the engine says: .*No such file"
     ):
-        backend.load(bundle)
+        backend.engine.load(bundle)
 
 
 def test_a_child_that_hangs_is_ended(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +428,7 @@ def test_a_child_that_hangs_is_ended(bundle: Bundle, monkeypatch: pytest.MonkeyP
     import device_runner.engines.executorch_engine as module
 
     monkeypatch.setattr(device_runner.engines.child_check, "CHECK_SECONDS", 0.2)
-    monkeypatch.setattr(module, "_load", lambda *_: __import__("time").sleep(60))
+    monkeypatch.setattr(module, "_Program", lambda *_: __import__("time").sleep(60))
     with pytest.raises(BundleError, match="hangs"):
         ExecutorchEngine.load(bundle)
 
@@ -441,12 +441,12 @@ def test_a_child_holds_no_lock_of_a_parent_that_was_killed(bundle: Bundle, tmp_p
         from prge.run_folder import run_lock
         from prge.bundle import open_bundle
         bundle = open_bundle({str(bundle.folder)!r})
-        def load(*_):
+        def open_program(*_):
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(20)
-        module._load = load
+        module._Program = open_program
         with run_lock(Path({str(tmp_path / "run")!r})):
-            module.check_method(bundle, "forward")
+            module.ExecutorchEngine.check_method(bundle, "forward")
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr

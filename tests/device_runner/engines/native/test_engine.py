@@ -15,7 +15,7 @@ pytest.importorskip("executorch")
 
 from device_runner.engines.base import probing_inputs  # noqa: E402
 from device_runner.engines.choice import Backend, choose  # noqa: E402
-from device_runner.engines.native.engine import NativeEngine, can_share  # noqa: E402
+from device_runner.engines.native.engine import NativeEngine  # noqa: E402
 from prge.bundle import Bundle  # noqa: E402
 from prge.contract import AdaptedModule, Contract  # noqa: E402
 from server_export.lower.lowering import lower  # noqa: E402
@@ -60,7 +60,8 @@ def test_both_engines_give_the_same_bits(made: Callable[[str], Bundle], kind: st
     for method, contract in bundle.methods.items():
         inputs = probing_inputs(contract)
         found, want = (
-            Backend(name).load(bundle, 1, method=method).forward(inputs) for name in ("native", "torch")
+            Backend(name).engine.load(bundle, 1, method=method).forward(inputs)
+            for name in ("native", "torch")
         )
         for name, array in want.items():
             assert np.isfinite(array).all() and array.any()
@@ -70,7 +71,7 @@ def test_both_engines_give_the_same_bits(made: Callable[[str], Bundle], kind: st
 @pytest.mark.parametrize("kind", ["tangent", "encoder", "quantized"])
 def test_shared_weights_change_no_bit(made: Callable[[str], Bundle], kind: str) -> None:
     bundle = made(kind)
-    assert can_share(bundle)
+    assert NativeEngine.can_share(bundle)
     inputs = {method: probing_inputs(contract) for method, contract in bundle.methods.items()}
     alone = {m: NativeEngine.load(bundle, 1, method=m).forward(inputs[m]) for m in inputs}
     together = {m: NativeEngine.load(bundle, 1, False, m, share_weights=True) for m in inputs}
@@ -113,12 +114,12 @@ def test_weights_of_the_same_bytes_and_another_shape_arent_shared(tmp_path: Path
     program = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()]).to_executorch()
     (tmp_path / "program.pte").write_bytes(program.buffer)
     bundle = Bundle(tmp_path, contract, {}, replace(contract))
-    assert not can_share(bundle)
+    assert not NativeEngine.can_share(bundle)
     NativeEngine.load(bundle, 1).forward(probing_inputs(contract))
 
 
 def test_a_stack_bundle_has_nothing_to_share(made: Callable[[str], Bundle]) -> None:
-    assert not can_share(made("stack"))
+    assert not NativeEngine.can_share(made("stack"))
 
 
 def test_the_native_engine_is_the_first_choice_and_torch_the_fallback(
