@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,7 @@ def write_bundle(
     trunk, contract = built.contract.divided(cut) if cut else (None, built.contract)
     write_adapter(folder / ADAPTER, built)
     write_tokenizer(tokenizer, folder / TOKENIZER)
-    manifest = {
-        "format": FORMAT,
+    content = {
         "contract": contract.to_json(),
         "score": None if built.score_contract is None else built.score_contract.to_json(),
         "trunk": None if trunk is None else trunk.to_json(),
@@ -115,8 +115,25 @@ def write_bundle(
         "score_lowering": lowering[SCORE_METHOD].to_json() if SCORE_METHOD in lowering else None,
         "trunk_lowering": lowering[TRUNK_METHOD].to_json() if TRUNK_METHOD in lowering else None,
         "verification": verification.to_json(),
-        "versions": _versions(),
-        "files": _files(folder),
+    }
+    return write_manifest(folder, content)
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the manifest of a folder that holds everything else, with its own hash and every file's."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = {
+        "format": FORMAT,
+        **content,
+        "versions": {
+            "prge": __version__,
+            **{name: version(name) for name in _PACKAGES},
+            "python": platform.python_version(),
+        },
+        "files": {
+            path.relative_to(folder).as_posix(): {"sha256": file_sha256(path), "bytes": path.stat().st_size}
+            for path in paths
+        },
     }
     manifest["manifest_sha256"] = manifest_sha256(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -131,24 +148,6 @@ def _model_block(built: BuiltProgram) -> dict[str, Any]:
         "architecture": type(built.loaded.model).__name__,
         "model_type": built.loaded.config.model_type,
         "parameters": built.parameters,
-    }
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {
-        "prge": __version__,
-        **{name: version(name) for name in _PACKAGES},
-        "python": platform.python_version(),
-    }
-
-
-def _files(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): {"sha256": file_sha256(path), "bytes": path.stat().st_size}
-        for path in paths
     }
 
 

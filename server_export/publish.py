@@ -94,13 +94,9 @@ def _publish_merged(out: Path, config: PublishConfig, trained: Trained, loaded: 
 
 
 def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
+    from server_export.bundle import write_manifest
     from server_export.model.loading import LoadedModel
-    from server_export.publishing.inference import (
-        InferenceSpec,
-        attach_fixed,
-        build_inference,
-        write_manifest,
-    )
+    from server_export.publishing.inference import InferenceSpec, attach_fixed, build_inference
 
     manifest = trained.bundle.manifest if trained.bundle is not None else {}
     scheme = config.quantize or manifest.get("quantization", {}).get("scheme", "fp32")
@@ -127,12 +123,13 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
             _write_bundle_tokenizer(folder / TOKENIZER, trained)
         _write_card(folder, out, config, trained)
         facts = {
+            **built.to_json(),
             "model": {**manifest.get("model", {}), **trained.base.in_manifest()},
             "lora": {"alpha_over_rank": trained.scale, "merged": scheme == "fp32"},
             "readout": {"pooling": pooling if not loaded.is_decoder else None},
             "tokenizer": manifest.get("tokenizer"),
         }
-        write_manifest(folder, built, facts)
+        write_manifest(folder, facts)
 
 
 def _merge(loaded: LoadedModel, trained: Trained) -> Any:

@@ -20,6 +20,7 @@ from torch import nn
 from prge.adapter import Adapter
 from prge.contract import Contract
 from prge.errors import ConfigError, EngineError
+from prge.exact import ROWS_OF_A_STEP
 from prge.examples import Batch, Example, make_batch
 from prge.peft import write_peft
 from server_export.baselines.method import Problem, StepResult
@@ -169,7 +170,7 @@ class ExecutorchTraining:
         with torch.no_grad():
             for name, inside in self._module.named_parameters().items():
                 self._parameters[name].copy_(inside)
-        return StepResult(float(loss), 3 * self.problem.rows(examples))
+        return StepResult(float(loss), ROWS_OF_A_STEP * self.problem.rows(examples))
 
     def save(self, folder: Path) -> None:
         """Write the adapter as a run on a device does."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from prge.contract import AdaptedModule
+from prge.exact import ROWS_OF_A_STEP
 from prge.examples import Example
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
@@ -132,7 +133,7 @@ class Backpropagation:
         torch.autograd.backward(loss)
         self.shape_gradients()
         self._optimizer.step()
-        return StepResult(loss.item(), 3 * self.problem.rows(examples))
+        return StepResult(loss.item(), ROWS_OF_A_STEP * self.problem.rows(examples))
 
     def shape_gradients(self) -> None:
         """Called between the backward and the optimizer, for methods that change gradients."""

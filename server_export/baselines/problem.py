@@ -24,7 +24,7 @@ from prge.errors import BundleError
 from prge.examples import Batch, Example, make_batch
 from prge.peft import read_lora
 from server_export.model import readout
-from server_export.model.base import model_problems
+from server_export.model.base import content_problems, model_problems
 from server_export.model.loading import LoadedModel, load_model
 from server_export.model.lora_fa import convert_conv1d
 from server_export.model.program import position_numbers
@@ -79,8 +79,7 @@ class ModelProblem:
         self._head_folds = head_folds
         self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
         self._asked: torch.Tensor | None = None
-        pooling = bundle.manifest.get("readout", {}).get("pooling") or "mean"
-        self._pool = readout.pool_first if pooling == "first" else readout.pool_mean
+        self._pool = readout.pooling_of(bundle.manifest.get("readout", {}).get("pooling"))
         if not self.contract.is_encoder:
             self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
 
@@ -225,9 +224,7 @@ def single_contract(contract: Contract, rows: int) -> Contract:
 def _check_model(bundle: Bundle, loaded: LoadedModel) -> None:
     """Raise BundleError if the model can't be the bundle's."""
     block = bundle.manifest.get("model", {})
-    problems = model_problems(loaded, block)
-    if not problems and loaded.sha256 and block.get("sha256") not in (None, loaded.sha256):
-        problems = ["its content is another, its SHA-256 differs"]
+    problems = model_problems(loaded, block) or content_problems(loaded, block.get("sha256"))
     if problems:
         raise BundleError(
             f"{loaded.name_or_path} is not the model of the bundle: " + "; ".join(problems),

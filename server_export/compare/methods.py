@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prge.errors import ConfigError
+from prge.exact import ROWS_OF_A_STEP
 from server_export.compare.settings import CompareSettings
 from server_export.settings import ExportConfig
 
@@ -47,7 +48,7 @@ class Method:
         """Rows that a step computes; a backward counts as two forwards."""
         examples = self.examples(batch_size)
         if not self.forward_only:
-            return 3 * examples
+            return ROWS_OF_A_STEP * examples
         if self.estimator == "tangent":
             return (1 + self.queries) * examples
         return 2 * self.queries * examples

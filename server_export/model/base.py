@@ -98,3 +98,9 @@ def model_problems(loaded: LoadedModel, block: Mapping[str, Any]) -> list[str]:
         for name, value in seen.items()
         if block.get(name) is not None and block[name] != value
     ]
+
+
+def content_problems(loaded: LoadedModel, sha256: str | None) -> list[str]:
+    """Whether a model's content is another than a recorded one, where both are known."""
+    same = sha256 is None or loaded.sha256 in (None, sha256)
+    return [] if same else ["its content is another, its SHA-256 differs"]

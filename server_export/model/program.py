@@ -62,7 +62,7 @@ class StackProgram(nn.Module):
         self.model = model
         self.inputs = inputs
         self.contract = contract
-        self.pool = readout.pool_mean if pooling == "mean" else readout.pool_first
+        self.pool = readout.pooling_of(pooling)
         self.accepted = frozenset(inspect.signature(model.forward).parameters)
         self.register_buffer("position_ids", position_ids, persistent=False)
         self.register_buffer("token_type_ids", torch.zeros_like(position_ids), persistent=False)

@@ -6,13 +6,15 @@ model, so that what an architecture does to its logits afterwards (scaling, soft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX
 from server_export.model.lora_fa import CallInputs, replace_module
+
+Pooling = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PositionHead(nn.Module):
@@ -54,6 +56,11 @@ def pool_mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def pool_first(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """State of the first token of every row."""
     return states[:, 0]
+
+
+def pooling_of(name: str | None) -> Pooling:
+    """The pooling of that name; the mean where there is none."""
+    return pool_first if name == "first" else pool_mean
 
 
 def insert_head(model: nn.Module, inputs: CallInputs, label_tokens: Sequence[int] = ()) -> str:

@@ -6,9 +6,6 @@ merging first and quantizing then would round weights that the adapter was not t
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prge.bundle import MANIFEST, PROGRAM, file_sha256, manifest_sha256
-from prge.contract import FORMAT, AdaptedModule, Contract, TensorSpec
+from prge.bundle import PROGRAM
+from prge.contract import AdaptedModule, Contract, TensorSpec
 from prge.engine import Array
 from prge.errors import BundleError
 from prge.peft import PeftAdapter
@@ -61,17 +58,6 @@ class FixedLoraLinear(nn.Module):
 class InferenceProgram(StackProgram):
     """(tokens, positions) -> logits [1, vocabulary]; (tokens, attention_mask) -> pooled, or class scores."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: CallInputs,
-        contract: Contract,
-        pooling: str,
-        position_ids: torch.Tensor,
-    ) -> None:
-        super().__init__(model, inputs, contract, pooling, position_ids)
-        self.head: nn.Module = nn.Identity()
-
     def set_head(self, head: Mapping[str, Array] | None) -> None:
         """Make an encoder answer class scores."""
         if head is None:
@@ -83,8 +69,8 @@ class InferenceProgram(StackProgram):
 
     def forward(self, tokens: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """Tokens i64 [1, length]; rest is positions i64 [1, 1] or attention_mask i64 [1, length]."""
-        scores: torch.Tensor = self.head(self.answer(tokens, rest[0]))
-        return scores
+        answer = self.answer(tokens, rest[0])
+        return self.head(answer) if hasattr(self, "head") else answer
 
     def answer(self, tokens: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Logits, or pooled states before the head."""
@@ -116,6 +102,17 @@ class BuiltInference:
     quantization: QuantizationReport
     lowering: LoweringReport
     checks: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Its part of the manifest."""
+        return {
+            "kind": "inference",
+            "inputs": [asdict(spec) for spec in self.inputs],
+            "outputs": [asdict(self.output)],
+            "quantization": self.quantization.to_json(),
+            "lowering": self.lowering.to_json(),
+            "verification": {**self.checks, "rows": _ROWS},
+        }
 
 
 def attach_fixed(model: nn.Module, adapter: PeftAdapter) -> None:
@@ -161,31 +158,6 @@ def build_inference(
     name = "logits" if loaded.is_decoder else "pooled" if head is None else "scores"
     output = TensorSpec(name, "float32", tuple(expected.shape[1:]))
     return BuiltInference(module_inputs, output, quantization, lowered.reports[STEP_METHOD], checks)
-
-
-def write_manifest(folder: Path, built: BuiltInference, facts: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder that holds everything else; its own hash and every file's are in it."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    manifest = {
-        "format": FORMAT,
-        "kind": "inference",
-        "inputs": [asdict(spec) for spec in built.inputs],
-        "outputs": [asdict(built.output)],
-        **facts,
-        "quantization": built.quantization.to_json(),
-        "lowering": built.lowering.to_json(),
-        "verification": {**built.checks, "rows": _ROWS},
-        "versions": {
-            **{name: _version(name) for name in ("prge", "torch", "executorch", "torchao", "transformers")},
-            "python": platform.python_version(),
-        },
-        "files": {
-            name: {"sha256": file_sha256(folder / name), "bytes": (folder / name).stat().st_size}
-            for name in names
-        },
-    }
-    content = {**manifest, "manifest_sha256": manifest_sha256(manifest)}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def padded_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor, config: Any) -> torch.Tensor:
@@ -255,8 +227,7 @@ def _reference(loaded: LoadedModel, spec: InferenceSpec, example: tuple[torch.Te
             logits = loaded.model(input_ids=tokens, return_dict=True).logits
             return logits[:, int(other)]
         states = loaded.model(input_ids=tokens, attention_mask=other, return_dict=True).last_hidden_state
-        pool = readout.pool_mean if spec.pooling == "mean" else readout.pool_first
-        return pool(states, other.to(states.dtype))
+        return readout.pooling_of(spec.pooling)(states, other.to(states.dtype))
 
 
 def _module(loaded: LoadedModel, spec: InferenceSpec) -> InferenceProgram:
@@ -300,10 +271,3 @@ def _example(inputs: tuple[TensorSpec, ...], config: Any, seed: int) -> tuple[to
         return tokens, torch.tensor([[end - 1]])
     mask = (torch.arange(length) < end).long().reshape(1, length)
     return padded_tokens(tokens, mask, config), mask
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

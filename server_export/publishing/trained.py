@@ -18,7 +18,13 @@ from prge.documents import read_yaml
 from prge.engine import Array
 from prge.errors import AdapterError, BundleError, ConfigError
 from prge.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
-from server_export.model.base import BaseModel, base_in_manifest, base_in_peft, model_problems
+from server_export.model.base import (
+    BaseModel,
+    base_in_manifest,
+    base_in_peft,
+    content_problems,
+    model_problems,
+)
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
@@ -116,9 +122,7 @@ def load_base(trained: Trained) -> LoadedModel:
     if not problems and trained.bundle is not None:
         problems = _answer_problems(loaded, trained, trained.bundle)
     elif not problems and trained.recorded is not None:
-        recorded = trained.recorded.sha256
-        if recorded is not None and loaded.sha256 not in (None, recorded):
-            problems = ["its content is another, its SHA-256 differs"]
+        problems = content_problems(loaded, trained.recorded.sha256)
     if problems:
         raise BundleError(
             f"{trained.base.name} is not the model that the adapter was trained on: " + "; ".join(problems),
@@ -183,8 +187,8 @@ def _model_answer(loaded: LoadedModel, bundle: Bundle, inputs: Mapping[str, Any]
     if bundle.contract.is_encoder:
         mask = one["attention_mask"]
         output = loaded.model(input_ids=one["tokens"], attention_mask=mask, return_dict=True)
-        first = bundle.manifest.get("readout", {}).get("pooling") == "first"
-        return (readout.pool_first if first else readout.pool_mean)(output.last_hidden_state, mask)
+        pool = readout.pooling_of(bundle.manifest.get("readout", {}).get("pooling"))
+        return pool(output.last_hidden_state, mask)
     logits = loaded.model(input_ids=one["tokens"], return_dict=True).logits[:, one["positions"][0]]
     labels = list(bundle.contract.label_tokens)
     return readout.log_probabilities(logits[..., labels] if labels else logits, one["targets"])

@@ -15,6 +15,7 @@ pytest.importorskip("executorch")
 from prge.bundle import PROGRAM, file_sha256, read_manifest  # noqa: E402
 from prge.contract import AdaptedModule  # noqa: E402
 from prge.errors import BundleError  # noqa: E402
+from server_export.bundle import write_manifest  # noqa: E402
 from server_export.check.verification import run_program  # noqa: E402
 from server_export.model.loading import LoadedModel, prepare_model  # noqa: E402
 from server_export.publishing import inference  # noqa: E402
@@ -26,7 +27,6 @@ from server_export.publishing.inference import (  # noqa: E402
     build_inference,
     check_exact,
     check_quantized,
-    write_manifest,
 )
 from tests.tiny_models import DECODERS, LENGTH, SHALLOW, make_model  # noqa: E402
 
@@ -80,7 +80,7 @@ def test_a_quantized_program_is_held_against_both_models(
     built = build(tmp_path, tiny(architecture), scheme)
     assert built.checks["quantized_difference"] < QUANTIZED_TOLERANCE / 5
     assert 0 < built.checks["float_difference"] < FLOAT_TOLERANCES[scheme]
-    write_manifest(tmp_path, built, {"model": {"name_or_path": "tiny"}})
+    write_manifest(tmp_path, {**built.to_json(), "model": {"name_or_path": "tiny"}})
     manifest = read_manifest(tmp_path)
     assert manifest["verification"] == {**built.checks, "rows": 3}
     assert manifest["files"][PROGRAM]["sha256"] == file_sha256(tmp_path / PROGRAM)
