@@ -110,7 +110,8 @@ def test_every_length_is_a_method_with_a_cost_of_its_own(outline_folder: Path) -
     assert len(three.methods) == 3 * len(one.methods)
     assert one.program_bytes < three.program_bytes < 1.5 * one.program_bytes
     assert one.export_seconds < three.export_seconds
-    assert three.memory("torch").weights == 3 * (one.memory("torch").weights or 0)
+    once, thrice = (found.memory("torch").weights or 0 for found in (one, three))
+    assert 3 * once < thrice < 3.3 * once  # each with the tables of all three
     step = three.to_json(None)["step"]
     operations = [cost["operations"] for cost in (*step["lengths"], step)]
     assert [cost["sequence_length"] for cost in step["lengths"]] == [8, 16]
