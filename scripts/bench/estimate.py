@@ -5,8 +5,8 @@
 Every program is exported by `prge export` in a process of its own, and run in another one on either engine.
 The estimate comes from the configuration alone. For its seconds calls of the calibration alternate with calls
 of the program, so that both meet the same machine; the fast ones count. Prints JSON: estimated over measured
-of every figure, and the worst of each. The models are architectures with random weights, made shallower by
-`--layers`.
+of every figure, and the worst of each. The models are folders, or architectures with random weights, made
+shallower by `--layers`.
 """
 
 from __future__ import annotations
@@ -158,8 +158,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         settings = list(shapes)
         for name in arguments.models:
-            model = Path(temporary, name)
-            save_random_model(model, name, arguments.layers)
+            model = Path(name)
+            if not model.is_dir():
+                model = Path(temporary, name)
+                save_random_model(model, name, arguments.layers)
             for scheme, estimator, queries, batch_size, length in settings:
                 flags = {
                     "quantize": scheme,
