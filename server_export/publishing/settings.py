@@ -24,7 +24,7 @@ class PublishConfig:
     """Bundle that the adapter was trained with; without it the one that the run's config.yaml names."""
 
     model: str | None = None
-    """Folder or hub id of the base model; without it the one that the bundle records, if it is still there."""
+    """Folder or hub id of the base model; without it the one that the bundle records, if still there."""
 
     revision: str | None = None
     """Revision of a hub model; without it the one that the bundle names."""
