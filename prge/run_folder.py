@@ -8,8 +8,9 @@ import math
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -176,13 +177,13 @@ def write_summary(
 def environment() -> Record:
     """The `meta` block of run.json: versions, platform, processor, memory. Imports none of the packages."""
     return {
-        "prge": importlib.metadata.version("prge") if _installed("prge") else None,
+        "prge": _versions().get("prge"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu": {"model": _cpu_model(), "count": os.cpu_count()},
         "memory_bytes": memory_info().get("MemTotal"),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES if _installed(name)},
+        "versions": {name: _versions()[name] for name in _PACKAGES if name in _versions()},
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -277,12 +278,14 @@ def _lock(stream: BinaryIO) -> bool:
     return True
 
 
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+@lru_cache(maxsize=1)
+def _versions() -> dict[str, str]:
+    """Of the packages that are installed; looked up once, since that reads their metadata."""
+    versions = {}
+    for name in ("prge", *_PACKAGES):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _cpu_model() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pkgutil
 import resource
 import select
 import signal
@@ -63,12 +64,17 @@ class Ended:
         return self.output[-_TAIL:]
 
 
-def import_verbs(names: Sequence[str] = DEVICE_VERBS) -> None:
-    """Import verbs and what they import when they are called, so that forked processes have it."""
-    for name in names:
+def import_verbs(workstation: bool = False) -> None:
+    """Import a device's verbs, or a workstation's with torch, and what they import when they are called."""
+    for name in DEVICE_VERBS:
         importlib.import_module(prge.cli.VERBS[name].module)
     for module in _IMPORTED_LATE:
         importlib.import_module(module)
+    if workstation:
+        import server_export
+
+        for found in pkgutil.walk_packages(server_export.__path__, "server_export."):
+            importlib.import_module(found.name)
     from device_runner.engines.native.engine import NativeEngine
 
     NativeEngine.prepare()

@@ -29,7 +29,7 @@ from random import Random
 # Threads of torch spin while they wait, and a forked process lacks them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from child import DEVICE_VERBS, import_verbs
+from child import import_verbs
 from damaged_files import attack_a_file
 from hostile_inputs import attack_an_input
 from kills import attack_a_baseline, attack_a_run, attack_a_run_with_torch
@@ -39,7 +39,6 @@ from transport import attack_a_transfer, why_not
 from workshop import KINDS, Bench, Workshop, open_workshop
 
 Attack = Callable[[Bench, Random, Path], tuple[list[Case], Counter[str]]]
-TORCH_VERBS = ("export", "publish", "baseline")
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ PARTS = {
     "model_files": Part(attack_a_model, 0.04, needs_torch=True),
 }
 _SAY_EVERY = 30.0
+_SHARED_MEMORY = "/dev/shm"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,10 +78,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeat", metavar="PART:NUMBER", help="do one case again and leave its folder")
     given = parser.parse_args(argv)
     began = time.monotonic()
-    work = (given.work or Path(tempfile.mkdtemp(prefix="prge-attack-"))).resolve()
+    # Memory where there is some: a case waits for storage dozens of times.
+    shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+    work = (given.work or Path(tempfile.mkdtemp(prefix="prge-attack-", dir=shared))).resolve()
     print(f"models and bundles in {work}", flush=True)
     workshop = _made_in_a_process(work, given.kinds)
-    import_verbs(DEVICE_VERBS)
+    import_verbs()
     if given.repeat:
         part, number = given.repeat.split(":")
         return _repeat(workshop, part, int(number), given.seed)
@@ -202,7 +204,7 @@ def _work(workshop: Workshop, plan: Plan, worker: int, found: Path) -> None:
             bench = Bench(workshop, Path(name))
             for part, until in plan.schedule():
                 if PARTS[part].needs_torch:
-                    import_verbs(TORCH_VERBS)
+                    import_verbs(workstation=True)
                 for number in count(worker, plan.processes):
                     if time.monotonic() > until or (plan.cases is not None and number >= plan.cases):
                         break
@@ -238,7 +240,7 @@ def _tell(path: Path, cases: Sequence[Case], counts: Counter[str]) -> None:
 
 def _repeat(workshop: Workshop, part: str, number: int, seed: int) -> int:
     if PARTS[part].needs_torch:
-        import_verbs(TORCH_VERBS)
+        import_verbs(workstation=True)
     bench = Bench(workshop, Path(tempfile.mkdtemp(dir=workshop.folder)))
     folder = bench.folder / "case"
     folder.mkdir()

@@ -26,7 +26,7 @@ columns: {label: label}
 metric: accuracy
 """
 
-STEPS, LEAST_STEPS = 20, 7
+STEPS, LEAST_STEPS = 12, 4
 _SHAPES = [
     "--rank",
     "2",
@@ -106,7 +106,7 @@ class Bench:
         out = self.folder / kind
         shutil.rmtree(out, ignore_errors=True)
         words = ["run", "--bundle", self.workshop.bundle(kind), *self.workshop.rows, "--select", "loss"]
-        words += ["--steps", STEPS, "--evaluate-every", 3, "--checkpoint-every", 2, "--learning-rate", "0.01"]
+        words += ["--steps", STEPS, "--evaluate-every", 4, "--checkpoint-every", 3, "--learning-rate", "0.01"]
         words += ["--divergence-ratio", 1000, "--threads", 1, "--quiet", "--out"]
         ended = prge_ends([*words, out / "finished"])
         if ended.code:
