@@ -124,11 +124,11 @@ def _survived(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _check_python() -> Check:
-    version, found = sys.version_info[:2], sys.version.split()[0]
+    version, version_text = sys.version_info[:2], sys.version.split()[0]
     if OLDEST_PYTHON <= version < TOO_NEW_PYTHON:
-        return Check("python", "ok", f"{found} at {sys.executable}")
+        return Check("python", "ok", f"{version_text} at {sys.executable}")
     return Check(
-        "python", "missing", f"{found} at {sys.executable}", "install Python 3.10, 3.11, 3.12 or 3.13"
+        "python", "missing", f"{version_text} at {sys.executable}", "install Python 3.10, 3.11, 3.12 or 3.13"
     )
 
 
@@ -138,8 +138,8 @@ def _check_prge() -> Check:
     try:
         return Check("prge", "ok", f"{importlib.metadata.version('prge')} in {root}")
     except importlib.metadata.PackageNotFoundError:
-        found = f"in {root}, but not installed: the versions below aren't compared with what it asks for"
-        return Check("prge", "warn", found, f"pip install --no-deps -e {shlex.quote(str(root))}")
+        where = f"in {root}, but not installed: the versions below aren't compared with what it asks for"
+        return Check("prge", "warn", where, f"pip install --no-deps -e {shlex.quote(str(root))}")
 
 
 def _finder(name: str) -> Callable[[], Check]:
@@ -164,14 +164,14 @@ def _importer(name: str) -> Callable[[], Check]:
     """A check that a small package is installed and can be imported."""
 
     def check() -> Check:
-        found = _finder(name)()
-        if found.state != "missing":
+        installed = _finder(name)()
+        if installed.state != "missing":
             try:
                 importlib.import_module(name)
             except Exception as error:
                 remedy = f"pip install --force-reinstall {requirement(name)}"
                 return Check(name, "missing", f"can't be imported: {error}", remedy)
-        return found
+        return installed
 
     return check
 
@@ -186,8 +186,8 @@ def _check_engine() -> tuple[Check, Check]:
     cores = f"{answer['threads']} performance cores of {os.cpu_count()}"
     threads = Check("threads", "ok", cores)
     if "XnnpackBackend" not in backends:
-        found = f"loads, but without XnnpackBackend: it has {', '.join(backends) or 'none'}"
-        return Check("engine", "missing", found, pip_command(["engine"])), threads
+        loads = f"loads, but without XnnpackBackend: it has {', '.join(backends) or 'none'}"
+        return Check("engine", "missing", loads, pip_command(["engine"])), threads
     return Check("engine", "ok", f"loads, with {', '.join(sorted(backends))}"), threads
 
 
@@ -224,20 +224,18 @@ def _check_memory() -> Check:
     if "MemTotal" not in memory:
         return Check("memory", "warn", "unknown: there is no /proc/meminfo")
     available = memory.get("MemAvailable", 0)
-    found = f"{available // MIB} MiB available of {memory['MemTotal'] // MIB} MiB"
+    size = f"{available // MIB} MiB available of {memory['MemTotal'] // MIB} MiB"
     if available < ENOUGH_MEMORY:
-        return Check(
-            "memory", "warn", found, "close other programs; `prge inspect` tells what a bundle needs"
-        )
-    return Check("memory", "ok", found)
+        return Check("memory", "warn", size, "close other programs; `prge inspect` tells what a bundle needs")
+    return Check("memory", "ok", size)
 
 
 def _check_disk() -> Check:
     free = shutil.disk_usage(Path.cwd()).free
-    found = f"{free // MIB} MiB free in {Path.cwd()}"
+    size = f"{free // MIB} MiB free in {Path.cwd()}"
     if free < ENOUGH_DISK:
-        return Check("disk", "warn", found, "free some storage before exporting or training here")
-    return Check("disk", "ok", found)
+        return Check("disk", "warn", size, "free some storage before exporting or training here")
+    return Check("disk", "ok", size)
 
 
 def _check_adb() -> Check:

@@ -118,27 +118,27 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         bundle, settings.threads, engine=settings.engine, lengths=lengths, only_scoring=True
     )
     engine = programs.score
-    record, found = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
+    record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
     del record["value"]
     answers: list[str] = []
     if task is not None and task.is_completion and task.metric == "f1_answer" and "passage" in task.columns:
         answers = extract_answers(engine, adapter, examples, tokenizer, task)
         record["f1"] = mean_token_f1(answers, examples)
     if settings.predictions:
-        _write_predictions(settings.predictions, examples, found, answers)
+        _write_predictions(settings.predictions, examples, scored, answers)
     return record
 
 
 def _write_predictions(
-    path: Path, examples: Sequence[Example], found: Scores, answers: Sequence[str]
+    path: Path, examples: Sequence[Example], scored: Scores, answers: Sequence[str]
 ) -> None:
     with reported(path), path.open("w", encoding="utf-8") as stream:
         for index, example in enumerate(examples):
-            line: dict[str, Any] = {"row": example.row, "loss": float(found.losses[index])}
+            line: dict[str, Any] = {"row": example.row, "loss": float(scored.losses[index])}
             if example.label is not None:
-                choice = int(found.predictions[index])
+                choice = int(scored.predictions[index])
                 line["label"], line["prediction"] = example.label, choice
-                line["scores"] = found.scores[index].tolist()
+                line["scores"] = scored.scores[index].tolist()
                 if example.choices:
                     line["text"] = example.choices[choice]
             elif answers:

@@ -118,9 +118,9 @@ def series(
     points = []
     for record in run:
         if record.get("event") == event and record.get(axis) is not None:
-            found = next((record[name] for name in names if record.get(name) is not None), None)
-            if found is not None:
-                points.append((float(record[axis]), float(found)))
+            value = next((record[name] for name in names if record.get(name) is not None), None)
+            if value is not None:
+                points.append((float(record[axis]), float(value)))
     return [x for x, _ in points], [y for _, y in points]
 
 
@@ -144,5 +144,5 @@ def _draw_run(
 
 def _score_label(records: Sequence[Sequence[Record]]) -> str:
     """Names of the scores that the runs have, without any an empty text."""
-    found = {name for run in records for record in run for name in SCORES if record.get(name) is not None}
-    return " or ".join(name.replace("_", " ") for name in SCORES if name in found)
+    measured = {name for run in records for record in run for name in SCORES if record.get(name) is not None}
+    return " or ".join(name.replace("_", " ") for name in SCORES if name in measured)

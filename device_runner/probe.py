@@ -376,9 +376,9 @@ def _losses(
     examples = [example for step in group for example in sampler.chosen(step)]
     queries = sampler.contract.queries
     directions = RankOneDirections(seed, group.start, queries, 1, adapter.modules, shared=True)
-    found = {}
+    losses_by_variant = {}
     for variant in variants:
         moved = Adapter(adapter.modules, perturbed(adapter, variant, directions))
         scored = score(engine, moved, examples, head, sampler.pad)
-        found[variant] = scored.losses.reshape(len(group), -1).mean(-1)
-    return found
+        losses_by_variant[variant] = scored.losses.reshape(len(group), -1).mean(-1)
+    return losses_by_variant

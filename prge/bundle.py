@@ -166,9 +166,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except DocumentError as error:
         raise BundleError(f"{path} is damaged: {error}", remedy="copy or export the bundle again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        format_seen = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise BundleError(
-            f"{path} has format {shown(found)}, this version reads {FORMAT}",
+            f"{path} has format {shown(format_seen)}, this version reads {FORMAT}",
             remedy="export the bundle again with this version",
         )
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
@@ -216,7 +216,7 @@ def read_shorter(manifest: Mapping[str, Any], contract: Contract) -> dict[int, t
         BundleError: they can't be read, don't rise up to the step's length, or have another cut.
     """
     try:
-        found = {
+        cuts = {
             int(block["sequence_length"]): tensor_specs(block.get("cut", ()))
             for block in manifest.get("lengths") or ()
         }
@@ -224,7 +224,7 @@ def read_shorter(manifest: Mapping[str, Any], contract: Contract) -> dict[int, t
         raise BundleError(
             f"the manifest's lengths can't be read: {shown(error)}", remedy="export the bundle again"
         ) from None
-    lengths = [*found, contract.sequence_length]
+    lengths = [*cuts, contract.sequence_length]
     if len(lengths) > MOST_LENGTHS:
         raise BundleError(
             f"the manifest has {len(lengths)} lengths, must be at most {MOST_LENGTHS}",
@@ -232,15 +232,15 @@ def read_shorter(manifest: Mapping[str, Any], contract: Contract) -> dict[int, t
         )
     expected = [(spec.name, len(spec.shape)) for spec in contract.cut]
     if lengths != sorted(set(lengths)) or any(
-        [(spec.name, len(spec.shape)) for spec in cut] != expected for cut in found.values()
+        [(spec.name, len(spec.shape)) for spec in cut] != expected for cut in cuts.values()
     ):
         raise BundleError(
             f"the manifest's lengths {', '.join(map(str, lengths))} are not those of one program",
             remedy="export the bundle again",
         )
-    for length, cut in found.items():
+    for length, cut in cuts.items():
         contract.shortened(length, cut)
-    return found
+    return cuts
 
 
 def read_trunk(manifest: Mapping[str, Any], contract: Contract) -> Contract | None:

@@ -48,8 +48,8 @@ def _number(value: object) -> int | None:
 def _workspace(manifest: Mapping[str, Any], methods: Sequence[str]) -> int | None:
     """The larger of what an export measured for some methods, which share it; None if it didn't."""
     measured = _mapping(_mapping(manifest.get("verification")).get("workspace_bytes"))
-    found = [measured[method] for method in methods if isinstance(measured.get(method), int)]
-    return max(found, default=None)
+    peaks = [measured[method] for method in methods if isinstance(measured.get(method), int)]
+    return max(peaks, default=None)
 
 
 def _lowering_of_steps(manifest: Mapping[str, Any]) -> dict[str, Any]:

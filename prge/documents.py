@@ -149,8 +149,8 @@ def _yaml_loader() -> type[Any]:
             None: base.yaml_constructors[None]
         }
         resolvers = {
-            first: [(tag, pattern) for tag, pattern in known if tag in tags]
-            for first, known in base.yaml_implicit_resolvers.items()
+            first: [(tag, pattern) for tag, pattern in patterns if tag in tags]
+            for first, patterns in base.yaml_implicit_resolvers.items()
         }
         _loader = type(
             "PlainLoader", (base,), {"yaml_constructors": constructors, "yaml_implicit_resolvers": resolvers}

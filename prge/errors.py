@@ -33,7 +33,7 @@ def shortened(text: str, longest: int) -> str:
 def printable(text: str) -> str:
     """A text that may hold anything, for a terminal: lines shortened, control characters written out."""
     lines = (
-        _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], shortened(line, LONGEST_LINE))
+        _UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], shortened(line, LONGEST_LINE))
         for line in text.split("\n")
     )
     return "\n".join(lines)

@@ -60,8 +60,8 @@ def score(
         chunk = single[start : start + contract.rows]
         batch = make_batch([example for _, example in chunk], contract, rows=contract.rows, pad=pad)
         outputs = engine.forward({**batch.inputs(1, contract.is_encoder), **lora_b})
-        found = scores(batch, outputs, 1, head)[0]
-        for (index, example), row in zip(chunk, found, strict=True):
+        by_example = scores(batch, outputs, 1, head)[0]
+        for (index, example), row in zip(chunk, by_example, strict=True):
             totals[index] += row[: example.candidates]
     lengths = np.array([sum(len(s.slots) for s in example.sequences) for example in examples])
     most = max(len(total) for total in totals)

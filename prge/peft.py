@@ -458,13 +458,13 @@ def _tensor_problems(weights: Any, modules: Sequence[AdaptedModule]) -> dict[str
     for module in modules:
         expected[weight_name(module.name, "A")] = [module.rank, module.in_features]
         expected[weight_name(module.name, "B")] = [module.out_features, module.rank]
-    found = set(weights.keys())
+    held = set(weights.keys())
     problems = {
         name: f"{name} is missing, must be F32 {shape}"
         for name, shape in expected.items()
-        if name not in found
+        if name not in held
     }
-    for name in sorted(found):
+    for name in sorted(held):
         tensor = weights.get_slice(name)
         shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
         if name not in expected:

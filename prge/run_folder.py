@@ -118,14 +118,14 @@ class RunLog:
         if not os.path.lexists(path):
             return []
         lines = read_regular(path).splitlines(keepends=True)
-        found = [_record(line) for line in lines]
+        records = [_record(line) for line in lines]
         last = math.inf if keep_through is None else keep_through
-        kept = [index for index, record in enumerate(found) if record and record["step"] <= last]
+        kept = [index for index, record in enumerate(records) if record and record["step"] <= last]
         if len(kept) < len(lines):
             write_file(path, b"".join(lines[index] for index in kept))
-        if odd := sum(record is None for record in found[:-1]):
+        if odd := sum(record is None for record in records[:-1]):
             self.text(f"{METRICS}: left out {odd} lines that are no records")
-        return [record for record in found if record and record["step"] <= last]
+        return [record for record in records if record and record["step"] <= last]
 
 
 def read_metrics(folder: Path) -> list[Record]:

@@ -132,19 +132,19 @@ class AdapterLearner:
     def step(self) -> tuple[Record, Measurement | None]:
         """See Learner; the state before a step that diverges is saved; no journal has that step."""
         state, measurement = self.state, None
-        record = known = self.journal.step(state.step)
+        record = replayed = self.journal.step(state.step)
         if record is None:
             record, measurement = self._measured()
             if problem := _divergence(measurement, state, self.settings):
                 self.save()
                 raise DivergenceError(problem, remedy=_REMEDY)
-        reading = nullcontext() if known is None else self.journal.reading(record)
+        reading = nullcontext() if replayed is None else self.journal.reading(record)
         with reading, np.errstate(over="ignore", invalid="ignore"):
             gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
             state.apply(record, gradient)
         if problem := state.overflow():
             raise DivergenceError(f"step {state.step - 1}: {problem}", remedy=_REMEDY)
-        if known is None:
+        if replayed is None:
             self.journal.append(record)
         return record, measurement
 
@@ -169,10 +169,10 @@ class AdapterLearner:
         """See Learner; an evaluation that the journal holds is taken from there."""
         if self.score is None:
             return None
-        known = self.journal.evaluation(self.state.step)
-        if known is not None:
-            with self.journal.reading(known):
-                return {**known, "value": float(known["value"])}, False
+        replayed = self.journal.evaluation(self.state.step)
+        if replayed is not None:
+            with self.journal.reading(replayed):
+                return {**replayed, "value": float(replayed["value"])}, False
         record = {"kind": "evaluation", "step": self.state.step, **self.score(self.state)}
         if not math.isfinite(record["loss"]) or not math.isfinite(record["value"]):
             what = f"step {self.state.step}: the loss of development rows is {record['loss']}"

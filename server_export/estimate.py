@@ -29,15 +29,15 @@ def main(argv: Sequence[str]) -> int:
         "prge estimate",
         description="Tell what an export and its runs would cost; takes the flags of `prge export`.",
     )
-    found = estimate(config)
+    estimated = estimate(config)
     if config.train is not None:
-        found = replace(found, data=_row_lengths(config, found))
-    report = found.to_json(_rates(found) if config.calibrate else None)
+        estimated = replace(estimated, data=_row_lengths(config, estimated))
+    report = estimated.to_json(_rates(estimated) if config.calibrate else None)
     print(json.dumps(report, indent=2) if config.json else "\n".join(_text(config, report)))
     return 0
 
 
-def _row_lengths(config: EstimateConfig, found: Estimate) -> RowLengths:
+def _row_lengths(config: EstimateConfig, estimated: Estimate) -> RowLengths:
     """Tokenize the training rows and put them into batches as a run does."""
     from prge.rows.example_building import BuildOptions, load_examples
     from prge.rows.task import load_task
@@ -46,7 +46,7 @@ def _row_lengths(config: EstimateConfig, found: Estimate) -> RowLengths:
     from server_export.model.tokenization import load_tokenizer, tokenizer_block, write_tokenizer
 
     assert config.train is not None
-    contract = found.contract
+    contract = estimated.contract
     with tempfile.TemporaryDirectory() as folder:
         original = load_tokenizer(config.model, config.revision)
         write_tokenizer(original, Path(folder))
@@ -56,7 +56,7 @@ def _row_lengths(config: EstimateConfig, found: Estimate) -> RowLengths:
     options = BuildOptions(overflow="truncate")
     examples, _ = load_examples(config.train, tokenizer, contract, task, None, options)
     sampler = Sampler(examples, contract, seed=0)
-    lengths = [variant.sequence_length for variant in found.steps]
+    lengths = [variant.sequence_length for variant in estimated.steps]
 
     def chosen(step: int) -> int:
         longest = max(len(s.tokens) for example in sampler.chosen(step) for s in example.sequences)
@@ -66,11 +66,12 @@ def _row_lengths(config: EstimateConfig, found: Estimate) -> RowLengths:
     return RowLengths(len(examples), tuple(chosen(step) for step in range(steps)))
 
 
-def _rates(found: Estimate) -> Rates:
+def _rates(estimated: Estimate) -> Rates:
     from server_export.check.calibration import calibrate
 
-    contract = found.contract
-    return calibrate(found.outline, found.config.quantize, contract.computed_rows, contract.sequence_length)
+    contract = estimated.contract
+    scheme = estimated.config.quantize
+    return calibrate(estimated.outline, scheme, contract.computed_rows, contract.sequence_length)
 
 
 def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:

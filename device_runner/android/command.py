@@ -401,8 +401,8 @@ def _ended_well(phone: Phone, job: Job) -> int:
 
 def _known(phone: Phone, name: str) -> None:
     if phone.job(name).state == "absent" and not phone.exists(phone.path("runs", name), "d"):
-        known = ", ".join(phone.jobs()) or "none"
-        raise DeviceError(f"{phone.adb.serial} has no run {name!r}; it has: {known}")
+        runs = ", ".join(phone.jobs()) or "none"
+        raise DeviceError(f"{phone.adb.serial} has no run {name!r}; it has: {runs}")
 
 
 def _usage() -> str:

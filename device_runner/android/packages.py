@@ -89,10 +89,10 @@ def newest(cache: Path, machine: Machine, archive: str | None) -> Lock:
     """What a lock file would name now: Debian's newest packages, and the wheels that prge is tested with."""
     with tempfile.TemporaryDirectory(dir=cache, prefix=".newest-") as fresh:
         # Not from the cache, which may hold older ones.
-        found = download_debian([Package(name) for name in DEBIAN], machine, Path(fresh), archive)
+        downloaded = download_debian([Package(name) for name in DEBIAN], machine, Path(fresh), archive)
         kept = cache / "debian" / machine
         kept.mkdir(parents=True, exist_ok=True)
-        debian = {name: path.rename(kept / path.name) for name, path in found.items()}
+        debian = {name: path.rename(kept / path.name) for name, path in downloaded.items()}
     wanted = [_tested(name) for name in WHEELS]
     files = _pip_download(wanted, machine, cache / "newest" / machine)
     wheels = {}
@@ -112,19 +112,19 @@ def download_wheels(packages: Sequence[Package], machine: Machine, cache: Path) 
         PrgeError: pip can't get one, or it is another file than the lock names.
     """
     folder = cache / "wheels"
-    known = {path: file_sha256(path) for path in sorted(folder.glob("*.whl"))}
-    found = {hash_: path for path, hash_ in known.items()}
-    lacking = [package for package in packages if package.sha256 not in found]
+    hashes = {path: file_sha256(path) for path in sorted(folder.glob("*.whl"))}
+    by_hash = {hash_: path for path, hash_ in hashes.items()}
+    lacking = [package for package in packages if package.sha256 not in by_hash]
     if lacking:
         for path in _pip_download([f"{item.name}=={item.version}" for item in lacking], machine, folder):
-            found[file_sha256(path)] = path
+            by_hash[file_sha256(path)] = path
     for package in packages:
-        if package.sha256 not in found:
+        if package.sha256 not in by_hash:
             raise PrgeError(
                 f"pip brought another file for {package.name} {package.version} than the lock file names",
                 remedy="use the index that the lock file was made with, or make another one: --update-lock",
             )
-    return {package.name: found[package.sha256] for package in packages}
+    return {package.name: by_hash[package.sha256] for package in packages}
 
 
 def download_debian(
@@ -144,8 +144,8 @@ def download_debian(
     """
     folder = cache / "debian" / machine
     folder.mkdir(parents=True, exist_ok=True)
-    found = _debian_files(packages, folder)
-    lacking = [package for package in packages if package.name not in found]
+    files = _debian_files(packages, folder)
+    lacking = [package for package in packages if package.name not in files]
     if lacking:
         words = [f"{item.name}:{machine}" + (f"={item.version}" if item.version else "") for item in lacking]
         with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as private:
@@ -155,14 +155,14 @@ def download_debian(
             # Renamed, so that no other process sees a part of a file.
             for path in sorted(Path(private).glob("*.deb")):
                 path.rename(folder / path.name)
-        found = _debian_files(packages, folder)
-    lacking = [package for package in packages if package.name not in found]
+        files = _debian_files(packages, folder)
+    lacking = [package for package in packages if package.name not in files]
     if lacking:
         raise PrgeError(
             f"the archive has another {lacking[0].name} {lacking[0].version} than the lock file names",
             remedy="use another archive (--debian-archive), or make another lock file (--update-lock)",
         )
-    return found
+    return files
 
 
 def unpack_debian(files: Sequence[Path], folder: Path) -> None:
@@ -173,14 +173,14 @@ def unpack_debian(files: Sequence[Path], folder: Path) -> None:
 
 def _debian_files(packages: Sequence[Package], folder: Path) -> dict[str, Path]:
     """Of each package the file with its hash, or the newest file where it has none."""
-    found = {}
+    newest_files = {}
     for package in packages:
         files = sorted(folder.glob(f"{package.name}_*.deb"), key=lambda path: path.stat().st_mtime_ns)
         if package.sha256:
             files = [path for path in files if file_sha256(path) == package.sha256]
         if files:
-            found[package.name] = files[-1]
-    return found
+            newest_files[package.name] = files[-1]
+    return newest_files
 
 
 def _version_of(path: Path) -> str:

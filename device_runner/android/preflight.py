@@ -48,19 +48,19 @@ def examine(phone: Phone) -> Iterator[Check]:
     yield from _runtime(phone, machine)
 
 
-def _kernel(found: str) -> Check:
-    numbers = re.match(r"(\d+)\.(\d+)", found)
+def _kernel(release: str) -> Check:
+    numbers = re.match(r"(\d+)\.(\d+)", release)
     if numbers is None:
-        return Check("kernel", "warn", found or "unknown")
+        return Check("kernel", "warn", release or "unknown")
     version = int(numbers[1]), int(numbers[2])
     if version < OLDEST_KERNEL:
         oldest = ".".join(map(str, OLDEST_KERNEL))
-        return Check("kernel", "missing", found, f"the runtime's glibc needs Linux {oldest} or newer")
-    return Check("kernel", "ok", found)
+        return Check("kernel", "missing", release, f"the runtime's glibc needs Linux {oldest} or newer")
+    return Check("kernel", "ok", release)
 
 
-def _seccomp(found: str) -> Check:
-    words = found.split()
+def _seccomp(line: str) -> Check:
+    words = line.split()
     if len(words) < 2:
         return Check("seccomp", "warn", "unknown")
     if words[1] == "0":
@@ -74,10 +74,10 @@ def _space(phone: Phone) -> Check:
     free = phone.free_bytes()
     if free is None:
         return Check("storage", "warn", "unknown")
-    found = f"{free // MIB} MiB free"
+    space = f"{free // MIB} MiB free"
     if free < ENOUGH_BYTES:
-        return Check("storage", "warn", found, f"{ENOUGH_BYTES // MIB} MiB and the model should be free")
-    return Check("storage", "ok", found)
+        return Check("storage", "warn", space, f"{ENOUGH_BYTES // MIB} MiB and the model should be free")
+    return Check("storage", "ok", space)
 
 
 def _folder(phone: Phone) -> Check:
@@ -99,12 +99,12 @@ def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
         yield Check("runtime", "missing", error.what, error.remedy)
         return
     manifest = json.loads(phone.adb.check(f"cat {quote([phone.path('runtime', MANIFEST)])}", "reading it"))
-    found = f"prge {manifest['prge']} for {manifest['machine']}"
+    version = f"prge {manifest['prge']} for {manifest['machine']}"
     if machine is not None and manifest["machine"] != machine:
         remedy = f"prge android bundle DIR --machine {machine}, then push it"
-        yield Check("runtime", "missing", found, remedy)
+        yield Check("runtime", "missing", version, remedy)
         return
-    yield Check("runtime", "ok", found)
+    yield Check("runtime", "ok", version)
     loader = phone.adb.shell(f"{quote([phone.path('runtime', 'lib', 'ld.so')])} --version")
     if loader.code:
         remedy = "the device does not let adb's shell run programs of its own; is it a managed one?"

@@ -237,8 +237,8 @@ def driver_hash() -> str:
 def _driver() -> dict[str, Path]:
     """Files of the driver by their names in a runtime."""
     root = HERE.parents[1]
-    found = [path for package in ("prge", "device_runner") for path in (root / package).rglob("*")]
-    names = {str(path.relative_to(root)): path for path in found if path.suffix in (".py", ".yaml")}
+    paths = [path for package in ("prge", "device_runner") for path in (root / package).rglob("*")]
+    names = {str(path.relative_to(root)): path for path in paths if path.suffix in (".py", ".yaml")}
     return {name: names[name] for name in sorted(names) if not set(_DRIVER_LEFT_OUT) & set(Path(name).parts)}
 
 

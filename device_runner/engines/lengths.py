@@ -57,8 +57,8 @@ def chosen_lengths(
 
 def check_lengths(bundle: Bundle, lengths: Collection[int]) -> None:
     """Raise ConfigError unless a bundle has methods of all these lengths."""
-    known = ", ".join(map(str, bundle.lengths))
-    problems = [f"--lengths has {n}, the bundle's are {known}" for n in lengths if n not in bundle.lengths]
+    exported = ", ".join(map(str, bundle.lengths))
+    problems = [f"--lengths has {n}, the bundle's are {exported}" for n in lengths if n not in bundle.lengths]
     if problems:
         raise ConfigError("the settings don't fit the bundle:", problems, remedy="leave --lengths out")
 
@@ -101,11 +101,11 @@ def group_bytes(bundle: Bundle, group: Collection[str], shared: bool) -> int | N
         reports |= _block(_block(block).get("lowering"))
     weights = _block(bundle.manifest.get("lowering")).get("constant_bytes")
     planned = [_block(reports.get(method)).get("planned_memory_bytes") for method in group]
-    known = [count for count in planned if isinstance(count, int)]
-    if len(known) < len(planned) or not isinstance(weights, int):
+    bytes_told = [count for count in planned if isinstance(count, int)]
+    if len(bytes_told) < len(planned) or not isinstance(weights, int):
         return None
     trunks = set() if bundle.trunk is None else set(bundle.variants(TRUNK_METHOD))
-    return sum(known) + weights * (1 if shared else len(set(group) - trunks))
+    return sum(bytes_told) + weights * (1 if shared else len(set(group) - trunks))
 
 
 def _block(value: Any) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Gates:
             needed["--pause-below-battery"] = self._sensors.battery_percent()
         if self._only_charging:
             needed["--only-charging"] = self._sensors.charging()
-        problems = [f"{flag}: {found.reason}" for flag, found in needed.items() if found.value is None]
+        problems = [f"{flag}: {reading.reason}" for flag, reading in needed.items() if reading.value is None]
         if problems:
             raise ConfigError("the device doesn't tell what these need:", problems, remedy="leave them out")
         self._any = bool(needed)
@@ -87,17 +87,17 @@ class Gates:
         if self._hottest is not None:
             # Without a distance it would go on and off at the limit.
             limit = self._hottest - (COOLER_BY if paused else 0.0)
-            found = self._value("temperature", self._sensors.temperature(), watcher)
-            if found is not None and found > limit:
-                return f"too hot: {found:.1f} degrees Celsius, the limit is {limit:g}"
+            celsius = self._value("temperature", self._sensors.temperature(), watcher)
+            if celsius is not None and celsius > limit:
+                return f"too hot: {celsius:.1f} degrees Celsius, the limit is {limit:g}"
         if self._only_charging:
             charging = self._value("charger", self._sensors.charging(), watcher)
             if charging is not None and not charging:
                 return "not charging: it waits for a charger"
         if self._least is not None:
-            found = self._value("battery", self._sensors.battery_percent(), watcher)
-            if found is not None and found < self._least and not self._sensors.charging().value:
-                return f"too little charge: {found:g} %, the limit is {self._least:g} %"
+            percent = self._value("battery", self._sensors.battery_percent(), watcher)
+            if percent is not None and percent < self._least and not self._sensors.charging().value:
+                return f"too little charge: {percent:g} %, the limit is {self._least:g} %"
         return ""
 
     def _value(self, name: str, reading: Reading, watcher: Held) -> float | None:

@@ -57,9 +57,9 @@ class Neighbours:
     rows_per_scalar: float
 
 
-def compare(found: Float64Array, reference: Float64Array) -> Agreement:
+def compare(scalars: Float64Array, reference: Float64Array) -> Agreement:
     """How far scalars follow a reference of the same shape; scalars that are not finite don't at all."""
-    y, x = found.ravel(), reference.ravel()
+    y, x = scalars.ravel(), reference.ravel()
     lengths = float(np.linalg.norm(y)), float(np.linalg.norm(x))
     if not all(0 < length < math.inf for length in lengths):
         return Agreement(0.0, 0.0)

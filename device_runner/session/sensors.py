@@ -49,10 +49,10 @@ class Sensors:
                 seen.append((celsius, str(path)))
         if seen:
             return Reading(*max(seen))
-        found = self._of_battery("temp", "temperature")
-        if found.value is None:
-            return Reading(None, reason=f"no thermal zone can be read; {found.reason}")
-        return Reading(float(found.value) / 10, found.source)
+        reading = self._of_battery("temp", "temperature")
+        if reading.value is None:
+            return Reading(None, reason=f"no thermal zone can be read; {reading.reason}")
+        return Reading(float(reading.value) / 10, reading.source)
 
     def battery_percent(self) -> Reading:
         """Charge of the battery."""
@@ -115,10 +115,10 @@ def _dumped(first: str, *more: str) -> list[float | None] | str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"dumpsys can't be run: {error}"
-    found = [re.search(pattern, done.stdout, re.MULTILINE) for pattern in (first, *more)]
-    if found[0] is None:
+    matches = [re.search(pattern, done.stdout, re.MULTILINE) for pattern in (first, *more)]
+    if matches[0] is None:
         return "dumpsys battery doesn't tell"
-    return [None if match is None else float(match.group(1)) if match.groups() else 1.0 for match in found]
+    return [None if match is None else float(match.group(1)) if match.groups() else 1.0 for match in matches]
 
 
 def _is_battery(folder: Path) -> bool:

@@ -481,9 +481,9 @@ class _Builder:
             )
         lacking = [pair for pair in pairs if int(pair.completion[0]) not in self.label_index]
         if lacking:
-            known = ", ".join(repr(self.tokenizer.token(token)) for token in self.contract.label_tokens)
+            exported = ", ".join(repr(self.tokenizer.token(token)) for token in self.contract.label_tokens)
             raise RowError(
-                f"the program was exported with the label tokens {known}; the task's words are "
+                f"the program was exported with the label tokens {exported}; the task's words are "
                 f"{self.spelled(texts, pairs)}: export again with the task's words"
             )
 

@@ -32,24 +32,24 @@ def evaluate(
     Without a task, and for completions, the metric is the perplexity per token. `cut_examples` is there if
     some examples are not whole.
     """
-    found = score(engine, adapter, examples, head, pad)
-    record: dict[str, Any] = {"loss": found.loss, "examples": len(examples)}
+    scored = score(engine, adapter, examples, head, pad)
+    record: dict[str, Any] = {"loss": scored.loss, "examples": len(examples)}
     if cut := sum(example.cut for example in examples):
         record["cut_examples"] = cut
     if task is None or examples[0].label is None:
-        name, metric = "perplexity", perplexity(found.losses.tolist(), found.tokens.tolist())
+        name, metric = "perplexity", perplexity(scored.losses.tolist(), scored.tokens.tolist())
         better = -metric
     else:
-        name, metric = metric_of(task, examples, found)
+        name, metric = metric_of(task, examples, scored)
         better = metric
     record[name] = metric
-    record["value"] = better if select == "metric" else -found.loss
-    return record, found
+    record["value"] = better if select == "metric" else -scored.loss
+    return record, scored
 
 
-def metric_of(task: Task, examples: Sequence[Example], found: Scores) -> tuple[str, float]:
+def metric_of(task: Task, examples: Sequence[Example], scored: Scores) -> tuple[str, float]:
     """Name and value of the task's metric over scored candidates."""
-    predictions = found.predictions.tolist()
+    predictions = scored.predictions.tolist()
     if task.metric == "f1_answer":
         texts = [example.choices[choice] for example, choice in zip(examples, predictions, strict=True)]
         return "f1", mean_token_f1(texts, examples)

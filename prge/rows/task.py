@@ -160,9 +160,9 @@ class Task:
         words = [word.strip() for word in self.label_words.values()]
         if len(set(words)) < len(words):
             problems.append(f"label_words has a word twice: {', '.join(words)}")
-        for name, known in (("metric", METRICS), ("objective", OBJECTIVES)):
-            if getattr(self, name) not in known:
-                problems.append(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(known)}")
+        for name, choices in (("metric", METRICS), ("objective", OBJECTIVES)):
+            if getattr(self, name) not in choices:
+                problems.append(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(choices)}")
         if self.metric == "f1_answer" and "answers" not in self.columns:
             problems.append("metric f1_answer needs columns.answers")
         if self.metric == "f1" and not self.label_words:
@@ -268,9 +268,9 @@ class Task:
             raise RowError(f"no answer is among the candidates: {', '.join(answers)}")
         value = _column(row, self.label_column)
         if self.label_words:
-            known = list(self.label_words)
+            keys = list(self.label_words)
         else:
-            known = [str(index) for index in range(len(self.candidates(row)))]
+            keys = [str(index) for index in range(len(self.candidates(row)))]
             if value in self.choices:
                 return self.choices.index(value)
         # A csv file's True and a JSON file's true both mean the key true, or 1.
@@ -279,9 +279,9 @@ class Task:
             _key(value).lower(),
             str(int(value)) if isinstance(value, bool) else "",
         ):
-            if spelling in known:
-                return known.index(spelling)
-        raise RowError(f"column {self.label_column!r} is {shown(value)}, the task knows {', '.join(known)}")
+            if spelling in keys:
+                return keys.index(spelling)
+        raise RowError(f"column {self.label_column!r} is {shown(value)}, the task knows {', '.join(keys)}")
 
     def candidate_text(self, prompt: str, candidate: str, row: Mapping[str, Any]) -> str:
         """What follows a prompt for a candidate, separator included. Raises RowError."""
@@ -325,14 +325,14 @@ def parse_task(content: object, source: str) -> Task:
     """A task from parsed YAML; `source` names it in errors. Raises ConfigError with every problem."""
     if not isinstance(content, dict):
         raise ConfigError(f"{source} is not a task file", ["it must hold keys and values"])
-    known = [each.name for each in fields(Task)]
+    names = [each.name for each in fields(Task)]
     problems = []
     for key in content:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, 1)
+        if key not in names:
+            close = difflib.get_close_matches(str(key), names, 1)
             problems.append(f"unknown key {shown(key)}" + (f", did you mean {close[0]}?" if close else ""))
     arguments: dict[str, Any] = {}
-    for key in known:
+    for key in names:
         if content.get(key) is None:
             continue
         value = content[key]
@@ -354,7 +354,7 @@ def parse_task(content: object, source: str) -> Task:
             arguments[key] = value
         else:
             problems.append(f"{key} is {shown(value)}, must be a text")
-    remedy = f"known keys: {', '.join(known)}"
+    remedy = f"known keys: {', '.join(names)}"
     try:
         task = Task(**{"name": "", "template": "", **arguments})
     except ConfigError as error:

@@ -156,9 +156,9 @@ class Tokenizer:
         for _, part in self._parts(prompt[head.start :] + completion, control, anchor):
             joined.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
         ids = np.frombuffer(joined, np.int32)
-        known = len(head.tail)
-        exact = np.array_equal(ids[:known], head.tail[:, 0])
-        tail = ids[known:] if exact else self._continuation(completion, control)
+        count = len(head.tail)
+        exact = np.array_equal(ids[:count], head.tail[:, 0])
+        tail = ids[count:] if exact else self._continuation(completion, control)
         return Pair(head.ids, tail, exact)
 
     def encode_continuation(self, text: str, *, control: bool = False) -> list[int]:
@@ -252,16 +252,16 @@ class Tokenizer:
 
 def _seam(tokens: Tokens, following: Tokens, low: int, high: int) -> tuple[int, int] | None:
     """Where two windows can be joined: an index into each, if they have the same tokens from low to high."""
-    found = [np.flatnonzero((each[:, 1] >= low) & (each[:, 2] <= high)) for each in (tokens, following)]
-    compared = tokens[found[0]]
-    if not np.array_equal(compared, following[found[1]]):
+    places = [np.flatnonzero((each[:, 1] >= low) & (each[:, 2] <= high)) for each in (tokens, following)]
+    compared = tokens[places[0]]
+    if not np.array_equal(compared, following[places[1]]):
         return None
     # Not inside a character that is several tokens.
     fresh = np.flatnonzero(np.diff(compared[:, 1]) > 0) + 1
     if not len(fresh):
         return None
     middle = fresh[len(fresh) // 2]
-    return int(found[0][middle]), int(found[1][middle])
+    return int(places[0][middle]), int(places[1][middle])
 
 
 def _since(tokens: Tokens, first: Tokens | None) -> Tokens:
@@ -315,8 +315,8 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
     ids: dict[str, int | None] = {}
     for name in ("bos", "eos", "pad"):
         identifier = block.get(f"{name}_token_id")
-        known = type(identifier) is int and 0 <= identifier < 2**31 and backend.id_to_token(identifier)
-        if identifier is not None and not known:
+        token = type(identifier) is int and 0 <= identifier < 2**31 and backend.id_to_token(identifier)
+        if identifier is not None and not token:
             raise BundleError(
                 f"the manifest's {name}_token_id is {identifier!r}, which {path} doesn't have", remedy=REMEDY
             )

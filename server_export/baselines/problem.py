@@ -138,8 +138,8 @@ class ModelProblem:
 
     def _call(self, tokens: Array, **more: torch.Tensor) -> Any:
         arguments: dict[str, Any] = {"use_cache": False, "position_ids": self.positions[:, : tokens.shape[1]]}
-        known = {name: value for name, value in arguments.items() if name in self.accepted}
-        return self.model(input_ids=torch.from_numpy(tokens), return_dict=True, **known, **more)
+        taken = {name: value for name, value in arguments.items() if name in self.accepted}
+        return self.model(input_ids=torch.from_numpy(tokens), return_dict=True, **taken, **more)
 
     def _keep_asked(self, head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if self._asked is None:
@@ -153,11 +153,11 @@ class ModelProblem:
         row, slot = np.nonzero(batch.weights != 0)
         cell = torch.from_numpy(batch.owner[row] * most + batch.candidate[row, slot])
         weights = torch.from_numpy(batch.weights[row, slot])
-        found = self.log_probabilities(
+        logprobs = self.log_probabilities(
             batch.tokens, row, batch.positions[row, slot], batch.targets[row, slot]
         )
         empty = torch.zeros(batch.examples * most, dtype=torch.float64)
-        scores = empty.index_add(0, cell, weights * found.double()).reshape(batch.examples, most)
+        scores = empty.index_add(0, cell, weights * logprobs.double()).reshape(batch.examples, most)
         missing = np.arange(most) >= batch.candidates[:, None]
         return scores.masked_fill(torch.from_numpy(missing), -torch.inf)
 
@@ -192,8 +192,8 @@ class ModelEngine:
                 return {"pooled": problem.pooled(tokens, inputs["attention_mask"]).numpy()}
             positions, targets = inputs["positions"], inputs["targets"]
             row = np.repeat(np.arange(len(tokens)), positions.shape[1])
-            found = problem.log_probabilities(tokens, row, positions.ravel(), targets.ravel())
-        return {"logprobs": found.numpy().reshape(positions.shape)}
+            logprobs = problem.log_probabilities(tokens, row, positions.ravel(), targets.ravel())
+        return {"logprobs": logprobs.numpy().reshape(positions.shape)}
 
 
 def open_problem(

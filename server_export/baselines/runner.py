@@ -174,13 +174,13 @@ class _Scoring:
 
 def _test(inputs: BaselineInputs, problem: ModelProblem, rows: _Scoring) -> Record:
     """Loss and metric of the test rows, as `prge eval` has them."""
-    found = rows(inputs.test)
-    del found["value"]
+    record = rows(inputs.test)
+    del record["value"]
     task = inputs.task
     if task is not None and task.is_completion and task.metric == "f1_answer" and "passage" in task.columns:
         answers = extract_answers(problem.engine(), rows.adapter, inputs.test, inputs.tokenizer, task)
-        found["f1"] = mean_token_f1(answers, inputs.test)
-    return found
+        record["f1"] = mean_token_f1(answers, inputs.test)
+    return record
 
 
 def _constants(problem: ModelProblem, method: Method) -> Iterator[torch.Tensor]:

@@ -68,8 +68,8 @@ class BaselineSettings(TrainingFlags):
 
     def resolved(self) -> BaselineSettings:
         """The same settings with absolute paths, for whoever resumes from another folder."""
-        found = super().resolved()
-        return replace(found, model=str(Path(self.model).resolve())) if Path(self.model).exists() else found
+        rest = super().resolved()
+        return replace(rest, model=str(Path(self.model).resolve())) if Path(self.model).exists() else rest
 
     def __post_init__(self) -> None:
         entry = find_method(self.method)

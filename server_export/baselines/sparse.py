@@ -261,14 +261,14 @@ def measure_memory(problem: Problem, examples: Sequence[Example]) -> Memory:
     model = problem.model
     layers = {name: layer for block in block_linears(model) for name, layer in block.items()}
     blocks = [model.get_submodule(name) for name in block_names(model)]
-    known = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    constants = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     place = 0
     tokens: dict[str, int] = {}
     saved: dict[int, tuple[int, torch.Tensor]] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
-        if address not in known:
+        if address not in constants:
             # What several blocks share belongs to the topmost: it is there wherever the backward ends.
             saved[address] = (place, tensor)
         return tensor

@@ -23,6 +23,7 @@ from prge.costs import (
     work_of,
 )
 from prge.errors import PrgeError
+from prge.exact import ROWS_OF_A_STEP
 from prge.memory import memory_info
 from prge.progress import duration
 from server_export.settings import ExportConfig
@@ -107,13 +108,14 @@ class Estimate:
     def to_json(self, rates: Rates | None) -> dict[str, Any]:
         """All of it, with seconds where rates of this machine are known."""
         contract = self.contract
+        rows = ROWS_OF_A_STEP * contract.rows if contract.is_exact else contract.computed_rows
         steps = [
             {"sequence_length": variant.sequence_length, **self.cost(variant, rates)}
             for variant in self.steps
         ]
         step = {
             "calls": self.calls,
-            "rows": contract.computed_rows * self.calls,
+            "rows": rows * self.calls,
             **steps[-1],
             "lengths": steps[:-1],
         }
@@ -218,14 +220,14 @@ def estimate_of(config: ExportConfig, loaded: LoadedModel) -> Estimate:
 def announce(config: ExportConfig) -> None:
     """Print what an export will take, before it begins, and a warning if the machine lacks the memory."""
     try:
-        found = estimate(config)
+        estimated = estimate(config)
     except PrgeError:
         return  # the export says it better, or can do without
     print(
-        f"estimated  {bytes_text(found.export_bytes)} of memory at the peak of the export, "
-        f"{duration(found.export_seconds)}, program {bytes_text(found.program_bytes)}",
+        f"estimated  {bytes_text(estimated.export_bytes)} of memory at the peak of the export, "
+        f"{duration(estimated.export_seconds)}, program {bytes_text(estimated.program_bytes)}",
         flush=True,
     )
     available = memory_info().get("MemAvailable")
-    if available is not None and found.export_bytes > available:
+    if available is not None and estimated.export_bytes > available:
         print(f"hint: this machine has {bytes_text(available)} of memory available", flush=True)

@@ -19,5 +19,5 @@ def anonymous_bytes() -> int | None:
         lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     except (OSError, AttributeError, TypeError):
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
-    return found[0] if found else None
+    counts = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
+    return counts[0] if counts else None

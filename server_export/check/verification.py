@@ -146,13 +146,13 @@ def verify(
     """
     workspaces: dict[str, int] = {}
     seen: dict[str, Answers] = {}
-    found = [
+    by_method = [
         _differences(path, built, method, contract, programs, workspaces, seen)
         for method, contract in built.contracts.items()
     ]
-    answers = max((pairs[0] for pairs in found), key=_part_of_tolerance)
+    answers = max((pairs[0] for pairs in by_method), key=_part_of_tolerance)
     tangent, allowed = max(
-        (pair for pairs in found for pair in pairs[1:]), key=_part_of_tolerance, default=(None, None)
+        (pair for pairs in by_method for pair in pairs[1:]), key=_part_of_tolerance, default=(None, None)
     )
     _check_adapter(path, built, seen[built.step_method])
     return Verification(*answers, built.contract.rows, tangent, allowed, workspaces)
@@ -247,8 +247,8 @@ def _check_adapter(path: Path, built: BuiltProgram, answers: Answers) -> None:
             else value[: contract.batch_size].repeat(contract.copies, 1)
             for spec, value in zip(contract.inputs, example_inputs(contract), strict=True)
         ]
-        found = run_step(lambda values, method: run_program(path, values, method), built, same)[0]
-        by_copy = found.reshape(contract.copies, -1)
+        outputs = run_step(lambda values, method: run_program(path, values, method), built, same)[0]
+        by_copy = outputs.reshape(contract.copies, -1)
         dead = [copy for copy in range(1, contract.copies) if torch.equal(by_copy[copy], by_copy[0])]
         if dead:
             raise BundleError(

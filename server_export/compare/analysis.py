@@ -124,8 +124,8 @@ def bootstrap(
     if len(sample) < 2:
         return Interval(value, math.nan, math.nan)
     drawn = np.random.default_rng(seed).integers(len(sample), size=(RESAMPLES, len(sample)))
-    found = compute(sample[drawn])
-    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    resampled = compute(sample[drawn])
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     # A quantile between two equal numbers may differ from them by a rounding.
     return Interval(value, min(float(low), value), max(float(high), value))
 

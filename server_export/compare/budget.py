@@ -42,12 +42,12 @@ def growing(steps: int, rows_of_a_step: int, first: float, growth: float) -> tup
         first: rows of the first evaluation after the start.
         growth: between neighbours, above 1.
     """
-    found = {0, steps}
+    steps_to_evaluate = {0, steps}
     rows = first
     while rows < steps * rows_of_a_step:
-        found.add(math.ceil(rows / rows_of_a_step))
+        steps_to_evaluate.add(math.ceil(rows / rows_of_a_step))
         rows *= growth
-    return tuple(sorted(found))
+    return tuple(sorted(steps_to_evaluate))
 
 
 def evenly(steps: int, evaluations: int) -> tuple[int, ...]:

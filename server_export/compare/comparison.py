@@ -129,42 +129,42 @@ class Comparison:
 
         Seed by seed, so that a machine that becomes slower does so for every method.
         """
-        found = {method.name: _blank(method) for method in self.methods}
-        plans = {method.name: self._tune(method, found[method.name]) for method in self.methods}
+        results = {method.name: _blank(method) for method in self.methods}
+        plans = {method.name: self._tune(method, results[method.name]) for method in self.methods}
         for seed in self.settings.seeds:
             for method in self.methods:
                 plan = plans[method.name]
                 if plan is not None:
-                    self._run(method, dataclasses.replace(plan, seed=seed), found[method.name])
-        return found
+                    self._run(method, dataclasses.replace(plan, seed=seed), results[method.name])
+        return results
 
-    def _tune(self, method: Method, found: dict[str, Any]) -> Plan | None:
+    def _tune(self, method: Method, result: dict[str, Any]) -> Plan | None:
         """What the reported runs of a method are to do; None where it can't be known."""
         try:
             steps = self.steps(method)
-            found["learning_rate"] = rate = self.choose_rate(method, steps, found["search"])
+            result["learning_rate"] = rate = self.choose_rate(method, steps, result["search"])
         except MethodError as failure:
             self.say(f"{method.name}: {failure.what}")
-            found["failures"].append(str(failure))
+            result["failures"].append(str(failure))
             self.agenda.drop(method.name)
             return None
         batch_size = self.settings.batch_size
         # The step that computes most, whether its method takes part or not: later calls may bring it in.
-        first = max(known.rows(batch_size) for known in METHODS.values())
+        first = max(each.rows(batch_size) for each in METHODS.values())
         evaluate_at = growing(steps, method.rows(batch_size), first, self.settings.evaluation_growth)
         return Plan(steps, rate, self.settings.seeds[0], evaluate_at, share=1.0, with_test=True)
 
-    def _run(self, method: Method, plan: Plan, found: dict[str, Any]) -> None:
+    def _run(self, method: Method, plan: Plan, result: dict[str, Any]) -> None:
         folder = self.out / "runs" / f"{method.name}-{plan.seed}"
         try:
             run = self.train(method, plan, folder)
             test = self.score(method, run, folder)
-            known = self.activation(method)
+            activation = self.activation(method)
             examples = method.examples(self.settings.batch_size)
-            found["runs"].append({"seed": plan.seed, **read_run(run, examples, known, test)})
+            result["runs"].append({"seed": plan.seed, **read_run(run, examples, activation, test)})
         except MethodError as failure:
             self.say(f"{method.name}: {failure.what}")
-            found["failures"].append(f"seed {plan.seed}: {failure}")
+            result["failures"].append(f"seed {plan.seed}: {failure}")
 
     def steps(self, method: Method) -> int:
         """Steps of a reported run."""
@@ -254,8 +254,8 @@ class Comparison:
                     f"{last_words(folder / OUTPUT, 2)}"
                 )
             partial.rename(path)
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return record
 
     def bundle(self, method: Method) -> Path:
         """The bundle that a method runs on, exported unless it is there; methods share those of equal flags.

@@ -162,7 +162,7 @@ def judge(result: Result) -> Outcome:
     rankings: dict[str, Ranking] = {}
     duels = []
     for figure in compared(result):
-        column = {name: found[figure.key] for name, found in figures.items()}
+        column = {name: spreads[figure.key] for name, spreads in figures.items()}
         noise = _noise(result, figure, column)
         ranking = rank(column, figure.lower_is_better, noise, figure.as_ratio)
         if ranking is not None:
@@ -204,8 +204,8 @@ def to_json(result: Result, outcome: Outcome) -> dict[str, Any]:
 
 
 def _numbers(spread: Spread, scale: float = 1.0) -> dict[str, Any]:
-    found = {"mean": spread.mean, "lowest": spread.lowest, "highest": spread.highest}
-    scaled: dict[str, Any] = {name: None if value is None else value * scale for name, value in found.items()}
+    marks = {"mean": spread.mean, "lowest": spread.lowest, "highest": spread.highest}
+    scaled: dict[str, Any] = {name: None if mark is None else mark * scale for name, mark in marks.items()}
     return {
         **scaled,
         "seeds": len(spread.values),
@@ -217,7 +217,7 @@ def _numbers(spread: Spread, scale: float = 1.0) -> dict[str, Any]:
 def _to_target(runs: Any, target: Target, position: Callable[[Point], float]) -> Spread:
     if target.value is None:
         return Spread({}, len(runs))
-    found = {}
+    crossings = {}
     for run in runs:
         points = read_curve(run)
         crossing = first_crossing(
@@ -227,18 +227,18 @@ def _to_target(runs: Any, target: Target, position: Callable[[Point], float]) ->
             target.lower_is_better,
         )
         if crossing is not None:
-            found[run["seed"]] = crossing
+            crossings[run["seed"]] = crossing
     return Spread(
-        {seed: crossing.position for seed, crossing in found.items()},
-        len(runs) - len(found),
-        frozenset(seed for seed, crossing in found.items() if not crossing.resolved),
+        {seed: crossing.position for seed, crossing in crossings.items()},
+        len(runs) - len(crossings),
+        frozenset(seed for seed, crossing in crossings.items() if not crossing.resolved),
     )
 
 
 def _spread(runs: Any, figure: Callable[[Mapping[str, Any]], float | None]) -> Spread:
-    found = {run["seed"]: figure(run) for run in runs}
-    values = {seed: float(value) for seed, value in found.items() if value is not None}
-    return Spread(values, len(found) - len(values))
+    figures = {run["seed"]: figure(run) for run in runs}
+    values = {seed: float(value) for seed, value in figures.items() if value is not None}
+    return Spread(values, len(figures) - len(values))
 
 
 def _scaled(value: float | None, scale: float, offset: float = 0) -> float | None:

@@ -31,15 +31,15 @@ class Point:
 
     def value(self, quality: str) -> float:
         """The loss or the accuracy; NaN where it is absent."""
-        found = self.loss if quality == "loss" else self.accuracy
-        return math.nan if found is None else found
+        number = self.loss if quality == "loss" else self.accuracy
+        return math.nan if number is None else number
 
 
 def summary_of(run: Path) -> Record:
     """A run's run.json; empty where it has none yet."""
     path = run / SUMMARY
-    found: Record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+    record: Record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return record
 
 
 def is_finished(run: Path) -> bool:
@@ -77,16 +77,16 @@ def curve(records: Sequence[Mapping[str, Any]]) -> list[Point]:
 
 def step_seconds(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Seconds of each step: since the record before it."""
-    found: dict[int, float] = {}
+    seconds_by_step: dict[int, float] = {}
     before = 0.0
     for record in records:
         seconds = record.get("seconds")
         if seconds is None:
             continue
         if record["event"] == "step":
-            found[record["step"]] = max(0.0, seconds - before)
+            seconds_by_step[record["step"]] = max(0.0, seconds - before)
         before = seconds
-    return found
+    return seconds_by_step
 
 
 def read_run(

@@ -32,7 +32,7 @@ def to_html(blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
     page = PAGE.read_text(encoding="utf-8")
     # One pass: a text that looks like a placeholder stays what it is.
     parts = {"title": escape(title), "body": body}
-    return re.sub(r"\{\{ (title|body) \}\}", lambda found: parts[found.group(1)], page)
+    return re.sub(r"\{\{ (title|body) \}\}", lambda mark: parts[mark.group(1)], page)
 
 
 def _markdown(block: Block, folder: str) -> str:

@@ -30,11 +30,11 @@ def search(
     Returns:
         The best rate, None if all failed; and the loss by rate, infinite for a failure.
     """
-    found = {rate: _finite(losses(rate)) for rate in grid(centre, factor, trials)}
-    further = beyond(found, factor)
+    losses_by_rate = {rate: _finite(losses(rate)) for rate in grid(centre, factor, trials)}
+    further = beyond(losses_by_rate, factor)
     if further is not None:
-        found[further] = _finite(losses(further))
-    return best(found), found
+        losses_by_rate[further] = _finite(losses(further))
+    return best(losses_by_rate), losses_by_rate
 
 
 def best(losses: Mapping[float, float]) -> float | None:

@@ -206,11 +206,11 @@ def with_preset(argv: Sequence[str]) -> list[str]:
 def preset_file(name: str) -> Path:
     """The YAML file of a preset; raises ConfigError with the nearest name where there is none."""
     path = PRESETS / f"{name}.yaml"
-    known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    stems = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    if name not in stems:
+        nearest = difflib.get_close_matches(name, stems, n=1, cutoff=0.4)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(
-            "there is no such preset:", [f"{name!r} is unknown{hint}"], remedy=f"presets: {', '.join(known)}"
+            "there is no such preset:", [f"{name!r} is unknown{hint}"], remedy=f"presets: {', '.join(stems)}"
         )
     return path

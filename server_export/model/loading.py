@@ -112,9 +112,9 @@ def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:
 def checkpoint_bytes(loaded: LoadedModel) -> int:
     """Bytes of a model's weights as they are stored: of its files, or of its configuration's dtype."""
     folder = Path(loaded.name_or_path)
-    found = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    if found:
-        return sum(found)
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    if sizes:
+        return sum(sizes)
     dtype = getattr(loaded.config, "dtype", None)
     return parameter_count(loaded.model) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 4)
 

@@ -73,13 +73,13 @@ def convert_conv1d(model: nn.Module) -> int:
     """Turn GPT-2's Conv1D layers (weight [in, out]) into linear ones; returns how many."""
     from transformers.pytorch_utils import Conv1D
 
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Conv1D)]
-    for name, module in found:
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Conv1D)]
+    for name, module in layers:
         linear = nn.Linear(module.weight.shape[0], module.weight.shape[1], device="meta")
         linear.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
         linear.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
         replace_module(model, name, linear)
-    return len(found)
+    return len(layers)
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -94,14 +94,14 @@ class StackProgram(nn.Module):
 
     def _call(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> Any:
         length = tokens.shape[1]
-        known = {
+        values = {
             "position_ids": self.position_ids[:, :length],
             # Passed with one row: the model's own default has all rows and would be a large constant.
             "token_type_ids": self.token_type_ids[:, :length] if _has_token_types(self.model) else None,
             "use_cache": False,
         }
         arguments = {
-            name: value for name, value in known.items() if name in self.accepted and value is not None
+            name: value for name, value in values.items() if name in self.accepted and value is not None
         }
         return self.model(input_ids=tokens, attention_mask=mask, return_dict=True, **arguments)
 

@@ -41,10 +41,10 @@ def exact_answers(
     )
 
     def along(*tangents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = torch.func.jvp(
+        answer_and_tangents: tuple[torch.Tensor, torch.Tensor] = torch.func.jvp(
             lambda *copies: module(*leading, *copies), lora_b, tangents
         )
-        return found
+        return answer_and_tangents
 
     # All queries at once: the answer, which they share, has no dimension for them.
     answer, tangents = torch.func.vmap(along, out_dims=(None, 0))(*directions)

@@ -39,11 +39,11 @@ class ConstantRotary(nn.Module):
 
 def make_rotary_constant(model: nn.Module) -> int:
     """Wrap every rotary embedding of a model; returns how many."""
-    found = [
+    tables = [
         name
         for name, module in model.named_modules()
         if hasattr(module, "rope_type") and "position_ids" in inspect.signature(module.forward).parameters
     ]
-    for name in found:
+    for name in tables:
         replace_module(model, name, ConstantRotary(model.get_submodule(name)))
-    return len(found)
+    return len(tables)

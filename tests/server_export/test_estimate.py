@@ -80,6 +80,11 @@ def test_calibration_gives_seconds(outline_folder: Path, capsys: pytest.CaptureF
     assert 0 < report["step"]["seconds"] < 1
 
 
+def test_a_backward_counts_as_two_forwards(outline_folder: Path) -> None:
+    config = EstimateConfig(model=str(outline_folder), estimator="exact", batch_size=4)
+    assert estimate(config).to_json(None)["step"]["rows"] == 3 * 4
+
+
 def test_a_trunk_cache_makes_steps_cheaper(outline_folder: Path) -> None:
     config = EstimateConfig(model=str(outline_folder), adapt_layers="top:1", trunk_cache=True)
     step = estimate(config).to_json(None)["step"]

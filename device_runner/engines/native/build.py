@@ -160,13 +160,13 @@ def stock_package() -> Path:
     Raises:
         EngineError: it is not installed.
     """
-    found = importlib.util.find_spec("executorch")
-    for place in (found.submodule_search_locations if found else None) or ():
+    spec = importlib.util.find_spec("executorch")
+    for place in (spec.submodule_search_locations if spec else None) or ():
         if (Path(place) / "lib").is_dir():
             return Path(place).resolve()
     raise EngineError(
         "executorch is not installed, or its package has no libraries"
-        if found
+        if spec
         else "executorch is not installed",
         remedy="pip install executorch==1.5.1",
     )
