@@ -26,10 +26,12 @@ PROGRAM_BYTES = 1 << 30
 # ExecuTorch 1.5.1 on Linux x86_64, as `scripts/bench/device_memory.py` measures it.
 RUNTIME_BYTES = {"native": 52 * MIB, "torch": 237 * MIB}
 
-# Resident memory of an export besides weights: while it loads, and with all of ExecuTorch's exporter.
+# Resident memory of an export besides weights: while it loads, with all of ExecuTorch's exporter, and of the
+# graph of a block in a method; logits are there up to three times while a program is verified.
 _LOADING_BYTES = 420 * 10**6
-_LOWERING_BYTES = 800 * 10**6
-_SECOND_PROCESS_BYTES = 150 * 10**6
+_LOWERING_BYTES = 530 * 10**6
+_BLOCK_GRAPH_BYTES = 5 * 10**6
+_LOGITS_AT_ONCE = 2.75
 
 # Of an operator in XNNPACK's own tables.
 _OPERATOR_BYTES = 4600
@@ -272,9 +274,13 @@ def arena_bytes(outline: Outline, contract: Contract) -> int:
     states = 4 * contract.given_rows * contract.sequence_length * outline.width
     if contract.is_encoder or contract.kind == "trunk":
         return inputs + 2 * states
-    classes = len(contract.label_tokens) or contract.vocabulary_size
-    logits = 4 * contract.positions * classes * contract.computed_rows
-    return inputs + _kept_bytes(outline, contract) + max(2 * states, logits)
+    return inputs + _kept_bytes(outline, contract) + max(2 * states, _logits_bytes(contract))
+
+
+def _logits_bytes(contract: Contract) -> int:
+    """Bytes of a decoder's logits at all asked positions of a call."""
+    classes = 0 if contract.is_encoder else len(contract.label_tokens) or contract.vocabulary_size
+    return 4 * contract.positions * classes * contract.computed_rows
 
 
 def workspace_bytes(outline: Outline, contract: Contract) -> int:
@@ -331,21 +337,22 @@ def work_of(outline: Outline, contract: Contract, part: str = "whole") -> Work:
     return Work(layers, products + adapted * rows[False] * length, passes, answers)
 
 
-def export_memory(outline: Outline, weights: Weights, scheme: str, stored_bytes: int, methods: int) -> int:
-    """Peak memory of an export.
+def export_memory(
+    outline: Outline, weights: Weights, scheme: str, stored_bytes: int, methods: Sequence[Contract]
+) -> int:
+    """Peak memory of an export's larger process.
 
-    While it loads, the model in float32 lies beside the mapped files of `stored_bytes`. While it lowers,
-    the model, quantized to a byte a number, lies beside what one method is made from, every method has what
-    the engine is to pack, and a second process takes a part of several methods.
+    While it loads, the model in float32 lies beside the mapped files of `stored_bytes`. While it lowers, the
+    model, quantized to a byte a number, lies beside what one method is made from, and every method has what
+    the engine is to pack.
     """
     model = 4 * outline.parameters
     quantized = sum(layer.numbers for layer in outline.layers) + weights.table + weights.other
     quantized += outline.head.numbers if outline.head else 0
     held = model if scheme == "fp32" else quantized
-    second = _SECOND_PROCESS_BYTES if methods > 1 else 0
-    return max(
-        _LOADING_BYTES + model + stored_bytes, _LOWERING_BYTES + second + 2 * held + methods * weights.layers
-    )
+    lowering = _LOWERING_BYTES + len(methods) * (weights.layers + outline.blocks * _BLOCK_GRAPH_BYTES)
+    logits = max(_logits_bytes(method) for method in methods)
+    return max(_LOADING_BYTES + model + stored_bytes, lowering + 2 * held + round(_LOGITS_AT_ONCE * logits))
 
 
 def export_seconds(outline: Outline, methods: int) -> float:

@@ -24,7 +24,7 @@ import prge.cli
 
 DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "plot")
 # What the verbs import when they are called.
-_IMPORTED_LATE = ("docstring_parser", "jinja2", "jsonargparse", "tokenizers", "tqdm", "yaml")
+_IMPORTED_LATE = ("jinja2", "tokenizers", "tqdm", "yaml")
 _TAIL, _MOST_OUTPUT = 3000, 4 << 20
 
 

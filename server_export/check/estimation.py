@@ -77,7 +77,7 @@ class Estimate:
     def export_bytes(self) -> int:
         """Peak memory of the export."""
         return export_memory(
-            self.outline, self.weights, self.config.quantize, self.stored_bytes, len(self.methods)
+            self.outline, self.weights, self.config.quantize, self.stored_bytes, self.methods
         )
 
     @property

@@ -128,17 +128,26 @@ def test_an_export_takes_the_model_in_float32_and_what_it_is_loaded_from() -> No
     large = replace(OUTLINE, parameters=10**9)
     weights = weights_of(large, STACK, "8da4w", True)
     stored = 2 * 10**9
-    assert export_memory(large, weights, "8da4w", stored, 1) - 4 * 10**9 - stored < 10**9
+    assert export_memory(large, weights, "8da4w", stored, [STACK]) - 4 * 10**9 - stored < 10**9
     # A float program lies beside what a method is made from while it is lowered.
-    assert export_memory(large, weights, "fp32", stored, 1) > 2 * 4 * 10**9
+    assert export_memory(large, weights, "fp32", stored, [STACK]) > 2 * 4 * 10**9
 
 
 def test_methods_of_an_export_share_the_weights_that_are_lowered_but_not_what_the_engine_packs() -> None:
     large = replace(OUTLINE, parameters=10**9)
     weights = weights_of(large, STACK, "fp32", False)
-    one, two, three = (export_memory(large, weights, "fp32", 0, methods) for methods in (1, 2, 3))
-    assert three - two == weights.layers
-    assert two - one > weights.layers
+    one, two, three = (export_memory(large, weights, "fp32", 0, [STACK] * count) for count in (1, 2, 3))
+    assert three - two == two - one > weights.layers
+    assert two - one < 1.1 * weights.layers + 2 * 10**7
+
+
+def test_an_export_holds_the_logits_of_a_call_while_it_verifies() -> None:
+    weights = weights_of(OUTLINE, STACK, "fp32", False)
+    few, many = (
+        export_memory(OUTLINE, weights, "fp32", 0, [replace(STACK, positions=positions)])
+        for positions in (3, 10_003)
+    )
+    assert many - few > 2 * 4 * STACK.rows * 10_000 * STACK.vocabulary_size
 
 
 @pytest.mark.parametrize(
