@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from device_runner.engines.programs import open_programs
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
 from prge.engine import EngineName
-from prge.errors import ConfigError
+from prge.errors import ConfigError, EngineError
 from prge.evaluation import Scores
 from prge.examples import Example
 from prge.head import Head
@@ -119,6 +120,11 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     )
     engine = programs.score
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
+    if not math.isfinite(record["loss"]):
+        raise EngineError(
+            f"the loss of these rows is {record['loss']}",
+            remedy="the adapter or the bundle is damaged: try the bundle's own adapter, or export it again",
+        )
     del record["value"]
     answers: list[str] = []
     if task is not None and task.is_completion and task.metric == "f1_answer" and "passage" in task.columns:

@@ -54,7 +54,7 @@ from prge.sampling import Sampler
 from prge.settings import parse_settings, settings_to_yaml
 from prge.terminal import best_effort
 from prge.training import AdapterLearner, train
-from prge.watching import Watcher, figures_text, graceful_stop
+from prge.watching import Watcher, graceful_stop
 
 DESCRIPTION = "Fine-tune the adapter of a bundle on the stock engine."
 
@@ -156,8 +156,9 @@ def _train(
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
     final = write_final(settings, inputs, state)
-    best = journal.evaluation(state.step)
-    watcher.say(f"final: step {state.step} of {watcher.steps}" + (f": {figures_text(best)}" if best else ""))
+    best = journal.evaluation(state.step) or {}
+    with journal.reading(best):
+        watcher.say_final(state.step, best)
     return final
 
 

@@ -257,6 +257,8 @@ def _converted(value: Any, kind: Any) -> Any:
         raise TypeError
     if isinstance(value, bool) != (kind is bool):  # True is an int, too
         raise TypeError
+    if kind is Path and not value:  # which would be the folder that one stands in
+        raise TypeError
     return kind(value)
 
 

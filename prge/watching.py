@@ -123,8 +123,13 @@ class Watcher:
         self._evaluation = _evaluation(record)
         if fresh:
             self._write_evaluation(record)
-            self.say(f"step {record['step']}: development rows: {figures_text(record)}")
+            self.say(f"step {record['step']}: development rows: {_figures_text(record)}")
         self._last = time.perf_counter()
+
+    def say_final(self, step: int, evaluation: Record) -> None:
+        """Say which step the result is of, and its figures where it was evaluated."""
+        figures = f": {_figures_text(evaluation)}" if evaluation else ""
+        self.say(f"final: step {step} of {self.steps}{figures}")
 
     def _write_step(self, record: Record, measurement: Measurement | None) -> None:
         self._write("step", record["step"] + 1, {**_figures(record), **self._of_engine(measurement)})
@@ -194,7 +199,7 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def figures_text(record: Record) -> str:
+def _figures_text(record: Record) -> str:
     """Loss and metric of a record, for a person."""
     figures = {name: value for name, value in _evaluation(record).items() if name != "step"}
     return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())

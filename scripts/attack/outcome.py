@@ -79,7 +79,8 @@ def judged(ended: Ended) -> Verdict | None:
     messages = [line for line in ended.output.splitlines() if line.startswith(told)]
     is_refused = ended.code in (1, 2) and len(messages) == 1 and messages[0].startswith(told + "error: ")
     is_ended = ended.code == _ENDED_BY_USER and messages[-1:] == [told + "interrupted"]
-    return Verdict.REFUSED if is_refused or is_ended else Verdict.UNEXPLAINED
+    is_compared = ended.code == 1 and ended.words[0] == "replay" and ended.output.endswith(": DIFFERENT\n")
+    return Verdict.REFUSED if is_refused or is_ended or is_compared else Verdict.UNEXPLAINED
 
 
 def command_line(ended: Ended) -> str:

@@ -51,14 +51,14 @@ class Part:
 
 
 PARTS = {
-    "kills": Part(attack_a_run, 0.34),
-    "files": Part(attack_a_file, 0.36),
-    "inputs": Part(attack_an_input, 0.12),
-    "transfers": Part(attack_a_transfer, 0.04),
+    "kills": Part(attack_a_run, 0.25),
+    "files": Part(attack_a_file, 0.50),
+    "inputs": Part(attack_an_input, 0.09),
+    "transfers": Part(attack_a_transfer, 0.03),
     "torch_kills": Part(attack_a_run_with_torch, 0.04, needs_torch=True),
     "baseline_kills": Part(attack_a_baseline, 0.03, needs_torch=True),
     "workstation_kills": Part(attack_a_workstation, 0.03, needs_torch=True),
-    "model_files": Part(attack_a_model, 0.04, needs_torch=True),
+    "model_files": Part(attack_a_model, 0.03, needs_torch=True),
 }
 _SAY_EVERY = 30.0
 _SHARED_MEMORY = "/dev/shm"

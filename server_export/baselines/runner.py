@@ -28,7 +28,7 @@ from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
 from prge.run_folder import FINAL
 from prge.sampling import Sampler
 from prge.training import train
-from prge.watching import Watcher, figures_text, graceful_stop
+from prge.watching import Watcher, graceful_stop
 from server_export.baselines.inputs import BaselineInputs
 from server_export.baselines.learner import BEST, CHECKPOINT, BaselineLearner, BaselineState, Checkpoints
 from server_export.baselines.method import Method, Problem, Saving
@@ -102,9 +102,8 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
         if inputs.test:
             facts.test = _test(inputs, problem, score)
         _write_final(settings.out / FINAL, problem, method)
-        best = facts.state.best
-        step = best["step"] if best else watcher.steps
-        watcher.say(f"final: step {step} of {watcher.steps}" + (f": {figures_text(best)}" if best else ""))
+        best = facts.state.best or {}
+        watcher.say_final(best.get("step", watcher.steps), best)
     for name in (CHECKPOINT, BEST, _HEADS):
         shutil.rmtree(settings.out / name, ignore_errors=True)
 

@@ -231,6 +231,17 @@ def test_a_journal_that_says_what_no_run_says_is_an_error(
             replay([str(settings.out), "--out", str(tmp_path / "replayed")])
 
 
+def test_figures_that_no_run_says_are_an_error(device: Device, settings: RunSettings) -> None:
+    run(settings)
+    records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
+    for record in records:
+        if record["kind"] == "evaluation":
+            record["loss"] = "low"
+    (settings.out / "journal.jsonl").write_text("".join(map(_signed, records)))
+    with pytest.raises(RunError, match="can't be used"):
+        run(replace(settings, resume=settings.out))
+
+
 def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
     device: Device, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

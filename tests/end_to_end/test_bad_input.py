@@ -227,6 +227,32 @@ def test_loss_that_is_not_finite(run_words: list[object], tmp_path: Path) -> Non
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
+def test_answers_that_are_no_numbers_are_no_result(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def huge(_: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors.update(
+            {name: array + np.float32(1e38) for name, array in tensors.items() if "lora_B" in name}
+        )
+
+    words = [
+        "--bundle",
+        workshop / "bundle",
+        "--data",
+        workshop / "dev.jsonl",
+        "--task",
+        workshop / "task.yaml",
+    ]
+    adapter = _adapter(workshop, tmp_path / "huge", huge)
+    (adapter / "hashes.json").unlink(missing_ok=True)
+    assert (
+        main(["eval", *map(str, words), "--adapter", str(adapter), "--json", str(tmp_path / "eval.json")])
+        == 2
+    )
+    assert "the loss of these rows is nan" in capsys.readouterr().err
+    assert not (tmp_path / "eval.json").exists()
+
+
 def test_no_space_left(run_words: list[object], tmp_path: Path) -> None:
     """A limit on the size of files stands for a full disk; what was learnt before is kept and goes on."""
     limit = 6000

@@ -162,6 +162,7 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
         (b"queries: 2.5\n", "queries must be a whole number or null, not 2.5"),
         (b"targets: 3\n", "targets must be a text or a list of texts or null, not 3"),
         (b"bundle: null\n", "bundle must be a path, not None"),
+        (b"bundle: ''\n", "bundle must be a path, not ''"),
         (b"3: x\n", "3 is no setting"),
     ],
 )
