@@ -175,7 +175,7 @@ def test_estimate_says_what_the_export_will_take(workshop: Path, exact_bundle: P
         "--rank", 2, "--batch-size", 4, "--sequence-length", 32, "--positions", 4, "--json", "--no-calibrate",
     ).stdout  # fmt: skip
     estimate = json.loads(found[found.index("{") :])
-    assert estimate["step"]["rows"] == 8
+    assert estimate["step"]["rows"] == 12
     assert estimate["step"]["calls"] == 1
     size = (exact_bundle / "program.pte").stat().st_size
     assert 0.7 * size < estimate["program_bytes"] < 1.5 * size
