@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from prge import __version__
 from prge.errors import PrgeError, RunError
+from prge.interrupts import ignore_interrupts, one_interrupt
 from prge.memory import GET_MEMORY, tells_no_memory
 from prge.terminal import best_effort, flush, open_standard_files, silence
 
@@ -52,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     With PRGE_DEBUG=1 in the environment every error keeps its traceback.
     """
     open_standard_files()
-    words = list(sys.argv[1:] if argv is None else argv)
+    with one_interrupt(restored=argv is not None):
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         return _guarded("prge", lambda: _print(_usage()))
     if words[0] in ("-V", "--version"):
@@ -94,7 +99,10 @@ def _guarded(prog: str, work: Callable[[], int]) -> int:
 
 def _outcome(prog: str, work: Callable[[], int]) -> int:
     try:
-        return work()
+        try:
+            return work()
+        finally:
+            ignore_interrupts()
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0

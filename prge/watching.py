@@ -13,6 +13,7 @@ import numpy as np
 
 from prge.errors import DivergenceError, PrgeError
 from prge.estimators import Measurement
+from prge.interrupts import ignore_interrupts
 from prge.journal import Journal, Record, decode_array
 from prge.memory import proportional_memory
 from prge.progress import Progress
@@ -187,6 +188,7 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
 
     def stop(number: int, frame: object) -> None:
         if watcher.stopped:
+            ignore_interrupts()
             raise KeyboardInterrupt
         watcher.stopped = True
         watcher.say("stopping after this step; once more to stop at once")
@@ -196,7 +198,8 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handler)
 
 
 def _figures_text(record: Record) -> str:

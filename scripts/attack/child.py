@@ -163,7 +163,8 @@ class Child:
             if self.prepare is not None:
                 self.prepare()
             self._limit()
-            code = prge.cli.main([str(word) for word in self.words])
+            sys.argv = ["prge", *map(str, self.words)]
+            code = prge.cli.main()
         except BaseException:
             traceback.print_exc()
         finally:

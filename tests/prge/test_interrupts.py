@@ -1,0 +1,58 @@
+"""Ctrl-C ends the work once, and whoever called prge has it back afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from prge.cli import INTERRUPTED, main
+from prge.interrupts import ignore_interrupts, one_interrupt
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_one_ends_the_work_and_others_leave_its_end_alone() -> None:
+    ended = []
+    with one_interrupt(restored=True):
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        interrupt()
+        ended.append("told")
+    assert ended == ["told"]
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_after_the_work_none_counts() -> None:
+    with one_interrupt(restored=True):
+        ignore_interrupts()
+        interrupt()
+
+
+def test_who_ignores_it_goes_on_ignoring_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with one_interrupt(restored=True):
+            interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_command_line_tells_of_an_interrupt_whatever_follows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def impatient(_: object) -> int:
+        try:
+            interrupt()
+        finally:
+            interrupt()
+        return 0
+
+    monkeypatch.setattr("device_runner.doctor.main", impatient)
+    assert main(["doctor"]) == INTERRUPTED
+    assert capsys.readouterr().err == "prge doctor: interrupted\n"
