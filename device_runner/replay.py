@@ -17,6 +17,7 @@ from prge.encoder_heads import Heads
 from prge.errors import RunError
 from prge.journal import Journal, Record, decode_array
 from prge.peft import read_peft, write_peft
+from prge.regular_files import read_regular
 from prge.run_folder import FINAL, JOURNAL
 from prge.settings import parse_settings
 
@@ -52,10 +53,16 @@ def main(argv: Sequence[str]) -> int:
     print(f"{settings.out}: step {state.step} of {journal.steps}")
     if settings.step is None and final.is_dir():
         stored = read_peft(final, state.adapter.modules)
-        same = np.array_equal(stored.values, state.adapter.values)
+        same = np.array_equal(stored.values, state.adapter.values) and _head(final) == _head(settings.out)
         print(f"{final}: {'the same bits' if same else 'DIFFERENT'}")
         return 0 if same else 1
     return 0
+
+
+def _head(folder: Path) -> bytes | None:
+    """The file of a classification head; None in a decoder's folder."""
+    path = folder / HEAD
+    return read_regular(path) if path.exists() else None
 
 
 def replay(journal: Journal, step: int | None = None) -> TrainingState:

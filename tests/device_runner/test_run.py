@@ -231,6 +231,19 @@ def test_a_journal_that_says_what_no_run_says_is_an_error(
             replay([str(settings.out), "--out", str(tmp_path / "replayed")])
 
 
+def test_a_replay_compares_the_head_too(
+    device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not device.encoder:
+        pytest.skip("a decoder has no head")
+    run(replace(settings, steps=1, learning_rate=1e-30))
+    lines = (settings.out / "journal.jsonl").read_text().splitlines(keepends=True)
+    assert replay([str(settings.out), "--out", str(tmp_path / "whole")]) == 0
+    (settings.out / "journal.jsonl").write_text(lines[0])
+    assert replay([str(settings.out), "--out", str(tmp_path / "cut")]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
 def test_figures_that_no_run_says_are_an_error(device: Device, settings: RunSettings) -> None:
     run(settings)
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
