@@ -104,7 +104,7 @@ class Bundle:
         return {
             "bundle": self.sha256,
             "program": self.manifest["files"][PROGRAM],
-            "model": self.manifest["model"],
+            "model": self.manifest.get("model"),
             "quantization": self.manifest.get("quantization"),
         }
 

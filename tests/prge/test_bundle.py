@@ -42,6 +42,13 @@ def test_bundle_hash_is_of_the_content_not_of_the_writing(folder: Path) -> None:
     assert open_bundle(folder).sha256 != before
 
 
+def test_a_bundle_whose_manifest_names_no_model_is_described_without(folder: Path) -> None:
+    manifest = read_json(folder / MANIFEST)
+    manifest.pop("model", None)
+    write_manifest(folder, manifest)
+    assert open_bundle(folder).description["model"] is None
+
+
 def test_bundle_may_be_reached_through_a_link(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     assert open_bundle(tmp_path / "link").contract == make_contract()
