@@ -43,7 +43,7 @@ def test_bundle_hash_is_of_the_content_not_of_the_writing(folder: Path) -> None:
 
 
 def test_a_bundle_whose_manifest_names_no_model_is_described_without(folder: Path) -> None:
-    manifest = read_json(folder / MANIFEST)
+    manifest = read_json(folder)
     manifest.pop("model", None)
     write_manifest(folder, manifest)
     assert open_bundle(folder).description["model"] is None
