@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from prge.documents import DocumentError, parse_json
-from prge.errors import ConfigError, DataError
+from prge.errors import LONGEST_LINE, ConfigError, DataError, shortened
 
 FORMATS = (".jsonl", ".ndjson", ".csv", ".tsv")
 UTF8_MARK = b"\xef\xbb\xbf"
@@ -182,7 +183,7 @@ def _quoted_records(text: str, delimiter: str) -> Iterator[tuple[int, list[str] 
 
 def _table_rows(records: Iterator[tuple[int, list[str] | str]], problems: list[str]) -> Iterator[Row]:
     header: list[str] | None = None
-    number = 0
+    names, number = "", 0
     for line, record in records:
         if isinstance(record, str):
             problems.append(
@@ -190,7 +191,8 @@ def _table_rows(records: Iterator[tuple[int, list[str] | str]], problems: list[s
             )
         elif header is None:
             header = [name.strip() for name in record]
-            twice = sorted({name for name in header if header.count(name) > 1 or not name})
+            names = shortened(", ".join(header), LONGEST_LINE)
+            twice = sorted(name for name, count in Counter(header).items() if count > 1 or not name)
             if twice:
                 problems.append(
                     f"line {line}: the header has empty or repeated columns: {', '.join(map(repr, twice))}"
@@ -200,7 +202,7 @@ def _table_rows(records: Iterator[tuple[int, list[str] | str]], problems: list[s
             if len(record) != len(header):
                 problems.append(
                     f"row {number} (line {line}): has {len(record)} fields, the header names {len(header)}: "
-                    + ", ".join(header)
+                    + names
                 )
             else:
                 yield Row(number, dict(zip(header, record, strict=True)))

@@ -181,7 +181,10 @@ def rehash_folder(folder: Path) -> None:
     """Make a PEFT folder's hashes.json agree with its files."""
     path = folder / "hashes.json"
     if path.is_file():
-        names = json.loads(path.read_bytes())
+        try:
+            names = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            return  # it was damaged itself
         path.write_text(
             json.dumps({name: file_sha256(folder / name) for name in names if (folder / name).is_file()})
         )

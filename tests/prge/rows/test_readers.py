@@ -149,3 +149,12 @@ def test_sst2_is_read_entirely(shared: Path) -> None:
     assert {row.fields["label"] for row in rows} == {"0", "1"}
     assert rows[0] == Row(1, {"sentence": "hide new secretions from the parental units ", "label": "0"})
     assert rows[-1].number == 67_349
+
+
+@pytest.mark.timeout(20)
+def test_a_table_of_very_many_columns_is_read_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "rows.tsv"
+    header = "\t".join(f"c{number}" for number in range(100_000))
+    path.write_text(f"{header}\n" + "a\n" * 1000)
+    with pytest.raises(DataError, match="has 1 fields, the header names 100000"):
+        read_rows(path)
