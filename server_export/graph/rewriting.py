@@ -49,7 +49,7 @@ def rewrite(graph_module: GraphModule) -> None:
     """
     _unwrap_quantized_weights(graph_module)
     constants = Constants(graph_module)
-    _remove_identities(graph_module.graph)
+    remove_identities(graph_module.graph)
     constants.fold()
     _share_quantizations(graph_module.graph)
     apply_rules(graph_module, RULES, constants)
@@ -82,7 +82,8 @@ def _unwrap_quantized_weights(graph_module: GraphModule) -> None:
             graph.erase_node(node)
 
 
-def _remove_identities(graph: Graph) -> None:
+def remove_identities(graph: Graph) -> None:
+    """Take out operators that change nothing, such as casts to the same type, in place."""
     for node in list(graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)

@@ -67,7 +67,9 @@ def grouped_attention(
         scores = torch.tanh(scores * (1.0 / softcap)) * softcap
     if getattr(module, "is_causal", False):
         scores = scores.reshape(rows * heads, length, length)
-        scores = scores + causal_mask(length, sliding_window, scores.dtype)
+        tables = getattr(module, "tables", None)
+        mask = causal_mask(length, sliding_window, scores.dtype) if tables is None else tables.causal(length, sliding_window)
+        scores = scores + mask
     if attention_mask is not None:
         scores = scores.reshape(rows, heads, length, length) + attention_mask
     weights = torch.softmax(scores, dim=-1).reshape(rows * groups, members * length, length)

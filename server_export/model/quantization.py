@@ -61,7 +61,7 @@ class Int8Embedding(nn.Module):
 
     def __init__(self, vectors: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        codes, scales = zip(*map(_int8_rows, vectors), strict=True)
+        codes, scales = zip(*map(int8_rows, vectors), strict=True)
         self.register_buffer("codes", torch.cat(codes))
         self.register_buffer("scales", torch.cat(scales))
 
@@ -75,7 +75,7 @@ class Int8Embedding(nn.Module):
         return F.embedding(tokens, self.codes).to(self.scales.dtype) * F.embedding(tokens, self.scales)
 
 
-def _int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes i8 [tokens, width] and scales f32 [tokens, 1] of some vectors."""
     scales = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
     return torch.round(rows / scales).to(torch.int8), scales
@@ -135,7 +135,7 @@ def round_base(model: nn.Module, scheme: str) -> None:
     embedding = model.get_input_embeddings()
     table = embedding.weight.detach()
     if _is_large(table):
-        rounded = [codes * scales for codes, scales in map(_int8_rows, table.split(_ROWS_AT_ONCE))]
+        rounded = [codes * scales for codes, scales in map(int8_rows, table.split(_ROWS_AT_ONCE))]
         embedding.weight = nn.Parameter(torch.cat(rounded), requires_grad=False)
 
 
@@ -155,6 +155,11 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def int8_weight(weight: torch.Tensor) -> torch.Tensor:
     """torchao's tensor for a weight [out, in], int8 per output: `qdata`, `scale`, `zero_point`."""
     return _quantized(weight, _settings(torch.int8, None))
+
+
+def int4_weight(weight: torch.Tensor) -> torch.Tensor:
+    """torchao's tensor for a weight [out, in], int4 in groups of inputs; see `int8_weight`."""
+    return _quantized(weight, _settings(torch.int4, GROUP_SIZE))
 
 
 def _quantize_linear(model: nn.Module, names: set[str], dtype: torch.dtype, group_size: int | None) -> None:

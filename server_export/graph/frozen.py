@@ -1,0 +1,212 @@
+"""The frozen tensors of a kind of block: which its graph reads, and how they are made of a block's weights.
+
+    a block's weights -> what the graph computes of them alone, such as 1 + weight -> codes and scales
+
+The graph of a kind has tensors without memory in their places. Blocks of the kind fill them one at a time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from server_export.graph.cutting import Block
+from server_export.graph.modules import as_module, attribute, remove_unused_attributes
+from server_export.graph.rewriting import remove_identities
+from server_export.model.quantization import EMBEDDING_BYTES, GROUP_SIZE, int4_weight, int8_rows, int8_weight
+
+aten = torch.ops.aten
+torchao = torch.ops.torchao
+
+_BYTE = (torch.int8, -128, 127)
+_NIBBLE = (torch.int8, -8, 7)
+ADAPTER_WEIGHT = "lora_a"
+
+
+@dataclass
+class Frozen:
+    """How a block's weights become the tensors that its kind's graph reads.
+
+    `computed` takes the weights in order and gives the tensors of `names`; `layers` and `embeddings` are
+    those of them that are kept as codes, a layer's with whether these are int4.
+    """
+
+    computed: GraphModule
+    names: tuple[str, ...]
+    layers: dict[str, bool] = field(default_factory=dict)
+    embeddings: list[str] = field(default_factory=list)
+
+    def tensors(self, weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of the graph, made of a block's weights f32 in the order of the block's own."""
+        with torch.no_grad():
+            for name, tensor in zip(self.names, self.computed(*weights), strict=True):
+                if name in self.layers:
+                    quantized: Any = int4_weight(tensor) if self.layers[name] else int8_weight(tensor)
+                    yield codes_of(name), quantized.qdata
+                    yield scale_of(name), quantized.scale
+                    yield zero_point_of(name), quantized.zero_point
+                elif name in self.embeddings:
+                    codes, scales = zip(*map(int8_rows, tensor.split(GROUP_SIZE * GROUP_SIZE)), strict=True)
+                    yield codes_of(name), torch.cat(codes)
+                    yield scale_of(name), torch.cat(scales)
+                else:
+                    yield name, tensor
+
+
+def codes_of(name: str) -> str:
+    """Name of a quantized tensor's codes."""
+    return f"{name}_codes"
+
+
+def scale_of(name: str) -> str:
+    """Name of a quantized tensor's scales."""
+    return f"{name}_scale"
+
+
+def zero_point_of(name: str) -> str:
+    """Name of a quantized tensor's zero points."""
+    return f"{name}_zero_point"
+
+
+def freeze(block: Block, scheme: str, is_head: bool = False) -> tuple[GraphModule, Frozen]:
+    """The graph of a block's kind, quantized, and how its tensors are made.
+
+    Args:
+        block: any of the kind; its graph is changed.
+        scheme: `fp32`, `8da8w` or `8da4w`; a head's layers have int8 weights in the last one too.
+        is_head: whether the block answers log-probabilities.
+    """
+    graph_module = block.graph_module
+    remove_identities(graph_module.graph)
+    frozen = _computed(graph_module, block.weights)
+    if scheme != "fp32":
+        for node in list(graph_module.graph.nodes):
+            if node.target is aten.linear.default and _is_frozen_layer(node):
+                _quantize_layer(graph_module, node, frozen, scheme == "8da4w" and not is_head)
+            elif node.target is aten.embedding.default and _is_large(node.args[0]):
+                _quantize_embedding(graph_module, node, frozen)
+    graph_module.graph.eliminate_dead_code()
+    remove_unused_attributes(graph_module)
+    graph_module.recompile()
+    return graph_module, frozen
+
+
+def _computed(graph_module: GraphModule, weights: Sequence[str]) -> Frozen:
+    """Take what depends on weights alone out of a graph."""
+    constant: set[Node] = set()
+    for node in graph_module.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "get_attr" or (
+            node.op == "call_function" and sources and constant.issuperset(sources)
+        ):
+            constant.add(node)
+    read = [node for node in graph_module.graph.nodes if node in constant and set(node.users) - constant]
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    given = {name: graph.placeholder(f"weight_{number}") for number, name in enumerate(weights)}
+    for node in graph_module.graph.nodes:
+        if node in constant:
+            is_weight = node.op == "get_attr"
+            values[node] = given[str(node.target)] if is_weight else graph.node_copy(node, values.__getitem__)
+    names: dict[str, Node] = {}
+    for number, node in enumerate(read):
+        name = str(node.target) if node.op == "get_attr" else f"computed_{number}"
+        names[name] = values[node]
+        if node.op != "get_attr":
+            _read_instead(graph_module, node, name, constant)
+    graph.output(tuple(names.values()))
+    graph.eliminate_dead_code()
+    return Frozen(as_module(graph_module, graph), tuple(names))
+
+
+def _read_instead(graph_module: GraphModule, node: Node, name: str, constant: set[Node]) -> None:
+    with graph_module.graph.inserting_before(node):
+        new = _tensor(graph_module, name, tuple(node.meta["val"].shape), node.meta["val"].dtype)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in constant)
+
+
+def _tensor(graph_module: GraphModule, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
+    """A get_attr node of a tensor without memory, at the place where the graph is written."""
+    plain = name.replace(".", "_")
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    if not hasattr(graph_module, plain):
+        graph_module.register_buffer(plain, tensor)
+    node = graph_module.graph.get_attr(plain)
+    node.meta["val"] = tensor
+    return node
+
+
+def _is_frozen_layer(node: Node) -> bool:
+    weight = node.args[1]
+    return isinstance(weight, Node) and weight.op == "get_attr" and not _is_of_adapter(str(weight.target))
+
+
+def _is_of_adapter(name: str) -> bool:
+    return name.rpartition(".")[2] == ADAPTER_WEIGHT
+
+
+def _is_large(weight: Any) -> bool:
+    return weight.op == "get_attr" and weight.meta["val"].numel() * 4 >= EMBEDDING_BYTES
+
+
+def _quantize_layer(graph_module: GraphModule, node: Node, frozen: Frozen, in_groups: bool) -> None:
+    source, weight, *bias = node.args
+    name, (outputs, inputs) = str(weight.target), weight.meta["val"].shape
+    in_groups = in_groups and inputs % GROUP_SIZE == 0
+    frozen.layers[name] = in_groups
+    graph = graph_module.graph
+    rank = source.meta["val"].dim()
+    row, block = [*[1] * (rank - 1), inputs], [1, GROUP_SIZE if in_groups else inputs]
+    scales = (outputs, inputs // block[1])
+    with graph.inserting_before(node):
+        codes = _tensor(graph_module, codes_of(name), (outputs, inputs), torch.int8)
+        scale = _tensor(
+            graph_module, scale_of(name), scales, torch.bfloat16 if in_groups else torch.float32
+        )
+        zero = _tensor(graph_module, zero_point_of(name), scales, torch.int8)
+        chosen = graph.call_function(
+            torchao.choose_qparams_affine.default,
+            (source, "ASYMMETRIC", row, *_BYTE, None, None, torch.int8),
+        )
+        parameters = [graph.call_function(operator.getitem, (chosen, index)) for index in range(2)]
+        rounded = graph.call_function(torchao.quantize_affine.default, (source, row, *parameters, *_BYTE))
+        source_back = graph.call_function(
+            torchao.dequantize_affine.default, (rounded, row, *parameters, *_BYTE)
+        )
+        weight_back = graph.call_function(
+            torchao.dequantize_affine.default, (codes, block, scale, zero, *(_NIBBLE if in_groups else _BYTE))
+        )
+    lead = source.meta["val"].shape[:-1]
+    size = dict(dtype=torch.float32, device="meta")
+    parameters[0].meta["val"] = torch.empty(*lead, 1, **size)
+    parameters[1].meta["val"] = torch.empty(*lead, 1, dtype=torch.int8, device="meta")
+    chosen.meta["val"] = tuple(parameter.meta["val"] for parameter in parameters)
+    rounded.meta["val"] = torch.empty(source.meta["val"].shape, dtype=torch.int8, device="meta")
+    source_back.meta["val"] = source.meta["val"]
+    weight_back.meta["val"] = torch.empty(outputs, inputs, **size)
+    node.args = (source_back, weight_back, *bias)
+
+
+def _quantize_embedding(graph_module: GraphModule, node: Node, frozen: Frozen) -> None:
+    table, *rest = node.args
+    name, (rows, width) = str(table.target), table.meta["val"].shape
+    frozen.embeddings.append(name)
+    graph, shape = graph_module.graph, node.meta["val"].shape
+    with graph.inserting_before(node):
+        codes = _tensor(graph_module, codes_of(name), (rows, width), torch.int8)
+        scale = _tensor(graph_module, scale_of(name), (rows, 1), torch.float32)
+        picked = graph.call_function(aten.embedding.default, (codes, rest[0]))
+        numbers = graph.call_function(aten._to_copy.default, (picked,), {"dtype": torch.float32})
+        scales = graph.call_function(aten.embedding.default, (scale, rest[0]))
+        product = graph.call_function(aten.mul.Tensor, (numbers, scales))
+    picked.meta["val"] = torch.empty(shape, dtype=torch.int8, device="meta")
+    numbers.meta["val"] = torch.empty(shape, dtype=torch.float32, device="meta")
+    scales.meta["val"] = torch.empty(*shape[:-1], 1, dtype=torch.float32, device="meta")
+    product.meta["val"] = numbers.meta["val"]
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)

@@ -1,0 +1,149 @@
+"""Tables: inputs of a chain's blocks that all blocks share and no weight is in, such as masks and rotations.
+
+A model asks for them while it is traced: they are operators of its graph, of any length, until the graph is
+cut into blocks, whose inputs they become. A device makes them for the length of a call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from server_export.model.attention import causal_mask
+from server_export.model.lora_fa import replace_module
+
+
+@torch.library.custom_op("prge::table", mutates_args=())
+def table(number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The table of that number; traced, never run."""
+    raise NotImplementedError("a table is traced and becomes an input, it is never run")
+
+
+@table.register_fake
+def _(number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+TABLE = torch.ops.prge.table.default
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table holds for sequences of some length.
+
+    `kind` is `causal`, a mask f32 [length, length] that lets a token see itself and `window` - 1 tokens
+    before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width]; `positions`,
+    i64 [1, length] counted from `first`; or `zeros`, i64 [1, length].
+    """
+
+    kind: str
+    window: int | None = None
+    first: int = 0
+    values: torch.Tensor | None = None
+
+    def of(self, length: int) -> torch.Tensor:
+        """The table for sequences of `length` tokens."""
+        if self.kind == "causal":
+            return causal_mask(length, self.window, torch.float32)
+        if self.kind == "positions":
+            return torch.arange(self.first, self.first + length).reshape(1, length)
+        if self.kind == "zeros":
+            return torch.zeros(1, length, dtype=torch.long)
+        assert self.values is not None
+        return self.values[:length].unsqueeze(0)
+
+
+class Tables:
+    """The tables that a model asks for; its blocks know them by their place in `all`.
+
+    Args:
+        longest: tokens of the longest sequence.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.all: list[Table] = []
+        self._numbers: dict[Hashable, int] = {}
+
+    def causal(self, length: int, window: int | None) -> torch.Tensor:
+        """A causal mask f32 [length, length]."""
+        window = None if window is None or window >= self.longest else window
+        return self.ask(("causal", window), lambda: Table("causal", window), (length, length), torch.float32)
+
+    def positions(self, length: int, first: int) -> torch.Tensor:
+        """Numbers of positions i64 [1, length]."""
+        return self.ask("positions", lambda: Table("positions", first=first), (1, length), torch.long)
+
+    def zeros(self, length: int) -> torch.Tensor:
+        """Types of tokens i64 [1, length]: all are of the first."""
+        return self.ask("zeros", lambda: Table("zeros"), (1, length), torch.long)
+
+    def ask(
+        self, key: Hashable, make: Callable[[], Table], shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A table in the graph that is traced; the same key gives the same one."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.all)
+            self.all.append(make())
+        result: torch.Tensor = TABLE(self._numbers[key], list(shape), dtype, torch.get_default_device())
+        return result
+
+
+class TableRotary(nn.Module):
+    """A rotary embedding whose cosines and sines are tables.
+
+    Args:
+        tables: where they are asked for.
+        values: cosines and sines f32 [longest, width] by type of layer.
+    """
+
+    def __init__(self, tables: Tables, values: dict[str | None, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self.tables = tables
+        self.values = values
+
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines f32 [1, length, width]."""
+        length = position_ids.shape[-1]
+        return tuple(
+            self.tables.ask(
+                (id(self), layer_type, part),
+                lambda part=part: Table("rotary", values=self.values[layer_type][part]),  # type: ignore[misc]
+                (1, length, self.values[layer_type][part].shape[-1]),
+                torch.float32,
+            )
+            for part in (0, 1)
+        )
+
+
+def make_rotary_tables(model: nn.Module, tables: Tables) -> int:
+    """Make tables of every rotary embedding of a model, which may lack its weights; returns how many."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "rope_type") and "position_ids" in inspect.signature(module.forward).parameters
+    ]
+    for name in names:
+        replace_module(model, name, TableRotary(tables, _rotary_values(model, name, tables.longest)))
+    return len(names)
+
+
+def _rotary_values(
+    model: nn.Module, name: str, longest: int
+) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
+    config: Any = model.config
+    # Made anew: that of a model without weights has no frequencies either.
+    rotary: Any = type(model.get_submodule(name))(config=config)
+    parameters = inspect.signature(rotary.forward).parameters
+    types = sorted(set(config.layer_types)) if "layer_type" in parameters else [None]
+    positions, marker = torch.arange(longest).reshape(1, longest), torch.zeros(1)
+    with torch.no_grad():
+        found = {kind: rotary(marker, positions, *([] if kind is None else [kind])) for kind in types}
+    return {kind: tuple(part.reshape(part.shape[-2:]) for part in parts) for kind, parts in found.items()}

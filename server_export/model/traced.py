@@ -1,0 +1,100 @@
+"""A model without weights becomes one graph of all its operators, in sizes that mark what they are.
+
+Rows, tokens and copies are large primes, so that wherever one shows in a shape it is known. No tensor of the
+graph has memory: the model's are named, and read when a block's are written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from server_export.graph.modules import remove_unused_attributes
+from server_export.model import attention
+from server_export.model.lora_fa import CallInputs
+from server_export.model.readout import log_probabilities
+from server_export.model.tables import Tables
+
+# No width, vocabulary or number of heads is known to have one of them as a factor.
+BATCH, TOKENS, COPIES = 7919, 6007, 5003
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph whose placeholders are tokens i64 [rows, tokens]; an encoder's padding f32 [rows, 1, 1, tokens]
+    or a decoder's targets i64 [rows, tokens]; and lora_b f32 [copies, rank, out] of every adapted layer.
+
+    `adapter` names these placeholders by layer, in order.
+    """
+
+    graph_module: GraphModule
+    adapter: dict[str, str]
+
+
+class _Whole(nn.Module):
+    """The model with its readout at every position."""
+
+    def __init__(self, model: nn.Module, inputs: CallInputs, tables: Tables, first_position: int) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs = inputs
+        self.tables = tables
+        self.first_position = first_position
+        self.accepted = frozenset(inspect.signature(model.forward).parameters)
+
+    def forward(self, tokens: torch.Tensor, beside: torch.Tensor, *lora_b: torch.Tensor) -> torch.Tensor:
+        self.inputs.lora_b = dict(zip(self.inputs.lora_b, lora_b, strict=True))
+        length = tokens.shape[1]
+        is_decoder = beside.dim() == 2
+        values = {
+            "position_ids": self.tables.positions(length, self.first_position),
+            "token_type_ids": self.tables.zeros(length),
+            "use_cache": False,
+        }
+        arguments = {name: value for name, value in values.items() if name in self.accepted}
+        if not any(name.endswith("token_type_embeddings") for name, _ in self.model.named_modules()):
+            arguments.pop("token_type_ids", None)
+        output: Any = self.model(
+            input_ids=tokens, attention_mask=None if is_decoder else beside, return_dict=True, **arguments
+        )
+        if is_decoder:
+            return log_probabilities(output.logits, beside)
+        states: torch.Tensor = output.last_hidden_state
+        return states
+
+
+def trace(
+    model: nn.Module, inputs: CallInputs, tables: Tables, is_decoder: bool, first_position: int, copies: int
+) -> Traced:
+    """The graph of a model whose adapted layers, attention and rotary embeddings ask `inputs` and `tables`.
+
+    Args:
+        model: on the meta device, with its adapter inserted.
+        inputs: of its adapted layers, whose names `lora_b` has with tensors of their shapes.
+        copies: 1, or COPIES.
+
+    Raises:
+        Exception: what torch.export raises if it can't trace it.
+    """
+    attention.register()
+    model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.tables = tables
+    whole = _Whole(model, inputs, tables, first_position).eval()
+    rows = copies * BATCH
+    names = list(inputs.lora_b)
+    with torch.device("meta"), torch.no_grad():
+        tokens = torch.empty(rows, TOKENS, dtype=torch.long)
+        beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
+        lora_b = [torch.empty(copies, *inputs.lora_b[name].shape[1:]) for name in names]
+        exported = torch.export.export(whole, (tokens, beside, *lora_b), strict=False)
+    graph_module = exported.module(check_guards=False)
+    remove_unused_attributes(graph_module)
+    placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
+    return Traced(graph_module, dict(zip(names, placeholders[2:], strict=True)))

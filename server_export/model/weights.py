@@ -1,0 +1,89 @@
+"""A model's weights, read from its safetensors files one at a time: the whole model is never in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from prge.errors import BundleError
+from server_export.model.files import ModelFiles, first_line
+
+# What older checkpoints call the two parameters of a normalization.
+_OLD_NAMES = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+
+
+class Weights:
+    """The tensors of a checkpoint by the names that transformers' model has for them.
+
+    Args:
+        files: of the checkpoint; each is opened when it is read first.
+        model: without weights, whose parameters are asked for.
+        transposed: names of weights that the files have as [in, out], GPT-2's way.
+
+    Raises:
+        BundleError: a file can't be read.
+    """
+
+    def __init__(self, files: ModelFiles, model: nn.Module, transposed: Collection[str] = ()) -> None:
+        self.files = files
+        self.transposed = frozenset(transposed)
+        self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        self._tied = _tied_names(model)
+        self._open = ExitStack()
+        self._readers: dict[str, Any] = {}
+        for path in files.weights:
+            try:
+                reader = self._open.enter_context(safe_open(str(path), framework="pt"))
+                self._readers.update(dict.fromkeys(reader.keys(), reader))
+            except (OSError, ValueError, RuntimeError) as error:
+                raise BundleError(
+                    f"{path} can't be read: {first_line(error)}", remedy="copy the model again"
+                ) from None
+
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter f32; a weight of a linear layer is [out, in].
+
+        Raises:
+            BundleError: the files lack it, or it has numbers that aren't finite.
+        """
+        stored = self.stored_name(name)
+        if stored is None:
+            raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
+        tensor: torch.Tensor = self._readers[stored].get_tensor(stored).to(torch.float32)
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
+            raise BundleError(
+                f"{name} of {self.files.name} has numbers that aren't finite",
+                remedy="give a complete checkpoint",
+            )
+        return tensor.t() if name in self.transposed else tensor
+
+    def stored_name(self, name: str) -> str | None:
+        """What the files call a parameter; None if they lack it."""
+        for known in (name, self._tied.get(name, name)):
+            for old in (known, *(known.replace(*pair) for pair in _OLD_NAMES)):
+                for candidate in (old, old.removeprefix(self._prefix), self._prefix + old):
+                    if candidate in self._readers:
+                        return candidate
+        return None
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """The parameter that another one is, where a head shares its weight with the table of embeddings."""
+    names: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            tied[name] = first
+    return tied
