@@ -1,0 +1,326 @@
+"""A kind of block, lowered once for the weights of any block of it.
+
+ExecuTorch keeps constants outside of a program if it is told to; XNNPACK's go by a digest of their bytes. So a
+kind is lowered with random constants, no two of them alike: where the bytes of one turn up in ExecuTorch's file
+of constants tells how they are laid out there. A block's weights file is that file with the block's own bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from prge.errors import BundleError, told_as_bundle_error
+from server_export.lower.lowering import collector_paused
+
+aten = torch.ops.aten
+
+# The weights file of the constants that don't belong to one method apart.
+SHARED = "shared"
+
+# In the meta of a node, under "custom": XNNPACK puts what the node stands for into the file of that name.
+_FILE = "delegate_constant_tag"
+_REMEDY = "please report it with the name of the model"
+
+
+@dataclass(frozen=True)
+class LoweredKind:
+    """The program of all blocks of a kind, without weights, and the files that hold those of a block."""
+
+    program: bytes
+    files: Mapping[str, WeightsFile]
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """How to write the weights file of a block.
+
+    Attributes:
+        head: what comes before the constants: their keys and where they lie. The same for all blocks.
+        entries: the constants in the order of the file.
+        fixed: constants that are part of the program, so that every block needs the same.
+    """
+
+    head: bytes
+    entries: tuple[Entry, ...]
+    fixed: Mapping[str, torch.Tensor]
+
+    @property
+    def names(self) -> set[str]:
+        """The constants that `write` needs."""
+        return {entry.name for entry in self.entries} | set(self.fixed)
+
+    def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a block's constants, one after the other; others than those in `names` are left out.
+
+        Raises:
+            BundleError: one is missing, or isn't what the kind has in its place.
+        """
+        if missing := sorted(self.names - set(tensors)):
+            raise BundleError(f"the block has no constant {', '.join(missing)}", remedy=_REMEDY)
+        for name, value in self.fixed.items():
+            if not torch.equal(tensors[name], value):
+                raise BundleError(
+                    f"the block's constant {name} differs from that of its kind, whose program holds it",
+                    remedy=_REMEDY,
+                )
+        with path.open("wb") as stream:
+            stream.write(self.head)
+            for entry in self.entries:
+                stream.seek(entry.offset)
+                stream.write(entry.bytes_of(tensors[entry.name]))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A constant in a weights file: where it lies, and in which of the layouts."""
+
+    name: str
+    layout: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def bytes_of(self, tensor: torch.Tensor) -> memoryview:
+        """The constant as the engine reads it."""
+        if (tuple(tensor.shape), tensor.dtype) != (self.shape, self.dtype):
+            raise BundleError(
+                f"the block's constant {self.name} is {tensor.dtype} {list(tensor.shape)}, its kind's "
+                f"{self.dtype} {list(self.shape)}",
+                remedy=_REMEDY,
+            )
+        return _bytes(LAYOUTS[self.layout](tensor))
+
+
+def _packed_int4(codes: torch.Tensor) -> torch.Tensor:
+    """Codes from -8 to 7, two to a byte: the first of a pair is the lower half, both without a sign."""
+    if codes.dim() != 2 or codes.shape[1] % 2:
+        return codes.new_empty(0)
+    unsigned = (codes + 8).view(torch.uint8)
+    return unsigned[:, ::2] | unsigned[:, 1::2] << 4
+
+
+# How ExecuTorch 1.5.1 lays out what it is given: portable kernels and float layers get it as it is, layers of
+# int4 in groups get packed codes and bfloat16 scales.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.t() if tensor.dim() == 2 else tensor,
+    "int4": _packed_int4,
+    "bfloat16": lambda tensor: tensor.to(torch.bfloat16),
+    "float32": lambda tensor: tensor.to(torch.float32),
+}
+
+
+def lower_kind(methods: Mapping[str, ExportedProgram], apart: Collection[str] = ()) -> LoweredKind:
+    """Lower the methods of a kind of block.
+
+        kind = lower_kind({"score": score, "back": back}, apart=["back"])
+        Path("block.pte").write_bytes(kind.program)
+        kind.files[SHARED].write(Path("000.ptd"), tensors)
+        kind.files["back"].write(Path("000.back.ptd"), tensors)
+
+    Args:
+        methods: by name; what several of them read has one name. They aren't changed, but for the "custom"
+            entry in the meta of their nodes.
+        apart: methods that have a weights file of their own, by their name, for what no other method reads.
+
+    Raises:
+        BundleError: ExecuTorch refuses a method, or stores a constant in a way that isn't known here.
+    """
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir.passes import MemoryPlanningPass
+
+    constants = _Constants(methods, apart)
+    config = ExecutorchBackendConfig(
+        # What portable kernels read goes by its name, to the file that XNNPACK is told too.
+        external_constants=lambda node: node.meta.get("custom", {}).get(_FILE),
+        memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False),
+    )
+    refusal = told_as_bundle_error("ExecuTorch can't lower the program", _REMEDY)
+    with TemporaryDirectory() as folder:
+        with refusal, collector_paused(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
+            edge = to_edge_transform_and_lower(
+                {method: constants.as_placeholders(program) for method, program in methods.items()},
+                partitioner=[XnnpackPartitioner()],
+                # Both cost time: the program is checked by running it, and no tensor has an odd layout.
+                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            )
+            executorch = edge.to_executorch(config)
+            executorch.write_tensor_data_to_file(folder)
+        program = bytes(executorch.buffer)
+        del edge, executorch
+        files = {
+            path.stem: constants.explain(path.stem, path.read_bytes(), config.segment_alignment)
+            for path in sorted(Path(folder).iterdir())
+        }
+    constants.refuse_inlined(files)
+    return LoweredKind(program, files)
+
+
+class _Constants:
+    """The constants of a kind: which methods read them, and what stands for them while they are lowered."""
+
+    def __init__(self, methods: Mapping[str, ExportedProgram], apart: Collection[str]) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        self.random: dict[str, torch.Tensor] = {}
+        readers: dict[str, set[str]] = defaultdict(set)
+        fixed: set[str] = set()
+        for method, program in methods.items():
+            for node, name, value in _constants_of(program):
+                if not node.users:
+                    continue
+                known = self.values.setdefault(name, value)
+                if (known.shape, known.dtype) != (value.shape, value.dtype):
+                    raise BundleError(f"two methods have different constants {name}", remedy=_REMEDY)
+                readers[name].add(method)
+                _refuse_packed_and_read(node, name)
+                if _belongs_to_the_program(node):
+                    fixed.add(name)
+        self.fixed = {name: self.values[name] for name in fixed}
+        self.random = {
+            # A program's parameters have to be such.
+            name: nn.Parameter(random, requires_grad=False) if isinstance(value, nn.Parameter) else random
+            for name, value in self.values.items()
+            if name not in fixed and (random := _random(name, value)) is not None
+        }
+        self.file_of = {
+            name: next(iter(by)) if len(by) == 1 and by <= set(apart) else SHARED
+            for name, by in readers.items()
+        }
+
+    def as_placeholders(self, program: ExportedProgram) -> ExportedProgram:
+        """The program with random constants, each marked with the file that it goes to."""
+        for node, name, _ in _constants_of(program):
+            if name in self.random:
+                for marked in (node, *(user for user in node.users if _is_dequantization(user))):
+                    # XNNPACK looks at the constant and, of a quantized one, at what restores it.
+                    marked.meta["custom"] = {**marked.meta.get("custom", {}), _FILE: self.file_of[name]}
+        return ExportedProgram(
+            root=program.graph_module,
+            graph=program.graph,
+            graph_signature=program.graph_signature,
+            state_dict={name: self.random.get(name, value) for name, value in program.state_dict.items()},
+            range_constraints=program.range_constraints,
+            module_call_graph=program.module_call_graph,
+            example_inputs=program.example_inputs,
+            constants={name: self.random.get(name, value) for name, value in program.constants.items()},
+        )
+
+    def explain(self, file: str, content: bytes, alignment: int) -> WeightsFile:
+        """What each part of a file of the random constants is made of.
+
+        Raises:
+            BundleError: nothing explains a part, or two constants do.
+        """
+        from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
+
+        payload = FlatTensorSerializer().deserialize(content)
+        parts = [bytes(part) for part in payload.buffers]
+        origins = self._origins(file, {len(part) for part in parts})
+        offsets, end = [], 0
+        for part in parts:
+            offsets.append(-(-end // alignment) * alignment)
+            end = offsets[-1] + len(part)
+        start = len(content) - end
+        entries = []
+        for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
+            keys = [key for key, entry in payload.named_data.items() if entry.buffer_index == index]
+            found = origins.get(_digest(part), {})
+            lies_there = content[start + offset : start + offset + len(part)] == part
+            if len(found) != 1 or not lies_there:
+                what = f"is that of {' and '.join(sorted(found))}" if found else "is none that is known here"
+                raise BundleError(
+                    f"ExecuTorch's constant {', '.join(keys)} ({len(part)} bytes) {what}", remedy=_REMEDY
+                )
+            ((name, layout),) = found.items()
+            value = self.values[name]
+            entries.append(Entry(name, layout, start + offset, tuple(value.shape), value.dtype))
+        fixed = {name: value for name, value in self.fixed.items() if self.file_of[name] == file}
+        return WeightsFile(content[:start], tuple(entries), fixed)
+
+    def _origins(self, file: str, sizes: set[int]) -> dict[bytes, dict[str, str]]:
+        """By digest of bytes: the constants that give them, each with its layout."""
+        found: dict[bytes, dict[str, str]] = defaultdict(dict)
+        for name, value in self.random.items():
+            if self.file_of[name] != file:
+                continue
+            for layout, apply in LAYOUTS.items():
+                data = _bytes(apply(value))
+                if len(data) in sizes:
+                    found[_digest(data)].setdefault(name, layout)
+        return found
+
+    def refuse_inlined(self, files: Mapping[str, WeightsFile]) -> None:
+        """Every constant that was random has to be in a file: none in the program, where it would stay."""
+        written = {entry.name for file in files.values() for entry in file.entries}
+        if inside := sorted(set(self.random) - written):
+            raise BundleError(
+                f"ExecuTorch keeps constants inside of the program that differ from block to block: "
+                f"{', '.join(inside)}",
+                remedy=_REMEDY,
+            )
+
+
+def _constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Tensor]]:
+    """The placeholders of a program's constants, their names and values."""
+    from torch.export.graph_signature import InputKind
+
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            name = str(spec.target)
+            value = program.state_dict[name] if name in program.state_dict else program.constants[name]
+            yield nodes[spec.arg.name], name, value
+
+
+def _is_dequantization(node: Node) -> bool:
+    return str(node.target) == "torchao.dequantize_affine.default"
+
+
+def _belongs_to_the_program(node: Node) -> bool:
+    """Zero points, which XNNPACK's layers don't read, and numbers that ExecuTorch takes for code."""
+    is_zero_point = any(_is_dequantization(user) and user.args[3] is node for user in node.users)
+    return is_zero_point or "lifted_tensor" in node.name
+
+
+def _refuse_packed_and_read(node: Node, name: str) -> None:
+    """XNNPACK packs the weight of a layer and gives its bytes back, also if another operator reads them."""
+    as_weight = [user for user in node.users if user.target is aten.linear.default and node in user.args[1:]]
+    if as_weight and len(as_weight) < len(node.users):
+        raise BundleError(
+            f"the constant {name} is read by a linear layer and by another operator, which needs a copy",
+            remedy=_REMEDY,
+        )
+
+
+def _random(name: str, like: torch.Tensor) -> torch.Tensor:
+    """A constant that stands for another; by its name, so that methods left out don't change it."""
+    generator = torch.Generator().manual_seed(int.from_bytes(_digest(name.encode())[:7], "big"))
+    if like.dtype.is_floating_point:
+        # Positive, as scales are, and of many magnitudes, so that few of them are enough to differ.
+        return torch.randn(like.shape, generator=generator).mul_(4).exp_().to(like.dtype)
+    if like.dtype is torch.bool:
+        return torch.randint(2, like.shape, generator=generator).bool()
+    # Codes have to be int4 where the graph says so.
+    low, high = (-8, 8) if like.dtype is torch.int8 else (0, torch.iinfo(like.dtype).max)
+    return torch.randint(low, high, like.shape, generator=generator, dtype=like.dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()

@@ -1,0 +1,265 @@
+"""One lowered kind with the weights of several blocks, in the stock engine against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("executorch")
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import ExportedProgram
+
+from prge.errors import BundleError
+from server_export.lower.kind import SHARED, LoweredKind, lower_kind
+from server_export.lower.sizes import Size, dynamic_program
+from server_export.model.quantization import Int8Embedding, quantize_layers
+
+torch.set_num_threads(1)
+
+WIDTH, INNER, RANK, VOCABULARY = 64, 96, 4, 40
+SIZES = {"rows": Size(10007, 3, 1, 8), "tokens": Size(10009, 5, 1, 16)}
+STATE = (10007, 10009, WIDTH)
+SHAPES = [(3, 5), (1, 1), (8, 16), (2, 7)]
+TOLERANCE = {"fp32": 2e-5, "8da8w": 0.02, "8da4w": 0.02}
+
+
+class Block(nn.Module):
+    """A norm, a gated layer with a bias, an adapted one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        # Norms of ones, in both blocks: equal constants.
+        self.norm, self.gate_norm = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+        self.gate, self.up = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER, bias=False)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+        self.register_buffer("mean", torch.full((1, WIDTH), 1 / WIDTH))
+        self.register_buffer("lora_a", torch.randn(1, WIDTH, RANK) / 8)
+
+    def forward(self, state: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
+        rows, tokens, width = state.shape
+        normed = state * torch.rsqrt(F.linear(state * state, self.mean) + 1e-5) * self.norm
+        gated = F.silu(self.gate(normed)) * self.up(normed * self.gate_norm)
+        flat = normed.reshape(1, rows * tokens, width)
+        low_rank = torch.bmm(torch.bmm(flat, self.lora_a), lora_b.reshape(1, RANK, width))
+        return state + self.down(gated) + low_rank.reshape(rows, tokens, width)
+
+
+class Back(nn.Module):
+    """Reads what the block does, and a transposed weight of its own."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.norm, self.up = block.norm, block.up
+        self.transposed_up = nn.Linear(INNER, WIDTH, bias=False)
+        self.transposed_up.weight = nn.Parameter(block.up.weight.detach().t().contiguous())
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        return self.transposed_up(self.up(state * self.norm))
+
+
+class Embedding(nn.Module):
+    """Tokens to states, by a table of floats or of int8 rows."""
+
+    def __init__(self, seed: int, quantized: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        table = torch.randn(VOCABULARY, WIDTH)
+        self.table = Int8Embedding([table]) if quantized else nn.Embedding.from_pretrained(table)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens)
+
+
+class Head(nn.Module):
+    """States to the log-probabilities of a token each."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = nn.Parameter(torch.ones(WIDTH))
+        self.layer = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, state: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        chances = torch.softmax(self.layer(state * self.norm), -1)
+        return torch.log(torch.gather(chances, 1, targets))
+
+
+def program(module: nn.Module, *inputs: torch.Tensor) -> ExportedProgram:
+    """The program of a module of any size, by way of a graph with markers.
+
+    Args:
+        module: as it is.
+        inputs: on the meta device, with markers in their shapes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs)
+    del mode
+    graph_module = torch.export.export(module, fake, strict=False).module(check_guards=False)
+    return dynamic_program(graph_module, SIZES)
+
+
+def tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    return {**program.state_dict, **program.constants}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def quantized(module: nn.Module, scheme: str) -> nn.Module:
+    if scheme != "fp32":
+        quantize_layers(module, scheme)
+    return module.eval().requires_grad_(False)
+
+
+def block_program(module: nn.Module) -> ExportedProgram:
+    return program(module, meta(*STATE), meta(RANK, WIDTH))
+
+
+def answer(
+    folder: Path, kind: LoweredKind, weights: Mapping[str, torch.Tensor], method: str, *inputs: torch.Tensor
+) -> torch.Tensor:
+    """What the engine answers with a block's weights, all in one file of each name."""
+    from executorch.extension.pybindings.portable_lib import _load_for_executorch
+
+    (folder / "kind.pte").write_bytes(kind.program)
+    kind.files[SHARED].write(folder / "block.ptd", weights)
+    engine = _load_for_executorch(str(folder / "kind.pte"), str(folder / "block.ptd"))
+    return engine.run_method(method, inputs)[0]
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("scheme", ["fp32", "8da8w", "8da4w"])
+def test_a_kind_runs_with_the_weights_of_its_blocks(scheme: str, tmp_path: Path) -> None:
+    first, second = (quantized(Block(seed), scheme) for seed in (1, 2))
+    kind = lower_kind({"score": block_program(first)})
+    assert len(kind.program) < 20_000
+    for block in (first, second):
+        weights = tensors(block_program(block))
+        for rows, tokens in SHAPES:
+            inputs = torch.randn(rows, tokens, WIDTH), torch.randn(RANK, WIDTH)
+            difference = answer(tmp_path, kind, weights, "score", *inputs) - block(*inputs)
+            assert difference.abs().max() < TOLERANCE[scheme]
+            assert difference.abs().median() < 1e-6
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path) -> None:
+    first, second = (Embedding(seed, is_quantized) for seed in (1, 2))
+    ids = meta(*STATE[:2], dtype=torch.int64)
+    kind = lower_kind({"score": program(first, ids)})
+    for block in (first, second):
+        weights = tensors(program(block, ids))
+        for shape in SHAPES:
+            tokens = torch.randint(VOCABULARY, shape)
+            torch.testing.assert_close(answer(tmp_path, kind, weights, "score", tokens), block(tokens))
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("scheme", ["fp32", "8da4w"])
+def test_a_head_runs_with_other_weights(scheme: str, tmp_path: Path) -> None:
+    first, second = (quantized(Head(seed), scheme) for seed in (1, 2))
+    inputs = meta(STATE[0], WIDTH), meta(STATE[0], 1, dtype=torch.int64)
+    kind = lower_kind({"score": program(first, *inputs)})
+    for block in (first, second):
+        weights = tensors(program(block, *inputs))
+        for rows in (1, 3, 8):
+            state, targets = torch.randn(rows, WIDTH), torch.randint(VOCABULARY, (rows, 1))
+            difference = answer(tmp_path, kind, weights, "score", state, targets) - block(state, targets)
+            assert difference.abs().max() < TOLERANCE[scheme]
+
+
+@pytest.mark.export
+def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) -> None:
+    block = quantized(Block(1), "8da4w")
+    back = Back(quantized(Block(1), "fp32"))
+    quantize_layers(back, "8da8w")
+    back.up = block.up
+    methods = {
+        "score": block_program(block),
+        "back": program(back.eval().requires_grad_(False), meta(*STATE)),
+    }
+    weights = tensors(methods["score"]) | tensors(methods["back"])
+    together, apart = lower_kind(methods), lower_kind(methods, apart=["back"])
+    assert set(together.files) == {SHARED}
+    # Without `back`, the file of the others stays as it is.
+    alone = lower_kind({"score": methods["score"]})
+    for number, kind in enumerate((apart, alone)):
+        kind.files[SHARED].write(tmp_path / f"{number}.ptd", weights)
+    assert (tmp_path / "0.ptd").read_bytes() == (tmp_path / "1.ptd").read_bytes()
+    own = {entry.name for entry in apart.files["back"].entries}
+    assert own == {name for name in weights if name.startswith("transposed_up") and "zero" not in name}
+    assert not own & {entry.name for entry in apart.files[SHARED].entries}
+    inputs = torch.randn(2, 7, WIDTH), torch.randn(RANK, WIDTH)
+    for kind in (together, apart):
+        difference = answer(tmp_path, kind, weights, "score", *inputs) - block(*inputs)
+        assert difference.abs().max() < TOLERANCE["8da4w"]
+    difference = answer(tmp_path, together, weights, "back", inputs[0]) - back(inputs[0])
+    assert difference.abs().max() < TOLERANCE["8da8w"]
+    with pytest.raises(RuntimeError):
+        answer(tmp_path, apart, weights, "back", inputs[0])
+
+
+@pytest.fixture(scope="module")
+def lowered() -> tuple[LoweredKind, dict[str, torch.Tensor]]:
+    """A kind of int4 layers, and the constants of a block."""
+    exported = program(quantized(nn.Linear(WIDTH, 8), "fp32"), meta(*STATE))
+    quantized_layer = nn.Sequential(nn.Linear(WIDTH, 8))
+    exported = program(quantized(quantized_layer, "8da4w"), meta(*STATE))
+    return lower_kind({"score": exported}), tensors(exported)
+
+
+def test_layouts_are_known(lowered: tuple[LoweredKind, dict[str, torch.Tensor]]) -> None:
+    kind, _ = lowered
+    layouts = {entry.layout for entry in kind.files[SHARED].entries}
+    assert layouts == {"int4", "bfloat16", "as it is"}
+
+
+def test_a_missing_constant_is_named(
+    lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    kind, weights = lowered
+    name = kind.files[SHARED].entries[0].name
+    with pytest.raises(BundleError, match=f"no constant {name}"):
+        kind.files[SHARED].write(tmp_path / "block.ptd", {n: t for n, t in weights.items() if n != name})
+    assert not (tmp_path / "block.ptd").exists()
+
+
+def test_a_constant_of_another_shape_is_refused(
+    lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    kind, weights = lowered
+    name = kind.files[SHARED].entries[0].name
+    with pytest.raises(BundleError, match=f"{name} is torch"):
+        kind.files[SHARED].write(tmp_path / "block.ptd", {**weights, name: torch.zeros(3)})
+
+
+def test_what_the_program_holds_must_not_differ(
+    lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    kind, weights = lowered
+    (name,) = kind.files[SHARED].fixed
+    with pytest.raises(BundleError, match=f"{name} differs from that of its kind"):
+        kind.files[SHARED].write(tmp_path / "block.ptd", {**weights, name: weights[name] + 1})
+
+
+def test_a_weight_that_another_operator_reads_is_refused() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1, WIDTH))
+
+        def forward(self, state: torch.Tensor) -> torch.Tensor:
+            return F.linear(state, self.weight) * self.weight
+
+    with pytest.raises(BundleError, match=r"constant weight is read by a linear layer and"):
+        lower_kind({"score": program(Tied().requires_grad_(False), meta(*STATE))})
