@@ -215,7 +215,7 @@ def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:
     """What two graphs have in common exactly if they compute the same of their inputs and weights."""
     numbers: dict[Node, int] = {}
     weights: dict[str, int] = {}
-    lines = []
+    lines: list[tuple[Any, ...]] = []
     for node in graph.nodes:
         numbers[node] = len(numbers)
         if node.op == "get_attr":

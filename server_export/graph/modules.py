@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -34,3 +35,14 @@ def remove_unused_attributes(graph_module: GraphModule) -> None:
             parent, _, child = name.rpartition(".")
             owner = graph_module.get_submodule(parent) if parent else graph_module
             delattr(owner, child)
+
+
+def give_memory(graph_module: GraphModule) -> None:
+    """Make zeros of the tensors of a module that have no memory, in place; untouched pages take none."""
+    for name in {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}:
+        tensor = attribute(graph_module, name)
+        if tensor.is_meta:
+            parent, _, child = name.rpartition(".")
+            owner = graph_module.get_submodule(parent) if parent else graph_module
+            delattr(owner, child)
+            owner.register_buffer(child, torch.zeros(tensor.shape, dtype=tensor.dtype))

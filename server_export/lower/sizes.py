@@ -94,7 +94,12 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
     refusal = told_as_bundle_error("torch.export can't trace the program with unknown sizes", _REMEDY)
     with refusal, torch.no_grad():
         return torch.export.export(
-            GraphModule(graph_module, dynamic.graph), examples, dynamic_shapes=dimensions, strict=False
+            GraphModule(graph_module, dynamic.graph),
+            examples,
+            dynamic_shapes=dimensions,
+            strict=False,
+            # Strides give rise to min(tokens, tokens^2) = tokens, which torch.export can't see to hold.
+            prefer_deferred_runtime_asserts_over_guards=True,
         )
 
 

@@ -68,7 +68,11 @@ def grouped_attention(
     if getattr(module, "is_causal", False):
         scores = scores.reshape(rows * heads, length, length)
         tables = getattr(module, "tables", None)
-        mask = causal_mask(length, sliding_window, scores.dtype) if tables is None else tables.causal(length, sliding_window)
+        mask = (
+            causal_mask(length, sliding_window, scores.dtype)
+            if tables is None
+            else tables.causal(length, sliding_window)
+        )
         scores = scores + mask
     if attention_mask is not None:
         scores = scores.reshape(rows, heads, length, length) + attention_mask

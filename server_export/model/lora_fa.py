@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,15 +72,21 @@ class StackedLoraLinear(nn.Module):
 
 def convert_conv1d(model: nn.Module) -> int:
     """Turn GPT-2's Conv1D layers (weight [in, out]) into linear ones; returns how many."""
-    from transformers.pytorch_utils import Conv1D
-
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Conv1D)]
-    for name, module in layers:
+    names = conv1d_names(model)
+    for name in names:
+        module: Any = model.get_submodule(name)
         linear = nn.Linear(module.weight.shape[0], module.weight.shape[1], device="meta")
         linear.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
         linear.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
         replace_module(model, name, linear)
-    return len(layers)
+    return len(names)
+
+
+def conv1d_names(model: nn.Module) -> list[str]:
+    """Names of GPT-2's Conv1D layers."""
+    from transformers.pytorch_utils import Conv1D
+
+    return [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -65,19 +65,23 @@ def pooling_of(name: str | None) -> Pooling:
 
 def insert_head(model: nn.Module, inputs: CallInputs, label_tokens: Sequence[int] = ()) -> str:
     """Wrap the model's vocabulary head, cut to `label_tokens` if there are any; returns the head's name."""
-    head = model.get_output_embeddings()
-    name = next(name for name, module in model.named_modules() if module is head)
-    if label_tokens:
-        head = _cut_head(head, label_tokens)
-    replace_module(model, name, PositionHead(head, inputs))
+    name = cut_head(model, label_tokens) if label_tokens else _head_name(model)
+    replace_module(model, name, PositionHead(model.get_submodule(name), inputs))
     return name
 
 
-def _cut_head(head: nn.Linear, tokens: Sequence[int]) -> nn.Linear:
-    """A head with the rows of some tokens only."""
-    rows = list(tokens)
+def _head_name(model: nn.Module) -> str:
+    head = model.get_output_embeddings()
+    return next(name for name, module in model.named_modules() if module is head)
+
+
+def cut_head(model: nn.Module, tokens: Sequence[int]) -> str:
+    """Leave a model's vocabulary head the rows of some tokens only; returns its name."""
+    name, rows = _head_name(model), list(tokens)
+    head: nn.Linear = model.get_submodule(name)
     cut = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
     cut.weight = nn.Parameter(head.weight.detach()[rows].clone(), requires_grad=False)
     if head.bias is not None:
         cut.bias = nn.Parameter(head.bias.detach()[rows].clone(), requires_grad=False)
-    return cut
+    replace_module(model, name, cut)
+    return name

@@ -7,6 +7,7 @@ graph has memory: the model's are named, and read when a block's are written.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from server_export.model.tables import Tables
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.
 BATCH, TOKENS, COPIES = 7919, 6007, 5003
+# What a graph's names of weights have before transformers' own.
+WHOLE_PREFIX = "model."
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,24 @@ class Traced:
 class _Whole(nn.Module):
     """The model with its readout at every position."""
 
-    def __init__(self, model: nn.Module, inputs: CallInputs, tables: Tables, first_position: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: CallInputs,
+        tables: Tables,
+        adapted: Sequence[str],
+        first_position: int,
+    ) -> None:
         super().__init__()
         self.model = model
         self.inputs = inputs
         self.tables = tables
+        self.adapted = adapted
         self.first_position = first_position
         self.accepted = frozenset(inspect.signature(model.forward).parameters)
 
     def forward(self, tokens: torch.Tensor, beside: torch.Tensor, *lora_b: torch.Tensor) -> torch.Tensor:
-        self.inputs.lora_b = dict(zip(self.inputs.lora_b, lora_b, strict=True))
+        self.inputs.lora_b = dict(zip(self.adapted, lora_b, strict=True))
         length = tokens.shape[1]
         is_decoder = beside.dim() == 2
         values = {
@@ -69,32 +80,41 @@ class _Whole(nn.Module):
 
 
 def trace(
-    model: nn.Module, inputs: CallInputs, tables: Tables, is_decoder: bool, first_position: int, copies: int
+    model: nn.Module,
+    inputs: CallInputs,
+    tables: Tables,
+    adapter: Mapping[str, tuple[int, int]],
+    is_decoder: bool,
+    first_position: int,
+    copies: int,
 ) -> Traced:
     """The graph of a model whose adapted layers, attention and rotary embeddings ask `inputs` and `tables`.
 
     Args:
         model: on the meta device, with its adapter inserted.
-        inputs: of its adapted layers, whose names `lora_b` has with tensors of their shapes.
+        inputs: of its adapted layers.
+        tables: of its blocks.
+        adapter: rank and outputs of each adapted layer, in order.
+        is_decoder: whether it answers log-probabilities; an encoder answers states.
+        first_position: the number of a row's first position.
         copies: 1, or COPIES.
 
     Raises:
         Exception: what torch.export raises if it can't trace it.
     """
     attention.register()
-    model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    model.set_attn_implementation(attention.NAME)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.tables = tables
-    whole = _Whole(model, inputs, tables, first_position).eval()
+    whole = _Whole(model, inputs, tables, tuple(adapter), first_position).eval()
     rows = copies * BATCH
-    names = list(inputs.lora_b)
     with torch.device("meta"), torch.no_grad():
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
         beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
-        lora_b = [torch.empty(copies, *inputs.lora_b[name].shape[1:]) for name in names]
+        lora_b = [torch.empty(copies, *shape) for shape in adapter.values()]
         exported = torch.export.export(whole, (tokens, beside, *lora_b), strict=False)
     graph_module = exported.module(check_guards=False)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
-    return Traced(graph_module, dict(zip(names, placeholders[2:], strict=True)))
+    return Traced(graph_module, dict(zip(adapter, placeholders[2:], strict=True)))

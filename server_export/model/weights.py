@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from prge.errors import BundleError
 from server_export.model.files import ModelFiles, first_line
@@ -34,6 +35,7 @@ class Weights:
         self.transposed = frozenset(transposed)
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
         self._tied = _tied_names(model)
+        self._buffers = _buffers(model)
         self._open = ExitStack()
         self._readers: dict[str, Any] = {}
         for path in files.weights:
@@ -46,12 +48,14 @@ class Weights:
                 ) from None
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter f32; a weight of a linear layer is [out, in].
+        """A parameter, or a number that the architecture says, f32; a weight of a linear layer is [out, in].
 
         Raises:
             BundleError: the files lack it, or it has numbers that aren't finite.
         """
         stored = self.stored_name(name)
+        if stored is None and name in self._buffers:
+            return self._buffers[name]
         if stored is None:
             raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
         tensor: torch.Tensor = self._readers[stored].get_tensor(stored).to(torch.float32)
@@ -76,6 +80,21 @@ class Weights:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+
+
+class _WithoutParameters(TorchFunctionMode):
+    """Tensors that are to be filled, as layers make theirs, have no memory."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = {"device": "meta"} if function is torch.empty else {}
+        return function(*args, **{**(kwargs or {}), **place})
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Small tensors that no file has because an architecture computes them, such as a table's scale."""
+    with _WithoutParameters(), torch.no_grad():
+        twin = type(model)(model.config)
+    return {name: buffer.float() for name, buffer in twin.named_buffers() if not buffer.is_meta}
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

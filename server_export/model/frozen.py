@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from server_export.graph.cutting import Block
-from server_export.graph.modules import as_module, attribute, remove_unused_attributes
+from server_export.graph.modules import as_module, remove_unused_attributes
 from server_export.graph.rewriting import remove_identities
 from server_export.model.quantization import EMBEDDING_BYTES, GROUP_SIZE, int4_weight, int8_rows, int8_weight
 
@@ -101,9 +101,7 @@ def _computed(graph_module: GraphModule, weights: Sequence[str]) -> Frozen:
     constant: set[Node] = set()
     for node in graph_module.graph.nodes:
         sources = node.all_input_nodes
-        if node.op == "get_attr" or (
-            node.op == "call_function" and sources and constant.issuperset(sources)
-        ):
+        if node.op == "get_attr" or (node.op == "call_function" and sources and constant.issuperset(sources)):
             constant.add(node)
     read = [node for node in graph_module.graph.nodes if node in constant and set(node.users) - constant]
     graph = Graph()
@@ -165,9 +163,7 @@ def _quantize_layer(graph_module: GraphModule, node: Node, frozen: Frozen, in_gr
     scales = (outputs, inputs // block[1])
     with graph.inserting_before(node):
         codes = _tensor(graph_module, codes_of(name), (outputs, inputs), torch.int8)
-        scale = _tensor(
-            graph_module, scale_of(name), scales, torch.bfloat16 if in_groups else torch.float32
-        )
+        scale = _tensor(graph_module, scale_of(name), scales, torch.bfloat16 if in_groups else torch.float32)
         zero = _tensor(graph_module, zero_point_of(name), scales, torch.int8)
         chosen = graph.call_function(
             torchao.choose_qparams_affine.default,

@@ -1,0 +1,130 @@
+"""A model as a chain of blocks, made of its configuration alone; weights are read when a block is written.
+
+outline -> adapter inserted -> traced -> cut into blocks -> a quantized, rewritten graph for each kind
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from prge.contract import AdaptedModule
+from server_export.graph.cutting import Block, cut, kinds
+from server_export.graph.modules import give_memory
+from server_export.graph.rewriting import rewrite
+from server_export.model.files import ModelFiles
+from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
+from server_export.model.loading import LoadedModel
+from server_export.model.lora_fa import CallInputs, conv1d_names, convert_conv1d, insert_lora
+from server_export.model.readout import cut_head
+from server_export.model.tables import TABLE, Tables, make_rotary_tables
+from server_export.model.traced import COPIES, WHOLE_PREFIX, trace
+from server_export.model.weights import Weights
+
+_BASE = ".base."
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The graph of all blocks of a kind, in marker sizes, and how a block's weights become its tensors."""
+
+    graph_module: GraphModule
+    frozen: Frozen
+
+
+@dataclass
+class Chain:
+    """A model's blocks in order.
+
+    `kind_of` has each block's number in `kinds`; `adapter` the layer of each placeholder for `lora_b`.
+    """
+
+    blocks: list[Block]
+    kind_of: list[int]
+    kinds: dict[int, Kind]
+    tables: Tables
+    modules: tuple[AdaptedModule, ...]
+    adapter: dict[str, str]
+    weights: Weights
+    lora_a: Mapping[str, torch.Tensor]
+    head_rows: Mapping[str, Sequence[int]]
+
+    def tensors(self, number: int) -> dict[str, torch.Tensor]:
+        """The tensors that a block's kind reads, made of the block's weights.
+
+        Raises:
+            BundleError: the files lack a weight, or it isn't finite.
+        """
+        read = [self._read(name.removeprefix(WHOLE_PREFIX)) for name in self.blocks[number].weights]
+        return dict(self.kinds[self.kind_of[number]].frozen.tensors(read))
+
+    def _read(self, name: str) -> torch.Tensor:
+        layer, _, part = name.rpartition(".")
+        if part == ADAPTER_WEIGHT:
+            return self.lora_a[layer]
+        plain = name.replace(_BASE, ".")
+        tensor = self.weights.read(plain)
+        return tensor[list(self.head_rows[plain])] if plain in self.head_rows else tensor
+
+
+def build_chain(
+    outline: LoadedModel,
+    files: ModelFiles,
+    lora_a: Mapping[str, torch.Tensor],
+    *,
+    longest: int,
+    scheme: str = "fp32",
+    label_tokens: Sequence[int] = (),
+    copies: int = COPIES,
+) -> Chain:
+    """Cut a model into blocks.
+
+    Args:
+        outline: the model without weights; it is changed.
+        files: of its weights.
+        lora_a: f32 [rank, in] by adapted layer, alpha / rank folded in, in module order.
+        longest: tokens of the longest sequence.
+        scheme: of the frozen weights.
+        label_tokens: of a verbalizer, whose head answers among them alone.
+        copies: 1, or COPIES for a graph of any number of them.
+
+    Raises:
+        BundleError: the files can't be read.
+        Exception: what torch.export raises if it can't trace the model.
+    """
+    model = outline.model
+    transposed = {f"{name}.weight" for name in conv1d_names(model)}
+    with torch.device("meta"):
+        convert_conv1d(model)
+    weights = Weights(files, model, transposed)
+    head_rows = {}
+    if label_tokens:
+        head_rows[f"{cut_head(model, label_tokens)}.weight"] = label_tokens
+    inputs, tables = CallInputs(), Tables(longest)
+    modules = insert_lora(model, {name: matrix.to("meta") for name, matrix in lora_a.items()}, 1.0, inputs)
+    make_rotary_tables(model, tables)
+    shapes = {module.name: (module.rank, module.out_features) for module in modules}
+    traced = trace(model, inputs, tables, shapes, outline.is_decoder, _first_position(model), copies)
+    blocks = cut(traced.graph_module, set(traced.adapter.values()), TABLE)
+    kind_of = kinds(blocks)
+    made = {}
+    for number in sorted(set(kind_of)):
+        is_head = outline.is_decoder and number == len(blocks) - 1
+        graph_module, frozen = freeze(blocks[number], scheme, is_head)
+        rewrite(graph_module)
+        give_memory(graph_module)
+        made[number] = Kind(graph_module, frozen)
+    adapter = {placeholder: layer for layer, placeholder in traced.adapter.items()}
+    return Chain(blocks, kind_of, made, tables, modules, adapter, weights, lora_a, head_rows)
+
+
+def _first_position(model: torch.nn.Module) -> int:
+    """The number of a row's first position: RoBERTa's family counts from after the padding token."""
+    numbering = (
+        module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")
+    )
+    first = next(numbering, None)
+    return 0 if first is None else int(first.padding_idx) + 1
