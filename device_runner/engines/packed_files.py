@@ -3,8 +3,8 @@
     ~/.cache/prge/packed/<hash>            for one program and one weights file
     ~/.cache/prge/packed/<hash>.checksum   of its content, which the engine itself doesn't check
 
-The hash is of what the content follows from: program, weights, engine build, processor. So no two blocks share
-a file, and one from another machine is never found. XDG_CACHE_HOME moves the folder.
+The hash is of what the content follows from: program, weights, engine build, processor. So no two blocks
+share a file, and one from another machine is never found. XDG_CACHE_HOME moves the folder.
 
 A file is made by a process of its own, which loads every method of the program: what is loaded from a file
 never grows it. It appears when it is whole and its methods gave the answers that they give without it.
@@ -40,7 +40,7 @@ from device_runner.engines.refusals import RefusedError
 from prge.atomic import flush_folder, storage_error, write_file
 from prge.bundle import file_sha256
 from prge.engine import Array
-from prge.errors import PrgeError
+from prge.errors import BundleError, PrgeError
 from prge.regular_files import open_regular, read_regular
 
 _CHECKSUM = ".checksum"
@@ -63,11 +63,15 @@ class PackedFiles:
     Args:
         tell: called once at most, with the reason why weights stay in memory.
         folder: where the files lie; by default the user's cache.
+
+    Raises:
+        EngineError: the engine's libraries can't be had.
     """
 
     def __init__(self, tell: Callable[[str], None], folder: Path | None = None) -> None:
         self._tell = tell
         self._folder = packed_folder() if folder is None else folder
+        self._machine = f"{backend_sha256()}\n{_processor()}"
         self._refused = False
         self._ready: dict[Path, bool] = {}
 
@@ -76,7 +80,8 @@ class PackedFiles:
     ) -> WeightsFile:
         """A weights file for a program, with its packed file where that can be had.
 
-        A missing file is made, a damaged one is made again. What stands against it never ends a run.
+        A missing one is made, a damaged one is made again, each before the first use in this process. What
+        stands against that is told, and the weights stay in memory.
 
         Args:
             program: methods for a kind of block.
@@ -84,9 +89,11 @@ class PackedFiles:
             probes: inputs for methods whose answers must not change.
 
         Raises:
-            RefusedError: the engine refuses the weights file itself.
+            BundleError: the weights file is not the one of its hash. It is read for that only if there is no
+                packed file of it.
+            RefusedError: the engine refuses the weights file.
         """
-        path = self._folder / _name(program, weights)
+        path = self._folder / self._name(program, weights)
         if path not in self._ready:
             self._ready[path] = self._prepared(path, program, weights, probes)
         if self._ready[path]:
@@ -103,19 +110,24 @@ class PackedFiles:
         """Whether the packed file is there and whole, made now unless it is."""
         if _is_whole(path):
             return True
+        _check_content(weights)
         if self._refused:
             return False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with _locked(self._folder):
                 if not _is_whole(path):  # while this process waited, another one may have made it
-                    _make(path, program, weights, probes)
+                    _make(path, program.path, weights.path, probes)
             return True
         except OSError as error:
             self._refuse(storage_error(self._folder, error).what)
         except PrgeError as error:
             self._refuse(error.what)
         return False
+
+    def _name(self, program: HashedFile, weights: HashedFile) -> str:
+        facts = f"{program.sha256}\n{weights.sha256}\n{self._machine}"
+        return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
     def _refuse(self, reason: str) -> None:
         if not self._refused:
@@ -159,14 +171,17 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*")) if path.name != _LOCK and path.is_file()]
 
 
-def _name(program: HashedFile, weights: HashedFile) -> str:
-    facts = (program.sha256, weights.sha256, backend_sha256(), _processor())
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
-
-
 def _processor() -> str:
     """What decides which kernels the engine chooses, and with them the form of packed weights."""
-    names = ("model name", "flags", "Features", "CPU implementer", "CPU architecture", "CPU variant", "CPU part")
+    names = (
+        "model name",
+        "flags",
+        "Features",
+        "CPU implementer",
+        "CPU architecture",
+        "CPU variant",
+        "CPU part",
+    )
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -174,17 +189,34 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(names)})])
 
 
+def _check_content(file: HashedFile) -> None:
+    try:
+        found = file_sha256(file.path)
+    except OSError as error:
+        raise BundleError(
+            f"{file.path} can't be read: {error.strerror or error}", remedy="copy or export the bundle again"
+        ) from None
+    if found != file.sha256:
+        raise BundleError(
+            f"{file.path} is not the file that the manifest describes",
+            remedy="copy or export the bundle again",
+        )
+
+
 def _is_whole(path: Path) -> bool:
     """Whether a packed file has the checksum beside it."""
     try:
-        return read_regular(path.with_name(path.name + _CHECKSUM)) == _checksum(path)
+        return read_regular(path.with_name(path.name + _CHECKSUM)) == _checksum(path, path.name)
     except OSError:
         return False
 
 
-def _checksum(path: Path) -> bytes:
-    """Of a file's content, against damage: every start reads it, and this is 8 times as fast as a hash."""
-    value = size = 0
+def _checksum(path: Path, name: str) -> bytes:
+    """Of a file's content under its name, against damage.
+
+    Every start reads the whole file for it; this is 8 times as fast as SHA-256.
+    """
+    value, size = zlib.crc32(name.encode()), 0
     with open_regular(path, "rb") as stream:
         while piece := stream.read(_PIECE_BYTES):
             value = zlib.crc32(piece, value)
@@ -208,18 +240,16 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _make(
-    path: Path, program: HashedFile, weights: HashedFile, probes: Mapping[str, Sequence[Array]]
-) -> None:
+def _make(path: Path, program: Path, weights: Path, probes: Mapping[str, Sequence[Array]]) -> None:
     """Make a packed file, in the only process that does so now."""
     partial = path.with_name(path.name + ".partial")
     checksum = path.with_name(path.name + _CHECKSUM)
     try:
         for old in (path, checksum, partial):  # what a killed process left, or damage
             old.unlink(missing_ok=True)
-        _ask_for_room(partial, weights.path.stat().st_size)
-        check_in_child(weights.path, lambda: _pack(partial, program, weights, probes))
-        content = _checksum(partial)
+        _ask_for_room(partial, weights.stat().st_size)
+        check_in_child(weights, lambda: _pack(partial, program, weights, probes))
+        content = _checksum(partial, path.name)
         os.replace(partial, path)
         flush_folder(path.parent)
         write_file(checksum, content)
@@ -229,25 +259,21 @@ def _make(
 
 
 def _ask_for_room(path: Path, weights_bytes: int) -> None:
-    """Fail now if the storage has no room: the engine writes to mapped pages, and would be ended by a signal."""
+    """Fail now if the storage has no room: the engine writes to mapped pages, so a signal would end it."""
     with open_regular(path, "wb") as stream:
         # Packing pads rows of weights and begins each weight on a page of its own.
         os.posix_fallocate(stream.fileno(), 0, weights_bytes * 5 // 4 + (1 << 20))
         os.ftruncate(stream.fileno(), 0)
 
 
-def _pack(
-    path: Path, program: HashedFile, weights: HashedFile, probes: Mapping[str, Sequence[Array]]
-) -> None:
+def _pack(path: Path, program: Path, weights: Path, probes: Mapping[str, Sequence[Array]]) -> None:
     """Write a packed file, in a forked child.
 
     Raises:
-        RefusedError: the weights are not the manifest's, or the methods' answers change.
+        RefusedError: the engine can't, or the methods' answers would change.
     """
     without_threads()
-    if file_sha256(weights.path) != weights.sha256:
-        raise RefusedError("its content is not what the manifest says")
-    methods = Program(program.path)
+    methods = Program(program)
     arena = Arena(max(map(methods.arena_bytes, methods.methods)))
 
     def answers(opened: WeightsFile) -> list[bytes]:
@@ -257,20 +283,19 @@ def _pack(
             for answer in _answers(methods, name, inputs, opened, arena)
         ]
 
-    want = answers(WeightsFile(weights.path))
-    packing = WeightsFile(weights.path, path, packing=True)
-    for name in methods.methods:
-        methods.load(name, weights=packing, arena=arena)
-    if answers(WeightsFile(weights.path, path)) != want:
+    want = answers(WeightsFile(weights))
+    packing = WeightsFile(weights, path, packing=True)
+    # Together: a method that is alone reads what the one before it wrote, and adds nothing.
+    loaded = [methods.load(name, weights=packing, arena=arena) for name in methods.methods]
+    del loaded
+    if answers(WeightsFile(weights, path)) != want:
         raise RefusedError("its answers change when its weights are packed to a file")
 
 
 def _answers(
     program: Program, name: str, inputs: Sequence[Array], weights: WeightsFile, arena: Arena
 ) -> list[bytes]:
-    outputs = [
-        np.empty(tensor[1], DTYPES[tensor[0]]) for tensor in program.signature(name).outputs if tensor
-    ]
+    outputs = [np.empty(tensor[1], DTYPES[tensor[0]]) for tensor in program.signature(name).outputs if tensor]
     shapes = program.load(name, weights=weights, arena=arena).run(inputs, outputs)
     return [
         output.reshape(-1)[: int(np.prod(shape))].tobytes()
