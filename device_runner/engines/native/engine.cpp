@@ -40,6 +40,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -78,6 +79,9 @@ pal_abort_method abort_before = nullptr;
 // Calls of this thread that can take an exception.
 thread_local int depth = 0;
 
+// This thread loads weights that are packed in a file which the backend must not lock; see Weights.
+thread_local bool shares_packed_file = false;
+
 struct Abort : std::exception {
   const char* what() const noexcept override {
     return "the engine met a fault after which it would end the process";
@@ -102,6 +106,9 @@ void on_log(
     return;
   }
   if (level != kError && level != kFatal) {
+    return;
+  }
+  if (shares_packed_file && std::string_view(message, length).substr(0, 6) == "flock(") {
     return;
   }
   if (log_text.size() + length < kLongestLog) {
@@ -784,7 +791,9 @@ int prge_load(
     }
     const FlatTensorDataMap* constants = weights != nullptr ? handle->weights->map.get() : nullptr;
     const Returning returning(std::move(mappings));
+    shares_packed_file = packed && !handle->weights->packing;
     auto loaded = handle->file->program->load_method(name, handle->manager.get(), nullptr, constants, &map);
+    shares_packed_file = false;
     if (!loaded.ok()) {
       return loaded.error();
     }
