@@ -105,11 +105,13 @@ def make_kinds(folder: Path, scheme: str) -> dict[bool, Kind]:
     A program is the first block's without its data, under whose keys both blocks have a weights file.
     """
     blocks = _block(1, scheme), _block(2, scheme)
-    first, second = (_lower(block, dynamic=True) for block in blocks)
+    # A block's score reads all of its constants.
+    first, second = _lower(blocks[0], dynamic=True), _lower({"score": blocks[1]["score"]}, dynamic=True)
     keys = [(key, layout) for key, _, layout in _constants(first)]
     assert len({key for key, _ in keys}) == len(keys)
     weights = []
     for name, lowered in (("a.ptd", first), ("b.ptd", second)):
+        assert len(_constants(lowered)) == len(keys)
         entries = {key: DataEntry(index, 16, layout) for index, (key, layout) in enumerate(keys)}
         payload = DataPayload([content for _, content, _ in _constants(lowered)], entries)
         weights.append(folder / name)

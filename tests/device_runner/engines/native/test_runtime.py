@@ -132,8 +132,8 @@ def test_packed_weights_are_mapped_by_several_processes_at_once(dynamic: Kind, t
         os.close(writing)
 
 
-def test_an_output_with_room_for_the_largest_is_written_directly(dynamic: Kind) -> None:
-    """And one with less holds the same, by a copy."""
+def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic: Kind) -> None:
+    """With room for the largest the engine writes there itself, else the answer is copied."""
     method = loaded(dynamic)[0]["score"]
     inputs = example("score", 2, 5)
     large = np.full(MOST_ROWS * MOST_TOKENS * WIDTH, np.nan, np.float32)
