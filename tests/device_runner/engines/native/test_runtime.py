@@ -143,6 +143,17 @@ def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic:
     assert np.isnan(large[small.size :]).all()
 
 
+def test_read_only_inputs_are_taken_and_read_only_outputs_refused(dynamic: Kind) -> None:
+    method = loaded(dynamic)[0]["score"]
+    inputs, outputs = example("score", 2, 3), room("score", 2, 3)
+    inputs[0].flags.writeable = False
+    method.run(inputs, outputs)
+    dynamic.assert_right(0, "score", inputs, outputs)
+    outputs[0].flags.writeable = False
+    with pytest.raises(RefusedError, match="output 0 is float32"):
+        method.run(inputs, outputs)
+
+
 def test_blocks_hand_a_state_on(dynamic: Kind) -> None:
     first, second = (methods["score"] for methods in loaded(dynamic, arena_for(dynamic)))
     state, mask, lora_b = example("score", 3, 4)
