@@ -292,7 +292,7 @@ def _kind(tensor: tuple[int, tuple[int, ...]] | None) -> tuple[np.dtype[Any], in
 def _address(array: Array) -> int:
     """Of a contiguous array's memory; a quarter of the time that `array.ctypes` takes."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     except (TypeError, ValueError):  # read-only or empty
         return array.ctypes.data
 
