@@ -37,7 +37,7 @@ Tensors = Sequence["tuple[int, tuple[int, ...]] | None"]
 
 _ADAPTER_PREFIXES = (LORA_B_PREFIX, U_PREFIX, V_PREFIX)
 # c10/core/ScalarType.h, as far as a contract can name them
-_DTYPES = {
+DTYPES = {
     0: "uint8",
     1: "int8",
     2: "int16",
@@ -308,7 +308,7 @@ def contract_problems(program: Program, method: str, contract: Contract) -> list
             if tensor is None:
                 problems.append(f"{kind} {spec.name} is no tensor")
                 continue
-            dtype, shape = _DTYPES.get(tensor[0], str(tensor[0])), tensor[1]
+            dtype, shape = DTYPES.get(tensor[0], str(tensor[0])), tensor[1]
             if (shape, dtype) != (spec.shape, spec.dtype):
                 problems.append(
                     f"{kind} {spec.name} is {dtype} {list(shape)}, not {spec.dtype} {list(spec.shape)}"

@@ -1,22 +1,28 @@
-// The stock ExecuTorch runtime behind a few C functions: a program, its methods, one call.
+// The stock ExecuTorch runtime behind a few C functions: programs, weights files, arenas, methods, one call.
 //
 //     program   a memory-mapped file whose tables were verified; counts its users
-//     loading   the backend packs a copy of the weights; the file's pages are given back as they are read
-//     method    a loaded method of a program, with memory of its own
+//     weights   a memory-mapped file of constants for a program that has none, and the file of their packed form
+//     arena     planned memory of methods that never run at once
+//     loading   the backend packs a copy of the weights; the files' pages are given back as they are read
+//     method    a loaded method of a program; it keeps what it uses of the others
 //     answers   0, or an error code of executorch/runtime/core/error.h, or kFault; the text is the engine's own
 //
-// Nothing is thrown across this border. Calls of one method must not overlap.
+// Nothing is thrown across this border. Calls of one method, or of methods of one arena, must not overlap.
 
 #include <executorch/extension/data_loader/buffer_data_loader.h>
+#include <executorch/extension/flat_tensor/flat_tensor_data_map.h>
 #include <executorch/extension/memory_allocator/malloc_memory_allocator.h>
+#include <executorch/extension/threadpool/threadpool_guard.h>
 #include <executorch/runtime/backend/backend_options_map.h>
 #include <executorch/runtime/backend/options.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/executor/method.h>
 #include <executorch/runtime/executor/program.h>
 #include <executorch/runtime/platform/platform.h>
 #include <executorch/runtime/platform/runtime.h>
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -34,6 +40,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -54,11 +61,14 @@ namespace et = executorch::runtime;
 using executorch::aten::Tensor;
 using executorch::aten::TensorImpl;
 using executorch::extension::BufferDataLoader;
+using executorch::extension::FlatTensorDataMap;
 using executorch::extension::MallocMemoryAllocator;
 
 // The engine would have ended the process, or ran out of memory outside its own checks.
 constexpr int kFault = -1;
 constexpr size_t kLongestLog = 1 << 14;
+constexpr size_t kAlignment = 64;
+constexpr int kOneWorkspaceForAll = 2; // XNNPACK's scratch memory: one for all methods that ask for this
 
 std::mutex log_mutex;
 std::string log_text;
@@ -68,6 +78,9 @@ pal_abort_method abort_before = nullptr;
 
 // Calls of this thread that can take an exception.
 thread_local int depth = 0;
+
+// This thread loads weights that are packed in a file which the backend must not lock; see Weights.
+thread_local bool shares_packed_file = false;
 
 struct Abort : std::exception {
   const char* what() const noexcept override {
@@ -93,6 +106,9 @@ void on_log(
     return;
   }
   if (level != kError && level != kFatal) {
+    return;
+  }
+  if (shares_packed_file && std::string_view(message, length).substr(0, 6) == "flock(") {
     return;
   }
   if (log_text.size() + length < kLongestLog) {
@@ -124,6 +140,11 @@ void take_over() {
     abort_before = table->abort;
     table->abort = on_abort;
   }
+}
+
+bool logged() {
+  const std::lock_guard<std::mutex> lock(log_mutex);
+  return !log_text.empty();
 }
 
 // Collects the log of one call, and gives it to the caller's buffer if the call failed.
@@ -223,16 +244,16 @@ class Mapping {
   size_t size_ = 0;
 };
 
-// Gives the pages of a file back again and again while it lives. Without that, the file's weights and the ones
+// Gives the pages of files back again and again while it lives. Without that, the files' weights and the ones
 // that the backend packs from them are in memory together when a method is loaded.
 class Returning {
  public:
-  explicit Returning(const Mapping& mapping) : mapping_(mapping) {
+  explicit Returning(std::vector<const Mapping*> mappings) : mappings_(std::move(mappings)) {
     try {
       thread_ = std::thread([this] {
         std::unique_lock<std::mutex> lock(mutex_);
         while (!wake_.wait_for(lock, std::chrono::milliseconds(5), [this] { return ended_; })) {
-          mapping_.give_back();
+          give_back();
         }
       });
     } catch (const std::system_error&) {
@@ -249,11 +270,17 @@ class Returning {
     if (thread_.joinable()) {
       thread_.join();
     }
-    mapping_.give_back();
+    give_back();
   }
 
  private:
-  const Mapping& mapping_;
+  void give_back() const {
+    for (const Mapping* mapping : mappings_) {
+      mapping->give_back();
+    }
+  }
+
+  const std::vector<const Mapping*> mappings_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool ended_ = false;
@@ -270,51 +297,192 @@ struct File {
   }
 };
 
+// Constants under the names that a program knows them by.
+//
+// The packed file belongs to this file alone: the backend knows a weight by its name, which another block's has
+// too. It is written by whoever opened it for packing, and else only mapped: a shared lock of ours keeps the
+// backend from taking its exclusive one, with which a second process would get no packed file at all.
+struct Weights {
+  Mapping mapping;
+  std::unique_ptr<BufferDataLoader> loader;
+  std::unique_ptr<FlatTensorDataMap> map;
+  std::string packed;
+  bool packing = false;
+  int lock = -1;
+
+  ~Weights() {
+    map.reset(); // its tables lie in the loader's pages
+    if (lock >= 0) {
+      ::close(lock);
+    }
+  }
+
+  et::Error open(const char* path, const char* packed_path, bool to_be_packed) {
+    et::Error error = mapping.open(path);
+    if (error != et::Error::Ok) {
+      return error;
+    }
+    loader = std::make_unique<BufferDataLoader>(mapping.start(), mapping.size());
+    auto loaded = FlatTensorDataMap::load(loader.get());
+    if (!loaded.ok()) {
+      return loaded.error();
+    }
+    map = std::make_unique<FlatTensorDataMap>(std::move(loaded.get()));
+    packed = packed_path == nullptr ? "" : packed_path;
+    packing = to_be_packed;
+    if (packed.size() >= et::kMaxOptionValueLength) {
+      ET_LOG(Error, "a path of %zu characters is too long for packed weights", packed.size());
+      return et::Error::InvalidArgument;
+    }
+    if (!packed.empty() && !packing) {
+      lock = ::open(packed.c_str(), O_RDONLY | O_CLOEXEC);
+      if (lock < 0 || flock(lock, LOCK_SH | LOCK_NB) != 0) {
+        ET_LOG(Error, "%s: %s", packed.c_str(), strerror(errno));
+        return et::Error::AccessFailed;
+      }
+    }
+    return et::Error::Ok;
+  }
+};
+
+// Zeroed memory, of which pages that nothing wrote to take none.
+class Arena {
+ public:
+  Arena() = default;
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  ~Arena() {
+    if (start_ != nullptr) {
+      munmap(start_, size_);
+    }
+  }
+
+  et::Error reserve(size_t size) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* start = mmap(nullptr, std::max(size, kAlignment), PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (start == MAP_FAILED) {
+      ET_LOG(Error, "there is not enough memory for %zu bytes of addresses", size);
+      return et::Error::MemoryAllocationFailed;
+    }
+    start_ = static_cast<uint8_t*>(start);
+    size_ = std::max(size, kAlignment);
+    return et::Error::Ok;
+  }
+
+  uint8_t* start() const {
+    return start_;
+  }
+
+  size_t size() const {
+    return size_;
+  }
+
+ private:
+  uint8_t* start_ = nullptr;
+  size_t size_ = 0;
+};
+
 struct ProgramHandle {
   std::shared_ptr<File> file;
 };
 
+struct WeightsHandle {
+  std::shared_ptr<Weights> weights;
+};
+
+struct ArenaHandle {
+  std::shared_ptr<Arena> arena;
+};
+
 struct Input {
+  std::vector<TensorImpl::SizesType> bounds;
   std::vector<TensorImpl::SizesType> sizes;
   std::vector<TensorImpl::DimOrderType> order;
   std::vector<TensorImpl::StridesType> strides;
   std::unique_ptr<TensorImpl> tensor;
 };
 
-struct Free {
-  void operator()(uint8_t* memory) const {
-    std::free(memory);
-  }
+struct Output {
+  size_t rank;
+  size_t most_bytes;
+  bool planned;
+  uint8_t* spare; // where an output that isn't planned goes if the caller's memory is smaller than its bound
 };
 
 struct MethodHandle {
   std::shared_ptr<File> file;
-  std::vector<std::unique_ptr<uint8_t, Free>> memory;
+  std::shared_ptr<Weights> weights;
+  std::shared_ptr<Arena> arena;
   std::vector<et::Span<uint8_t>> spans;
   MallocMemoryAllocator allocator;
   MallocMemoryAllocator temporary;
   std::unique_ptr<et::HierarchicalAllocator> planned;
   std::unique_ptr<et::MemoryManager> manager;
   std::vector<Input> inputs;
-  std::vector<size_t> output_bytes;
-  std::vector<bool> output_planned;
+  std::vector<Output> outputs;
   bool broken = false;
   std::unique_ptr<et::Method> method; // last: it is destroyed before what it uses
 };
 
-et::Error prepare_memory(MethodHandle& handle, const et::MethodMeta& meta) {
+size_t aligned(size_t size) {
+  return (size + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// Sizes of the parts of an arena that a method uses: its planned buffers, then its outputs that aren't planned.
+et::Error parts(const et::MethodMeta& meta, std::vector<size_t>& buffers, std::vector<size_t>& spares) {
   for (size_t index = 0; index < meta.num_memory_planned_buffers(); ++index) {
     const auto bytes = meta.memory_planned_buffer_size(index);
     if (!bytes.ok()) {
       return bytes.error();
     }
-    const size_t size = static_cast<size_t>(std::max<int64_t>(bytes.get(), 1));
-    // calloc: pages that a call never touches stay out of memory.
-    handle.memory.emplace_back(static_cast<uint8_t*>(std::calloc(size, 1)));
-    if (handle.memory.back() == nullptr) {
-      return et::Error::MemoryAllocationFailed;
+    buffers.push_back(static_cast<size_t>(std::max<int64_t>(bytes.get(), 1)));
+  }
+  for (size_t index = 0; index < meta.num_outputs(); ++index) {
+    const auto info = meta.output_tensor_meta(index);
+    if (!info.ok()) {
+      return info.error();
     }
-    handle.spans.emplace_back(handle.memory.back().get(), size);
+    spares.push_back(info->is_memory_planned() ? 0 : info->nbytes());
+  }
+  return et::Error::Ok;
+}
+
+size_t sum(const std::vector<size_t>& sizes) {
+  size_t bytes = 0;
+  for (const size_t size : sizes) {
+    bytes += aligned(size);
+  }
+  return bytes;
+}
+
+et::Error prepare_memory(MethodHandle& handle, const et::MethodMeta& meta) {
+  std::vector<size_t> buffers, spares;
+  et::Error error = parts(meta, buffers, spares);
+  if (error != et::Error::Ok) {
+    return error;
+  }
+  const size_t needed = sum(buffers) + sum(spares);
+  if (handle.arena == nullptr) {
+    handle.arena = std::make_shared<Arena>();
+    error = handle.arena->reserve(needed);
+    if (error != et::Error::Ok) {
+      return error;
+    }
+  }
+  if (handle.arena->size() < needed) {
+    ET_LOG(Error, "the method needs %zu bytes of an arena that has %zu", needed, handle.arena->size());
+    return et::Error::InvalidArgument;
+  }
+  uint8_t* next = handle.arena->start();
+  for (const size_t size : buffers) {
+    handle.spans.emplace_back(next, size);
+    next += aligned(size);
+  }
+  for (size_t index = 0; index < spares.size(); ++index) {
+    const auto info = meta.output_tensor_meta(index);
+    handle.outputs.push_back({info->sizes().size(), info->nbytes(), info->is_memory_planned(), next});
+    next += aligned(spares[index]);
   }
   handle.planned = std::make_unique<et::HierarchicalAllocator>(
       et::Span<et::Span<uint8_t>>(handle.spans.data(), handle.spans.size()));
@@ -323,7 +491,7 @@ et::Error prepare_memory(MethodHandle& handle, const et::MethodMeta& meta) {
   return et::Error::Ok;
 }
 
-et::Error prepare_tensors(MethodHandle& handle, const et::MethodMeta& meta) {
+et::Error prepare_inputs(MethodHandle& handle, const et::MethodMeta& meta) {
   for (size_t index = 0; index < meta.num_inputs(); ++index) {
     const auto info = meta.input_tensor_meta(index);
     if (!info.ok()) {
@@ -331,7 +499,8 @@ et::Error prepare_tensors(MethodHandle& handle, const et::MethodMeta& meta) {
     }
     const auto sizes = info->sizes();
     Input input;
-    input.sizes.assign(sizes.begin(), sizes.end());
+    input.bounds.assign(sizes.begin(), sizes.end());
+    input.sizes = input.bounds;
     input.strides.assign(sizes.size(), 1);
     for (size_t axis = 0; axis < sizes.size(); ++axis) {
       input.order.push_back(static_cast<TensorImpl::DimOrderType>(axis));
@@ -345,34 +514,57 @@ et::Error prepare_tensors(MethodHandle& handle, const et::MethodMeta& meta) {
         input.sizes.data(),
         nullptr,
         input.order.data(),
-        input.strides.data());
+        input.strides.data(),
+        et::TensorShapeDynamism::DYNAMIC_BOUND);
     handle.inputs.push_back(std::move(input));
-  }
-  for (size_t index = 0; index < meta.num_outputs(); ++index) {
-    const auto info = meta.output_tensor_meta(index);
-    if (!info.ok()) {
-      return info.error();
-    }
-    handle.output_bytes.push_back(info->nbytes());
-    handle.output_planned.push_back(info->is_memory_planned());
   }
   return et::Error::Ok;
 }
 
-et::Error run(MethodHandle& handle, void* const* inputs, void* const* outputs) {
+et::Error set_input(MethodHandle& handle, size_t index, void* data, const int32_t* sizes) {
+  Input& input = handle.inputs[index];
+  for (size_t axis = 0; axis < input.bounds.size(); ++axis) {
+    // The runtime compares the numbers of elements alone.
+    if (sizes[axis] > input.bounds[axis] || sizes[axis] < std::min(1, input.bounds[axis])) {
+      ET_LOG(
+          Error,
+          "input %zu has size %d in axis %zu, must be in 1 to %d",
+          index,
+          static_cast<int>(sizes[axis]),
+          axis,
+          static_cast<int>(input.bounds[axis]));
+      return et::Error::InvalidArgument;
+    }
+  }
+  const Tensor tensor(input.tensor.get());
+  const et::Error error = et::resize_tensor(tensor, {sizes, input.bounds.size()});
+  if (error != et::Error::Ok) {
+    return error;
+  }
+  input.tensor->set_data(data);
+  return handle.method->set_input(et::EValue(tensor), index);
+}
+
+et::Error run(
+    MethodHandle& handle,
+    void* const* inputs,
+    const int32_t* sizes,
+    void* const* outputs,
+    const size_t* room,
+    int32_t* output_sizes) {
   et::Method& method = *handle.method;
   for (size_t index = 0; index < handle.inputs.size(); ++index) {
-    TensorImpl* tensor = handle.inputs[index].tensor.get();
-    tensor->set_data(inputs[index]);
-    const et::Error error = method.set_input(et::EValue(Tensor(tensor)), index);
+    const et::Error error = set_input(handle, index, inputs[index], sizes);
     if (error != et::Error::Ok) {
       return error;
     }
+    sizes += handle.inputs[index].bounds.size();
   }
-  for (size_t index = 0; index < handle.output_bytes.size(); ++index) {
-    if (!handle.output_planned[index]) {
-      const et::Error error =
-          method.set_output_data_ptr(outputs[index], handle.output_bytes[index], index);
+  for (size_t index = 0; index < handle.outputs.size(); ++index) {
+    const Output& output = handle.outputs[index];
+    if (!output.planned) {
+      void* target = room[index] < output.most_bytes ? output.spare : outputs[index];
+      const et::Error error = method.set_output_data_ptr(target, output.most_bytes, index);
       if (error != et::Error::Ok) {
         return error;
       }
@@ -382,15 +574,20 @@ et::Error run(MethodHandle& handle, void* const* inputs, void* const* outputs) {
   if (error != et::Error::Ok) {
     return error;
   }
-  for (size_t index = 0; index < handle.output_bytes.size(); ++index) {
+  for (size_t index = 0; index < handle.outputs.size(); ++index) {
     const et::EValue& value = method.get_output(index);
-    if (!value.isTensor() || value.toTensor().nbytes() != handle.output_bytes[index]) {
+    if (!value.isTensor() || value.toTensor().sizes().size() != handle.outputs[index].rank) {
       return et::Error::InvalidState;
     }
-    const void* found = value.toTensor().const_data_ptr();
-    if (found != outputs[index]) {
-      std::memcpy(outputs[index], found, handle.output_bytes[index]);
+    const Tensor& tensor = value.toTensor();
+    if (tensor.nbytes() > room[index]) {
+      ET_LOG(Error, "output %zu takes %zu bytes, there is room for %zu", index, tensor.nbytes(), room[index]);
+      return et::Error::InvalidArgument;
     }
+    if (tensor.const_data_ptr() != outputs[index]) {
+      std::memcpy(outputs[index], tensor.const_data_ptr(), tensor.nbytes());
+    }
+    output_sizes = std::copy(tensor.sizes().begin(), tensor.sizes().end(), output_sizes);
   }
   return et::Error::Ok;
 }
@@ -413,6 +610,11 @@ int prge_threads(int count, int* found, char* text, size_t capacity) {
     *found = static_cast<int>(pool->get_thread_count());
     return et::Error::Ok;
   });
+}
+
+// For a forked child, which lacks the pool's threads: from now on the calling thread does all work itself.
+void prge_without_threads() {
+  executorch::extension::threadpool::NoThreadPoolGuard::set_enabled(true);
 }
 
 // Map a file and verify its tables.
@@ -488,40 +690,116 @@ int prge_tensor(
   });
 }
 
-// Load a method. With `share_weights`, methods whose weights have the same content hold them once.
+// Map a weights file. `packed`, which may be null, is the file of its packed weights: written by the methods
+// that are loaded with these weights if they are to be packed, else mapped by them.
+int prge_open_weights(
+    const char* path, const char* packed, int packing, void** weights, char* text, size_t capacity) {
+  return Call(text, capacity).run([&] {
+    auto opened = std::make_shared<Weights>();
+    const et::Error error = opened->open(path, packed, packing != 0);
+    if (error == et::Error::Ok) {
+      *weights = new WeightsHandle{std::move(opened)};
+    }
+    return error;
+  });
+}
+
+// Methods that are loaded keep the files.
+void prge_close_weights(void* weights) {
+  delete static_cast<WeightsHandle*>(weights);
+}
+
+// Bytes of an arena that a method uses.
+int prge_arena_bytes(void* program, const char* method, size_t* bytes, char* text, size_t capacity) {
+  return Call(text, capacity).run([&] {
+    const auto meta = static_cast<ProgramHandle*>(program)->file->program->method_meta(method);
+    if (!meta.ok()) {
+      return meta.error();
+    }
+    std::vector<size_t> buffers, spares;
+    const et::Error error = parts(meta.get(), buffers, spares);
+    *bytes = sum(buffers) + sum(spares);
+    return error;
+  });
+}
+
+int prge_open_arena(size_t bytes, void** arena, char* text, size_t capacity) {
+  return Call(text, capacity).run([&] {
+    auto opened = std::make_shared<Arena>();
+    const et::Error error = opened->reserve(bytes);
+    if (error == et::Error::Ok) {
+      *arena = new ArenaHandle{std::move(opened)};
+    }
+    return error;
+  });
+}
+
+// Methods that are loaded keep the memory.
+void prge_close_arena(void* arena) {
+  delete static_cast<ArenaHandle*>(arena);
+}
+
+// Load a method. `weights` and `arena` may be null: the program holds its weights, the method gets memory of its
+// own. With `share_weights`, methods whose weights have the same content hold them once.
 int prge_load(
-    void* program, const char* name, int share_weights, void** method, char* text, size_t capacity) {
+    void* program,
+    const char* name,
+    void* weights,
+    void* arena,
+    int share_weights,
+    void** method,
+    char* text,
+    size_t capacity) {
   auto handle = std::unique_ptr<MethodHandle>();
   const int code = Call(text, capacity).run([&] {
     handle = std::make_unique<MethodHandle>();
     handle->file = static_cast<ProgramHandle*>(program)->file;
+    std::vector<const Mapping*> mappings = {&handle->file->mapping};
+    if (weights != nullptr) {
+      handle->weights = static_cast<WeightsHandle*>(weights)->weights;
+      mappings.push_back(&handle->weights->mapping);
+    }
+    if (arena != nullptr) {
+      handle->arena = static_cast<ArenaHandle*>(arena)->arena;
+    }
     const auto meta = handle->file->program->method_meta(name);
     if (!meta.ok()) {
       return meta.error();
     }
     et::Error error = prepare_memory(*handle, meta.get());
     if (error == et::Error::Ok) {
-      error = prepare_tensors(*handle, meta.get());
+      error = prepare_inputs(*handle, meta.get());
     }
     if (error != et::Error::Ok) {
       return error;
     }
-    et::BackendOptions<1> options;
+    const bool packed = handle->weights != nullptr && !handle->weights->packed.empty();
+    et::BackendOptions<3> options;
     et::LoadBackendOptionsMap map;
-    error = options.set_option("weight_cache_enabled", share_weights != 0);
+    error = options.set_option("weight_cache_enabled", share_weights != 0 || packed);
+    if (error == et::Error::Ok && packed) {
+      error = options.set_option("packed_cache_path", handle->weights->packed.c_str());
+    }
+    if (error == et::Error::Ok && arena != nullptr) {
+      error = options.set_option("workspace_sharing_mode", kOneWorkspaceForAll);
+    }
     if (error == et::Error::Ok) {
       error = map.set_options("XnnpackBackend", options.view());
     }
     if (error != et::Error::Ok) {
       return error;
     }
-    const Returning returning(handle->file->mapping);
-    auto loaded = handle->file->program->load_method(name, handle->manager.get(), nullptr, nullptr, &map);
+    const FlatTensorDataMap* constants = weights != nullptr ? handle->weights->map.get() : nullptr;
+    const Returning returning(std::move(mappings));
+    shares_packed_file = packed && !handle->weights->packing;
+    auto loaded = handle->file->program->load_method(name, handle->manager.get(), nullptr, constants, &map);
+    shares_packed_file = false;
     if (!loaded.ok()) {
       return loaded.error();
     }
     handle->method = std::make_unique<et::Method>(std::move(loaded.get()));
-    return et::Error::Ok;
+    // What it can't write to the packed file, the backend keeps in memory, and only logs that.
+    return packed && handle->weights->packing && logged() ? et::Error::AccessFailed : et::Error::Ok;
   });
   if (code == 0) {
     *method = handle.release();
@@ -540,11 +818,24 @@ size_t prge_planned_bytes(void* method) {
   return bytes;
 }
 
-// Run a method once: contiguous arrays of its types and shapes, in its order.
-int prge_run(void* method, void* const* inputs, void* const* outputs, char* text, size_t capacity) {
+// Run a method once.
+//
+//     inputs, sizes   contiguous arrays of its types in its order, and the sizes of all their axes
+//     outputs, room   memory that no input lies in, and its bytes; with room for the largest output that the
+//                     program names, an output that isn't planned is written there without a copy
+//     output_sizes    the sizes of all axes of the outputs
+int prge_run(
+    void* method,
+    void* const* inputs,
+    const int32_t* sizes,
+    void* const* outputs,
+    const size_t* room,
+    int32_t* output_sizes,
+    char* text,
+    size_t capacity) {
   auto* handle = static_cast<MethodHandle*>(method);
   const int code = Call(text, capacity).run([&] {
-    return handle->broken ? et::Error::InvalidState : run(*handle, inputs, outputs);
+    return handle->broken ? et::Error::InvalidState : run(*handle, inputs, sizes, outputs, room, output_sizes);
   });
   handle->broken = handle->broken || code == kFault;
   return code;

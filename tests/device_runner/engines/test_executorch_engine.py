@@ -428,7 +428,7 @@ def test_a_child_that_hangs_is_ended(bundle: Bundle, monkeypatch: pytest.MonkeyP
     import device_runner.engines.executorch_engine as module
 
     monkeypatch.setattr(device_runner.engines.child_check, "CHECK_SECONDS", 0.2)
-    monkeypatch.setattr(module, "_Program", lambda *_: __import__("time").sleep(60))
+    monkeypatch.setattr(module, "Program", lambda *_: __import__("time").sleep(60))
     with pytest.raises(BundleError, match="hangs"):
         ExecutorchEngine.load(bundle)
 
@@ -444,7 +444,7 @@ def test_a_child_holds_no_lock_of_a_parent_that_was_killed(bundle: Bundle, tmp_p
         def open_program(*_):
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(20)
-        module._Program = open_program
+        module.Program = open_program
         with run_lock(Path({str(tmp_path / "run")!r})):
             module.ExecutorchEngine.check_method(bundle, "forward")
     """)
@@ -455,15 +455,15 @@ def test_a_child_holds_no_lock_of_a_parent_that_was_killed(bundle: Bundle, tmp_p
 
 
 def test_a_missing_runtime_is_told(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    import device_runner.engines.executorch_engine as module
+    import device_runner.engines.torch_runtime as module
 
     def absent(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(module.importlib, "import_module", absent)
-    module._runtime.cache_clear()
+    module.runtime.cache_clear()
     try:
         with pytest.raises(EngineError, match=r"can't be imported.*\n.*pip install executorch"):
             ExecutorchEngine.load(bundle)
     finally:
-        module._runtime.cache_clear()
+        module.runtime.cache_clear()

@@ -125,14 +125,14 @@ def test_a_stack_bundle_has_nothing_to_share(made: Callable[[str], Bundle]) -> N
 def test_the_native_engine_is_the_first_choice_and_torch_the_fallback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from device_runner.engines.native import engine
+    from device_runner.engines.native import runtime
 
     assert choose("auto") == choose("native") == Backend("native")
     assert choose("torch") == Backend("torch")
-    engine._interface.cache_clear()
+    runtime.interface.cache_clear()
     monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(tmp_path / "nothing.so"))
     try:
         fallen = choose("auto")
         assert fallen.name == "torch" and "nothing.so, which is no file" in fallen.reason
     finally:
-        engine._interface.cache_clear()
+        runtime.interface.cache_clear()

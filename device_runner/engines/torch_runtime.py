@@ -1,0 +1,162 @@
+"""The stock runtime's Python module behind the same objects as `device_runner.engines.native.runtime`.
+
+It is the raw extension module: `executorch.runtime` would import the exporter, which costs seconds and
+140 MB. torch is imported only because that extension takes its tensors. It holds packed weights in memory,
+plans memory for each method alone, and copies what goes in and out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from device_runner.engines.base import Signature
+from device_runner.engines.refusals import RefusedError
+from prge.engine import Array
+from prge.errors import EngineError
+from prge.memory import GET_MEMORY, tells_no_memory
+
+
+class Program:
+    """A mapped program file whose tables were verified."""
+
+    def __init__(self, path: Path) -> None:
+        module = runtime()
+        verification = module.Verification.InternalConsistency
+        self._path = path
+        self._program = module._load_program(str(path), program_verification=verification)
+
+    @property
+    def methods(self) -> list[str]:
+        """Their names."""
+        program = self._program
+        return [program.get_method_name(index) for index in range(program.num_methods())]
+
+    def signature(self, method: str) -> Signature:
+        """Inputs and outputs of a method; sizes that differ from call to call are the largest."""
+        meta = self._program.method_meta(method)
+
+        def tensor(info: Any, index: int) -> tuple[int, tuple[int, ...]] | None:
+            try:
+                return int(info(index).dtype()), tuple(info(index).sizes())
+            except RuntimeError:
+                return None
+
+        return Signature(
+            [tensor(meta.input_tensor_meta, index) for index in range(meta.num_inputs())],
+            [tensor(meta.output_tensor_meta, index) for index in range(meta.num_outputs())],
+        )
+
+    def load(
+        self,
+        method: str,
+        share_weights: bool = False,
+        weights: WeightsFile | None = None,
+        arena: None = None,
+    ) -> Method:
+        """A method, which keeps what it uses; weights and memory are its own.
+
+        With a weights file, what the runtime refuses of it shows in the first `run`.
+        """
+        if weights is None:
+            loaded = self._program.load_method(method)
+            # Its mapped file must outlive it.
+            return Method(self._program, partial(loaded.call, clone_outputs=True), self.signature(method))
+        module = weights.module(self._path)
+        return Method(module, partial(module.run_method, method), self.signature(method))
+
+
+class WeightsFile:
+    """A file of constants for programs that hold none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._modules: dict[Path, Any] = {}
+
+    def module(self, program: Path) -> Any:
+        """The runtime's object for a program file with these weights; it loads a method that runs."""
+        if program not in self._modules:
+            self._modules[program] = runtime()._load_for_executorch(str(program), str(self._path))
+        return self._modules[program]
+
+
+class Method:
+    """A loaded method; `Program.load` makes it."""
+
+    def __init__(self, owner: Any, function: Callable[[Sequence[Any]], Any], signature: Signature) -> None:
+        self._owner = owner
+        self._function = function
+        self._signature = signature
+
+    def call(self, tensors: Sequence[Any]) -> list[Any]:
+        """Fresh torch tensors for torch tensors."""
+        log = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(log):
+                return list(self._function(tensors))
+        except RuntimeError as error:
+            raise RefusedError(str(error), log.getvalue()) from None
+
+    def run(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> list[tuple[int, ...]]:
+        """See device_runner.engines.native.runtime.Method.run."""
+        bounds = self._signature.inputs
+        if len(inputs) != len(bounds) or len(outputs) != len(self._signature.outputs):
+            # The runtime would take the inputs of the call before for those that are missing.
+            raise RefusedError(
+                f"the method takes {len(bounds)} inputs and {len(self._signature.outputs)} outputs, "
+                f"not {len(inputs)} and {len(outputs)}"
+            )
+        for index, (array, bound) in enumerate(zip(inputs, bounds, strict=True)):
+            # The runtime compares the numbers of elements alone.
+            if (
+                bound is None
+                or len(bound[1]) != array.ndim
+                or any(size > most for size, most in zip(array.shape, bound[1], strict=True))
+            ):
+                raise RefusedError(
+                    f"input {index} is {list(array.shape)}, must be within {bound and bound[1]}"
+                )
+        answers = [tensor.numpy() for tensor in self.call([tensor_of(array) for array in inputs])]
+        for index, (output, answer) in enumerate(zip(outputs, answers, strict=True)):
+            if output.dtype != answer.dtype or output.size < answer.size or not output.flags.c_contiguous:
+                raise RefusedError(
+                    f"output {index} is {answer.dtype} {list(answer.shape)}, there is room for "
+                    f"{output.dtype} {list(output.shape)}"
+                )
+            output.reshape(-1)[: answer.size] = answer.reshape(-1)
+        return [answer.shape for answer in answers]
+
+
+def tensor_of(array: Array) -> Any:
+    """An array's memory as a torch tensor; of a read-only array a copy, for torch warns of those."""
+    return _torch().from_numpy(array if array.flags.writeable else array.copy())
+
+
+@lru_cache(maxsize=1)
+def runtime() -> Any:
+    """The runtime's extension module; torch comes first because it loads the libraries that it links to."""
+    _torch()
+    problems = []
+    for name in ("_C", "_portable_lib"):  # executorch 1.5, executorch 1.4
+        try:
+            return importlib.import_module(f"executorch.extension.pybindings.{name}")
+        except ImportError as error:
+            problems.append(str(error))
+    raise EngineError(
+        f"the ExecuTorch runtime can't be imported: {problems[0]}", remedy="pip install executorch"
+    )
+
+
+@lru_cache(maxsize=1)
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        remedy = GET_MEMORY if tells_no_memory(error) else "pip install torch"
+        raise EngineError(f"torch can't be imported: {error}", remedy=remedy) from None
+    return torch

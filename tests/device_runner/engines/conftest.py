@@ -1,0 +1,25 @@
+"""Kinds of blocks, lowered once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.device_runner.engines.blocks import Kind
+
+
+@pytest.fixture(scope="session")
+def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Kind]:
+    """A kind by its scheme and whether its shapes are dynamic, lowered when it is first asked for."""
+
+    @lru_cache
+    def kinds(scheme: str) -> dict[bool, Kind]:
+        from tests.device_runner.engines.blocks import make_kinds
+
+        return make_kinds(tmp_path_factory.mktemp(scheme), scheme)
+
+    return lambda scheme, dynamic: kinds(scheme)[dynamic]

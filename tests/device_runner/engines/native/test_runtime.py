@@ -1,0 +1,316 @@
+"""One program runs with the weights of any block of its kind, at any shape, in memory that methods share."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from device_runner.engines.child_check import check_in_child
+from device_runner.engines.native.build import stock_package
+from device_runner.engines.native.runtime import (
+    Arena,
+    Method,
+    Program,
+    WeightsFile,
+    backend_sha256,
+    without_threads,
+)
+from device_runner.engines.refusals import RefusedError
+from prge.bundle import file_sha256
+from prge.engine import Array
+from prge.errors import PrgeError
+from tests.compilers import needs_compiler
+from tests.device_runner.engines.blocks import METHODS, MOST_ROWS, MOST_TOKENS, WIDTH, Kind, example, room
+
+pytestmark = [pytest.mark.export, needs_compiler]
+
+
+@pytest.fixture(scope="module", params=["fp32", "8da4w"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    """Of the weights."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["static", "dynamic"])
+def kind(request: pytest.FixtureRequest, scheme: str, make_kind: Callable[[str, bool], Kind]) -> Kind:
+    """Each scheme with static and with dynamic shapes."""
+    return make_kind(scheme, request.param)
+
+
+@pytest.fixture(scope="module")
+def dynamic(make_kind: Callable[[str, bool], Kind]) -> Kind:
+    """One with dynamic shapes."""
+    return make_kind("fp32", True)
+
+
+def loaded(
+    kind: Kind, arena: Arena | None = None, packed: list[Path] | None = None
+) -> list[dict[str, Method]]:
+    """The methods of both blocks."""
+    program = Program(kind.program)
+    files = [WeightsFile(path, packed[index] if packed else None) for index, path in enumerate(kind.weights)]
+    return [{name: program.load(name, weights=weights, arena=arena) for name in METHODS} for weights in files]
+
+
+def arena_for(kind: Kind) -> Arena:
+    """One that every method fits into."""
+    program = Program(kind.program)
+    return Arena(max(map(program.arena_bytes, program.methods)))
+
+
+def pack(kind: Kind, folder: Path) -> list[Path]:
+    """Packed files of both blocks."""
+    program, paths = Program(kind.program), [folder / "0", folder / "1"]
+    for weights, path in zip(kind.weights, paths, strict=True):
+        packing = WeightsFile(weights, path, packing=True)
+        methods = [program.load(name, weights=packing) for name in METHODS]
+        del methods, packing
+    return paths
+
+
+def answers(kind: Kind, blocks: list[dict[str, Method]]) -> list[bytes]:
+    """Those of both blocks in turns, at every shape, compared with PyTorch's."""
+    found = []
+    for shape in kind.shapes:
+        for name in METHODS:
+            for block, methods in enumerate(blocks):
+                inputs, outputs = example(name, *shape), room(name, *shape)
+                assert methods[name].run(inputs, outputs) == [output.shape for output in outputs]
+                kind.assert_right(block, name, inputs, outputs)
+                found += [output.tobytes() for output in outputs]
+    return found
+
+
+def test_both_blocks_of_a_kind_are_right_however_they_are_loaded(kind: Kind, tmp_path: Path) -> None:
+    alone = answers(kind, loaded(kind))
+    assert answers(kind, loaded(kind, arena_for(kind))) == alone
+    packed = pack(kind, tmp_path)
+    before = [path.read_bytes() for path in packed]
+    first = loaded(kind, arena_for(kind), packed)
+    assert answers(kind, first) == alone
+    again = loaded(kind, arena_for(kind), packed)
+    del first
+    assert answers(kind, again) == alone
+    assert [path.read_bytes() for path in packed] == before
+
+
+def test_packed_weights_are_mapped_by_several_processes_at_once(dynamic: Kind, tmp_path: Path) -> None:
+    """The engine alone would let only one have the file."""
+    packed = pack(dynamic, tmp_path)
+    alone = answers(dynamic, loaded(dynamic))
+
+    def in_another_process() -> None:
+        without_threads()
+        there = loaded(dynamic, None, packed)
+        maps = Path("/proc/self/maps").read_text()
+        assert all(str(path) in maps for path in packed), maps
+        if answers(dynamic, there) != alone:
+            raise RefusedError("the answers differ")
+
+    reading, writing = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        held = loaded(dynamic, None, packed)
+        os.write(writing, bytes([len(held)]))
+        signal.pause()
+    try:
+        assert os.read(reading, 1) == b"\2"
+        check_in_child(dynamic.program, in_another_process)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_outputs_are_filled_from_their_beginning_however_large_they_are(dynamic: Kind) -> None:
+    """With room for the largest the engine writes there itself, else the answer is copied."""
+    method = loaded(dynamic)[0]["score"]
+    inputs = example("score", 2, 5)
+    large = np.full(MOST_ROWS * MOST_TOKENS * WIDTH, np.nan, np.float32)
+    small = np.full(2 * 5 * WIDTH, np.nan, np.float32)
+    assert method.run(inputs, [large]) == method.run(inputs, [small]) == [(2, 5, WIDTH)]
+    assert large[: small.size].tobytes() == small.tobytes()
+    assert np.isnan(large[small.size :]).all()
+
+
+def test_read_only_inputs_are_taken_and_read_only_outputs_refused(dynamic: Kind) -> None:
+    method = loaded(dynamic)[0]["score"]
+    inputs, outputs = example("score", 2, 3), room("score", 2, 3)
+    inputs[0].flags.writeable = False
+    method.run(inputs, outputs)
+    dynamic.assert_right(0, "score", inputs, outputs)
+    outputs[0].flags.writeable = False
+    with pytest.raises(RefusedError, match="output 0 is float32"):
+        method.run(inputs, outputs)
+
+
+def test_blocks_hand_a_state_on(dynamic: Kind) -> None:
+    first, second = (methods["score"] for methods in loaded(dynamic, arena_for(dynamic)))
+    state, mask, lora_b = example("score", 3, 4)
+    between, last = room("score", 3, 4)[0], room("score", 3, 4)[0]
+    first.run([state, mask, lora_b], [between])
+    second.run([between, mask, lora_b], [last])
+    want = dynamic.expected(
+        1, "score", [dynamic.expected(0, "score", [state, mask, lora_b])[0], mask, lora_b]
+    )
+    np.testing.assert_allclose(last, want[0], rtol=1e-5, atol=1e-5)
+
+
+def test_memory_that_no_call_touches_is_not_taken(dynamic: Kind) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    arena = Arena(1 << 36)
+    answers(dynamic, loaded(dynamic, arena))
+    assert resident() - before < 1 << 26
+
+
+def test_methods_outlive_what_they_were_loaded_from(dynamic: Kind) -> None:
+    blocks = loaded(dynamic, arena_for(dynamic))
+    assert len(answers(dynamic, blocks)) == len(dynamic.shapes) * 6
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda inputs, outputs: (inputs[:2], outputs), "3 inputs and 1 outputs, not 2 and 1"),
+        (lambda inputs, outputs: (inputs, []), "3 inputs and 1 outputs, not 3 and 0"),
+        (lambda inputs, outputs: ([inputs[0][0], *inputs[1:]], outputs), "input 0 is float32"),
+        (lambda inputs, outputs: ([inputs[0].astype("f8"), *inputs[1:]], outputs), "input 0 is float64"),
+        (lambda inputs, outputs: ([inputs[0][:, ::2], *inputs[1:]], outputs), "contiguous"),
+        (lambda inputs, outputs: (inputs, [outputs[0].astype("f8")]), "output 0 is float64"),
+    ],
+)  # fmt: skip
+def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
+    dynamic: Kind, change: Callable[[list[Array], list[Array]], tuple[list[Array], list[Array]]], told: str
+) -> None:
+    blocks = loaded(dynamic)
+    with pytest.raises(RefusedError, match=told):
+        blocks[0]["score"].run(*change(example("score"), room("score")))
+    answers(dynamic, blocks)
+
+
+def test_sizes_beyond_the_bound_are_refused(dynamic: Kind) -> None:
+    """One axis beyond, even where the whole has no more elements than the largest."""
+    blocks = loaded(dynamic)
+    state, mask, lora_b = example("score", MOST_ROWS + 1, 2)
+    for given in (state, np.empty((0, 2, WIDTH), np.float32)):
+        with pytest.raises(RefusedError) as caught:
+            blocks[0]["score"].run([given, mask, lora_b], room("score"))
+        assert f"input 0 has size {len(given)} in axis 0, must be in 1 to {MOST_ROWS}" in caught.value.log
+    with pytest.raises(RefusedError) as caught:
+        blocks[0]["score"].run(example("score", 2, 3), [np.empty((2, 2, WIDTH), np.float32)])
+    assert "output 0 takes 768 bytes, there is room for 512" in caught.value.log
+    answers(dynamic, blocks)
+
+
+def test_an_arena_that_is_too_small_is_refused(dynamic: Kind) -> None:
+    program = Program(dynamic.program)
+    with pytest.raises(RefusedError) as caught:
+        program.load("score", weights=WeightsFile(dynamic.weights[0]), arena=Arena(1000))
+    assert f"needs {program.arena_bytes('score')} bytes of an arena that has 1000" in caught.value.log
+
+
+def damaged(content: bytes) -> dict[str, bytes]:
+    """What can become of a weights file."""
+    inside = content.find(b"FH01")
+    return {
+        "empty": b"",
+        "header cut": content[:20],
+        "tables cut": content[:200],
+        "weights cut": content[: len(content) // 2],
+        "one byte cut": content[:-1],
+        "no magic": content.replace(b"FH01", b"FH77"),
+        "zeros": bytes(len(content)),
+        "text": b"not a weights file " * 400,
+        **{
+            f"flipped at {place}": content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :]
+            for place in (0, 4, *range(inside, inside + 40, 5))
+        },
+    }
+
+
+def test_a_damaged_weights_file_gives_an_error_and_no_abort(dynamic: Kind, tmp_path: Path) -> None:
+    """Of a header that still makes sense, the answers are compared by whoever knows the file's hash."""
+    content = dynamic.weights[0].read_bytes()
+    path = tmp_path / "damaged.ptd"
+    program = Program(dynamic.program)
+
+    def attempt() -> None:
+        without_threads()
+        for name in METHODS:
+            program.load(name, weights=WeightsFile(path))
+
+    accepted = []
+    for name, changed in damaged(content).items():
+        path.write_bytes(changed)
+        try:
+            check_in_child(path, attempt)
+        except PrgeError as error:
+            assert "abort" not in error.what and "SIG" not in error.what, (name, error.what)
+        else:
+            accepted.append(name)
+    assert not [name for name in accepted if "flipped" not in name], accepted
+    path.unlink()
+    with pytest.raises(RefusedError) as caught:
+        WeightsFile(path)
+    assert f"{path}: No such file" in caught.value.log
+
+
+def test_weights_of_another_kind_and_none_at_all_are_refused(
+    make_kind: Callable[[str, bool], Kind], dynamic: Kind, tmp_path: Path
+) -> None:
+    program = Program(dynamic.program)
+    other = make_kind("8da4w", True).weights[0]
+    for weights in (None, WeightsFile(other), WeightsFile(other, pack(dynamic, tmp_path)[0])):
+        with pytest.raises(RefusedError) as caught:
+            program.load("score", weights=weights)
+        assert "flock" not in caught.value.log
+    answers(dynamic, loaded(dynamic))
+
+
+def test_what_cant_be_written_to_a_packed_file_is_refused(dynamic: Kind, tmp_path: Path) -> None:
+    """The engine would keep such weights in memory, and leave a file that holds a part of them."""
+
+    def attempt(limit: int) -> None:
+        without_threads()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        pack(dynamic, tmp_path)
+
+    for limit in (1 << 12, 1 << 14, 1 << 15):
+        with pytest.raises(PrgeError, match=r"ftruncate|extend|open"):
+            check_in_child(dynamic.program, lambda limit=limit: attempt(limit))  # type: ignore[misc]
+    check_in_child(dynamic.program, lambda: attempt(1 << 20))
+
+
+def test_a_packed_file_that_is_missing_locked_or_of_too_long_a_name_is_refused(
+    dynamic: Kind, tmp_path: Path
+) -> None:
+    import fcntl
+
+    weights = dynamic.weights[0]
+    with pytest.raises(RefusedError):
+        WeightsFile(weights, tmp_path / "missing")
+    with pytest.raises(RefusedError):
+        WeightsFile(weights, tmp_path / ("long" * 64), packing=True)
+    packed = pack(dynamic, tmp_path)[0]
+    with packed.open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        with pytest.raises(RefusedError):
+            WeightsFile(weights, packed)
+    WeightsFile(weights, packed)
+
+
+def test_the_engine_build_is_known_by_its_library() -> None:
+    assert backend_sha256() == file_sha256(stock_package() / "lib" / "libexecutorch_backend_xnnpack.so")

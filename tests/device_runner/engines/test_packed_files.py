@@ -1,0 +1,344 @@
+"""Packed files are whole, right, of one block, and never needed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from device_runner.engines import packed_files
+from device_runner.engines.child_check import check_in_child
+from device_runner.engines.native.runtime import Arena, Program, WeightsFile, without_threads
+from device_runner.engines.packed_files import HashedFile, PackedFiles, packed_bytes, remove_packed
+from device_runner.engines.refusals import RefusedError
+from prge.errors import BundleError
+from tests.compilers import needs_compiler
+from tests.device_runner.engines.blocks import METHODS, Kind, example, room, sha256
+
+pytestmark = [pytest.mark.export, needs_compiler]
+PROBES = {name: example(name) for name in METHODS}
+
+
+@pytest.fixture(scope="module", params=["fp32", "8da4w"])
+def kind(request: pytest.FixtureRequest, make_kind: Callable[[str, bool], Kind]) -> Kind:
+    """One of each scheme, with dynamic shapes."""
+    return make_kind(request.param, True)
+
+
+@pytest.fixture(scope="module")
+def fp32(make_kind: Callable[[str, bool], Kind]) -> Kind:
+    """One whose packed weights are as large as they are."""
+    return make_kind("fp32", True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where packed files go."""
+    return tmp_path / "packed"
+
+
+class Use:
+    """The packed files of one process, as a chain of two blocks uses them; `told` is what it heard."""
+
+    def __init__(self, kind: Kind, folder: Path) -> None:
+        self.kind = kind
+        self.told: list[str] = []
+        self.files = PackedFiles(self.told.append, folder)
+
+    def open(self, block: int) -> WeightsFile:
+        """A block's weights."""
+        program, weights = (HashedFile(p, sha256(p)) for p in (self.kind.program, self.kind.weights[block]))
+        return self.files.open(program, weights, PROBES)
+
+    def assert_right(self) -> list[Path | None]:
+        """Both blocks in turns, compared with PyTorch; gives their packed files."""
+        program = Program(self.kind.program)
+        arena = Arena(max(map(program.arena_bytes, METHODS)))
+        opened = [self.open(block) for block in range(2)]
+        methods = [
+            {name: program.load(name, weights=weights, arena=arena) for name in METHODS} for weights in opened
+        ]
+        for shape in self.kind.shapes:
+            for name in METHODS:
+                for block in range(2):
+                    inputs, outputs = example(name, *shape), room(name, *shape)
+                    methods[block][name].run(inputs, outputs)
+                    self.kind.assert_right(block, name, inputs, outputs)
+        return [weights.packed for weights in opened]
+
+
+def packed_of(folder: Path) -> list[Path]:
+    """The packed files themselves."""
+    return sorted(path for path in folder.iterdir() if path.suffix == "" and path.name != "lock")
+
+
+def test_two_blocks_of_a_kind_have_a_file_each_and_a_second_start_makes_none(
+    kind: Kind, folder: Path
+) -> None:
+    first = Use(kind, folder)
+    paths = first.assert_right()
+    assert len(set(paths)) == 2 and set(paths) == set(packed_of(folder))
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "lock"}
+    second = Use(kind, folder)
+    assert second.assert_right() == first.assert_right() == paths
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "lock"}
+    assert first.told == second.told == []
+
+
+def test_a_file_holds_the_weights_of_all_methods(fp32: Kind, folder: Path) -> None:
+    """The first method to be loaded doesn't use all of them."""
+    Use(fp32, folder).assert_right()
+    values, page = fp32.eager[0]["score"].state_dict(), resource.getpagesize()
+    # Each begins on a page of its own and has room for a bias.
+    pages = sum(values[f"{name}.weight"].nbytes // page + 1 for name in ("up", "gate", "down"))
+    for path in packed_of(folder):
+        assert path.stat().st_size > pages * page
+
+
+def test_an_answer_is_the_same_bits_with_a_packed_file_and_without(kind: Kind, folder: Path) -> None:
+    program, use = Program(kind.program), Use(kind, folder)
+    for block, path in enumerate(kind.weights):
+        for name in METHODS:
+            found = []
+            for weights in (use.open(block), WeightsFile(path)):
+                outputs = room(name, 3, 5)
+                program.load(name, weights=weights).run(example(name, 3, 5), outputs)
+                found.append([output.tobytes() for output in outputs])
+            assert found[0] == found[1]
+
+
+def test_a_name_is_of_program_weights_engine_and_processor(
+    fp32: Kind, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name(program: Path = fp32.program, weights: Path = fp32.weights[0]) -> Path | None:
+        told: list[str] = []
+        files = PackedFiles(told.append, folder)
+        return files.open(
+            HashedFile(program, sha256(program)), HashedFile(weights, sha256(weights)), {}
+        ).packed
+
+    longer = tmp_path / "longer.pte"
+    longer.write_bytes(fp32.program.read_bytes() + b"\0")
+    names = [name(), name(program=longer), name(weights=fp32.weights[1])]
+    with monkeypatch.context() as another:
+        another.setattr(packed_files, "_processor", lambda: "another")
+        names.append(name())
+    with monkeypatch.context() as another:
+        another.setattr(packed_files, "backend_sha256", lambda: "another")
+        names.append(name())
+    assert None not in names and len(set(names)) == 5 and name() == names[0]
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+def _exchange(path: Path) -> None:
+    """With the other block's, checksums too."""
+    other = next(found for found in packed_of(path.parent) if found != path)
+    for suffix in ("", ".checksum"):
+        ours, theirs = (Path(f"{found}{suffix}") for found in (path, other))
+        content = ours.read_bytes()
+        ours.write_bytes(theirs.read_bytes())
+        theirs.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _flip,
+        _exchange,
+        lambda path: os.truncate(path, path.stat().st_size - 100),
+        lambda path: os.truncate(path, 0),
+        lambda path: path.unlink(),
+        lambda path: Path(f"{path}.checksum").unlink(),
+        lambda path: Path(f"{path}.checksum").write_bytes(b"\xff"),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    ],
+    ids=["flipped", "exchanged", "truncated", "empty", "gone", "no checksum", "other checksum", "zeros"],
+)  # fmt: skip
+def test_a_damaged_file_is_made_again(kind: Kind, folder: Path, damage: Callable[[Path], object]) -> None:
+    Use(kind, folder).assert_right()
+    whole = {path: path.read_bytes() for path in packed_of(folder)}
+    damage(packed_of(folder)[0])
+    use = Use(kind, folder)
+    assert set(use.assert_right()) == set(whole) and use.told == []
+    assert {path: path.read_bytes() for path in packed_of(folder)} == whole
+
+
+def in_a_child(kind: Kind, attempt: Callable[[], object]) -> None:
+    """Limits of a process end with it."""
+
+    def work() -> None:
+        without_threads()
+        attempt()
+
+    check_in_child(kind.program, work)
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["asking before", "while packing"])
+def test_without_room_the_weights_stay_in_memory_and_that_is_said_once(
+    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """A limit on the size of files stands for a full disk."""
+    if not asks:
+        monkeypatch.setattr(packed_files, "_ask_for_room", lambda *_: None)
+
+    def attempt() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
+        use = Use(fp32, folder)
+        assert use.assert_right() == [None, None]
+        (told,) = use.told
+        assert told.startswith("weights stay in memory instead of packed files: "), told
+        assert ("File too large" if asks else "ftruncate") in told, told
+        assert packed_of(folder) == [] and packed_bytes(folder) == 0
+
+    in_a_child(fp32, attempt)
+
+
+def test_a_folder_that_cant_be_written_does_no_harm(fp32: Kind, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    use = Use(fp32, tmp_path / "file" / "packed")
+    assert use.assert_right() == [None, None]
+    assert len(use.told) == 1 and "file/packed can't be written: Not a directory" in use.told[0]
+
+
+def test_a_path_that_is_too_long_for_the_engine_does_no_harm(fp32: Kind, tmp_path: Path) -> None:
+    use = Use(fp32, tmp_path / ("long" * 30) / ("longer" * 20))
+    assert use.assert_right() == [None, None] and len(use.told) == 1
+
+
+@pytest.mark.parametrize("end", [os.abort, lambda: os.kill(os.getpid(), signal.SIGBUS), lambda: 1 / 0])
+def test_an_engine_that_dies_while_it_packs_does_no_harm(
+    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]
+) -> None:
+    """A full disk shows as SIGBUS where it wasn't foreseen."""
+    monkeypatch.setattr(packed_files, "_pack", lambda *_: end())
+    use = Use(fp32, folder)
+    assert use.assert_right() == [None, None]
+    assert len(use.told) == 1 and packed_bytes(folder) == 0
+
+
+def test_a_file_that_changes_answers_is_not_kept(
+    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_files, "_answers", lambda *_: [os.urandom(8)])
+    use = Use(fp32, folder)
+    assert use.assert_right() == [None, None]
+    assert "its answers change" in use.told[0] and packed_bytes(folder) == 0
+
+
+def test_a_process_that_was_killed_while_it_packed_leaves_nothing_behind(
+    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(path: Path, *_: object) -> None:
+        path.write_bytes(b"half")
+        os.kill(os.getppid(), signal.SIGKILL)
+
+    process = os.fork()
+    if process == 0:
+        packed_files._pack = die  # type: ignore[assignment]
+        Use(fp32, folder).open(0)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    assert [path.read_bytes() for path in folder.glob("*.partial")] == [b"half"]
+    use = Use(fp32, folder)
+    assert None not in use.assert_right() and use.told == []
+    assert list(folder.glob("*.partial")) == []
+
+
+def test_processes_at_once_make_a_file_once(fp32: Kind, folder: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+
+    def use() -> None:
+        pack = packed_files._pack
+
+        def slow(*arguments: object) -> None:
+            with made.open("a") as stream:
+                stream.write("one\n")
+            time.sleep(0.3)
+            pack(*arguments)  # type: ignore[arg-type]
+
+        packed_files._pack = slow
+        found = Use(fp32, folder)
+        if None in found.assert_right() or found.told:
+            raise RefusedError(f"{found.told}")
+
+    failures: list[BaseException] = []
+
+    def in_a_process() -> None:
+        try:
+            in_a_child(fp32, use)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=in_a_process) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and made.read_text() == "one\n" * 2
+
+
+def test_a_process_that_waits_too_long_goes_on_without(
+    fp32: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_files, "_WAIT_SECONDS", 0.1)
+    folder.mkdir()
+    with (folder / "lock").open("wb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        use = Use(fp32, folder)
+        assert use.assert_right() == [None, None]
+    assert len(use.told) == 1 and "another process is making packed files" in use.told[0]
+    assert None not in Use(fp32, folder).assert_right()
+
+
+def test_weights_that_are_not_those_of_their_hash_are_an_error(
+    fp32: Kind, folder: Path, tmp_path: Path
+) -> None:
+    program = HashedFile(fp32.program, sha256(fp32.program))
+    content = bytearray(fp32.weights[0].read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "flipped.ptd").write_bytes(content)
+    for path in (fp32.weights[1], tmp_path / "flipped.ptd"):
+        weights = HashedFile(path, sha256(fp32.weights[0]))
+        with pytest.raises(BundleError, match=f"{path} is not the file that the manifest describes"):
+            PackedFiles(pytest.fail, folder).open(program, weights, PROBES)
+    with pytest.raises(BundleError, match=r"missing\.ptd can't be read: No such file"):
+        PackedFiles(pytest.fail, folder).open(program, HashedFile(tmp_path / "missing.ptd", "0"), PROBES)
+
+
+def test_the_cache_tells_its_size_and_is_emptied_under_those_who_use_it(fp32: Kind, folder: Path) -> None:
+    assert packed_bytes(folder) == remove_packed(folder) == 0
+    use = Use(fp32, folder)
+    program = Program(fp32.program)
+    method = program.load("score", weights=use.open(0))
+    use.open(1)
+    size = packed_bytes(folder)
+    assert size > sum(path.stat().st_size for path in packed_of(folder)) > 1 << 15
+    assert remove_packed(folder) == size and packed_bytes(folder) == 0
+    inputs, outputs = example("score"), room("score")
+    method.run(inputs, outputs)
+    fp32.assert_right(0, "score", inputs, outputs)
+    assert use.open(0).packed is None and len(use.told) == 1
+    assert None not in Use(fp32, folder).assert_right()
+
+
+def test_probes_reach_every_output(fp32: Kind) -> None:
+    """Otherwise a comparison of answers would say little."""
+    for name, inputs in PROBES.items():
+        for value in fp32.expected(0, name, inputs):
+            assert np.count_nonzero(value) == value.size

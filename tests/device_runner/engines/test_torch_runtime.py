@@ -1,0 +1,99 @@
+"""The runtime's Python module gives the native bits for blocks, without packed files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from device_runner.engines import torch_runtime
+from device_runner.engines.child_check import check_in_child
+from device_runner.engines.native import runtime as native_runtime
+from device_runner.engines.refusals import RefusedError
+from prge.errors import PrgeError
+from tests.compilers import needs_compiler
+from tests.device_runner.engines.blocks import METHODS, MOST_ROWS, Kind, example, room
+
+pytestmark = pytest.mark.export
+
+
+@pytest.fixture(scope="module", params=["fp32", "8da4w"])
+def kind(request: pytest.FixtureRequest, make_kind: Callable[[str, bool], Kind]) -> Kind:
+    """One of each scheme, with dynamic shapes."""
+    return make_kind(request.param, True)
+
+
+def answers(kind: Kind, runtime: object) -> list[bytes]:
+    """Of both blocks in turns, compared with PyTorch's."""
+    program = runtime.Program(kind.program)  # type: ignore[attr-defined]
+    files = [runtime.WeightsFile(path) for path in kind.weights]  # type: ignore[attr-defined]
+    methods = [{name: program.load(name, weights=weights) for name in METHODS} for weights in files]
+    del program, files
+    found = []
+    for shape in kind.shapes:
+        for name in METHODS:
+            for block in range(2):
+                inputs, outputs = example(name, *shape), room(name, *shape)
+                assert methods[block][name].run(inputs, outputs) == [output.shape for output in outputs]
+                kind.assert_right(block, name, inputs, outputs)
+                found += [output.tobytes() for output in outputs]
+    return found
+
+
+@needs_compiler
+def test_both_blocks_are_right_and_equal_to_the_native_engine(kind: Kind) -> None:
+    assert answers(kind, torch_runtime) == answers(kind, native_runtime)
+
+
+def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(kind: Kind) -> None:
+    program = torch_runtime.Program(kind.program)
+    method = program.load("score", weights=torch_runtime.WeightsFile(kind.weights[0]))
+    inputs, outputs = example("score", 2, 3), room("score", 2, 3)
+    method.run(inputs, outputs)
+    want = outputs[0].tobytes()
+    for wrong, room_for in (
+        (inputs[:2], outputs),
+        (inputs, []),
+        (example("score", MOST_ROWS + 1, 3), outputs),
+        ([inputs[0][0], *inputs[1:]], outputs),
+        ([inputs[0].astype(np.float64), *inputs[1:]], outputs),
+        (inputs, [outputs[0][:1]]),
+        (inputs, [outputs[0].astype(np.float64)]),
+    ):
+        with pytest.raises(RefusedError):
+            method.run(wrong, room_for)
+    method.run(inputs, outputs)
+    assert outputs[0].tobytes() == want
+
+
+def test_read_only_inputs_are_taken(kind: Kind) -> None:
+    program = torch_runtime.Program(kind.program)
+    method = program.load("score", weights=torch_runtime.WeightsFile(kind.weights[0]))
+    inputs, outputs = example("score", 2, 3), room("score", 2, 3)
+    inputs[0].flags.writeable = False
+    method.run(inputs, outputs)
+    kind.assert_right(0, "score", inputs, outputs)
+
+
+def test_weights_that_are_damaged_foreign_or_missing_give_an_error(
+    kind: Kind, make_kind: Callable[[str, bool], Kind], tmp_path: Path
+) -> None:
+    content = kind.weights[0].read_bytes()
+    other = make_kind("8da4w" if kind.scheme == "fp32" else "fp32", True).weights[0].read_bytes()
+    path = tmp_path / "damaged.ptd"
+
+    def attempt() -> None:
+        method = torch_runtime.Program(kind.program).load("score", weights=torch_runtime.WeightsFile(path))
+        method.run(example("score"), room("score"))
+
+    for changed in (b"", content[:100], content[: len(content) // 2], other, bytes(len(content)), None):
+        path.unlink(missing_ok=True)
+        if changed is not None:
+            path.write_bytes(changed)
+        with pytest.raises(PrgeError, match="can't load"):
+            check_in_child(path, attempt)
