@@ -67,8 +67,7 @@ def backpropagate(graph_module: GraphModule, contract: Contract) -> GraphModule:
         return answer_slopes(contract, answers, [given[name] for name in described])
 
     wanted = {
-        name: f"the adapter of {module.name}"
-        for name, module in zip(adapter, contract.modules, strict=True)
+        name: f"the adapter of {module.name}" for name, module in zip(adapter, contract.modules, strict=True)
     }
     return _there_and_back(graph_module, inputs, wanted, slopes, returns_answer=True)
 
@@ -109,9 +108,7 @@ def backpropagate_block(
     shapes[ONES] = ((1, tokens, 1), torch.float32)
     shapes |= {name: (tuple(known[name].shape[1:]), known[name].dtype) for name in adapter}
     shapes[SLOPE] = (tuple(output.args[0][0].meta["val"].shape), torch.float32)
-    inputs = {
-        name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()
-    }
+    inputs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     result = _there_and_back(
         _copied(graph_module),
         inputs,
@@ -249,6 +246,9 @@ def _rebuilt(
             graph.output(tuple(map_arg(tuple(node.args[0]), copies.__getitem__)))
         elif node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            # It was traced on the device that has no memory.
+            named = copies[node].kwargs.items()
+            copies[node].kwargs = {name: value for name, value in named if name != "device"}
     expansion = Expansion(root, graph, layers, lambda node: constant(str(node.target)))
     for node in list(graph.nodes):
         if node.target is FROZEN:

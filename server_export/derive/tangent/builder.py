@@ -115,9 +115,7 @@ class Builder:
 
     def _number_per_slot(self) -> Node:
         """`slot_mask` of one token, [1 + queries, 1, 1, 1]."""
-        node = self._once(
-            "number per slot", lambda: self.call(aten.slice.Tensor, self.slot_mask, 2, 0, 1)
-        )
+        node = self._once("number per slot", lambda: self.call(aten.slice.Tensor, self.slot_mask, 2, 0, 1))
         return self.know_shape(node, self.slots, 1, 1, 1)
 
     def _one_in_slot_0(self) -> Node:
@@ -127,9 +125,7 @@ class Builder:
 
     def _one_per_token(self) -> Node:
         """Ones [1, tokens, 1]: `slot_mask` of the first tangent."""
-        node = self._once(
-            "one per token", lambda: self.call(aten.slice.Tensor, self.slot_mask, 0, 1, 2)
-        )
+        node = self._once("one per token", lambda: self.call(aten.slice.Tensor, self.slot_mask, 0, 1, 2))
         return self.reshape(self.know_shape(node, 1, 1, self.tokens, 1), 1, self.tokens, 1)
 
     def _once(self, key: Any, make: Callable[[], Node]) -> Node:

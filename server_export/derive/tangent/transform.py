@@ -7,7 +7,7 @@ derivatives", 2008, chapter 3), done once, at export: what runs on the device is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 

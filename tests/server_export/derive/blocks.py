@@ -1,21 +1,24 @@
-"""The blocks of a tiny model as graphs of their own, and a chain of them that computes what the model does."""
+"""The blocks of a tiny model, each as a graph of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_map
 
 from server_export.lower.lowering import rewritten_graph
 from server_export.model import attention
 from server_export.model.lora_fa import CallInputs
 from server_export.model.program import BuiltProgram, example_inputs
 from server_export.model.readout import log_probabilities, pool_mean
+from tests.server_export.derive.sizes import Sizes
 from tests.server_export.programs import build
 
 # The linear layers inside of blocks, of every architecture.
@@ -72,8 +75,8 @@ class EncoderHead(nn.Module):
     """Mean of the states after the last block."""
 
     def forward(self, state: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """state [rows, tokens, width], mask f32 [rows, tokens] -> f32 [rows, width]."""
-        return pool_mean(state, mask)
+        """state [rows, tokens, width], mask i64 [rows, tokens] -> f32 [rows, width]."""
+        return pool_mean(state, mask.to(state.dtype))
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,10 @@ class Block:
         """Names of the graph's inputs that are the adapter's."""
         return [f"lora_b_{key}" for key in self.lora_b]
 
-    def graph(self) -> GraphModule:
-        """state, tables_<name>, lora_b_<module> -> state"""
-        tables = {name: table.clone() for name, table in self.tables.items()}
-        return rewritten_graph(self.module, (self.state, tables, self.lora_b))
+    def graph(self, sizes: Sizes | None = None) -> GraphModule:
+        """state, tables_<name>, lora_b_<module> -> state, traced with other sizes than its own if given."""
+        inputs = self.state, self.tables, self.lora_b
+        return rewritten_graph(self.module, tree_map(_copied(self.state, sizes), inputs))
 
     def inputs(self) -> Tensors:
         """Tables and adapter as the graphs of roles take them."""
@@ -133,7 +136,8 @@ class Blocks:
             if "position_embeddings" in named:
                 tables = dict(zip(("cos", "sin"), named["position_embeddings"], strict=True))
             masks = [value for value in rest if isinstance(value, torch.Tensor) and value.dim() == 4]
-            tables |= {"mask": mask for mask in masks}
+            if masks:
+                tables["mask"] = masks[0]
             calls.append((arguments[0], tables))
 
         def causal_mask(*arguments: Any) -> torch.Tensor:
@@ -154,25 +158,59 @@ class Blocks:
         lora_b = {_key(name): self.inputs[f"lora_b.{name}"][None] for name in names}
         return Block(BlockModule(layer, names, self.built.module.inputs), state, tables, lora_b)
 
-    def head_graph(self, count: int) -> GraphModule:
-        """The head's graph for `count` states of a decoder; an encoder's has all rows."""
+    @property
+    def states(self) -> int:
+        """Second to last dimension of what the head takes: a decoder's picked states, an encoder's tokens."""
+        picked = self.contract.rows * self.contract.positions
+        return self.state.shape[1] if self.contract.is_encoder else picked
+
+    def head_graph(self, sizes: Sizes | None = None) -> GraphModule:
+        """state, targets -> logprobs, or state, mask -> pooled"""
+        state, other = self.state, self.inputs.get("attention_mask")
+        if other is None:
+            state, other = self.at_positions(state), self.inputs["targets"].flatten()
+        copied = _copied(state if self.contract.is_encoder else state[None], sizes)
+        return rewritten_graph(self.head, (copied(state), copied(other)))
+
+    def head_inputs(self) -> Tensors:
+        """What the head takes beside the state."""
         if self.contract.is_encoder:
-            return rewritten_graph(self.head, (self.state, self.inputs["attention_mask"].float()))
-        state = torch.zeros(count, self.state.shape[-1])
-        return rewritten_graph(self.head, (state, torch.zeros(count, dtype=torch.int64)))
+            return {"mask": self.inputs["attention_mask"]}
+        return {"targets": self.inputs["targets"].flatten()}
 
     def at_positions(self, state: torch.Tensor) -> torch.Tensor:
         """States [..., rows, tokens, width] -> [..., rows x positions, width], as a host picks them."""
         rows = torch.arange(self.contract.rows).unsqueeze(1)
         return state[..., rows, self.inputs["positions"], :].flatten(-3, -2)
 
+    def from_positions(self, slope: torch.Tensor) -> torch.Tensor:
+        """Slopes of the picked states added at their places, [rows, tokens, width]."""
+        rows = torch.arange(self.contract.rows).repeat_interleave(self.contract.positions)
+        places = rows, self.inputs["positions"].flatten()
+        return torch.zeros_like(self.state).index_put(places, slope, accumulate=True)
+
 
 def call(graph_module: GraphModule, values: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What a graph answers for inputs by name; it takes all of its own and needn't take all that are given."""
+    """What a graph answers for inputs by name; more may be given than it takes."""
     names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         found = graph_module(*(values[name] for name in names))
     return found if isinstance(found, tuple) else (found,)
+
+
+def _copied(state: torch.Tensor, sizes: Sizes | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes of a block's input one of its own, or one without memory of other rows and tokens."""
+    if sizes is None:
+        return torch.clone
+    rows, tokens = state.shape[:2]
+    mode, other = FakeTensorMode(), {rows: sizes.rows, tokens: sizes.tokens}
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            shape = [other.get(size, size) for size in tensor.shape]
+            return torch.empty(shape, dtype=tensor.dtype)
+
+    return empty
 
 
 def _key(name: str) -> str:
