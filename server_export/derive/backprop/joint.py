@@ -82,7 +82,7 @@ def backpropagate_block(
 ) -> GraphModule:
     """Make a graph that goes through a block and back; it computes the forward pass again.
 
-    No constant of it has a shape that depends on rows or tokens.
+    No constant of it has a shape that depends on rows or tokens, if these differ from all widths.
 
     Args:
         graph_module: rewritten, of one copy; its nodes carry `meta["val"]`, and it has one output. Its
@@ -90,7 +90,7 @@ def backpropagate_block(
         wanted: inputs whose slopes are outputs, in this order.
         adapter: inputs that are the adapter's, its last ones, [1, rank, out]; the result takes and returns
             [rank, out].
-        tokens: of a row.
+        tokens: of a row; states of a decoder's head. No constant is as long as this.
         returns_answer: whether the first output is the block's own.
 
     Returns:

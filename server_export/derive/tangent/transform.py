@@ -79,13 +79,13 @@ def differentiate_block(
 ) -> GraphModule:
     """Make a graph that computes a block's answer and its derivatives, all slots in one tensor.
 
-    No constant of it has a shape that depends on rows, tokens or queries.
+    No constant of it has a shape that depends on rows, tokens or queries, if these differ from all widths.
 
     Args:
-        graph_module: as for `differentiate`; the adapter's are its last inputs.
+        graph_module: as for `differentiate`; its last inputs are the adapter's.
         seeds: as for `differentiate`.
         queries: tangents of every value.
-        tokens: of a row; what has more dimensions of this size is summed over and masked alike.
+        tokens: of a row; states of a decoder's head. No constant is as long as this.
 
     Returns:
         A module that returns [1 + queries, ...]. It takes `slot_mask` f32 [1 + queries, 1, tokens, 1], which
