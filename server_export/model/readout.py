@@ -47,9 +47,10 @@ def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 def pool_mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean of states [rows, length, width] over the tokens that mask float [rows, length] marks with 1."""
     rows, length = mask.shape
-    # A product with ones is a sum that stays in the delegate.
-    count = torch.nn.functional.linear(mask, torch.ones(1, length, dtype=states.dtype))
-    total = torch.bmm(mask.reshape(rows, 1, length), states).reshape(rows, states.shape[-1])
+    row = mask.reshape(rows, 1, length)
+    # Ones times themselves are a sum that stays in the delegate, without a constant as long as a row.
+    count = torch.bmm(row, mask.reshape(rows, length, 1)).reshape(rows, 1)
+    total = torch.bmm(row, states).reshape(rows, states.shape[-1])
     return total / count
 
 

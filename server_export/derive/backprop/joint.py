@@ -1,8 +1,9 @@
-"""The transformation: a graph in, one out that returns the same and the gradient of a loss by the adapter.
+"""The transformation: a graph in, one out that goes through it and back.
 
     forward    the graph as it is
-    loss       derivative by the answers, from the inputs that describe it (loss.py)
-    backward   what torch.autograd writes while it is traced, from the answers down to the lowest adapter
+    slope      of a loss by the answer: an input of a block, of a whole program made from what describes the
+               loss (loss.py)
+    backward   what torch.autograd writes while it is traced, from the answer down to the lowest adapter
 
 Autograd follows nothing that no adapter reaches: what lies below the first adapted layer has no backward
 pass, and a frozen weight no gradient. That a training step can be compiled ahead of time into one graph is
@@ -11,7 +12,7 @@ PockEngine's idea (Zhu et al., arXiv 2310.17752); here the graph is one that an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.fx.node import map_arg
 from prge.contract import Contract
 from prge.errors import BundleError, told_as_bundle_error
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
-from server_export.derive.backprop.rules import RULES
+from server_export.derive.backprop.rules import ONES, RULES
 from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, GatherLogSoftmax
 from server_export.graph.modules import as_module, attribute
 from server_export.graph.rewriting import rewrite
@@ -33,6 +34,10 @@ from server_export.model.loss import answer_slopes
 # What autograd goes through instead of an operator.
 _WITH_A_BACKWARD_PASS = {GATHER_LOG_SOFTMAX: GatherLogSoftmax.apply}
 _REMEDY = "export with --estimator tangent, and please report it with the name of the model"
+
+SLOPE = "slope"
+
+Tensors = dict[str, torch.Tensor]
 
 
 def backpropagate(graph_module: GraphModule, contract: Contract) -> GraphModule:
@@ -49,35 +54,132 @@ def backpropagate(graph_module: GraphModule, contract: Contract) -> GraphModule:
     Raises:
         BundleError: the answer doesn't depend on a module's adapter, or an operator has no derivative.
     """
+    placeholders = [str(node.target) for node in _placeholders(graph_module)]
+    names = [*placeholders, *(spec.name for spec in contract.inputs[len(placeholders) :])]
+    inputs = {
+        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+        for name, spec in zip(names, contract.inputs, strict=True)
+    }
+    described = names[len(placeholders) :]
+    adapter = placeholders[len(placeholders) - len(contract.modules) :]
+
+    def slopes(answers: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return answer_slopes(contract, answers, [given[name] for name in described])
+
+    wanted = {
+        name: f"the adapter of {module.name}" for name, module in zip(adapter, contract.modules, strict=True)
+    }
+    return _there_and_back(graph_module, inputs, wanted, slopes, returns_answer=True)
+
+
+def backpropagate_block(
+    graph_module: GraphModule,
+    wanted: Sequence[str],
+    adapter: Sequence[str],
+    tokens: int,
+    *,
+    returns_answer: bool = False,
+) -> GraphModule:
+    """Make a graph that goes through a block and back; it computes the forward pass again.
+
+    No constant of it has a shape that depends on rows or tokens, if these differ from all widths.
+
+    Args:
+        graph_module: rewritten, of one copy; its nodes carry `meta["val"]`, and it has one output. Its
+            constants are shared.
+        wanted: inputs whose slopes are outputs, in this order.
+        adapter: inputs that are the adapter's, its last ones, [1, rank, out]; the result takes and returns
+            [rank, out].
+        tokens: of a row; states of a decoder's head. No constant is as long as this.
+        returns_answer: whether the first output is the block's own.
+
+    Returns:
+        A module whose last input, `slope`, is the loss's derivative by the answer. It takes `ones` f32
+        [1, tokens, 1] before the adapter, unless nothing reads it. Constants of the way back have names that
+        begin with `transposed_`; those of the forward pass keep theirs.
+
+    Raises:
+        BundleError: the answer doesn't depend on what is wanted, or an operator has no derivative.
+    """
+    placeholders = _placeholders(graph_module)
+    known = {str(node.target): node.meta["val"] for node in placeholders}
+    (output,) = (node for node in graph_module.graph.nodes if node.op == "output")
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in known.items() if name not in adapter}
+    shapes[ONES] = ((1, tokens, 1), torch.float32)
+    shapes |= {name: (tuple(known[name].shape[1:]), known[name].dtype) for name in adapter}
+    shapes[SLOPE] = (tuple(output.args[0][0].meta["val"].shape), torch.float32)
+    inputs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+    result = _there_and_back(
+        _copied(graph_module),
+        inputs,
+        {name: name for name in wanted},
+        lambda _, given: given[SLOPE],
+        returns_answer=returns_answer,
+    )
+    for node in _placeholders(result):
+        if node.target == ONES and not node.users:
+            result.graph.erase_node(node)
+    result.recompile()
+    return result
+
+
+def _there_and_back(
+    graph_module: GraphModule,
+    inputs: Tensors,
+    wanted: Mapping[str, str],
+    slopes: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor],
+    *,
+    returns_answer: bool,
+) -> GraphModule:
+    """The graph with its backward pass.
+
+    Args:
+        graph_module: the forward pass; it is changed.
+        inputs: of the result in order, without memory.
+        wanted: inputs whose slopes are returned, and what people call them.
+        slopes: the loss's derivative by the answer, from it and the inputs.
+        returns_answer: whether the answer is returned too, before the slopes.
+    """
     layers = replace_layers(graph_module)
     constants = {str(node.target): node for node in graph_module.graph.nodes if node.op == "get_attr"}
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    tensors = [attribute(graph_module, name).detach() for name in constants]
-    tensors += [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in contract.inputs]
+    tensors = [attribute(graph_module, name).detach().to("meta") for name in constants]
 
     def joint(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors_of = dict(zip(constants, arguments[: len(constants)], strict=True))
-        inputs = arguments[len(constants) :]
-        first = len(placeholders) - len(contract.modules)
-        adapter = [matrix.detach().requires_grad_() for matrix in inputs[first : len(placeholders)]]
-        values: dict[Node, Any] = dict(zip(placeholders, inputs, strict=False))
-        for node, matrix in zip(placeholders[first:], adapter, strict=True):
-            values[node] = matrix.reshape(1, *matrix.shape)
-        answers = _run(graph_module.graph, values, tensors_of)
-        slopes = answer_slopes(contract, answers.detach(), inputs[len(placeholders) :])
-        gradients = torch.autograd.grad(answers, adapter, slopes, allow_unused=True)
-        _check_used(contract, gradients)
-        return (answers, *gradients)
+        given = dict(zip(inputs, arguments[len(constants) :], strict=True))
+        given |= {name: given[name].detach().requires_grad_() for name in wanted}
+        values: dict[Node, Any] = {
+            node: _of_shape(given[str(node.target)], node.meta["val"].shape)
+            for node in _placeholders(graph_module)
+        }
+        answer = _run(graph_module.graph, values, tensors_of)
+        slope = slopes(answer.detach(), given)
+        found = torch.autograd.grad(answer, [given[name] for name in wanted], slope, allow_unused=True)
+        _check_used(wanted, found)
+        return (answer, *found) if returns_answer else found
 
     with told_as_bundle_error("the program has no backward pass", _REMEDY), torch.enable_grad():
-        traced = make_fx(joint, tracing_mode="fake")(*tensors)
-    names = [str(node.target) for node in placeholders]
-    names += [spec.name for spec in contract.inputs[len(placeholders) :]]
-    result = _rebuilt(graph_module, traced.graph, list(constants), names, layers)
+        traced = make_fx(joint)(*tensors, *inputs.values())
+    result = _rebuilt(graph_module, traced.graph, list(constants), list(inputs), layers)
     fill_in_values(result)
     apply_rules(result, RULES)
     rewrite(result)
     return result
+
+
+def _placeholders(graph_module: GraphModule) -> list[Node]:
+    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+
+
+def _copied(graph_module: GraphModule) -> GraphModule:
+    """The same graph and constants; what is added to the copy isn't to the original."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return as_module(graph_module, graph)
+
+
+def _of_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def _run(graph: Graph, values: dict[Node, Any], constants: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -104,13 +206,11 @@ def _run(graph: Graph, values: dict[Node, Any], constants: dict[str, torch.Tenso
     return result
 
 
-def _check_used(contract: Contract, gradients: Sequence[torch.Tensor | None]) -> None:
-    unused = [
-        module.name for module, gradient in zip(contract.modules, gradients, strict=True) if gradient is None
-    ]
+def _check_used(wanted: Mapping[str, str], slopes: Sequence[torch.Tensor | None]) -> None:
+    unused = [name for name, slope in zip(wanted.values(), slopes, strict=True) if slope is None]
     if unused:
         raise BundleError(
-            f"the program's output doesn't depend on the adapter of {', '.join(unused)}",
+            f"the program's output doesn't depend on {', '.join(unused)}",
             remedy="choose target modules that the output depends on",
         )
 
@@ -146,6 +246,9 @@ def _rebuilt(
             graph.output(tuple(map_arg(tuple(node.args[0]), copies.__getitem__)))
         elif node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            # It was traced on the device that has no memory.
+            named = copies[node].kwargs.items()
+            copies[node].kwargs = {name: value for name, value in named if name != "device"}
     expansion = Expansion(root, graph, layers, lambda node: constant(str(node.target)))
     for node in list(graph.nodes):
         if node.target is FROZEN:

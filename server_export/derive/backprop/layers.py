@@ -25,6 +25,9 @@ from server_export.model.quantization import int8_weight
 
 aten = torch.ops.aten
 
+# What the names of constants begin with that the way back alone needs.
+TRANSPOSED = "transposed_"
+
 _QUANTIZED = "torchao.dequantize_affine.default"
 
 
@@ -182,7 +185,7 @@ class Expansion:
         return self._call(weight.target, codes, block, scale, zero, *range_of_codes)
 
     def _constant(self, name: str, tensor: torch.Tensor) -> Node:
-        name = f"transposed_{name}"
+        name = f"{TRANSPOSED}{name}"
         if not hasattr(self.root, name):
             self.root.register_buffer(name, tensor)
         return self.graph.get_attr(name)

@@ -1,7 +1,8 @@
 """What autograd writes for the backward pass, in operators that XNNPACK takes: one rule per operator.
 
 A rule gets a node and its arguments, and writes what takes its place. Sums over the last dimension are
-products with a row of ones: XNNPACK has no such sum.
+products with a row of ones: XNNPACK has no such sum. Where that dimension is the tokens and the graph has an
+input `ones`, the row is that input.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ from server_export.graph.writing import Rule, Writer, registrar
 
 aten = torch.ops.aten
 
+ONES = "ones"
+
 RULES: dict[Any, Rule] = {}
 rule = registrar(RULES)
 
 
 def _total(writer: Writer, source: Node) -> Node:
     """Sum over the last dimension, kept as 1."""
-    width = source.meta["val"].shape[-1]
+    shape = source.meta["val"].shape
+    width = shape[-1]
     if width == 1:
         return source
+    for table in writer.graph_module.graph.find_nodes(op="placeholder", target=ONES):
+        if table.meta["val"].shape[1] == width:
+            rows = writer.reshape(source, [1, shape[:-1].numel(), width])
+            return writer.reshape(writer.call(aten.bmm.default, rows, table), [*shape[:-1], 1])
     return writer.call(aten.linear.default, source, writer.constant(torch.ones(1, width)))
 
 

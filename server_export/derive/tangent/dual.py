@@ -22,11 +22,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TypeAlias
 
-import torch
 from torch.fx import Node
 
 from server_export.derive.tangent.builder import Builder, Number, aten
-from server_export.graph.modules import attribute
 
 Shape = tuple[int, ...]
 Factor: TypeAlias = Node | Number | None
@@ -176,13 +174,8 @@ class Biased(_InSlots):
 
     @cached_property
     def stack(self) -> Node:
-        name = str(self.bias.target)
-        bias: torch.Tensor = attribute(self.builder.graph_module, name).detach()
-        rank = len(self.shape)
-        padded = torch.zeros(self.builder.slots, *[1] * (rank - 1), bias.shape[-1], dtype=bias.dtype)
-        padded[0] = bias
-        constant = self.builder.constant(padded, ("bias", name, rank))
-        return self._known_stack(self.builder.call(aten.add.Tensor, self._slots, constant))
+        bias = self.builder.in_slot_0(self.bias, len(self.shape))
+        return self._known_stack(self.builder.call(aten.add.Tensor, self._slots, bias))
 
 
 class Scaled(_InSlots):

@@ -195,7 +195,7 @@ def _shifted(
     primal = builder.call(target, source.primal, other)
     if source.shape == shape:
         return source.behind(primal)
-    spread = builder.call(aten.mul.Tensor, source.tangents, builder.ones(1, *shape))
+    spread = builder.call(aten.expand.default, source.tangents, [builder.queries, *shape])
     return Parts(builder, shape, primal, spread)
 
 
@@ -371,18 +371,25 @@ def _one_product(
     queries, slots = builder.queries, builder.slots
     rows, rank, out = right.rows, right.rank, right.out
     length = shape[1] // rows
-    projected = builder.reshape(projected, queries * rows, length, 1)
-    seeds = builder.call(aten.cat.default, [builder.zeros(rows, length, 1), projected])
-    reduced = builder.call(aten.cat.default, [left, seeds], 2)
-    directions = builder.call(aten.cat.default, [builder.zeros(1, rows, out), right.v])
-    builder.know_shape(directions, slots, rows, out)
+    projected = builder.reshape(projected, queries, rows, length, 1)
+    seeds = _padded(builder, projected, (slots, rows, length, 1), (1, 0, 0, 0))
+    reduced = builder.call(aten.cat.default, [left, builder.reshape(seeds, slots * rows, length, 1)], 2)
+    directions = builder.reshape(right.v, queries, rows, 1, out)
+    directions = _padded(builder, directions, (slots, rows, rank + 1, out), (1, 0, rank, 0))
     lora_b = builder.reshape(right.primal, rank, out)
-    copies = builder.call(aten.mul.Tensor, lora_b, builder.ones(slots * rows, 1, 1))
-    directions = builder.reshape(directions, slots * rows, 1, out)
-    matrices = builder.call(aten.cat.default, [copies, directions], 1)
+    lora_b = builder.call(aten.constant_pad_nd.default, lora_b, [0, 0, 0, 1], 0.0)
+    matrices = builder.call(aten.add.Tensor, directions, lora_b)
+    builder.know_shape(matrices, slots, rows, rank + 1, out)
+    matrices = builder.reshape(matrices, slots * rows, rank + 1, out)
     product = builder.call(aten.bmm.default, reduced, matrices)
     builder.know_shape(product, slots * rows, length, out)
     return Stacked(builder, shape, builder.reshape(product, slots, *shape))
+
+
+def _padded(builder: Builder, source: Node, shape: tuple[int, ...], front: tuple[int, ...]) -> Node:
+    """A value with `front` zeros before each of its dimensions, as many as `shape` then has."""
+    padding = [number for zeros in reversed(front) for number in (zeros, 0)]
+    return builder.know_shape(builder.call(aten.constant_pad_nd.default, source, padding, 0.0), *shape)
 
 
 @rule(aten.cat.default)
@@ -395,7 +402,7 @@ def _cat(builder: Builder, node: Node, parts: list[Value], dim: int = 0) -> Dual
         for part, original in zip(parts, node.args[0], strict=True)
     ]
     tangents = [
-        part.tangents if isinstance(part, Dual) else builder.zeros(builder.queries, *_shape(original))
+        part.tangents if isinstance(part, Dual) else _no_tangents(builder, part, _shape(original))
         for part, original in zip(parts, node.args[0], strict=True)
     ]
     return Parts(
@@ -406,6 +413,12 @@ def _cat(builder: Builder, node: Node, parts: list[Value], dim: int = 0) -> Dual
     )
 
 
+def _no_tangents(builder: Builder, value: Node, shape: tuple[int, ...]) -> Node:
+    """Tangents of a value [*shape] that doesn't depend on the adapter."""
+    zeros = builder.call(aten.zeros_like.default, value)
+    return builder.call(aten.expand.default, zeros, [builder.queries, *shape])
+
+
 @rule(aten.where.self)
 def _where(builder: Builder, node: Node, condition: Node, left: Value, right: Value) -> Dual:
     shape = _shape(node)
@@ -414,8 +427,9 @@ def _where(builder: Builder, node: Node, condition: Node, left: Value, right: Va
     active = [side.shape for side in sides if isinstance(side, Dual)]
     # A constant side may be what the result has its shape from.
     is_full = torch.broadcast_shapes(_shape(node.args[0]), *active) == shape
-    zeros = builder.zeros(1) if is_full else builder.zeros(1, *shape)
-    tangents = [side.tangents if isinstance(side, Dual) else zeros for side in sides]
+    if not is_full:
+        condition = builder.call(aten.expand.default, condition, list(shape))
+    tangents = [side.tangents if isinstance(side, Dual) else builder.zeros(1) for side in sides]
     return Parts(
         builder,
         shape,

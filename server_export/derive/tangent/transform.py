@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import BundleError
 from server_export.derive.tangent.builder import Builder
-from server_export.derive.tangent.dual import Dual, Parts
+from server_export.derive.tangent.dual import Dual, Parts, Stacked
 from server_export.derive.tangent.rules import RULES, Factors, Value
 from server_export.graph.modules import as_module
 
@@ -24,6 +24,11 @@ from server_export.graph.modules import as_module
 @dataclass(frozen=True)
 class Dense:
     """A differentiated input with a tangent [queries, *shape] of its own for each query."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A differentiated input that comes with its tangents, [1 + queries, *shape]; slot 0 is the value."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,9 @@ class RankOne:
     rows: int
 
 
-Seed = Dense | RankOne
+Seed = Dense | Slots | RankOne
+
+SLOT_MASK = "slot_mask"
 
 
 def differentiate(graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int) -> GraphModule:
@@ -60,24 +67,65 @@ def differentiate(graph_module: GraphModule, seeds: Mapping[str, Seed], queries:
         BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.
     """
     graph = Graph()
-    builder = Builder(graph_module, graph, queries)
-    values: dict[Node, Value] = {}
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    copies = {node: graph.placeholder(str(node.target)) for node in placeholders}
-    for node in placeholders:
+    copies = {node: graph.placeholder(str(node.target)) for node in _placeholders(graph_module)}
+    answer = _differentiated(Builder(graph_module, graph, queries), copies, seeds)
+    graph.output((answer.builder.reshape(answer.primal, *answer.shape), answer.tangents))
+    graph.eliminate_dead_code()
+    return as_module(graph_module, graph)
+
+
+def differentiate_block(
+    graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int, tokens: int
+) -> GraphModule:
+    """Make a graph that computes a block's answer and its derivatives, all slots in one tensor.
+
+    No constant of it has a shape that depends on rows, tokens or queries, if these differ from all widths.
+
+    Args:
+        graph_module: as for `differentiate`; its last inputs are the adapter's.
+        seeds: as for `differentiate`.
+        queries: tangents of every value.
+        tokens: of a row; states of a decoder's head. No constant is as long as this.
+
+    Returns:
+        A module that returns [1 + queries, ...]. It takes `slot_mask` f32 [1 + queries, 1, tokens, 1], which
+        is 0 in slot 0 and 1 in the others, before the adapter, unless nothing reads it.
+    """
+    graph = Graph()
+    placeholders = _placeholders(graph_module)
+    adapter = [node for node in placeholders if isinstance(seeds.get(str(node.target)), RankOne)]
+    tables = [node for node in placeholders if node not in adapter]
+    copies = {node: graph.placeholder(str(node.target)) for node in tables}
+    slot_mask = graph.placeholder(SLOT_MASK)
+    copies |= {node: graph.placeholder(str(node.target)) for node in adapter}
+    builder = Builder(graph_module, graph, queries, slot_mask, tokens)
+    graph.output((_differentiated(builder, copies, seeds).stack,))
+    graph.eliminate_dead_code()
+    if not slot_mask.users:
+        graph.erase_node(slot_mask)
+    return as_module(graph_module, graph)
+
+
+def _differentiated(builder: Builder, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]) -> Dual:
+    """Write a graph with tangents; returns its answer. `copies` are the new graph's inputs."""
+    graph, values = builder.graph, dict[Node, Value]()
+    for node in _placeholders(builder.graph_module):
         seed = seeds.get(str(node.target))
         values[node] = copies[node] if seed is None else _seeded(builder, node, copies[node], seed)
-    for node in graph_module.graph.nodes:
+    for node in builder.graph_module.graph.nodes:
         if node.op == "placeholder":
             continue
         if node.op == "output":
-            graph.output(_outputs(builder, node, values))
-        elif any(isinstance(values[source], Dual | Factors | tuple) for source in node.all_input_nodes):
+            return _answer(node, values)
+        if any(isinstance(values[source], Dual | Factors | tuple) for source in node.all_input_nodes):
             values[node] = _apply_rule(builder, node, values)
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
-    graph.eliminate_dead_code()
-    return as_module(graph_module, graph)
+    raise AssertionError("a graph ends with its output")
+
+
+def _placeholders(graph_module: GraphModule) -> list[Node]:
+    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
 
 
 def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
@@ -85,6 +133,8 @@ def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
     if isinstance(seed, Dense):
         tangents = builder.graph.placeholder(f"d_{name}")
         return Parts(builder, shape, builder.reshape(copy, 1, *shape), tangents)
+    if isinstance(seed, Slots):
+        return Stacked(builder, shape, copy)
     builder.know_shape(copy, *shape[1:])
     u, v = (builder.graph.placeholder(f"{factor}_{name}") for factor in ("u", "v"))
     for factor, width in ((u, shape[1]), (v, shape[2])):
@@ -106,7 +156,7 @@ def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> V
     )
 
 
-def _outputs(builder: Builder, node: Node, values: Mapping[Node, Value]) -> tuple[Node, Node]:
+def _answer(node: Node, values: Mapping[Node, Value]) -> Dual:
     (answer,) = node.args[0]
     dual = values[answer]
     if not isinstance(dual, Dual):
@@ -114,7 +164,7 @@ def _outputs(builder: Builder, node: Node, values: Mapping[Node, Value]) -> tupl
             "the program's output doesn't depend on the adapter",
             remedy="choose target modules that the output depends on",
         )
-    return builder.reshape(dual.primal, *dual.shape), dual.tangents
+    return dual
 
 
 def _origin(node: Node) -> str:
