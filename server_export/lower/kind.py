@@ -1,8 +1,8 @@
 """A kind of block, lowered once for the weights of any block of it.
 
-ExecuTorch keeps constants outside of a program if it is told to; XNNPACK's go by a digest of their bytes. So a
-kind is lowered with random constants, no two of them alike: where the bytes of one turn up in ExecuTorch's file
-of constants tells how they are laid out there. A block's weights file is that file with the block's own bytes.
+ExecuTorch keeps constants outside of a program if it is told to; XNNPACK's go by a digest of their bytes. So
+a kind is lowered with random constants, no two of them alike: where the bytes of one turn up in ExecuTorch's
+file of constants tells how they are laid out there. A block's weights file is that file with its own bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from prge.errors import BundleError, told_as_bundle_error
 from server_export.lower.lowering import collector_paused
@@ -130,8 +130,7 @@ def lower_kind(methods: Mapping[str, ExportedProgram], apart: Collection[str] = 
         kind.files["back"].write(Path("000.back.ptd"), tensors)
 
     Args:
-        methods: by name; what several of them read has one name. They aren't changed, but for the "custom"
-            entry in the meta of their nodes.
+        methods: by name; what several of them read has one name. Not changed.
         apart: methods that have a weights file of their own, by their name, for what no other method reads.
 
     Raises:
@@ -189,27 +188,25 @@ class _Constants:
                 if _belongs_to_the_program(node):
                     fixed.add(name)
         self.fixed = {name: self.values[name] for name in fixed}
-        self.random = {
-            # A program's parameters have to be such.
-            name: nn.Parameter(random, requires_grad=False) if isinstance(value, nn.Parameter) else random
-            for name, value in self.values.items()
-            if name not in fixed and (random := _random(name, value)) is not None
-        }
+        self.random = {name: _random(name, value) for name, value in self.values.items() if name not in fixed}
         self.file_of = {
             name: next(iter(by)) if len(by) == 1 and by <= set(apart) else SHARED
             for name, by in readers.items()
         }
 
     def as_placeholders(self, program: ExportedProgram) -> ExportedProgram:
-        """The program with random constants, each marked with the file that it goes to."""
+        """A copy of the program with random constants, each marked with the file that it goes to."""
+        graph, copies = Graph(), dict[Node, Node]()
+        graph.output(graph.graph_copy(program.graph, copies))
         for node, name, _ in _constants_of(program):
             if name in self.random:
-                for marked in (node, *(user for user in node.users if _is_dequantization(user))):
-                    # XNNPACK looks at the constant and, of a quantized one, at what restores it.
-                    marked.meta["custom"] = {**marked.meta.get("custom", {}), _FILE: self.file_of[name]}
+                # XNNPACK looks at a constant, and at what restores a quantized one.
+                for marked in (node, *filter(_is_dequantization, node.users)):
+                    copies[marked].meta["custom"] = {_FILE: self.file_of.get(name, SHARED)}
+        _quantize_apart(graph)
         return ExportedProgram(
             root=program.graph_module,
-            graph=program.graph,
+            graph=graph,
             graph_signature=program.graph_signature,
             state_dict={name: self.random.get(name, value) for name, value in program.state_dict.items()},
             range_constraints=program.range_constraints,
@@ -295,6 +292,23 @@ def _belongs_to_the_program(node: Node) -> bool:
     return is_zero_point or "lifted_tensor" in node.name
 
 
+def _quantize_apart(graph: Graph) -> None:
+    """Let every layer quantize what it multiplies; XNNPACK's partitions of layers that share it are circular."""
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        restored = node.args[0]
+        if not _is_dequantization(restored) or len(restored.users) == 1:
+            continue
+        codes = restored.args[0]
+        scale, zero_point = codes.args[2:4]
+        own: dict[Node, Node] = {source: source for source in scale.args[0].all_input_nodes}
+        with graph.inserting_before(node):
+            for shared in (scale.args[0], scale, zero_point, codes, restored):
+                own |= {source: source for source in shared.all_input_nodes if source not in own}
+                own[shared] = graph.node_copy(shared, own.__getitem__)
+        node.replace_input_with(restored, own[restored])
+    graph.eliminate_dead_code()
+
+
 def _refuse_packed_and_read(node: Node, name: str) -> None:
     """XNNPACK packs the weight of a layer and gives its bytes back, also if another operator reads them."""
     as_weight = [user for user in node.users if user.target is aten.linear.default and node in user.args[1:]]
@@ -310,12 +324,15 @@ def _random(name: str, like: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(_digest(name.encode())[:7], "big"))
     if like.dtype.is_floating_point:
         # Positive, as scales are, and of many magnitudes, so that few of them are enough to differ.
-        return torch.randn(like.shape, generator=generator).mul_(4).exp_().to(like.dtype)
-    if like.dtype is torch.bool:
-        return torch.randint(2, like.shape, generator=generator).bool()
-    # Codes have to be int4 where the graph says so.
-    low, high = (-8, 8) if like.dtype is torch.int8 else (0, torch.iinfo(like.dtype).max)
-    return torch.randint(low, high, like.shape, generator=generator, dtype=like.dtype)
+        random = torch.randn(like.shape, generator=generator).mul_(4).exp_().to(like.dtype)
+    elif like.dtype is torch.bool:
+        random = torch.randint(2, like.shape, generator=generator).bool()
+    else:
+        # Codes have to be int4 where the graph says so.
+        low, high = (-8, 8) if like.dtype is torch.int8 else (0, torch.iinfo(like.dtype).max)
+        random = torch.randint(low, high, like.shape, generator=generator, dtype=like.dtype)
+    # A program's parameters have to be such.
+    return nn.Parameter(random, requires_grad=False) if isinstance(like, nn.Parameter) else random
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
