@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from server_export.graph.cutting import Block
 from server_export.graph.modules import as_module, remove_unused_attributes
 from server_export.graph.rewriting import remove_identities
+from server_export.graph.shapes import without_memory
 from server_export.model.quantization import EMBEDDING_BYTES, GROUP_SIZE, int4_weight, int8_rows, int8_weight
 
 aten = torch.ops.aten
@@ -60,17 +61,22 @@ class Frozen:
 
 def codes_of(name: str) -> str:
     """Name of a quantized tensor's codes."""
-    return f"{name}_codes"
+    return _plain(f"{name}_codes")
 
 
 def scale_of(name: str) -> str:
     """Name of a quantized tensor's scales."""
-    return f"{name}_scale"
+    return _plain(f"{name}_scale")
 
 
 def zero_point_of(name: str) -> str:
     """Name of a quantized tensor's zero points."""
-    return f"{name}_zero_point"
+    return _plain(f"{name}_zero_point")
+
+
+def _plain(name: str) -> str:
+    """A name that a module can have for a tensor of its own."""
+    return name.replace(".", "_")
 
 
 def freeze(block: Block, scheme: str, is_head: bool = False) -> tuple[GraphModule, Frozen]:
@@ -130,11 +136,10 @@ def _read_instead(graph_module: GraphModule, node: Node, name: str, constant: se
 
 def _tensor(graph_module: GraphModule, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
     """A get_attr node of a tensor without memory, at the place where the graph is written."""
-    plain = name.replace(".", "_")
     tensor = torch.empty(shape, dtype=dtype, device="meta")
-    if not hasattr(graph_module, plain):
-        graph_module.register_buffer(plain, tensor)
-    node = graph_module.graph.get_attr(plain)
+    if not hasattr(graph_module, name):
+        graph_module.register_buffer(name, tensor)
+    node = graph_module.graph.get_attr(name)
     node.meta["val"] = tensor
     return node
 
@@ -165,44 +170,36 @@ def _quantize_layer(graph_module: GraphModule, node: Node, frozen: Frozen, in_gr
         codes = _tensor(graph_module, codes_of(name), (outputs, inputs), torch.int8)
         scale = _tensor(graph_module, scale_of(name), scales, torch.bfloat16 if in_groups else torch.float32)
         zero = _tensor(graph_module, zero_point_of(name), scales, torch.int8)
-        chosen = graph.call_function(
-            torchao.choose_qparams_affine.default,
-            (source, "ASYMMETRIC", row, *_BYTE, None, None, torch.int8),
+        chosen = _call(
+            torchao.choose_qparams_affine.default, source, "ASYMMETRIC", row, *_BYTE, None, None, torch.int8
         )
-        parameters = [graph.call_function(operator.getitem, (chosen, index)) for index in range(2)]
-        rounded = graph.call_function(torchao.quantize_affine.default, (source, row, *parameters, *_BYTE))
-        source_back = graph.call_function(
-            torchao.dequantize_affine.default, (rounded, row, *parameters, *_BYTE)
-        )
-        weight_back = graph.call_function(
-            torchao.dequantize_affine.default, (codes, block, scale, zero, *(_NIBBLE if in_groups else _BYTE))
-        )
-    lead = source.meta["val"].shape[:-1]
-    size = dict(dtype=torch.float32, device="meta")
-    parameters[0].meta["val"] = torch.empty(*lead, 1, **size)
-    parameters[1].meta["val"] = torch.empty(*lead, 1, dtype=torch.int8, device="meta")
-    chosen.meta["val"] = tuple(parameter.meta["val"] for parameter in parameters)
-    rounded.meta["val"] = torch.empty(source.meta["val"].shape, dtype=torch.int8, device="meta")
-    source_back.meta["val"] = source.meta["val"]
-    weight_back.meta["val"] = torch.empty(outputs, inputs, **size)
-    node.args = (source_back, weight_back, *bias)
+        parameters = [_call(operator.getitem, chosen, index) for index in range(2)]
+        rounded = _call(torchao.quantize_affine.default, source, row, *parameters, *_BYTE)
+        back = _call(torchao.dequantize_affine.default, rounded, row, *parameters, *_BYTE)
+        limits = _NIBBLE if in_groups else _BYTE
+        floats = _call(torchao.dequantize_affine.default, codes, block, scale, zero, *limits)
+    node.args = (back, floats, *bias)
+
+
+def _call(target: Any, source: Node, *arguments: Any, **named: Any) -> Node:
+    """One operator, at the place where the graph is written."""
+    node = source.graph.call_function(target, (source, *arguments), named)
+    known, known_named = torch.fx.node.map_arg(((source, *arguments), named), lambda n: n.meta["val"])
+    node.meta["val"] = without_memory(target(*known, **known_named))
+    return node
 
 
 def _quantize_embedding(graph_module: GraphModule, node: Node, frozen: Frozen) -> None:
     table, *rest = node.args
     name, (rows, width) = str(table.target), table.meta["val"].shape
     frozen.embeddings.append(name)
-    graph, shape = graph_module.graph, node.meta["val"].shape
+    graph = graph_module.graph
     with graph.inserting_before(node):
         codes = _tensor(graph_module, codes_of(name), (rows, width), torch.int8)
         scale = _tensor(graph_module, scale_of(name), (rows, 1), torch.float32)
-        picked = graph.call_function(aten.embedding.default, (codes, rest[0]))
-        numbers = graph.call_function(aten._to_copy.default, (picked,), {"dtype": torch.float32})
-        scales = graph.call_function(aten.embedding.default, (scale, rest[0]))
-        product = graph.call_function(aten.mul.Tensor, (numbers, scales))
-    picked.meta["val"] = torch.empty(shape, dtype=torch.int8, device="meta")
-    numbers.meta["val"] = torch.empty(shape, dtype=torch.float32, device="meta")
-    scales.meta["val"] = torch.empty(*shape[:-1], 1, dtype=torch.float32, device="meta")
-    product.meta["val"] = numbers.meta["val"]
+        numbers = _call(
+            aten._to_copy.default, _call(aten.embedding.default, codes, rest[0]), dtype=torch.float32
+        )
+        product = _call(aten.mul.Tensor, numbers, _call(aten.embedding.default, scale, rest[0]))
     node.replace_all_uses_with(product)
     graph.erase_node(node)

@@ -135,4 +135,8 @@ def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
     assert len(layers) == 7
     assert all(int(tensor.min()) >= -8 and int(tensor.max()) <= 7 for tensor in layers)
     assert not any("lora_a_codes" in name for name in block)
+    for number, tensors in ((1, block), (len(chain.blocks) - 1, head)):
+        graph_module = chain.kinds[chain.kind_of[number]].graph_module
+        read = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
+        assert set(tensors) == {name for name in read if not name.startswith("constant_")}
     assert max(int(tensor.max()) for name, tensor in head.items() if name.endswith("_codes")) > 100
