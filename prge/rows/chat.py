@@ -106,7 +106,7 @@ class ChatTemplate:
         if "problems" in answer:
             raise DataError(answer["what"], answer["problems"], remedy=answer["remedy"])
         try:
-            answer["text"].encode()
+            answer.get("text", "").encode()
         except UnicodeEncodeError:
             raise _refused("writes half of a character") from None
         return answer
