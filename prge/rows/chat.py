@@ -105,6 +105,10 @@ class ChatTemplate:
             raise _refused(answer["refused"])
         if "problems" in answer:
             raise DataError(answer["what"], answer["problems"], remedy=answer["remedy"])
+        try:
+            answer.get("text", "").encode()
+        except UnicodeEncodeError:
+            raise _refused("writes half of a character") from None
         return answer
 
 

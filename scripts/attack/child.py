@@ -103,9 +103,12 @@ class Child:
         self._resident = _resident()
         sys.stdout.flush()
         sys.stderr.flush()
+        # A program of its own has no time before its first line, in which nobody would take a Ctrl-C.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         self.process = os.fork()
         if self.process == 0:
             self._become_prge()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self.began = time.monotonic()
         self._ended: Ended | None = None
         self._handle = os.pidfd_open(self.process)
@@ -164,6 +167,7 @@ class Child:
                 self.prepare()
             self._limit()
             sys.argv = ["prge", *map(str, self.words)]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             code = prge.cli.main()
         except BaseException:
             traceback.print_exc()

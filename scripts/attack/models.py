@@ -106,7 +106,9 @@ def _expected(bench: Bench, random: Random, verb: str) -> object:
     """What an export of the undamaged model writes."""
     if verb not in bench.results:
         out = bench.folder / f"expected {verb}"
-        _, words = _verbs(bench, bench.workshop.model("llama"), out)[0]
+        # A bundle names its model's folder: that of the cases.
+        model = Path(shutil.copytree(bench.workshop.model("llama"), bench.folder / "original" / "model"))
+        _, words = _verbs(bench, model, out)[0]
         prge_ends([*words, "--out", out], LIMITS)
         bench.results[verb] = _left(out)
     return bench.results[verb]

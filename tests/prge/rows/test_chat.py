@@ -148,6 +148,7 @@ def test_same_tokens_as_transformers(name: str) -> None:
         ("{{ 'a' * 9000000 }}", "makes 9000000 characters of a row"),
         ("{{ '%99999999d' % 1 }}", "characters of a row|of memory"),
         ("{{ 9 ** (9 ** 9) }}", "of CPU time"),
+        ("{{ '\\ud800' }}", "writes half of a character"),
     ],
 )
 def test_template_that_loops_or_grows_is_ended(source: str, told: str) -> None:
