@@ -293,7 +293,7 @@ def _belongs_to_the_program(node: Node) -> bool:
 
 
 def _quantize_apart(graph: Graph) -> None:
-    """Let every layer quantize what it multiplies; XNNPACK's partitions of layers that share it are circular."""
+    """Let every layer quantize what it multiplies; else XNNPACK's partitions of layers are circular."""
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         restored = node.args[0]
         if not _is_dequantization(restored) or len(restored.users) == 1:

@@ -1,0 +1,67 @@
+"""Weights are read one at a time by the names that transformers' model has for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prge.errors import BundleError
+from server_export.model.files import find_files
+from server_export.model.loading import load_model, outline_model
+from server_export.model.lora_fa import conv1d_names
+from server_export.model.weights import Weights
+from tests.tiny_models import make_model, make_tokenizer, save_model
+
+
+def weights_of(folder: Path) -> Weights:
+    outline = outline_model(str(folder)).model
+    transposed = {f"{name}.weight" for name in conv1d_names(outline)}
+    return Weights(find_files(str(folder)), outline, transposed)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "bert", "distilbert"])
+def test_every_parameter_is_that_of_the_loaded_model(architecture: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", architecture)
+    model = load_model(str(folder)).model
+    transposed = {f"{name}.weight" for name in conv1d_names(model)}
+    with weights_of(folder) as weights:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            found = weights.read(name)
+            assert torch.equal(found.t() if name in transposed else found, parameter), name
+
+
+def test_a_tied_head_is_the_table(tmp_path: Path) -> None:
+    with weights_of(save_model(tmp_path / "model", "llama")) as weights:
+        assert torch.equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight"))
+
+
+def test_numbers_that_an_architecture_computes_are_in_no_file(tmp_path: Path) -> None:
+    with weights_of(save_model(tmp_path / "model", "gemma3")) as weights:
+        assert float(weights.read("model.embed_tokens.embed_scale")) == 8.0
+
+
+def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    files = find_files(str(tmp_path / "model"))
+    assert len(files.weights) > 1
+    with weights_of(tmp_path / "model") as weights:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(weights.read(name), parameter)
+
+
+def test_a_missing_weight_and_one_that_is_no_number_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.inf
+    save_file(tensors, folder / "model.safetensors")
+    with weights_of(folder) as weights:
+        with pytest.raises(BundleError, match=r"lacks model\.norm\.weight"):
+            weights.read("model.norm.weight")
+        with pytest.raises(BundleError, match=r"up_proj\.weight .* aren't finite"):
+            weights.read("model.layers.0.mlp.up_proj.weight")
