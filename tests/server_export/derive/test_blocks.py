@@ -30,10 +30,11 @@ from tests.server_export.derive.tangent.graphs import (
     relative_difference,
     tangents_by_gradients,
 )
-from tests.tiny_models import ARCHITECTURES
 
 torch.set_num_threads(1)
 
+# Grouped attention with rotations, soft caps, biases, projections beside the blocks, padding.
+CHAINED = ("llama", "gemma2", "gpt2", "opt", "bert")
 QUANTIZED = [("llama", "8da4w"), ("qwen3", "8da8w"), ("gpt2", "8da4w"), ("bert", "8da8w")]
 
 
@@ -84,7 +85,7 @@ def tangents_of_chain(blocks: Blocks) -> torch.Tensor:
 
 
 @pytest.mark.export
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", CHAINED)
 def test_tangents_of_a_chain_are_those_of_the_model(architecture: str) -> None:
     blocks = Blocks(architecture, "tangent")
     found = tangents_of_chain(blocks)
@@ -162,7 +163,7 @@ def way_back_inputs(block: Block, state: torch.Tensor, slope: torch.Tensor) -> T
 
 
 @pytest.mark.export
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", CHAINED)
 def test_the_way_back_through_a_chain_gives_the_gradient_of_autograd(architecture: str) -> None:
     blocks = Blocks(architecture, "exact")
     answer, gradients = gradients_of_chain(blocks)
