@@ -230,7 +230,7 @@ def lowered() -> tuple[LoweredKind, dict[str, torch.Tensor]]:
 def test_layouts_are_known(lowered: tuple[LoweredKind, dict[str, torch.Tensor]]) -> None:
     kind, _ = lowered
     layouts = {entry.layout for entry in kind.files[SHARED].entries}
-    assert layouts == {"int4", "bfloat16", "as it is"}
+    assert layouts == {"int4", "as it is"}
 
 
 def test_a_missing_constant_is_named(
