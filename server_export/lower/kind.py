@@ -104,20 +104,17 @@ class Entry:
 
 def _packed_int4(codes: torch.Tensor) -> torch.Tensor:
     """Codes from -8 to 7, two to a byte: the first of a pair is the lower half, both without a sign."""
-    if codes.dim() != 2 or codes.shape[1] % 2:
-        return codes.new_empty(0)
+    if codes.dtype is not torch.int8 or codes.dim() != 2 or codes.shape[1] % 2:
+        return codes
     unsigned = (codes + 8).view(torch.uint8)
     return unsigned[:, ::2] | unsigned[:, 1::2] << 4
 
 
-# How ExecuTorch 1.5.1 lays out what it is given: portable kernels and float layers get it as it is, layers of
-# int4 in groups get packed codes and bfloat16 scales.
+# How ExecuTorch 1.5.1 lays out what it is given: as it is, but for layers of int4 in groups.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "as it is": lambda tensor: tensor,
-    "transposed": lambda tensor: tensor.t() if tensor.dim() == 2 else tensor,
     "int4": _packed_int4,
     "bfloat16": lambda tensor: tensor.to(torch.bfloat16),
-    "float32": lambda tensor: tensor.to(torch.float32),
 }
 
 
@@ -136,9 +133,10 @@ def lower_kind(methods: Mapping[str, ExportedProgram], apart: Collection[str] = 
     Raises:
         BundleError: ExecuTorch refuses a method, or stores a constant in a way that isn't known here.
     """
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
     from executorch.exir.passes import MemoryPlanningPass
+
+    from server_export.lower.xnnpack import BlockPartitioner
 
     constants = _Constants(methods, apart)
     config = ExecutorchBackendConfig(
@@ -152,7 +150,7 @@ def lower_kind(methods: Mapping[str, ExportedProgram], apart: Collection[str] = 
             warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
             edge = to_edge_transform_and_lower(
                 {method: constants.as_placeholders(program) for method, program in methods.items()},
-                partitioner=[XnnpackPartitioner()],
+                partitioner=[BlockPartitioner()],
                 # Both cost time: the program is checked by running it, and no tensor has an odd layout.
                 compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             )
@@ -293,7 +291,7 @@ def _belongs_to_the_program(node: Node) -> bool:
 
 
 def _quantize_apart(graph: Graph) -> None:
-    """Let every layer quantize what it multiplies; else XNNPACK's partitions of layers are circular."""
+    """Let every layer quantize what it multiplies: partitions of layers that share it would be circular."""
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         restored = node.args[0]
         if not _is_dequantization(restored) or len(restored.users) == 1:

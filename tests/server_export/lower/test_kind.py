@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from prge.errors import BundleError
-from server_export.lower.kind import SHARED, LoweredKind, lower_kind
+from server_export.lower.kind import LAYOUTS, SHARED, LoweredKind, lower_kind
 from server_export.lower.lowering import rewritten_graph
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.quantization import Int8Embedding, quantize_layers
@@ -229,8 +229,51 @@ def lowered() -> tuple[LoweredKind, dict[str, torch.Tensor]]:
 
 def test_layouts_are_known(lowered: tuple[LoweredKind, dict[str, torch.Tensor]]) -> None:
     kind, _ = lowered
-    layouts = {entry.layout for entry in kind.files[SHARED].entries}
-    assert layouts == {"int4", "as it is"}
+    layouts = {entry.name: entry.layout for entry in kind.files[SHARED].entries}
+    assert layouts == {
+        "layer_weight_qdata": "int4",
+        "layer_weight_scale": "as it is",
+        "layer.bias": "as it is",
+    }
+    assert set(kind.files[SHARED].fixed) == {"layer_weight_zero_point"}
+
+
+def test_scales_of_float32_are_stored_as_bfloat16() -> None:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    layer = Layer()
+    settings = Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=PerGroup(32), weight_scale_dtype=torch.float32
+    )
+    quantize_(layer, settings)
+    kind = lower_kind({"score": program(layer.eval().requires_grad_(False), meta(*STATE))})
+    layouts = {entry.name: entry.layout for entry in kind.files[SHARED].entries}
+    assert layouts["layer_weight_scale"] == "bfloat16"
+
+
+def test_a_layout_that_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(LAYOUTS, "int4")
+    exported = program(quantized(Layer(), "8da4w"), meta(*STATE))
+    with pytest.raises(BundleError, match=r"constant \w+ \(256 bytes\) is none that is known here"):
+        lower_kind({"score": exported})
+
+
+def test_two_constants_with_one_key_are_told() -> None:
+    class Chosen(nn.Module):
+        """Of three numbers that are 0 or 1, two are equal."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name in "abc":
+                self.register_buffer(name, torch.tensor([name != "a"]))
+
+        def forward(self, state: torch.Tensor) -> torch.Tensor:
+            positive = state > 0
+            return torch.logical_or(torch.logical_xor(positive, self.a), positive == self.b) & self.c
+
+    with pytest.raises(BundleError, match=r"is that of . and ."):
+        lower_kind({"score": program(Chosen(), meta(*STATE))})
 
 
 def test_a_missing_constant_is_named(
