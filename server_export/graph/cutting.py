@@ -10,7 +10,7 @@ weights they read, and whatever tables and adapters they are given.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     nodes = list(graph_module.graph.nodes)
     (output,) = (node for node in nodes if node.op == "output")
     source = next(node for node in nodes if node.op == "placeholder")
-    flow = _reached(source)
+    flow = reached([source])
     answer = output.args[0][0]
     points = [point for point in _points(nodes, source, flow) if point is not answer]
     stretches = list(zip([source, *points], [*points, answer], strict=True))
@@ -69,9 +69,10 @@ def kinds(blocks: Sequence[Block]) -> list[int]:
     return [first.setdefault(block.signature, number) for number, block in enumerate(blocks)]
 
 
-def _reached(source: Node) -> set[Node]:
+def reached(sources: Iterable[Node]) -> set[Node]:
+    """All nodes that depend on some, with them."""
     found: set[Node] = set()
-    ahead = [source]
+    ahead = list(sources)
     while ahead:
         node = ahead.pop()
         if node not in found:

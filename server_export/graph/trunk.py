@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from prge.contract import TRUNK_PREFIX
 from prge.errors import ConfigError
+from server_export.graph.cutting import reached
 
 aten = torch.ops.aten
 
@@ -43,8 +44,8 @@ def split(
     nodes = list(graph_module.graph.nodes)
     placeholders = {str(node.target): node for node in nodes if node.op == "placeholder"}
     tokens = placeholders[trunk_inputs[0]]
-    by_tokens = _reached([tokens])
-    by_adapter = _reached([placeholders[name] for name in adapter])
+    by_tokens = reached([tokens])
+    by_adapter = reached([placeholders[name] for name in adapter])
     cut = _waist(nodes, tokens, by_tokens, by_adapter)
     if not any(map(_is_layer, _needed(cut))):
         cut = _frontier(nodes, by_tokens, by_adapter)
@@ -90,18 +91,6 @@ def _frontier(nodes: Sequence[Node], by_tokens: set[Node], by_adapter: set[Node]
         for node in nodes
         if node in by_tokens and node not in by_adapter and not by_adapter.isdisjoint(node.users)
     ]
-
-
-def _reached(sources: Iterable[Node]) -> set[Node]:
-    """All nodes that depend on some."""
-    found: set[Node] = set()
-    ahead = list(sources)
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found.add(node)
-            ahead.extend(node.users)
-    return found
 
 
 def _needed(targets: Iterable[Node], known: Collection[Node] = ()) -> set[Node]:
