@@ -164,7 +164,7 @@ def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A task, a configuration or a JSON document of an adapter."""
     kind, content = random.choice(list(YAMLS.items()))
     where = random.choice(["task", "config", "task of eval", "adapter_config.json", "hashes.json"])
-    names = {"config": ["steps", "learning_rate", "bundle", "lengths", "quiet"], "hashes.json": ["a"]}
+    names = {"config": ["steps", "learning_rate", "lengths", "quiet"], "hashes.json": ["a"]}
     name = random.choice(names.get(where, ["name", "template", "label_words", "columns", "metric"]))
     if isinstance(content, str) and "{name}" in content:
         content = content.replace("{name}", name).replace("{{", "{").replace("}}", "}")
