@@ -27,9 +27,9 @@ class Builder:
         graph_module: where constants are kept.
         graph: the graph to append to.
         queries: tangents of every value.
-        slot_mask: an input f32 [1 + queries, 1, tokens, 1], 0 in slot 0 and 1 in the others. With it, no
-            constant's shape depends on the number of slots or tokens.
-        tokens: of `slot_mask`.
+        ones: an input f32 [1, tokens, 1] of ones. With it, a value and its tangents stay in tensors of their
+            own, and no constant's shape depends on rows, tokens or queries.
+        tokens: of `ones`.
     """
 
     def __init__(
@@ -37,21 +37,25 @@ class Builder:
         graph_module: GraphModule,
         graph: Graph,
         queries: int,
-        slot_mask: Node | None = None,
+        ones: Node | None = None,
         tokens: int = 0,
     ) -> None:
         self.graph_module = graph_module
         self.graph = graph
         self.queries = queries
-        self.slot_mask = slot_mask
+        self.one_per_token = ones
         self.tokens = tokens
         self._constants: dict[Any, Node] = {}
         self._shapes: dict[Node, tuple[int, ...]] = {}
         self._reshaped: dict[tuple[Node, tuple[int, ...]], Node] = {}
         self._numbers: dict[Node, tuple[Node, Number]] = {}
-        self._made: dict[Any, Node] = {}
-        if slot_mask is not None:
-            self.know_shape(slot_mask, self.slots, 1, tokens, 1)
+        if ones is not None:
+            self.know_shape(ones, 1, tokens, 1)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether values and their tangents never share a tensor."""
+        return self.one_per_token is not None
 
     @property
     def slots(self) -> int:
@@ -83,18 +87,10 @@ class Builder:
 
         It has a number for every row: with one for a slot, XNNPACK would give its threads whole slots.
         """
-        if self.slot_mask is None:
-            lead = [1] * (len(shape) - 2) + list(shape[-2:-1])
-            mask = torch.full((self.slots, *lead, 1), float(number))
-            mask[0] = 0
-            return self.constant(mask, ("tangents only", tuple(lead), float(number)))
-        lead, source = [1] * (len(shape) - 1), self.slot_mask
-        if self.tokens in shape[:-1]:
-            lead[shape.index(self.tokens)] = self.tokens
-        else:
-            source = self._number_per_slot()
-        node = self.reshape(source, self.slots, *lead, 1)
-        return node if number == 1 else self._once((node, number), lambda: self.product(node, number))
+        lead = [1] * (len(shape) - 2) + list(shape[-2:-1])
+        mask = torch.full((self.slots, *lead, 1), float(number))
+        mask[0] = 0
+        return self.constant(mask, ("tangents only", tuple(lead), float(number)))
 
     def in_slot_0(self, vector: Node, rank: int) -> Node:
         """The constant `vector` [width] in slot 0, zeros in the others: [slots, 1, ..., width].
@@ -104,34 +100,10 @@ class Builder:
             rank: dimensions of the values that it is added to, without slots.
         """
         name = str(vector.target)
-        if self.slot_mask is None:
-            tensor: torch.Tensor = attribute(self.graph_module, name).detach()
-            padded = torch.zeros(self.slots, *[1] * (rank - 1), tensor.shape[-1], dtype=tensor.dtype)
-            padded[0] = tensor
-            return self.constant(padded, ("slot 0", name, rank))
-        first = self._once("slot 0", self._one_in_slot_0)
-        first = self.reshape(first, self.slots, *[1] * rank)
-        return self._once(("slot 0", name, rank), lambda: self.call(aten.mul.Tensor, first, vector))
-
-    def _number_per_slot(self) -> Node:
-        """`slot_mask` of one token, [1 + queries, 1, 1, 1]."""
-        node = self._once("number per slot", lambda: self.call(aten.slice.Tensor, self.slot_mask, 2, 0, 1))
-        return self.know_shape(node, self.slots, 1, 1, 1)
-
-    def _one_in_slot_0(self) -> Node:
-        """1 in slot 0 and 0 in the others, [1 + queries, 1, 1, 1]."""
-        node = self.call(aten.add.Tensor, self.product(self._number_per_slot(), -1.0), 1.0)
-        return self.know_shape(node, self.slots, 1, 1, 1)
-
-    def _one_per_token(self) -> Node:
-        """Ones [1, tokens, 1]: `slot_mask` of the first tangent."""
-        node = self._once("one per token", lambda: self.call(aten.slice.Tensor, self.slot_mask, 0, 1, 2))
-        return self.reshape(self.know_shape(node, 1, 1, self.tokens, 1), 1, self.tokens, 1)
-
-    def _once(self, key: Any, make: Callable[[], Node]) -> Node:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        tensor: torch.Tensor = attribute(self.graph_module, name).detach()
+        padded = torch.zeros(self.slots, *[1] * (rank - 1), tensor.shape[-1], dtype=tensor.dtype)
+        padded[0] = tensor
+        return self.constant(padded, ("slot 0", name, rank))
 
     def know_shape(self, node: Node, *shape: int) -> Node:
         """The node, whose shape is noted, so that reshaping it to the same one costs nothing."""
@@ -199,9 +171,9 @@ class Builder:
         layer's outputs to as many as a vector holds, and would read megabytes of weights for one.
         """
         *lead, width = shape
-        if self.slot_mask is not None and width == self.tokens:
+        if self.is_apart and width == self.tokens:
             rows = self.reshape(source, 1, math.prod(lead), width)
-            sums = self.call(aten.bmm.default, rows, self._one_per_token())
+            sums = self.call(aten.bmm.default, rows, self.one_per_token)
             return self.reshape(self.know_shape(sums, 1, math.prod(lead), 1), *lead, 1)
         part = max(size for size in range(1, _LONGEST_SUM + 1) if width % size == 0)
         if width > _LONGEST_SUM and part >= _SHORTEST_SUM:

@@ -263,6 +263,8 @@ class Interleaved(Dual):
         return Interleaved(self.builder, shape, self.builder.reshape(self.primal, 1, *shape), self._inside)
 
     def each(self, shape: Shape, make: Callable[[Node, int], Node]) -> Dual:
+        if self.builder.is_apart:
+            return super().each(shape, make)
         return Stacked(self.builder, shape, make(self.stack, self.builder.slots))
 
     @cached_property

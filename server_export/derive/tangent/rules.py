@@ -9,7 +9,7 @@ Derivatives are written in operators that XNNPACK takes, so that they stay in it
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,9 @@ def _linear(builder: Builder, node: Node, source: Dual, weight: Node, bias: Node
     if isinstance(weight, Dual) or isinstance(bias, Dual):
         raise NotImplementedError("a layer whose own weights depend on the adapter")
     shape = _shape(node)
+    if builder.is_apart:
+        primal = builder.call(node.target, source.primal, *filter(None, (weight, bias)))
+        return Parts(builder, shape, primal, builder.call(node.target, source.tangents, weight))
     if shape[-1] == 1 and bias is None:
         # A sum or mean: joining the slots would cost more than it.
         return source.each(shape, lambda slots, _: builder.call(node.target, slots, weight))
@@ -137,10 +140,14 @@ def _linear(builder: Builder, node: Node, source: Dual, weight: Node, bias: Node
 def _choose_scales(
     builder: Builder, node: Node, source: Dual, mapping: str, block: list[int], *rest: Any, **named: Any
 ) -> tuple[Dual, Dual]:
-    both = builder.call(node.target, source.stack, mapping, [1, *block], *rest, **named)
-    scales, zero_points = (builder.call(operator.getitem, both, index) for index in range(2))
-    shape = source.shape[:-1]
-    return Stacked(builder, shape, scales), Stacked(builder, shape, zero_points)
+    chosen = [
+        builder.call(node.target, slots, mapping, [1, *block], *rest, **named) for slots in _tensors(source)
+    ]
+    scales, zero_points = (
+        _from_tensors(builder, source.shape[:-1], [builder.call(operator.getitem, both, index) for both in chosen])
+        for index in range(2)
+    )
+    return scales, zero_points
 
 
 @rule(operator.getitem)
@@ -152,8 +159,20 @@ def _item(builder: Builder, node: Node, source: tuple[Dual, ...], index: int) ->
 def _quantize(
     builder: Builder, node: Node, source: Dual, block: list[int], scale: Dual, zero: Dual, *rest: Any
 ) -> Dual:
-    slots = builder.call(node.target, source.stack, [1, *block], scale.stack, zero.stack, *rest)
-    return Stacked(builder, source.shape, slots)
+    tensors = zip(*map(_tensors, (source, scale, zero)), strict=True)
+    rounded = [
+        builder.call(node.target, slots, [1, *block], scales, zeros, *rest) for slots, scales, zeros in tensors
+    ]
+    return _from_tensors(builder, source.shape, rounded)
+
+
+def _tensors(source: Dual) -> Sequence[Node]:
+    """All slots: in one tensor, or the primal and the tangents where these stay apart."""
+    return (source.primal, source.tangents) if source.builder.is_apart else (source.stack,)
+
+
+def _from_tensors(builder: Builder, shape: tuple[int, ...], tensors: Sequence[Node]) -> Dual:
+    return Parts(builder, shape, *tensors) if builder.is_apart else Stacked(builder, shape, *tensors)
 
 
 # Sums and products
@@ -341,6 +360,8 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
     reduced = None
     if not isinstance(left, Dual):
         inner = left if rows == 1 else builder.reshape(left, rows, length, rank)
+    elif builder.is_apart:
+        inner = builder.reshape(left.primal, rows, length, rank)
     else:
         reduced = builder.reshape(left.stack, builder.slots * rows, length, rank)
         inner = builder.call(aten.slice.Tensor, reduced, 0, 0, rows)
@@ -352,6 +373,13 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
     projected = builder.total(projected, queries, *lead, length, rank)
     if reduced is not None:
         return _one_product(builder, shape, reduced, projected, right)
+    if isinstance(left, Dual):
+        primal = builder.call(aten.bmm.default, builder.reshape(left.primal, *left.shape), right.primal)
+        reduced = builder.reshape(left.tangents, queries * rows, length, rank)
+        seeds = builder.reshape(projected, queries * rows, length, 1)
+        tangents = _joined_product(builder, reduced, seeds, right, length, queries)
+        tangents = builder.reshape(tangents, queries, *shape)
+        return Parts(builder, shape, builder.reshape(primal, 1, *shape), tangents)
     seed = builder.call(
         aten.mul.Tensor,
         builder.reshape(projected, queries, rows, length, 1),
@@ -368,22 +396,31 @@ def _one_product(
 
     `left` is [slots x rows, length, rank].
     """
-    queries, slots = builder.queries, builder.slots
-    rows, rank, out = right.rows, right.rank, right.out
+    queries, slots, rows = builder.queries, builder.slots, right.rows
     length = shape[1] // rows
     projected = builder.reshape(projected, queries, rows, length, 1)
     seeds = _padded(builder, projected, (slots, rows, length, 1), (1, 0, 0, 0))
-    reduced = builder.call(aten.cat.default, [left, builder.reshape(seeds, slots * rows, length, 1)], 2)
-    directions = builder.reshape(right.v, queries, rows, 1, out)
-    directions = _padded(builder, directions, (slots, rows, rank + 1, out), (1, 0, rank, 0))
+    seeds = builder.reshape(seeds, slots * rows, length, 1)
+    product = _joined_product(builder, left, seeds, right, length, slots)
+    return Stacked(builder, shape, builder.reshape(product, slots, *shape))
+
+
+def _joined_product(
+    builder: Builder, left: Node, projected: Node, right: Factors, length: int, slots: int
+) -> Node:
+    """[left, projected] [lora_b; v] of [slots x rows, length, ...], where v is 0 in a slot of the primal."""
+    rows, rank, out = right.rows, right.rank, right.out
+    reduced = builder.call(aten.cat.default, [left, projected], 2)
+    directions = builder.reshape(right.v, builder.queries, rows, 1, out)
+    directions = _padded(
+        builder, directions, (slots, rows, rank + 1, out), (slots - builder.queries, 0, rank, 0)
+    )
     lora_b = builder.reshape(right.primal, rank, out)
     lora_b = builder.call(aten.constant_pad_nd.default, lora_b, [0, 0, 0, 1], 0.0)
     matrices = builder.call(aten.add.Tensor, directions, lora_b)
     builder.know_shape(matrices, slots, rows, rank + 1, out)
-    matrices = builder.reshape(matrices, slots * rows, rank + 1, out)
-    product = builder.call(aten.bmm.default, reduced, matrices)
-    builder.know_shape(product, slots * rows, length, out)
-    return Stacked(builder, shape, builder.reshape(product, slots, *shape))
+    product = builder.call(aten.bmm.default, reduced, builder.reshape(matrices, slots * rows, rank + 1, out))
+    return builder.know_shape(product, slots * rows, length, out)
 
 
 def _padded(builder: Builder, source: Node, shape: tuple[int, ...], front: tuple[int, ...]) -> Node:

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import BundleError
 from server_export.derive.tangent.builder import Builder
-from server_export.derive.tangent.dual import Dual, Parts, Stacked
+from server_export.derive.tangent.dual import Dual, Parts
 from server_export.derive.tangent.rules import RULES, Factors, Value
 from server_export.graph.modules import as_module
 
@@ -24,11 +24,6 @@ from server_export.graph.modules import as_module
 @dataclass(frozen=True)
 class Dense:
     """A differentiated input with a tangent [queries, *shape] of its own for each query."""
-
-
-@dataclass(frozen=True)
-class Slots:
-    """A differentiated input that comes with its tangents, [1 + queries, *shape]; slot 0 is the value."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +36,9 @@ class RankOne:
     rows: int
 
 
-Seed = Dense | Slots | RankOne
+Seed = Dense | RankOne
 
-SLOT_MASK = "slot_mask"
+ONES = "ones"
 
 
 def differentiate(graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int) -> GraphModule:
@@ -77,7 +72,7 @@ def differentiate(graph_module: GraphModule, seeds: Mapping[str, Seed], queries:
 def differentiate_block(
     graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int, tokens: int
 ) -> GraphModule:
-    """Make a graph that computes a block's answer and its derivatives, all slots in one tensor.
+    """Make a graph that computes a block's answer and its derivatives, for any number of queries.
 
     No constant of it has a shape that depends on rows, tokens or queries, if these differ from all widths.
 
@@ -88,21 +83,21 @@ def differentiate_block(
         tokens: of a row; states of a decoder's head. No constant is as long as this.
 
     Returns:
-        A module that returns [1 + queries, ...]. It takes `slot_mask` f32 [1 + queries, 1, tokens, 1], which
-        is 0 in slot 0 and 1 in the others, before the adapter, unless nothing reads it.
+        A module that returns the output [...] and its tangents [queries, ...]. It takes `ones` f32
+        [1, tokens, 1] before the adapter, unless nothing reads it.
     """
     graph = Graph()
     placeholders = _placeholders(graph_module)
     adapter = [node for node in placeholders if isinstance(seeds.get(str(node.target)), RankOne)]
     tables = [node for node in placeholders if node not in adapter]
     copies = {node: graph.placeholder(str(node.target)) for node in tables}
-    slot_mask = graph.placeholder(SLOT_MASK)
+    ones = graph.placeholder(ONES)
     copies |= {node: graph.placeholder(str(node.target)) for node in adapter}
-    builder = Builder(graph_module, graph, queries, slot_mask, tokens)
-    graph.output((_differentiated(builder, copies, seeds).stack,))
+    answer = _differentiated(Builder(graph_module, graph, queries, ones, tokens), copies, seeds)
+    graph.output((answer.builder.reshape(answer.primal, *answer.shape), answer.tangents))
     graph.eliminate_dead_code()
-    if not slot_mask.users:
-        graph.erase_node(slot_mask)
+    if not ones.users:
+        graph.erase_node(ones)
     return as_module(graph_module, graph)
 
 
@@ -133,8 +128,6 @@ def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
     if isinstance(seed, Dense):
         tangents = builder.graph.placeholder(f"d_{name}")
         return Parts(builder, shape, builder.reshape(copy, 1, *shape), tangents)
-    if isinstance(seed, Slots):
-        return Stacked(builder, shape, copy)
     builder.know_shape(copy, *shape[1:])
     u, v = (builder.graph.placeholder(f"{factor}_{name}") for factor in ("u", "v"))
     for factor, width in ((u, shape[1]), (v, shape[2])):

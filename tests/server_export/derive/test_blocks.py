@@ -17,7 +17,7 @@ from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.errors import BundleError
 from server_export.derive.backprop.joint import backpropagate, backpropagate_block
 from server_export.derive.backprop.layers import TRANSPOSED
-from server_export.derive.tangent.transform import RankOne, Slots, differentiate_block
+from server_export.derive.tangent.transform import Dense, RankOne, differentiate_block
 from server_export.lower.lowering import rewritten_graph
 from server_export.model.loss import answer_slopes
 from server_export.model.program import example_inputs
@@ -49,16 +49,12 @@ def share_beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float) 
 def with_tangents(block: Block, graph: GraphModule, queries: int, enter: bool = True) -> GraphModule:
     rows, tokens = graph.graph.find_nodes(op="placeholder")[0].meta["val"].shape[:2]
     seeds: dict[str, Any] = dict.fromkeys(block.adapter, RankOne(rows))
-    return differentiate_block(graph, {**({"state": Slots()} if enter else {}), **seeds}, queries, tokens)
+    return differentiate_block(graph, {**({"state": Dense()} if enter else {}), **seeds}, queries, tokens)
 
 
-def slot_mask(queries: int, tokens: int) -> torch.Tensor:
-    return (torch.arange(1 + queries) > 0).float().reshape(-1, 1, 1, 1).repeat(1, 1, tokens, 1)
-
-
-def entering(blocks: Blocks) -> torch.Tensor:
+def entering(blocks: Blocks) -> Tensors:
     """The first state with tangents of zero."""
-    return torch.cat([blocks.state[None], torch.zeros(blocks.contract.queries, *blocks.state.shape)])
+    return {"state": blocks.state, "d_state": torch.zeros(blocks.contract.queries, *blocks.state.shape)}
 
 
 def inputs_with_tangents(blocks: Blocks, block: Block) -> Tensors:
@@ -67,32 +63,33 @@ def inputs_with_tangents(blocks: Blocks, block: Block) -> Tensors:
         for module in blocks.contract.modules
         for prefix in (U_PREFIX, V_PREFIX)
     }
-    mask = slot_mask(blocks.contract.queries, block.state.shape[1])
-    return {**block.inputs(), **factors, "slot_mask": mask}
+    return {**block.inputs(), **factors, "ones": torch.ones(1, block.state.shape[1], 1)}
 
 
-def tangents_of_chain(blocks: Blocks) -> torch.Tensor:
-    """All slots of the answer, [1 + queries, rows, width of the answer]."""
-    queries, state = blocks.contract.queries, entering(blocks)
+def tangents_of_chain(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """The answer [rows, width of the answer] and its tangents [queries, rows, width of the answer]."""
+    queries, states = blocks.contract.queries, entering(blocks)
     for block in blocks.blocks:
         graph = with_tangents(block, block.graph(), queries)
-        (state,) = call(graph, {"state": state, **inputs_with_tangents(blocks, block)})
-    state = state if blocks.contract.is_encoder else blocks.at_positions(state)
-    graph = differentiate_block(blocks.head_graph(), {"state": Slots()}, queries, blocks.states)
-    mask = slot_mask(queries, blocks.states)
-    (answer,) = call(graph, {"state": state, "slot_mask": mask, **blocks.head_inputs()})
-    return answer.reshape(1 + queries, *blocks.contract.outputs[0].shape)
+        found = call(graph, {**states, **inputs_with_tangents(blocks, block)})
+        states = dict(zip(states, found, strict=True))
+    if not blocks.contract.is_encoder:
+        states = {name: blocks.at_positions(state) for name, state in states.items()}
+    graph = differentiate_block(blocks.head_graph(), {"state": Dense()}, queries, blocks.states)
+    answer, tangents = call(graph, {**states, **blocks.head_inputs()})
+    shape = blocks.contract.outputs[0].shape
+    return answer.reshape(shape), tangents.reshape(queries, *shape)
 
 
 @pytest.mark.export
 @pytest.mark.parametrize("architecture", CHAINED)
 def test_tangents_of_a_chain_are_those_of_the_model(architecture: str) -> None:
     blocks = Blocks(architecture, "tangent")
-    found = tangents_of_chain(blocks)
+    found, tangents = tangents_of_chain(blocks)
     with torch.no_grad():
         answer, _ = program_with_tangents(blocks.built)(*blocks.values)
-    assert relative_difference(found[0], answer) < 1e-5
-    assert relative_difference(found[1:], tangents_by_gradients(blocks.built, blocks.values).float()) < 1e-5
+    assert relative_difference(found, answer) < 1e-5
+    assert relative_difference(tangents, tangents_by_gradients(blocks.built, blocks.values).float()) < 1e-5
 
 
 @pytest.mark.export
@@ -101,24 +98,25 @@ def test_tangents_of_a_quantized_chain_are_those_of_the_whole_graph(architecture
     blocks = Blocks(architecture, "tangent", quantize=scheme)
     found = tangents_of_chain(blocks)
     with torch.no_grad():
-        answer, tangents = program_with_tangents(blocks.built)(*blocks.values)
+        expected = program_with_tangents(blocks.built)(*blocks.values)
     # A number that lies between two codes may be rounded to the other one.
-    for ours, theirs in ((found[0], answer), (found[1:], tangents)):
+    for ours, theirs in zip(found, expected, strict=True):
         assert relative_difference(ours, theirs) < 1e-2
         assert share_beyond(ours, theirs, 1e-5) < 0.1
 
 
 @pytest.mark.export
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_lowest_adapted_block_needs_no_slots_of_its_state(architecture: str) -> None:
+def test_the_lowest_adapted_block_needs_no_tangents_of_its_state(architecture: str) -> None:
     blocks = Blocks(architecture, "tangent")
     block, inputs = blocks.blocks[0], inputs_with_tangents(blocks, blocks.blocks[0])
-    with_slots, without = (
+    with_them, without = (
         with_tangents(block, block.graph(), blocks.contract.queries, enter) for enter in (True, False)
     )
-    (expected,) = call(with_slots, {"state": entering(blocks), **inputs})
-    (found,) = call(without, {"state": blocks.state, **inputs})
-    assert relative_difference(found, expected) < 1e-5
+    expected = call(with_them, {**entering(blocks), **inputs})
+    found = call(without, {"state": blocks.state, **inputs})
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_difference(ours, theirs) < 1e-5
 
 
 # The way back
@@ -267,12 +265,12 @@ def test_every_number_of_a_graph_follows_its_sizes(architecture: str, scheme: st
 
     def graphs(sizes: Sizes) -> list[GraphModule]:
         graph, head = block.graph(sizes), blocks.head_graph(sizes)
-        slots: dict[str, Any] = {"state": Slots()}
+        dense: dict[str, Any] = {"state": Dense()}
         return [
             with_tangents(block, graph, sizes.queries),
             with_tangents(block, graph, sizes.queries, enter=False),
             backpropagate_block(graph, ["state", *block.adapter], block.adapter, sizes.tokens),
-            differentiate_block(head, slots, sizes.queries, sizes.tokens),
+            differentiate_block(head, dense, sizes.queries, sizes.tokens),
             backpropagate_block(head, ["state"], [], sizes.tokens, returns_answer=True),
         ]
 

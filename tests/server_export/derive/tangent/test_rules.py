@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 from server_export.derive.tangent import transform
 from server_export.derive.tangent.rules import RULES, Rule
-from server_export.derive.tangent.transform import SLOT_MASK, Slots, differentiate_block
+from server_export.derive.tangent.transform import ONES, Dense, differentiate_block
 from server_export.lower.lowering import rewritten_graph
 from server_export.model.readout import log_probabilities
 from tests.server_export.derive.tangent.graphs import (
@@ -405,16 +405,15 @@ def test_any_number_of_queries(name: str, queries: int) -> None:
 def test_a_block_has_the_same_derivative_whatever_dimension_is_its_tokens(name: str, tokens: int) -> None:
     case, queries = CASES[name], 2
     graph_module = rewritten_graph(case.module, (*case.active, *case.passive))
-    seeds = dict.fromkeys(inputs_of(graph_module)[: len(case.active)], Slots())
-    graph = differentiate_block(graph_module, seeds, queries, tokens).double()
+    names = inputs_of(graph_module)[: len(case.active)]
+    graph = differentiate_block(graph_module, dict.fromkeys(names, Dense()), queries, tokens).double()
     tangents = directions(case.active, queries)
-    stacks = [torch.cat([x[None], along]) for x, along in zip(case.active, tangents, strict=True)]
-    mask = torch.tensor([0.0, 1.0, 1.0]).double().reshape(3, 1, 1, 1).repeat(1, 1, tokens, 1)
-    takes_mask = SLOT_MASK in inputs_of(graph)
+    takes_ones = ONES in inputs_of(graph)
+    ones = torch.ones(1, tokens, 1).double()
     with torch.no_grad():
-        (found,) = graph(*stacks, *case.passive, *[mask] * takes_mask)
-    answer, expected = jvp(case.module, case.active, case.passive, tangents)
-    assert relative_difference(found, torch.cat([answer[None], expected])) < 1e-12
+        found = graph(*case.active, *case.passive, *[ones] * takes_ones, *tangents)
+    for ours, theirs in zip(found, jvp(case.module, case.active, case.passive, tangents), strict=True):
+        assert relative_difference(ours, theirs) < 1e-12
 
 
 # Broadcasting and dimensions at random
