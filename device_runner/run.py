@@ -28,7 +28,7 @@ from device_runner.session.inputs import (
 )
 from device_runner.session.noise import noise_note
 from device_runner.session.sensors import Sensors
-from device_runner.session.settings import RunSettings, settled
+from device_runner.session.settings import RunSettings, bundle_for, settled
 from prge.atomic import write_file
 from prge.bundle import Bundle, open_bundle
 from prge.checkpoint import (
@@ -77,15 +77,18 @@ def run(settings: RunSettings) -> Path:
     """
     bundle = open_bundle(settings.bundle)
     settings = settled(settings, bundle)
+    bundle = bundle_for(settings, bundle)
     settings, note = with_lengths(settings, bundle)
     with run_lock(settings.out):
         _check_folder(settings)
         inputs = read_inputs(bundle, settings)
+        bundle = bundle_for(settings, bundle, max(len(example.sequences) for example in inputs.train))
         with Journal(settings.out / JOURNAL) as journal:
             begin(journal, inputs.identity, settings)
             cache = _trunk_cache(settings, bundle)
             programs = open_programs(
-                bundle, settings.threads, settings.keep_programs, settings.engine, cache, settings.lengths
+                bundle, settings.threads, settings.keep_programs, settings.engine, cache, settings.lengths,
+                memory=settings.memory,
             )
             facts = _Facts(inputs, programs)
             rows = partial(make_estimator(settings).rows, programs.step.contract)

@@ -57,7 +57,7 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("head_folds", "top_blocks", "lines"), Range(0, 10_000)),
     **dict.fromkeys(("rank", "queries", "copies", "classes", "positions", "branch_pool"), _SIZE),
     **dict.fromkeys(("batch_size", "score_batch_size", "sequence_length", "lengths"), _SIZE),
-    **dict.fromkeys(("program_bytes", "trunk_cache_bytes"), _BYTES),
+    **dict.fromkeys(("program_bytes", "trunk_cache_bytes", "memory"), _BYTES),
     "max_dropped": Range(0, 1),
     **dict.fromkeys(("learning_rate", "learning_rates", "analysis_learning_rate"), _POSITIVE),
     **dict.fromkeys(("priming_learning_rate", "epsilon", "epsilons", "alpha", "divergence_ratio"), _POSITIVE),

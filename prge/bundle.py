@@ -16,16 +16,19 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from prge.contract import FORMAT, Contract, TensorSpec, tensor_specs
+from prge.chain import ROLE_OF, Chain
+from prge.contract import CHAIN_FORMAT, FORMAT, Contract, TensorSpec, tensor_specs
 from prge.documents import DocumentError, read_json
 from prge.errors import BundleError, shown
 
 MANIFEST = "manifest.json"
 PROGRAM = "program.pte"
+TABLES = "tables.safetensors"
+PROGRAMS, WEIGHTS = "programs", "weights"
 ADAPTER = "adapter"
 TOKENIZER = "tokenizer"
 STEP_METHOD = "forward"
@@ -51,6 +54,19 @@ class Bundle:
     scoring: Contract | None = None
     trunk: Contract | None = None
     shorter: Mapping[int, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    chain: Chain | None = None
+
+    def file(self, name: str) -> Path:
+        """One of the manifest's files."""
+        return self.folder / name
+
+    def hash_of(self, name: str) -> str:
+        """SHA-256 of one of the manifest's files."""
+        return str(self.manifest["files"][name]["sha256"])
+
+    def for_calls(self, contract: Contract, scoring: Contract) -> Bundle:
+        """The bundle for a run that has chosen what a step's and a scoring call look like."""
+        return replace(self, contract=contract, scoring=scoring)
 
     @property
     def methods(self) -> dict[str, Contract]:
@@ -103,7 +119,7 @@ class Bundle:
         """What run.json says of the bundle that a run trains: hashes, model, quantization."""
         return {
             "bundle": self.sha256,
-            "program": self.manifest["files"][PROGRAM],
+            "program": self.manifest["files"].get(PROGRAM),
             "model": self.manifest.get("model"),
             "quantization": self.manifest.get("quantization"),
         }
@@ -165,10 +181,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_json(path)
     except DocumentError as error:
         raise BundleError(f"{path} is damaged: {error}", remedy="copy or export the bundle again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, CHAIN_FORMAT):
         format_seen = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise BundleError(
-            f"{path} has format {shown(format_seen)}, this version reads {FORMAT}",
+            f"{path} has format {shown(format_seen)}, this version reads {FORMAT} and {CHAIN_FORMAT}",
             remedy="export the bundle again with this version",
         )
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
@@ -189,7 +205,11 @@ def open_bundle(folder: Path | str) -> Bundle:
     folder = Path(folder)
     manifest = read_manifest(folder)
     files = manifest.get("files")
-    if not isinstance(files, dict) or PROGRAM not in files:
+    if not isinstance(files, dict):
+        raise BundleError(f"{folder / MANIFEST} lists no files", remedy="export the bundle again")
+    if manifest["format"] == CHAIN_FORMAT:
+        return _open_chain(folder, manifest, files)
+    if PROGRAM not in files:
         raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
     for name in files:
         check_file(folder, manifest, name)
@@ -197,6 +217,33 @@ def open_bundle(folder: Path | str) -> Bundle:
     contract, scoring = read_contracts(manifest)
     trunk, shorter = read_trunk(manifest, contract), read_shorter(manifest, contract)
     return Bundle(folder, contract, manifest, scoring, trunk, shorter)
+
+
+def _open_chain(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> Bundle:
+    """A bundle of a chain; the hashes of its weights are compared when an engine takes them."""
+    chain = Chain.from_json(manifest.get("chain") or {})
+    needed = {kind.program for kind in chain.kinds} | {block.weights for block in chain.blocks}
+    needed |= {TABLES} if any(table.kind == "rotary" for table in chain.tables) else set()
+    if missing := sorted(needed - set(files)):
+        raise BundleError(
+            f"{folder / MANIFEST} lists no {shown(missing[0])}", remedy="copy or export the bundle again"
+        )
+    weights = {block.weights for block in chain.blocks}
+    for name in files:
+        check_file(folder, manifest, name, by_hash=name not in weights)
+    _check_unlisted(folder, files)
+    first = next(kind for kind, role in ROLE_OF.items() if role in chain.roles)
+    scoring = chain.contract("stack", chain.bounds.copies * chain.bounds.batch)
+    queries = {"queries": min(4, chain.bounds.queries)} if first == "tangent" else {}
+    step = chain.contract(first, chain.bounds.batch, **queries)
+    return Bundle(folder, step, manifest, scoring, chain=chain)
+
+
+def chain_of(bundle: Bundle) -> Chain:
+    """The chain of a bundle that has one; raises BundleError for one of version 1."""
+    if bundle.chain is None:
+        raise BundleError(f"{bundle.folder} is a bundle of version 1", remedy="export the model again")
+    return bundle.chain
 
 
 def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
@@ -295,8 +342,8 @@ def read_contracts(manifest: Mapping[str, Any]) -> tuple[Contract, Contract | No
     return contract, scoring
 
 
-def check_file(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
-    """Compare one file with what the manifest says of it.
+def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bool = True) -> None:
+    """Compare one file with what the manifest says of it; without `by_hash` its place and size alone.
 
     Raises:
         BundleError: missing, a link, outside the folder, or of another size or hash.
@@ -328,7 +375,14 @@ def check_file(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
             f"{path} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}",
             remedy="copy or export the bundle again",
         )
-    if file_sha256(path) != entry["sha256"]:
+    if by_hash:
+        check_content(folder, manifest, name)
+
+
+def check_content(folder: Path, manifest: Mapping[str, Any], name: str) -> None:
+    """Compare a file's hash with the manifest's; raises BundleError if it is another file."""
+    path = folder / name
+    if file_sha256(path) != manifest["files"][name]["sha256"]:
         raise BundleError(
             f"{path} is not the file that the manifest names: its SHA-256 differs",
             remedy="copy or export the bundle again",

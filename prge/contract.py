@@ -59,7 +59,7 @@ from typing import Any
 
 from prge.errors import BundleError, shown
 
-FORMAT = 1
+FORMAT, CHAIN_FORMAT = 1, 2
 LORA_B_PREFIX = "lora_b."
 U_PREFIX, V_PREFIX = "u.", "v."
 GRADIENT_PREFIX = "gradient."

@@ -103,6 +103,27 @@ def loss_inputs(
     }
 
 
+def answer_slopes(contract: Contract, answers: FloatArray, inputs: Mapping[str, Array]) -> FloatArray:
+    """Derivative of the loss by the answers, f32 of their shape, from what `loss_inputs` says of it.
+
+    answers -> scores [rows, candidates] -> shares * softmax(scores) - labels -> derivative by the answers
+    """
+    if contract.is_encoder:
+        heads = inputs["heads"]
+        scores = np.matmul(heads, answers[:, :, None])[:, :, 0] + inputs["offsets"]
+        by_score = _by_score(scores, inputs)
+        return np.asarray(np.matmul(by_score[:, None], heads)[:, 0], np.float32)
+    weights, cells = inputs["weights"], inputs["cells"]
+    scores = inputs["offsets"].astype(np.float64)
+    np.add.at(scores.reshape(-1), cells.ravel(), (answers * weights).ravel())
+    return np.asarray(weights * _by_score(scores, inputs).reshape(-1)[cells], np.float32)
+
+
+def _by_score(scores: Array, inputs: Mapping[str, Array]) -> Array:
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True) * inputs["shares"] - inputs["labels"]
+
+
 def check_candidates(contract: Contract, examples: Sequence[Example]) -> None:
     """Raise ConfigError if an example has more candidates than the program's loss has room for."""
     most = max(examples, key=lambda example: example.candidates)

@@ -21,12 +21,16 @@ from prge.bundle import (
     manifest_sha256,
     variant_name,
 )
-from prge.contract import FORMAT, TensorSpec
+from prge.chain import Chain
+from prge.contract import CHAIN_FORMAT, FORMAT, TensorSpec
 from prge.peft import PeftAdapter, write_lora
+from server_export.check.chain import ChainVerification
 from server_export.check.verification import Verification
 from server_export.lower.lowering import LoweredProgram, LoweringReport
 from server_export.model.base import base_of
-from server_export.model.program import SCORE_METHOD, BuiltProgram
+from server_export.model.loading import LoadedModel
+from server_export.model.program import SCORE_METHOD, BuiltProgram, StartAdapter
+from server_export.model.quantization import QuantizationReport
 from server_export.model.tokenization import tokenizer_block, write_tokenizer
 from server_export.settings import ExportConfig
 
@@ -40,7 +44,7 @@ def write_program(folder: Path, lowered: LoweredProgram) -> Path:
     return path
 
 
-def write_adapter(folder: Path, built: BuiltProgram) -> None:
+def write_adapter(folder: Path, built: BuiltProgram | StartAdapter) -> None:
     """Write the adapter to start from as a PEFT folder."""
     targets = built.target_modules
     config = {
@@ -97,14 +101,8 @@ def write_bundle(
             for length in built.shorter
         ],
         "queries": config.queries,
-        "lora": {
-            "rank": built.rank,
-            "alpha": built.alpha,
-            "target_modules": built.target_modules,
-            "seed": config.seed if config.adapter is None else None,
-            "source": str(config.adapter) if config.adapter is not None else None,
-        },
-        "model": _model_block(built),
+        "lora": _lora_block(config, built),
+        "model": _model_block(built.loaded, built.parameters),
         "readout": {
             "pooling": config.pooling if built.contract.is_encoder else None,
             "label_words": config.label_words,
@@ -119,11 +117,45 @@ def write_bundle(
     return write_manifest(folder, content)
 
 
-def write_manifest(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+def write_chain_bundle(
+    folder: Path,
+    config: ExportConfig,
+    start: StartAdapter,
+    chain: Chain,
+    tokenizer: Any,
+    quantization: QuantizationReport,
+    verification: ChainVerification,
+) -> dict[str, Any]:
+    """Fill `folder`, which holds programs and weights already, with everything else; returns the manifest."""
+    write_adapter(folder / ADAPTER, start)
+    write_tokenizer(tokenizer, folder / TOKENIZER)
+    content = {
+        "chain": chain.to_json(),
+        "lora": _lora_block(config, start),
+        "model": _model_block(start.loaded, start.parameters),
+        "readout": {"label_words": config.label_words},
+        "quantization": quantization.to_json(),
+        "tokenizer": tokenizer_block(tokenizer, config.prepend_bos, chain.vocabulary_size),
+        "verification": verification.to_json(),
+    }
+    return write_manifest(folder, content, CHAIN_FORMAT)
+
+
+def _lora_block(config: ExportConfig, built: BuiltProgram | StartAdapter) -> dict[str, Any]:
+    return {
+        "rank": built.rank,
+        "alpha": built.alpha,
+        "target_modules": built.target_modules,
+        "seed": config.seed if config.adapter is None else None,
+        "source": str(config.adapter) if config.adapter is not None else None,
+    }
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any], version_number: int = FORMAT) -> dict[str, Any]:
     """Write the manifest of a folder that holds everything else, with its own hash and every file's."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest = {
-        "format": FORMAT,
+        "format": version_number,
         **content,
         "versions": {
             "prge": __version__,
@@ -140,14 +172,14 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     return manifest
 
 
-def _model_block(built: BuiltProgram) -> dict[str, Any]:
+def _model_block(loaded: LoadedModel, parameters: int) -> dict[str, Any]:
     return {
-        "name_or_path": built.loaded.name_or_path,
-        "revision": built.loaded.revision,
-        "sha256": built.loaded.sha256,
-        "architecture": type(built.loaded.model).__name__,
-        "model_type": built.loaded.config.model_type,
-        "parameters": built.parameters,
+        "name_or_path": loaded.name_or_path,
+        "revision": loaded.revision,
+        "sha256": loaded.sha256,
+        "architecture": type(loaded.model).__name__,
+        "model_type": loaded.config.model_type,
+        "parameters": parameters,
     }
 
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ def export(config: ExportConfig) -> Path:
     out = Path(config.out)
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+    if config.roles is not None:
+        return _export_chain(config, out)
     announce(config)
     with _stage("loading") as note:
         built, tokenizer = _build(config)
@@ -112,6 +115,76 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
                 folder, config, built, tokenizer, reports, verification, cut, shorter_cuts
             )
     _summarize(out, manifest)
+    return out
+
+
+def _export_chain(config: ExportConfig, out: Path) -> Path:
+    from prge import chain as manifest
+    from server_export.bundle import write_chain_bundle
+    from server_export.check.chain import verify_chain
+    from server_export.lower.chain import lower_chain
+    from server_export.lower.lowering import collector_paused
+    from server_export.model.chain import build_chain, plain_layers
+    from server_export.model.files import fetch_weights, find_files
+    from server_export.model.loading import outline_model
+    from server_export.model.program import position_numbers, readout_of, start_adapter
+    from server_export.model.tokenization import label_token_ids, load_tokenizer, tokenizer_block
+    from server_export.quiet import quiet_libraries
+
+    quiet_libraries()
+    pooled = None if config.readout is None else config.readout == "pooled"
+    with new_folder(out, overwrite=config.overwrite) as folder, collector_paused():
+        with _stage("tracing") as note:
+            files = find_files(config.model, config.revision)
+            outline = outline_model(config.model, pooled=pooled, revision=config.revision)
+            fetch_weights(files)
+            if not files.revision:
+                outline = replace(outline, sha256=files.sha256())
+            tokenizer = load_tokenizer(config.model, outline.revision)
+            vocabulary = outline.model.get_input_embeddings().weight.shape[0]
+            tokenizer_block(tokenizer, config.prepend_bos, vocabulary)
+            labels = label_token_ids(tokenizer, config.label_words) if config.label_words else []
+            readout = readout_of(config, outline, labels)
+            position_numbers(outline, config.sequence_length)
+            transposed = plain_layers(outline.model)
+            start = start_adapter(config, outline, bool(transposed))
+            scale = start.alpha / start.rank
+            chain = build_chain(
+                outline,
+                files,
+                {name: matrix * scale for name, matrix in start.lora_a.items()},
+                longest=config.sequence_length,
+                transposed=transposed,
+                scheme=config.quantize,
+                label_tokens=labels,
+            )
+            note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds")
+        with _stage("lowering") as note:
+            bounds = manifest.Bounds(tokens=config.sequence_length)
+            lowered = lower_chain(chain, folder, config.roles or (), bounds, outline.is_decoder, note)
+        with _stage("verifying") as note:
+            verification = verify_chain(chain, lowered, folder, config.quantize)
+            differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())
+            note(f"engine and model differ by {differences} (allowed {verification.tolerance:.2g})")
+        described = manifest.Chain(
+            readout=readout,
+            pooling=config.pooling,
+            width=int(outline.config.hidden_size),
+            vocabulary_size=chain.vocabulary_size,
+            label_tokens=tuple(labels),
+            modules=chain.modules,
+            bounds=bounds,
+            tables=lowered.tables,
+            kinds=lowered.kinds,
+            blocks=lowered.blocks,
+        )
+        with _stage("writing"):
+            content = write_chain_bundle(
+                folder, config, start, described, tokenizer, chain.quantization, verification
+            )
+    size = sum(entry["bytes"] for entry in content["files"].values())
+    programs = sum(content["files"][kind.program]["bytes"] for kind in described.kinds)
+    print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB; roles {', '.join(described.roles)}")
     return out
 
 

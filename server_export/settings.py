@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from prge.bounds import bound_problems
+from prge.chain import ROLES
 from prge.errors import ConfigError
 
 Readout = Literal["logprobs", "verbalizer", "pooled"]
@@ -103,6 +104,11 @@ class ExportConfig:
     quantize: str = "fp32"
     """Frozen weights: `fp32`, `8da8w` or `8da4w` (int8 or int4 weights, int8 dynamic activations)."""
 
+    roles: list[str] | None = None
+    """Write the model as a chain of small programs with its weights beside them, for these roles: `stack` for
+    scores and differences of copies, `tangent`, `back` for exact gradients. Queries, batch and lengths are then
+    choices of a run."""
+
     prepend_bos: PrependBos = "auto"
     """Whether the device puts the begin-of-sequence token first; `auto` leaves it to the tokenizer."""
 
@@ -126,6 +132,11 @@ class ExportConfig:
             f"--lengths has {length}, must be at most --sequence-length {self.sequence_length}"
             for length in self.lengths or ()
             if length > self.sequence_length
+        ]
+        problems += [
+            f"roles has {role!r}, must be of {', '.join(ROLES)}"
+            for role in self.roles or ()
+            if role not in ROLES
         ]
         if self.quantize.lower() in WEIGHT_ONLY:
             problems.append(

@@ -76,16 +76,15 @@ class Program(Protocol):
         ...
 
 
-class ProgramEngine(ABC):
-    """One loaded method of a program, made by `load`; subclasses say how it is called.
+class CheckedEngine(ABC):
+    """Implements prge.engine.Engine but for the call itself: inputs are checked, failures explained.
 
     `calls` and `seconds` count forwards and the time inside the engine; `threads` is the size of its pool.
     """
 
-    def __init__(self, contract: Contract, threads: int, method: Any = None) -> None:
+    def __init__(self, contract: Contract, threads: int) -> None:
         limits = _index_limits(contract)
         self._contract = contract
-        self._method = method
         self._expected = [
             (spec.name, (spec, np.dtype(spec.dtype), limits.get(spec.name))) for spec in contract.inputs
         ]
@@ -94,6 +93,82 @@ class ProgramEngine(ABC):
         self.calls = 0
         self.seconds = 0.0
         _loaded.add(self)
+
+    @property
+    def contract(self) -> Contract:
+        """Shapes, names and adapted modules of the loaded method."""
+        return self._contract
+
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Run the program once.
+
+        Args:
+            inputs: an array of the contract's dtype and shape for every input name.
+
+        Returns:
+            A fresh array for every output name.
+
+        Raises:
+            EngineError: an input is missing, unknown, of another shape or dtype, or holds an index out of
+                range; or the engine failed. The engine stays usable.
+        """
+        # With their arrays, whose memory they may point to. Those of an adapter are hundreds, in buffers that
+        # callers fill anew for every call: what the engine takes of them is made once.
+        arguments = []
+        for name, expected in self._expected:
+            array, kept = inputs.get(name), self._kept.get(name)
+            arguments.append(kept if kept and kept[0] is array else self._argument(array, *expected))
+        if len(inputs) != len(arguments):
+            unknown = sorted(set(inputs) - {spec.name for spec in self._contract.inputs})
+            raise EngineError(f"the program has no input {', '.join(unknown)}", remedy="leave it out")
+        start = time.perf_counter()
+        try:
+            outputs = self._call([argument for _, argument in arguments])
+        except RuntimeError as error:
+            remedy = "export the bundle again with this version of executorch; if it stays, report it"
+            raise EngineError(
+                f"the engine failed in a forward: {explain(error)}",
+                remedy=GET_MEMORY if lacked_memory(error) else remedy,
+            ) from None
+        self.seconds += time.perf_counter() - start
+        self.calls += 1
+        return {spec.name: output for spec, output in zip(self._contract.outputs, outputs, strict=True)}
+
+    @abstractmethod
+    def _prepared(self, array: Array) -> Any:
+        """A contiguous array as the engine takes it, which sees what is written to the array later."""
+
+    @abstractmethod
+    def _call(self, arguments: Sequence[Any]) -> Sequence[Array]:
+        """Prepared arrays in the contract's order in, fresh arrays of its shapes out, or RuntimeError."""
+
+    def _argument(
+        self, array: Array | None, spec: TensorSpec, dtype: np.dtype[Any], limit: int | None
+    ) -> tuple[Array, Any]:
+        """A checked input and what the engine takes of it."""
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != spec.shape:
+            raise _unfit(spec, array)
+        if limit is not None:
+            # Not every kernel checks its indices; one out of range may read foreign memory.
+            low, high = int(array.min()), int(array.max())
+            if low < 0 or high >= limit:
+                raise EngineError(
+                    f"the input {spec.name} holds {low if low < 0 else high}, must be in 0 to {limit - 1}"
+                )
+        array = np.ascontiguousarray(array)
+        argument = array, self._prepared(array)
+        # What is made of a read-only array may be a copy.
+        if spec.name.startswith(_ADAPTER_PREFIXES) and array.flags.writeable:
+            self._kept[spec.name] = argument
+        return argument
+
+
+class ProgramEngine(CheckedEngine):
+    """One loaded method of a program, made by `load`; subclasses say how it is called."""
+
+    def __init__(self, contract: Contract, threads: int, method: Any = None) -> None:
+        super().__init__(contract, threads)
+        self._method = method
 
     @classmethod
     def load(
@@ -185,77 +260,9 @@ class ProgramEngine(ABC):
     def open_program(path: Path) -> Program:
         """Open a program file."""
 
-    @property
-    def contract(self) -> Contract:
-        """Shapes, names and adapted modules of the loaded method."""
-        return self._contract
-
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Run the program once.
-
-        Args:
-            inputs: an array of the contract's dtype and shape for every input name.
-
-        Returns:
-            A fresh array for every output name.
-
-        Raises:
-            EngineError: an input is missing, unknown, of another shape or dtype, or holds an index out of
-                range; or the engine failed. The engine stays usable.
-        """
-        # With their arrays, whose memory they may point to. Those of an adapter are hundreds, in buffers that
-        # callers fill anew for every call: what the engine takes of them is made once.
-        arguments = []
-        for name, expected in self._expected:
-            array, kept = inputs.get(name), self._kept.get(name)
-            arguments.append(kept if kept and kept[0] is array else self._argument(array, *expected))
-        if len(inputs) != len(arguments):
-            unknown = sorted(set(inputs) - {spec.name for spec in self._contract.inputs})
-            raise EngineError(f"the program has no input {', '.join(unknown)}", remedy="leave it out")
-        start = time.perf_counter()
-        try:
-            outputs = self._call([argument for _, argument in arguments])
-        except RuntimeError as error:
-            remedy = "export the bundle again with this version of executorch; if it stays, report it"
-            raise EngineError(
-                f"the engine failed in a forward: {explain(error)}",
-                remedy=GET_MEMORY if lacked_memory(error) else remedy,
-            ) from None
-        self.seconds += time.perf_counter() - start
-        self.calls += 1
-        return {spec.name: output for spec, output in zip(self._contract.outputs, outputs, strict=True)}
-
     def unchecked(self, inputs: Mapping[str, Array]) -> Sequence[Array]:
         """Outputs for contiguous inputs that fit the contract; RuntimeError for what the engine refuses."""
         return self._call([self._prepared(inputs[spec.name]) for spec in self._contract.inputs])
-
-    @abstractmethod
-    def _prepared(self, array: Array) -> Any:
-        """A contiguous array as the engine takes it, which sees what is written to the array later."""
-
-    @abstractmethod
-    def _call(self, arguments: Sequence[Any]) -> Sequence[Array]:
-        """Prepared arrays in the contract's order in, fresh arrays of its shapes out, or RuntimeError."""
-
-    def _argument(
-        self, array: Array | None, spec: TensorSpec, dtype: np.dtype[Any], limit: int | None
-    ) -> tuple[Array, Any]:
-        """A checked input and what the engine takes of it."""
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != spec.shape:
-            raise _unfit(spec, array)
-        if limit is not None:
-            # Not every kernel checks its indices; one out of range may read foreign memory.
-            low, high = int(array.min()), int(array.max())
-            if low < 0 or high >= limit:
-                raise EngineError(
-                    f"the input {spec.name} holds {low if low < 0 else high}, must be in 0 to {limit - 1}"
-                )
-        array = np.ascontiguousarray(array)
-        argument = array, self._prepared(array)
-        # What is made of a read-only array may be a copy.
-        if spec.name.startswith(_ADAPTER_PREFIXES) and array.flags.writeable:
-            self._kept[spec.name] = argument
-        return argument
 
 
 def _unfit(spec: TensorSpec, array: Any) -> EngineError:
@@ -270,7 +277,7 @@ def _unfit(spec: TensorSpec, array: Any) -> EngineError:
 
 
 # Those alive hold pointers to the thread pool, which is one for all engines of the process.
-_loaded: weakref.WeakSet[ProgramEngine] = weakref.WeakSet()
+_loaded: weakref.WeakSet[CheckedEngine] = weakref.WeakSet()
 
 
 def check_threads(threads: int | None, count: int) -> bool:

@@ -9,13 +9,15 @@ several lengths   the variants of a method stay together, each with the weights,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from device_runner.engines.choice import choose
+from device_runner.engines.choice import Backend, choose
 from device_runner.engines.length_engine import LengthEngine
 from device_runner.engines.lengths import groups, variants_of
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.engines.trunk_engine import TrunkEngine
 from prge.bundle import PROGRAM, TRUNK_METHOD, Bundle
+from prge.chain import ROLE_OF, STACK
 from prge.contract import Contract
 from prge.engine import Array, Engine, EngineName
 
@@ -102,6 +104,35 @@ class _LazyEngine:
         return self._programs.loaded(self._method).forward(inputs)
 
 
+@dataclass(frozen=True)
+class ChainPrograms:
+    """The engines `step` and `score` of a bundle with a chain, which share its blocks; see Programs."""
+
+    step: Engine
+    score: Engine
+    threads: int
+    engine: str
+    notes: str = ""
+    trunk: None = None
+
+
+def _open_chain(
+    bundle: Bundle, backend: Backend, threads: int | None, memory: int | None, only_scoring: bool
+) -> ChainPrograms:
+    from device_runner.engines.blocks import Blocks
+    from device_runner.engines.chain_engine import ChainEngine
+
+    backend.engine.prepare()
+    # Before any engine loads: a child that tries a program lacks the threads of a running pool.
+    told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
+    role = ROLE_OF[STACK if only_scoring else bundle.contract.kind]
+    count = backend.engine.set_threads(threads)
+    blocks = Blocks(bundle, backend, {role}, memory, told.append)
+    step = ChainEngine(bundle.contract, blocks, count)
+    score = ChainEngine(bundle.score_contract, blocks, count)
+    return ChainPrograms(step, score, count, backend.name, "; ".join(told))
+
+
 def open_programs(
     bundle: Bundle,
     threads: int | None = None,
@@ -110,7 +141,8 @@ def open_programs(
     cache: TrunkCache | None = None,
     lengths: Collection[int] | None = None,
     only_scoring: bool = False,
-) -> Programs:
+    memory: int | None = None,
+) -> Programs | ChainPrograms:
     """Check the methods of a bundle in a child process; from then on they load when they are called.
 
     Args:
@@ -119,11 +151,14 @@ def open_programs(
         keep, cache, lengths: see Programs.
         engine: see device_runner.engines.choice.
         only_scoring: whether no step is going to be taken.
+        memory: of a chain, bytes of weights that may stay loaded.
 
     Raises:
         BundleError, EngineError: as device_runner.engines.base.ProgramEngine.load.
     """
     backend = choose(engine)
+    if bundle.chain is not None:
+        return _open_chain(bundle, backend, threads, memory, only_scoring)
     kind = backend.engine
     lengths = tuple(lengths or bundle.lengths[-1:])
     together = groups(bundle, lengths, keep, only_scoring)

@@ -10,6 +10,7 @@ from device_runner.engines.lengths import PROGRAM_BYTES, check_lengths
 from device_runner.engines.trunk_cache import Precision
 from prge.bounds import BOUNDS, flag
 from prge.bundle import Bundle
+from prge.chain import ROLE_OF, Chain
 from prge.directions import Distribution
 from prge.engine import EngineName
 from prge.errors import BundleError, ConfigError, shown
@@ -18,6 +19,7 @@ from prge.training_flags import TrainingFlags
 
 EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 
+DEFAULT_QUERIES = DEFAULT_BATCH = 4
 # By kind of program, the default first.
 _FITTING: dict[str, tuple[EstimatorName, ...]] = {
     "tangent": ("tangent",),
@@ -54,6 +56,8 @@ class RunSettings(TrainingFlags):
     examples and they differ much."""
     directions: Distribution = "rademacher"
     """antithetic, one-sided: distribution of directions; rademacher is bit-identical on every machine."""
+    batch_size: int | None = None
+    """Bundles with roles: sequences of one call, before copies; default: 4, or as many as a row needs."""
     calls: int = 1
     """Batches accumulated into one step."""
     optimizer: OptimizerName = "adam"
@@ -68,6 +72,9 @@ class RunSettings(TrainingFlags):
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
     The same bits. auto: native where it is built or can be, else torch."""
+    memory: int | None = None
+    """Bundles with roles: bytes of weights that may stay loaded; the others are loaded when their turn comes.
+    The same bits. Default: all stay."""
     keep_programs: bool = False
     """Tangent bundles: keep the programs for steps and for scoring loaded side by side. Evaluations begin
     sooner, and the weights are in memory twice, but for those that the native engine can share."""
@@ -123,6 +130,14 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
         ConfigError: other ones were asked for, or settings have no meaning for them.
     """
     contract = bundle.contract
+    if bundle.chain is not None:
+        return _settled_on_chain(settings, bundle.chain)
+    if settings.memory is not None or settings.batch_size is not None:
+        raise ConfigError(
+            "the settings don't fit the bundle:",
+            ["--memory and --batch-size are for a bundle that was exported with --roles"],
+            remedy="leave them out",
+        )
     fitting = _FITTING[contract.kind]
     estimator = settings.estimator or fitting[0]
     if estimator not in fitting:
@@ -147,6 +162,51 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
         )
     check_lengths(bundle, settings.lengths or ())
     return replace(settings, estimator=estimator, queries=queries)
+
+
+_KIND: dict[EstimatorName, str] = {
+    "tangent": "tangent",
+    "exact": "exact",
+    "antithetic": "stack",
+    "one-sided": "stack",
+}
+
+
+def _settled_on_chain(settings: RunSettings, chain: Chain) -> RunSettings:
+    fitting = [name for name, kind in _KIND.items() if ROLE_OF[kind] in chain.roles]
+    # Exact gradients are asked for by name: they take a backward pass.
+    estimator = settings.estimator or ("tangent" if "tangent" in fitting else "antithetic")
+    if estimator not in fitting:
+        raise ConfigError(
+            "the settings don't fit the bundle:",
+            [f"--estimator is {estimator}, the bundle has the roles {', '.join(chain.roles)}"],
+            remedy=f"choose one of {', '.join(fitting)}, or export with the role "
+            f"{ROLE_OF[_KIND[estimator]]}",
+        )
+    queries = None if estimator == "exact" else settings.queries or DEFAULT_QUERIES
+    return replace(settings, estimator=estimator, queries=queries)
+
+
+def bundle_for(settings: RunSettings, bundle: Bundle, sequences: int = 1) -> Bundle:
+    """The bundle with the contract of a step that settled settings ask for.
+
+    Args:
+        settings: of the run.
+        bundle: one with a chain is given a contract; any other stays what it is.
+        sequences: most of one example, for which a batch has room at least.
+    """
+    if bundle.chain is None:
+        return bundle
+    batch = settings.batch_size or max(DEFAULT_BATCH, sequences)
+    if settings.estimator == "exact":
+        contract = bundle.chain.contract("exact", batch)
+    elif settings.estimator == "tangent":
+        contract = bundle.chain.contract("tangent", batch, queries=settings.queries or DEFAULT_QUERIES)
+    else:
+        queries = settings.queries or DEFAULT_QUERIES
+        copies = 2 * queries if settings.estimator == "antithetic" else queries + (settings.baseline == "clean")
+        contract = bundle.chain.contract("stack", batch, copies=copies)
+    return bundle.for_calls(contract, bundle.score_contract)
 
 
 def suggested_queries(bundle: Bundle) -> int:

@@ -44,6 +44,37 @@ def rotate(graph_module: GraphModule) -> None:
     graph_module.recompile()
 
 
+def turn_by_layers(graph_module: GraphModule) -> None:
+    """Make a linear layer of what turns the halves of a head, cat(-x[half:], x[:half]), in place.
+
+    The cosines and sines stay products with tables. Slices of any number of rows would leave the delegate.
+    """
+    writer = Writer(graph_module)
+    for node in graph_module.graph.find_nodes(op="call_function", target=aten.cat.default):
+        source = _source_of_turned(node)
+        if source is not None:
+            writer.replace(node, _turned_halves, source)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+
+
+def _source_of_turned(node: Node) -> Node | None:
+    """What a node turns the halves of; None if it doesn't."""
+    part: Any = node.args[0][1]  # type: ignore[index]
+    if part.target is not aten.slice.Tensor or part.args[0].meta["val"].dim() != 4:
+        return None
+    source: Node = part.args[0]
+    return source if _is_turned(node, source, source.meta["val"].shape[-1]) else None
+
+
+def _turned_halves(writer: Writer, source: Node) -> Node:
+    width = source.meta["val"].shape[-1]
+    unit = torch.eye(width // 2)
+    none = torch.zeros_like(unit)
+    rows = torch.cat([torch.cat([none, -unit], 1), torch.cat([unit, none], 1)])
+    return writer.call(aten.linear.default, source, writer.constant(rows))
+
+
 def rotates_by_product(length: int, width: int) -> bool:
     """Whether `rotate` makes products of the rotations of heads of this width."""
     return width <= _WIDEST_ROTATION and length * width * width <= _LARGEST_ROTATION

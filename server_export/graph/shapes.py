@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
-from server_export.graph.modules import attribute
+from server_export.graph.modules import as_module, attribute
 
 
 class Shapes:
@@ -58,3 +60,32 @@ def fill_in_values(graph_module: GraphModule) -> None:
                 (node.args, node.kwargs), lambda source: without_memory(source.meta["val"])
             )
             node.meta["val"] = shapes.of(node.target, arguments, named)
+
+
+def with_one(graph_module: GraphModule, marker: int) -> GraphModule:
+    """The same graph with 1 in the place of a size that every number that is made of it is a multiple of.
+
+    Args:
+        graph_module: its placeholders carry `meta["val"]`. Not changed; the constants are shared.
+        marker: a large prime.
+    """
+
+    def smaller(number: Any) -> Any:
+        if type(number) is int and 0 < number < sys.maxsize:
+            while number % marker == 0:
+                number //= marker
+        return number
+
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in graph_module.graph.nodes:
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            shape = [smaller(size) for size in value.shape]
+            copy.meta["val"] = torch.empty(shape, dtype=value.dtype, device="meta")
+        elif node.op == "call_function":
+            copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), smaller)
+            del copy.meta["val"]
+    result = as_module(graph_module, graph)
+    fill_in_values(result)
+    return result

@@ -5,7 +5,7 @@ outline -> adapter inserted -> traced -> cut into blocks -> a quantized, rewritt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,12 @@ from prge.contract import AdaptedModule
 from server_export.graph.cutting import Block, cut, kinds
 from server_export.graph.modules import give_memory
 from server_export.graph.rewriting import rewrite
+from server_export.graph.rotation import turn_by_layers
 from server_export.model.files import ModelFiles
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
 from server_export.model.loading import LoadedModel
 from server_export.model.lora_fa import CallInputs, conv1d_names, convert_conv1d, insert_lora
+from server_export.model.quantization import GROUP_SIZE, QuantizationReport
 from server_export.model.readout import cut_head
 from server_export.model.tables import TABLE, Tables, make_rotary_tables
 from server_export.model.traced import COPIES, WHOLE_PREFIX, trace
@@ -51,6 +53,27 @@ class Chain:
     weights: Weights
     lora_a: Mapping[str, torch.Tensor]
     head_rows: Mapping[str, Sequence[int]]
+    vocabulary_size: int
+    scheme: str
+
+    @property
+    def quantization(self) -> QuantizationReport:
+        """What is quantized and how."""
+        if self.scheme == "fp32":
+            return QuantizationReport()
+        per_channel, embeddings = list[str](), list[str]()
+        for number, block in enumerate(self.blocks):
+            frozen = self.kinds[self.kind_of[number]].frozen
+            own = dict(zip(self.blocks[self.kind_of[number]].weights, block.weights, strict=True))
+            embeddings += frozen.embeddings
+            if self.scheme == "8da4w":
+                per_channel += [_layer(own.get(name, name)) for name, groups in frozen.layers.items() if not groups]
+        return QuantizationReport(
+            self.scheme,
+            GROUP_SIZE if self.scheme == "8da4w" else None,
+            tuple(per_channel),
+            "int8" if embeddings else "fp32",
+        )
 
     def tensors(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors that a block's kind reads, made of the block's weights.
@@ -76,6 +99,7 @@ def build_chain(
     lora_a: Mapping[str, torch.Tensor],
     *,
     longest: int,
+    transposed: Collection[str] = (),
     scheme: str = "fp32",
     label_tokens: Sequence[int] = (),
     copies: int = COPIES,
@@ -87,6 +111,7 @@ def build_chain(
         files: of its weights.
         lora_a: f32 [rank, in] by adapted layer, alpha / rank folded in, in module order.
         longest: tokens of the longest sequence.
+        transposed: what `plain_layers` answered of it.
         scheme: of the frozen weights.
         label_tokens: of a verbalizer, whose head answers among them alone.
         copies: 1, or COPIES for a graph of any number of them.
@@ -96,9 +121,7 @@ def build_chain(
         Exception: what torch.export raises if it can't trace the model.
     """
     model = outline.model
-    transposed = {f"{name}.weight" for name in conv1d_names(model)}
-    with torch.device("meta"):
-        convert_conv1d(model)
+    transposed = {*transposed, *plain_layers(model)}
     weights = Weights(files, model, transposed)
     head_rows = {}
     if label_tokens:
@@ -115,10 +138,24 @@ def build_chain(
         is_head = outline.is_decoder and number == len(blocks) - 1
         graph_module, frozen = freeze(blocks[number], scheme, is_head)
         rewrite(graph_module)
+        turn_by_layers(graph_module)
         give_memory(graph_module)
         made[number] = Kind(graph_module, frozen)
     adapter = {placeholder: layer for layer, placeholder in traced.adapter.items()}
-    return Chain(blocks, kind_of, made, tables, modules, adapter, weights, lora_a, head_rows)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    return Chain(blocks, kind_of, made, tables, modules, adapter, weights, lora_a, head_rows, vocabulary, scheme)
+
+
+def _layer(weight: str) -> str:
+    return weight.removeprefix(WHOLE_PREFIX).replace(_BASE, ".").rpartition(".")[0]
+
+
+def plain_layers(model: torch.nn.Module) -> set[str]:
+    """Turn GPT-2's layers of a model without weights into linear ones; names of weights to transpose."""
+    transposed = {f"{name}.weight" for name in conv1d_names(model)}
+    with torch.device("meta"):
+        convert_conv1d(model)
+    return transposed
 
 
 def _first_position(model: torch.nn.Module) -> int:

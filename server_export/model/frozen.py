@@ -42,6 +42,14 @@ class Frozen:
     layers: dict[str, bool] = field(default_factory=dict)
     embeddings: list[str] = field(default_factory=list)
 
+    @property
+    def stored(self) -> set[str]:
+        """Names of the tensors that differ from block to block."""
+        parts = (codes_of, scale_of, zero_point_of)
+        quantized = {part(name) for name in self.layers for part in parts}
+        quantized |= {part(name) for name in self.embeddings for part in parts[:2]}
+        return quantized | set(self.names) - set(self.layers) - set(self.embeddings)
+
     def tensors(self, weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of the graph, made of a block's weights f32 in the order of the block's own."""
         with torch.no_grad():

@@ -107,6 +107,36 @@ class StackProgram(nn.Module):
 
 
 @dataclass(frozen=True)
+class StartAdapter:
+    """The adapter that a bundle starts from, and the model that it belongs to.
+
+    `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank] are unscaled.
+    """
+
+    loaded: LoadedModel
+    rank: int
+    alpha: float
+    target_modules: str | list[str]
+    lora_a: Mapping[str, torch.Tensor]
+    lora_b: Mapping[str, torch.Tensor]
+    had_conv1d: bool
+    parameters: int
+
+
+def start_adapter(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) -> StartAdapter:
+    """The adapter that `config` asks for, of a model that may lack its weights.
+
+    Raises:
+        PrgeError: the adapter or settings can't be used.
+    """
+    parameters = parameter_count(outline.model)
+    start = read_lora(config.adapter) if config.adapter is not None else None
+    rank, alpha, targets, names = _adapted_layers(config, outline.model, start)
+    lora_a, lora_b = _matrices(config, outline.model, start, names)
+    return StartAdapter(outline, rank, alpha, targets, lora_a, lora_b, had_conv1d, parameters)
+
+
+@dataclass(frozen=True)
 class BuiltProgram:
     """A program ready to be lowered, with what its bundle says about it.
 
@@ -184,7 +214,7 @@ def build_program(
         loaded = load_model(config.model, pooled=pooled, revision=config.revision)
     if config.label_words and not label_tokens:
         label_tokens = label_token_ids(load_tokenizer(config.model, config.revision), config.label_words)
-    kind = _readout(config, loaded, label_tokens)
+    kind = readout_of(config, loaded, label_tokens)
     position_ids = position_numbers(loaded, config.sequence_length)
     reference = _Reference(loaded, config)
     parameters = parameter_count(loaded.model)
@@ -240,7 +270,7 @@ def planned_contracts(
     Raises:
         PrgeError: the model, adapter or settings can't be used.
     """
-    kind = _readout(config, loaded, label_tokens)
+    kind = readout_of(config, loaded, label_tokens)
     position_numbers(loaded, config.sequence_length)
     start = read_lora(config.adapter) if config.adapter is not None else None
     rank, _, _, names = _adapted_layers(config, loaded.model, start)
@@ -345,7 +375,8 @@ class _Reference:
             )
 
 
-def _readout(config: ExportConfig, loaded: LoadedModel, label_tokens: Sequence[int]) -> str:
+def readout_of(config: ExportConfig, loaded: LoadedModel, label_tokens: Sequence[int]) -> str:
+    """What a program answers; raises ConfigError for a readout that the model hasn't."""
     if not loaded.is_decoder:
         if config.readout not in (None, "pooled") or config.label_words:
             raise ConfigError(

@@ -13,7 +13,7 @@ gradient of 8 layers from a cosine of 0.9995 with the true one to 0.976.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,7 @@ class Expansion:
         layer = self.layers[number]
         with self.graph.inserting_before(node):
             if transposed:
-                return self._backward(source, number, layer)
+                return self._backward(source, layer)
             if layer.scales is None:
                 weight = self.copy(layer.weight)
             else:
@@ -140,7 +140,7 @@ class Expansion:
             bias = () if layer.bias is None else (self.copy(layer.bias),)
             return self._call(aten.linear.default, source, weight, *bias)
 
-    def _backward(self, source: Node, number: int, layer: Layer) -> Node:
+    def _backward(self, source: Node, layer: Layer) -> Node:
         if layer.scales is None:
             weight = attribute(self.root, str(layer.weight.target)).detach()
             if len(weight) == 1:
@@ -150,22 +150,18 @@ class Expansion:
                     aten.mul.Tensor, source, self._constant(f"row_{len(weight[0])}", weight[0].clone())
                 )
             # A batched product with the weight as it is would store it once, and pack it at every call.
+            name = str(layer.weight.target)
             return self._call(
-                aten.linear.default, source, self._constant(f"{number}", weight.t().contiguous())
+                aten.linear.default, source, self._constant(name, weight.t().contiguous())
             )
-        codes, scale, zero = (attribute(self.root, str(node.target)) for node in _tensors(layer.weight))
-        _, block, _, _, *range_of_codes = layer.weight.args
-        weight = torch.ops.torchao.dequantize_affine.default(codes, block, scale, zero, *range_of_codes)
-        backward = int8_weight(weight.t().contiguous())
-        names = ("qdata", "scale", "zero_point")
-        tensors = [
-            self._constant(f"{number}_{name}", getattr(backward, name).detach().contiguous())
-            for name in names
-        ]
+        parts = [str(node.target) for node in _tensors(layer.weight)]
+        backward = transposed_codes(*(attribute(self.root, part) for part in parts))
+        tensors = [self._constant(part, tensor) for part, tensor in zip(parts, backward, strict=True)]
         rounded = self._rounded(source, layer.scales)
+        width_out = layer.widths[1]
         dequantized = self._call(
             torch.ops.torchao.dequantize_affine.default,
-            tensors[0], [1, weight.shape[0]], *tensors[1:], torch.int8, -128, 127,
+            tensors[0], [1, width_out], *tensors[1:], torch.int8, -128, 127,
         )  # fmt: skip
         return self._call(aten.linear.default, rounded, dequantized)
 
@@ -185,13 +181,48 @@ class Expansion:
         return self._call(weight.target, codes, block, scale, zero, *range_of_codes)
 
     def _constant(self, name: str, tensor: torch.Tensor) -> Node:
-        name = f"{TRANSPOSED}{name}"
+        name = _transposed(name)
         if not hasattr(self.root, name):
             self.root.register_buffer(name, tensor)
         return self.graph.get_attr(name)
 
     def _call(self, target: Any, *arguments: Any) -> Node:
         return self.graph.call_function(target, arguments)
+
+
+def with_transposed(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """A block's constants, with those among `names` that its way back has of its layers."""
+    made = dict(tensors)
+    for name, tensor in tensors.items():
+        parts = name, name.replace("_codes", "_scale"), name.replace("_codes", "_zero_point")
+        if name.endswith("_codes") and _transposed(name) in names:
+            backward = transposed_codes(*(tensors[part] for part in parts))
+            made |= {_transposed(part): value for part, value in zip(parts, backward, strict=True)}
+        elif _transposed(name) in names and _transposed(name) not in made:
+            made[_transposed(name)] = tensor.t().contiguous()
+    return made
+
+
+def _transposed(name: str) -> str:
+    return TRANSPOSED + name.replace(".", "_")
+
+
+def transposed_codes(
+    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes i8 [in, out], scales and zero points [in, 1] of a quantized weight's way back.
+
+    Args:
+        codes: i8 [out, in], of int8 or int4.
+        scale, zero_point: [out, groups].
+    """
+    block = [1, codes.shape[1] // scale.shape[1]]
+    # Its range isn't looked at when codes become floats.
+    weight = torch.ops.torchao.dequantize_affine.default(
+        codes, block, scale, zero_point, torch.int8, -128, 127
+    )
+    backward = int8_weight(weight.float().t().contiguous())
+    return backward.qdata.detach(), backward.scale.detach(), backward.zero_point.detach()
 
 
 def _tensors(weight: Node) -> tuple[Node, Node, Node]:

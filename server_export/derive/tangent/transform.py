@@ -19,6 +19,7 @@ from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.dual import Dual, Parts
 from server_export.derive.tangent.rules import RULES, Factors, Value
 from server_export.graph.modules import as_module
+from server_export.graph.shapes import fill_in_values
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,17 @@ def differentiate_block(
     placeholders = _placeholders(graph_module)
     adapter = [node for node in placeholders if isinstance(seeds.get(str(node.target)), RankOne)]
     tables = [node for node in placeholders if node not in adapter]
-    copies = {node: graph.placeholder(str(node.target)) for node in tables}
-    ones = graph.placeholder(ONES)
-    copies |= {node: graph.placeholder(str(node.target)) for node in adapter}
+    copies = {node: graph.node_copy(node) for node in tables}
+    ones = _input(graph, ONES, 1, tokens, 1)
+    copies |= {node: _input(graph, str(node.target), *node.meta["val"].shape[1:]) for node in adapter}
     answer = _differentiated(Builder(graph_module, graph, queries, ones, tokens), copies, seeds)
     graph.output((answer.builder.reshape(answer.primal, *answer.shape), answer.tangents))
     graph.eliminate_dead_code()
     if not ones.users:
         graph.erase_node(ones)
-    return as_module(graph_module, graph)
+    result = as_module(graph_module, graph)
+    fill_in_values(result)
+    return result
 
 
 def _differentiated(builder: Builder, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]) -> Dual:
@@ -126,13 +129,23 @@ def _placeholders(graph_module: GraphModule) -> list[Node]:
 def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
     name, shape = str(node.target), tuple(node.meta["val"].shape)
     if isinstance(seed, Dense):
-        tangents = builder.graph.placeholder(f"d_{name}")
+        tangents = _input(builder.graph, f"d_{name}", builder.queries, *shape)
         return Parts(builder, shape, builder.reshape(copy, 1, *shape), tangents)
     builder.know_shape(copy, *shape[1:])
-    u, v = (builder.graph.placeholder(f"{factor}_{name}") for factor in ("u", "v"))
-    for factor, width in ((u, shape[1]), (v, shape[2])):
-        builder.know_shape(factor, builder.queries, seed.rows, width)
+    u, v = (
+        _input(builder.graph, f"{factor}_{name}", builder.queries, seed.rows, width)
+        for factor, width in (("u", shape[1]), ("v", shape[2]))
+    )
+    for factor in (u, v):
+        builder.know_shape(factor, *factor.meta["val"].shape)
     return Factors(builder.reshape(copy, *shape), u, v, seed.rows, *shape[1:])
+
+
+def _input(graph: Graph, name: str, *shape: int) -> Node:
+    """A placeholder f32."""
+    node = graph.placeholder(name)
+    node.meta["val"] = torch.empty(shape, device="meta")
+    return node
 
 
 def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> Value:

@@ -1,0 +1,390 @@
+"""The chain of a bundle's blocks as one engine: a call goes through all of them, and back.
+
+    tokens -> embedding -> blocks -> states at the asked positions -> head -> logprobs
+    slope of logprobs -> head -> slope of states -> blocks, the last one first -> gradient
+
+A call takes its rows at their own length, and computes what no adapter changes once for all copies. One that is
+larger than the bundle's bounds runs in parts; all of them pass a block before the next block is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from device_runner.engines.base import CheckedEngine
+from device_runner.engines.blocks import Blocks
+from prge.chain import BACK, GRADIENT, LORA_B, MASKED, STACK, TABLE, TANGENT, U, V
+from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
+from prge.engine import Array, FloatArray, IntArray
+from prge.exact import answer_slopes
+
+Arrays = dict[str, Array]
+# torch.export takes a size of 1 for another program.
+_FEWEST_TOKENS = 2
+
+
+@dataclass
+class Part:
+    """Rows that pass the blocks together.
+
+    Attributes:
+        rows: their numbers in the call, [copies, batch] or [batch].
+        values: the state by name, in the shape that blocks take.
+        beside: what every block is given beside it.
+        adapter: the call's inputs of adapted modules for this part, by their names in the call.
+        kept: of a way back, the states that entered the blocks.
+    """
+
+    rows: IntArray
+    values: Arrays
+    beside: Arrays
+    adapter: Arrays = field(default_factory=dict)
+    kept: list[Array] = field(default_factory=list)
+
+
+class ChainEngine(CheckedEngine):
+    """Implements prge.engine.Engine for a contract of a run's own choice.
+
+    Args:
+        contract: see prge.chain.Chain.contract.
+        blocks: of the bundle.
+        threads: size of the engine's pool.
+    """
+
+    def __init__(self, contract: Contract, blocks: Blocks, threads: int) -> None:
+        super().__init__(contract, threads)
+        self._blocks = blocks
+        self._chain = blocks.chain
+        self._bounds = blocks.chain.bounds
+        self._first = blocks.chain.lowest_adapted
+        self._end = len(blocks.chain.blocks) - (0 if blocks.chain.is_encoder else 1)
+
+    def _prepared(self, array: Array) -> Array:
+        return array
+
+    def _call(self, arguments: Sequence[Any]) -> Sequence[Array]:
+        given = {spec.name: array for spec, array in zip(self._contract.inputs, arguments, strict=True)}
+        call = _Call(given, self._contract)
+        if self._contract.is_tangent:
+            return self._tangent(call)
+        return self._exact(call) if self._contract.is_exact else [self._stack(call)]
+
+    def _stack(self, call: _Call) -> Array:
+        """Answers of all copies."""
+        copies, batch = self._contract.copies, self._contract.batch_size
+        numbers = np.arange(copies * batch).reshape(copies, batch)
+        if copies == 1:
+            parts = self._parts_of_one_copy(call, numbers[0], call.adapter)
+        else:
+            below = self._below(call, numbers[:1] if call.has_equal_copies else numbers)
+            parts = [
+                self._part(call, numbers[mine, rows], below, {n: a[mine] for n, a in call.adapter.items()})
+                for mine in _slices(copies, self._bounds.copies)
+                for rows in _slices(batch, self._bounds.batch)
+            ]
+        self._pass(parts, STACK, range(self._first, self._end))
+        return self._answer(call, self._collected(parts, call))
+
+    def _tangent(self, call: _Call) -> list[Array]:
+        """Answers of all rows, and their tangents."""
+        queries, rows = self._contract.queries, self._contract.batch_size
+        below = self._below(call, np.arange(rows)[None])
+        states, tangents = None, None
+        for mine in _slices(queries, self._bounds.queries):
+            parts = []
+            for batch in _slices(rows, self._bounds.batch):
+                adapter = {
+                    name: np.ascontiguousarray(array[mine, batch]) if name.startswith((U_PREFIX, V_PREFIX)) else array
+                    for name, array in call.adapter.items()
+                }
+                part = self._part(call, np.arange(rows)[batch], below, adapter)
+                state = part.values["state"]
+                part.values["d_state"] = np.zeros((mine.stop - mine.start, *state.shape), np.float32)
+                parts.append(part)
+            self._pass(parts, TANGENT, range(self._first, self._end))
+            if tangents is None:
+                states = self._collected(parts, call)
+                tangents = np.empty((queries, *states.shape), np.float32)
+            for part in parts:
+                tangents[mine, part.rows] = part.values["d_state"]
+                self._release(part.values)
+        assert states is not None and tangents is not None
+        if self._chain.is_encoder:
+            return [call.pooled(states, self._chain.pooling), call.pooled(tangents, self._chain.pooling)]
+        return self._read_tangents(call, states, tangents)
+
+    def _exact(self, call: _Call) -> list[Array]:
+        """Answers of all rows, and the gradient of the loss that the call describes."""
+        rows = np.arange(self._contract.batch_size)
+        below = self._below(call, rows[None])
+        stacked = {
+            name: array[None] for name, array in call.adapter.items() if name.startswith(LORA_B_PREFIX)
+        }
+        parts = [self._part(call, rows[None, batch], below, stacked) for batch in _slices(len(rows), self._bounds.batch)]
+        self._pass(parts, STACK, range(self._first, self._end), keep=True)
+        states = self._collected(parts, call)
+        if self._chain.is_encoder:
+            answers = call.pooled(states, self._chain.pooling)
+            slope = call.slope_of_pooled(answer_slopes(self._contract, answers, call.given), self._chain.pooling)
+        else:
+            answers, slope = self._read_and_back(call, states)
+        for part in parts:
+            part.values = {"slope": np.ascontiguousarray(slope[part.rows[0]])}
+            part.adapter = call.adapter
+            part.beside = {name: array[0] if name == "padding" else array for name, array in part.beside.items()}
+        gradients: Arrays = {}
+        for number in reversed(range(self._first, self._end)):
+            modules = self._chain.blocks[number].modules
+            for part in parts:
+                part.values["state"] = part.kept.pop()[0]
+                found = self._run(number, BACK, part)
+                self._release(part.values)
+                part.values = {"slope": found["slope"]}
+                for index, module in enumerate(modules):
+                    name = GRADIENT_PREFIX + self._chain.modules[module].name
+                    gradient = found[f"{GRADIENT}{index}"]
+                    gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
+                    self._blocks.release(gradient)
+        return [answers, *(gradients[GRADIENT_PREFIX + module.name] for module in self._contract.modules)]
+
+    # Through the blocks
+
+    def _below(self, call: _Call, rows: IntArray) -> FloatArray:
+        """States [copies, batch, tokens, width] that enter the lowest adapted block."""
+        parts = self._parts_of_one_copy(call, rows.ravel(), {}, from_tokens=True)
+        self._pass(parts, STACK, range(self._first))
+        return self._collected(parts, call).reshape(*rows.shape, call.length, -1)
+
+    def _parts_of_one_copy(
+        self, call: _Call, rows: IntArray, adapter: Arrays, from_tokens: bool = False
+    ) -> list[Part]:
+        """Rows of one adapter, many in a call: in the place of copies, that get the same adapter."""
+        below = None if from_tokens else self._below(call, rows[None])
+        whole = len(rows) // self._bounds.batch * self._bounds.batch
+        groups = [rows[:whole].reshape(-1, self._bounds.batch), rows[whole:].reshape(1, -1)]
+        return [
+            self._part(
+                call,
+                group[mine],
+                below,
+                {name: np.repeat(array[:1], mine.stop - mine.start, 0) for name, array in adapter.items()},
+            )
+            for group in groups
+            if group.size
+            for mine in _slices(len(group), self._bounds.copies)
+        ]
+
+    def _part(self, call: _Call, rows: IntArray, below: FloatArray | None, adapter: Arrays) -> Part:
+        """Some rows of a call; without states from `below` they enter the embedding."""
+        if below is None:
+            values: Arrays = {"tokens": call.tokens[rows]}
+        else:
+            # With one copy for all, every copy's rows are its rows.
+            states = below.reshape(-1, *below.shape[2:])
+            values = {"state": states[rows % len(states)]}
+        beside: Arrays = {"ones": call.ones}
+        if self._chain.is_encoder:
+            beside["padding"] = call.padding[rows]
+        return Part(rows, values, beside, adapter)
+
+    def _pass(self, parts: Sequence[Part], role: str, numbers: range, keep: bool = False) -> None:
+        for number in numbers:
+            for part in parts:
+                found = self._run(number, role, part)
+                if keep:
+                    part.kept.append(part.values["state"])
+                else:
+                    self._release(part.values)
+                part.values = found
+
+    def _run(self, number: int, role: str, part: Part) -> Arrays:
+        block = self._chain.blocks[number]
+        inputs = {**part.values, **part.beside}
+        length = part.beside["ones"].shape[1]
+        for index, table in enumerate(block.tables):
+            inputs[f"{TABLE}{index}"] = self._blocks.tables.of(table, length)
+        for index, module in enumerate(block.modules):
+            name = self._chain.modules[module].name
+            for short, prefix in ((LORA_B, LORA_B_PREFIX), (U, U_PREFIX), (V, V_PREFIX)):
+                if prefix + name in part.adapter:
+                    inputs[f"{short}{index}"] = part.adapter[prefix + name]
+        found = self._blocks.run(number, role, inputs)
+        if role == STACK and number < self._end:
+            found["state"] = found["state"].reshape(*part.rows.shape, *found["state"].shape[1:])
+        return found
+
+    def _release(self, values: Mapping[str, Array]) -> None:
+        for array in values.values():
+            self._blocks.release(array)
+
+    def _collected(self, parts: Sequence[Part], call: _Call) -> FloatArray:
+        """The states of all parts by the call's rows, [rows, tokens, width]."""
+        width = parts[0].values["state"].shape[-1]
+        states = np.empty((1 + max(int(part.rows.max()) for part in parts), call.length, width), np.float32)
+        for part in parts:
+            state = part.values.pop("state")
+            states[part.rows] = state
+            self._blocks.release(state)
+        return states
+
+    # From states to answers
+
+    def _answer(self, call: _Call, states: FloatArray) -> Array:
+        if self._chain.is_encoder:
+            return call.pooled(states, self._chain.pooling)
+        asked = call.asked
+        logprobs = np.empty(asked.count, np.float32)
+        for mine in self._pieces(asked.count):
+            found = self._head(STACK, {"state": asked.states(states, mine), "targets": asked.targets(mine)})
+            logprobs[mine] = found["logprobs"][0, : mine.stop - mine.start]
+            self._release(found)
+        return asked.told(logprobs)
+
+    def _read_tangents(self, call: _Call, states: FloatArray, tangents: FloatArray) -> list[Array]:
+        asked, queries = call.asked, len(tangents)
+        logprobs, changes = np.empty(asked.count, np.float32), np.empty((queries, asked.count), np.float32)
+        for mine in self._pieces(asked.count):
+            count = mine.stop - mine.start
+            for some in _slices(queries, self._bounds.queries):
+                moved = np.stack([asked.states(tangent, mine) for tangent in tangents[some]])
+                values = {"state": asked.states(states, mine), "targets": asked.targets(mine), "d_state": moved}
+                found = self._head(TANGENT, values)
+                logprobs[mine] = found["logprobs"][0, :count]
+                changes[some, mine] = found["d_logprobs"][:, 0, :count]
+                self._release(found)
+        return [asked.told(logprobs), asked.told(changes)]
+
+    def _read_and_back(self, call: _Call, states: FloatArray) -> tuple[Array, FloatArray]:
+        """Answers, and the loss's slope by the states."""
+        asked = call.asked
+        # What a completion's answers are worth doesn't depend on them; that of candidates does.
+        is_known = not call.given["shares"].any()
+        answers = np.zeros(call.given["targets"].shape, np.float32) if is_known else self._answer(call, states)
+        slopes = asked.gathered(answer_slopes(self._contract, answers, call.given))
+        slope_of_states = np.zeros_like(states)
+        logprobs = np.empty(asked.count, np.float32)
+        for mine in self._pieces(asked.count):
+            count = mine.stop - mine.start
+            slope = np.zeros((1, max(count, _FEWEST_TOKENS)), np.float32)
+            slope[0, :count] = slopes[mine]
+            values = {"state": asked.states(states, mine), "targets": asked.targets(mine), "slope": slope}
+            found = self._head(BACK, values)
+            logprobs[mine] = found["logprobs"][0, :count]
+            asked.add(slope_of_states, found["slope"][0, :count], mine)
+            self._release(found)
+        return asked.told(logprobs), slope_of_states
+
+    def _head(self, role: str, values: Arrays) -> Arrays:
+        return self._blocks.run(self._end, role, values)
+
+    def _pieces(self, count: int) -> Iterator[slice]:
+        return _slices(count, self._bounds.states)
+
+
+class _Call:
+    """A call's inputs at the length of its longest row."""
+
+    def __init__(self, given: Arrays, contract: Contract) -> None:
+        self.given = given
+        self._contract = contract
+        self.length = max(_FEWEST_TOKENS, self._longest())
+        self.tokens: IntArray = given["tokens"][:, : self.length]
+        prefixes = LORA_B_PREFIX, U_PREFIX, V_PREFIX
+        self.adapter = {name: array for name, array in given.items() if name.startswith(prefixes)}
+        self.ones = np.ones((1, self.length, 1), np.float32)
+
+    def _longest(self) -> int:
+        """Tokens that the answers depend on: none behind an asked position, nor behind an encoder's mask."""
+        if not self._contract.is_encoder:
+            return int(self.given["positions"].max()) + 1
+        seen = self.given["attention_mask"].any(0)
+        return int(np.flatnonzero(seen)[-1]) + 1 if seen.any() else len(seen)
+
+    @property
+    def mask(self) -> FloatArray:
+        """1 for a token and 0 for padding, f32 [rows, tokens]."""
+        return self.given["attention_mask"][:, : self.length].astype(np.float32)
+
+    @cached_property
+    def padding(self) -> FloatArray:
+        """What an encoder's attention adds, f32 [rows, 1, 1, tokens]."""
+        return ((1 - self.mask) * np.float32(MASKED))[:, None, None]
+
+    @property
+    def has_equal_copies(self) -> bool:
+        """Whether all copies have the same rows."""
+        names = ["tokens", "attention_mask"] if self._contract.is_encoder else ["tokens"]
+        arrays = (self.given[name].reshape(self._contract.copies, -1) for name in names)
+        return all(bool((array == array[:1]).all()) for array in arrays)
+
+    @cached_property
+    def asked(self) -> _Asked:
+        """The positions that a decoder's head is asked at."""
+        return _Asked(self.given["positions"], self.given["targets"], self.length)
+
+    def pooled(self, states: FloatArray, pooling: str) -> FloatArray:
+        """Encoders: one vector for each row, [..., rows, width] of states [..., rows, tokens, width]."""
+        if pooling == "first":
+            return np.ascontiguousarray(states[..., 0, :])
+        mask = self.mask
+        summed = np.matmul(mask[:, None], states)[..., 0, :]
+        return np.asarray(summed / mask.sum(-1, keepdims=True), np.float32)
+
+    def slope_of_pooled(self, slope: FloatArray, pooling: str) -> FloatArray:
+        """The states' slope [rows, tokens, width] by that of `pooled`."""
+        if pooling == "first":
+            share = np.zeros((len(slope), self.length), np.float32)
+            share[:, 0] = 1
+        else:
+            share = self.mask / self.mask.sum(-1, keepdims=True)
+        return share[:, :, None] * slope[:, None, :]
+
+
+class _Asked:
+    """The different questions of a call: (row, position, target); padding asks the same one again and again."""
+
+    def __init__(self, positions: IntArray, targets: IntArray, length: int) -> None:
+        places = (np.arange(len(positions)) * length)[:, None] + positions
+        self._shape = positions.shape
+        most = int(targets.max()) + 1
+        keys, self._inverse = np.unique(places * most + targets, return_inverse=True)
+        self._inverse = self._inverse.reshape(-1)
+        self._places, self._targets = keys // most, keys % most
+        self.count = len(keys)
+
+    def states(self, states: FloatArray, mine: slice) -> FloatArray:
+        """Picked states [1, n, width] of states [rows, tokens, width]."""
+        return states.reshape(-1, states.shape[-1])[_enough(self._places[mine])][None]
+
+    def targets(self, mine: slice) -> IntArray:
+        """Targets i64 [1, n]."""
+        return _enough(self._targets[mine])[None]
+
+    def told(self, answers: FloatArray) -> FloatArray:
+        """Answers [..., questions] as the call asked, [..., rows, positions]."""
+        return answers[..., self._inverse].reshape(*answers.shape[:-1], *self._shape)
+
+    def gathered(self, slopes: FloatArray) -> FloatArray:
+        """Slopes [rows, positions] of each question, [questions]."""
+        return np.bincount(self._inverse, slopes.ravel(), self.count).astype(np.float32)
+
+    def add(self, states: FloatArray, picked: FloatArray, mine: slice) -> None:
+        """Add what is meant for picked states at their places."""
+        np.add.at(states.reshape(-1, states.shape[-1]), self._places[mine], picked)
+
+
+def _enough(numbers: IntArray) -> IntArray:
+    """At least as many as a program takes; what is added repeats the last."""
+    return np.concatenate([numbers, numbers[-1:]]) if len(numbers) < _FEWEST_TOKENS else numbers
+
+
+def _slices(count: int, most: int) -> Iterator[slice]:
+    """0 to `count` in as few pieces of at most `most` as there can be, of about one size."""
+    pieces = -(-count // most)
+    for piece in range(pieces):
+        yield slice(piece * count // pieces, (piece + 1) * count // pieces)

@@ -1,0 +1,118 @@
+"""The programs of a chain in the engine against the graphs that they were lowered from, at every export."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from prge.errors import BundleError
+from server_export.lower.chain import LoweredChain
+from server_export.model.chain import Chain
+from server_export.quiet import quiet_engine
+
+# Largest difference, as a part of the largest number. Float blocks of all architectures differ by less than
+# 1e-5. Engine and graph round the same activations to int8, where a last bit of difference flips a code.
+FLOAT_TOLERANCE = 1e-4
+QUANTIZED_TOLERANCE = 5e-2
+_REMEDY = "export it with --quantize fp32, and please report it with the name of the model"
+
+
+@dataclass(frozen=True)
+class ChainVerification:
+    """Largest difference of any output, by role, as a part of the output's largest number."""
+
+    differences: dict[str, float]
+    tolerance: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's `verification` block."""
+        return asdict(self)
+
+
+def verify_chain(chain: Chain, lowered: LoweredChain, folder: Path, scheme: str) -> ChainVerification:
+    """Run every role of every kind on the weights of one of its blocks, in the engine and in PyTorch.
+
+    Raises:
+        BundleError: they differ by more than the tolerance, or an answer isn't finite.
+    """
+    tolerance = FLOAT_TOLERANCE if scheme == "fp32" else QUANTIZED_TOLERANCE
+    differences: dict[str, float] = {}
+    for number, kind in enumerate(lowered.kinds):
+        # The last of a kind: the programs were lowered with none's weights.
+        place = max(index for index, block in enumerate(lowered.blocks) if block.kind == number)
+        tensors = lowered.lowered[number].with_constants(chain.tensors(place))
+        weights = folder / lowered.blocks[place].weights
+        for role, program in lowered.lowered[number].programs.items():
+            inputs = _example(chain, program, kind.methods[role].inputs)
+            expected = _eager(program, tensors, inputs)
+            found = _engine(folder / kind.program, weights, role, inputs)
+            for name, ours, theirs in zip(kind.methods[role].outputs, found, expected, strict=True):
+                difference = _difference(ours, theirs)
+                if not difference <= tolerance:
+                    raise BundleError(
+                        f"{kind.program} computes {name} in the role {role} otherwise than the model's "
+                        f"graph: they differ by {difference:.3g} of the largest number, {scheme} allows "
+                        f"{tolerance:.3g}",
+                        remedy=_REMEDY,
+                    )
+                differences[role] = max(difference, differences.get(role, 0.0))
+    return ChainVerification(differences, tolerance)
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    if ours.numel() != theirs.numel() or not bool(torch.isfinite(ours).all()):
+        return float("inf")
+    return float((ours.reshape(theirs.shape) - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
+
+
+def _example(chain: Chain, program: ExportedProgram, names: tuple[str, ...]) -> list[torch.Tensor]:
+    """Random inputs in the shapes that the program was traced with."""
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for name, like in zip(names, program.example_inputs[0], strict=True):
+        if name in ("tokens", "targets"):
+            count = len(chain.head_rows) and min(map(len, chain.head_rows.values()))
+            most = count if name == "targets" and count else chain.vocabulary_size
+            values.append(torch.randint(0, most, like.shape, generator=generator))
+        elif name == "ones":
+            values.append(torch.ones(like.shape))
+        elif name == "padding":
+            values.append(torch.zeros(like.shape))
+        elif like.dtype == torch.int64:
+            values.append(torch.arange(like.numel()).reshape(like.shape))
+        else:
+            values.append(torch.randn(like.shape, generator=generator) * 0.3)
+    return values
+
+
+def _eager(
+    program: ExportedProgram, tensors: dict[str, torch.Tensor], inputs: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    module = program.module(check_guards=False)
+    for name in (*program.state_dict, *program.constants):
+        parent, _, child = name.rpartition(".")
+        owner = module.get_submodule(parent) if parent else module
+        delattr(owner, child)
+        owner.register_buffer(child, tensors[name])
+    with torch.no_grad():
+        return list(module(*inputs))
+
+
+def _engine(program: Path, weights: Path, role: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    from executorch.extension.pybindings import _C
+
+    try:
+        with quiet_engine():
+            module = _C._load_for_executorch(str(program), str(weights))
+            return list(module.run_method(role, [tensor.contiguous() for tensor in inputs]))
+    except RuntimeError as error:
+        raise BundleError(
+            f"the engine refuses {program.name} in the role {role}: {error}",
+            remedy="please report it with the name of the model",
+        ) from None
+
+

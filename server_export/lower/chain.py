@@ -1,0 +1,98 @@
+"""A chain becomes files: a program for every kind, a weights file for every block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from prge import chain as manifest
+from prge.bundle import PROGRAMS, TABLES, WEIGHTS
+from prge.chain import STACK, Bounds
+from server_export.lower.roles import LoweredRoles, lower_roles
+from server_export.model.chain import Chain
+from server_export.model.tables import Table
+
+EMBEDDING, BLOCK, HEAD = "embedding", "block", "head"
+
+
+@dataclass(frozen=True)
+class LoweredChain:
+    """What a manifest says of the blocks that were written, and each kind's programs by number."""
+
+    kinds: tuple[manifest.Kind, ...]
+    blocks: tuple[manifest.Block, ...]
+    tables: tuple[manifest.Table, ...]
+    lowered: tuple[LoweredRoles, ...]
+
+
+def lower_chain(
+    chain: Chain,
+    folder: Path,
+    roles: Collection[str],
+    bounds: Bounds,
+    is_decoder: bool,
+    tell: Callable[[str], object] = lambda text: None,
+) -> LoweredChain:
+    """Write the programs, weights files and tables of a model into a folder.
+
+    Args:
+        chain: the model's blocks.
+        folder: of the bundle.
+        roles: of prge.chain.ROLES; `stack` is always there.
+        bounds: sizes of one call.
+        is_decoder: whether the last block is a head.
+        tell: is told of every kind and of the weights when they are written.
+
+    Raises:
+        BundleError: a block can't be lowered, or the files lack a weight.
+    """
+    (folder / PROGRAMS).mkdir()
+    (folder / WEIGHTS).mkdir()
+    last = len(chain.blocks) - 1
+    lowest = next(number for number, block in enumerate(chain.blocks) if block.adapter)
+    above = {chain.kind_of[number] for number in range(lowest, last + 1)}
+    kinds, lowered, place = [], [], {}
+    for first, kind in chain.kinds.items():
+        is_head = is_decoder and first == last
+        name = EMBEDDING if first == 0 else HEAD if is_head else BLOCK
+        if name == BLOCK and any(known.program == f"{PROGRAMS}/{BLOCK}.pte" for known in kinds):
+            name = f"{BLOCK}-{len(kinds)}"
+        done = lower_roles(
+            kind.graph_module,
+            chain.blocks[first].adapter,
+            kind.frozen.stored,
+            {STACK, *roles} if first in above else {STACK},
+            bounds,
+            is_head,
+        )
+        place[first] = len(kinds)
+        lowered.append(done)
+        kinds.append(manifest.Kind(f"{PROGRAMS}/{name}.pte", done.methods))
+        (folder / kinds[-1].program).write_bytes(done.kind.program)
+        tell(f"{name}: {', '.join(done.methods)}")
+    modules = {module.name: number for number, module in enumerate(chain.modules)}
+    blocks = []
+    for number, block in enumerate(chain.blocks):
+        kind_number = place[chain.kind_of[number]]
+        names = {0: EMBEDDING, last: HEAD if is_decoder else f"{last - 1:03d}"}
+        path = f"{WEIGHTS}/{names.get(number, f'{number - 1:03d}')}.ptd"
+        lowered[kind_number].write(folder / path, chain.tensors(number))
+        adapter = tuple(modules[chain.adapter[name]] for name in block.adapter)
+        blocks.append(manifest.Block(kind_number, path, block.tables, adapter))
+    _write_tables(folder / TABLES, chain.tables.all)
+    tables = tuple(manifest.Table(table.kind, table.window, table.first) for table in chain.tables.all)
+    return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered))
+
+
+def _write_tables(path: Path, tables: list[Table]) -> None:
+    values: dict[str, torch.Tensor] = {
+        str(number): table.values.contiguous().clone()
+        for number, table in enumerate(tables)
+        if table.values is not None
+    }
+    if values:
+        save_file(values, path)

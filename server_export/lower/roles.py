@@ -1,0 +1,169 @@
+"""What a block's program computes: a method for each role, from one graph of the block.
+
+    stack     state -> state                            any number of copies, rows and tokens
+    tangent   state, d_state -> state, d_state          of one copy, for any number of queries
+    back      state, slope -> slope, gradient.<n>       of one copy; computes what it needs again
+
+A decoder's head takes picked states [1, n, width] instead, and answers `logprobs`, in the role back too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+
+from prge.chain import BACK, GRADIENT, LORA_B, STACK, TABLE, TANGENT, Bounds, Interface
+from server_export.derive.backprop.joint import SLOPE, backpropagate_block
+from server_export.derive.backprop.layers import TRANSPOSED, with_transposed
+from server_export.derive.backprop.rules import ONES
+from server_export.derive.tangent.transform import Dense, RankOne, differentiate_block
+from server_export.graph.cutting import STATE, TABLE_PREFIX
+from server_export.graph.modules import as_module, attribute
+from server_export.graph.shapes import with_one
+from server_export.lower.kind import LoweredKind, lower_kind
+from server_export.lower.sizes import Size, dynamic_program
+from server_export.model.traced import BATCH, COPIES, TOKENS
+
+# A large prime, as those that the graph was traced with.
+QUERIES = 4007
+
+
+@dataclass(frozen=True)
+class LoweredRoles:
+    """The program of a kind, what its methods take and give, its constants that no block has its own of, and
+    the programs as they were before they were lowered."""
+
+    kind: LoweredKind
+    methods: Mapping[str, Interface]
+    constants: Mapping[str, torch.Tensor]
+    programs: Mapping[str, ExportedProgram]
+
+    def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the weights file of a block, from its kind's frozen tensors."""
+        (file,) = self.kind.files.values()
+        file.write(path, self.with_constants(tensors))
+
+    def with_constants(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All constants of a block's programs, from its kind's frozen tensors."""
+        names = {name for program in self.programs.values() for name in program.state_dict}
+        names |= {name for program in self.programs.values() for name in program.constants}
+        return {**with_transposed(tensors, names), **self.constants}
+
+
+def lower_roles(
+    graph_module: GraphModule,
+    adapter: Sequence[str],
+    stored: Collection[str],
+    roles: Collection[str],
+    bounds: Bounds,
+    is_head: bool,
+) -> LoweredRoles:
+    """Lower a kind of block for some roles.
+
+    Args:
+        graph_module: of the kind, traced with markers.
+        adapter: its placeholders of the adapter.
+        stored: names of its constants that differ from block to block.
+        roles: of ROLES.
+        bounds: sizes of one call.
+        is_head: whether it is a decoder's head.
+
+    Raises:
+        BundleError: an operator has no derivative, or ExecuTorch refuses a method.
+    """
+    graphs = role_graphs(graph_module, adapter, roles, is_head)
+    names = {name: f"{LORA_B}{number}" for number, name in enumerate(adapter)}
+    methods = {role: _interface(graph, role, names, is_head) for role, graph in graphs.items()}
+    shared = {*stored, *(TRANSPOSED + name.replace(".", "_") for name in stored)}
+    constants: dict[str, torch.Tensor] = {}
+    for role, graph in graphs.items():
+        graphs[role] = _with_own_constants(graph, role, shared)
+        constants |= {
+            name: attribute(graphs[role], name) for name in _constants(graphs[role]) if name not in shared
+        }
+    sizes = sizes_of(bounds, is_head)
+    programs = {role: dynamic_program(graph, sizes) for role, graph in graphs.items()}
+    return LoweredRoles(lower_kind(programs), methods, constants, programs)
+
+
+def role_graphs(
+    graph_module: GraphModule, adapter: Sequence[str], roles: Collection[str], is_head: bool
+) -> dict[str, GraphModule]:
+    """The graphs of a kind's roles, in marker sizes."""
+    one_copy = with_one(graph_module, COPIES)
+    if is_head:
+        graph_module = one_copy = with_one(one_copy, BATCH)
+    graphs = {}
+    if STACK in roles:
+        graphs[STACK] = graph_module
+    if TANGENT in roles:
+        seeds: dict[str, Any] = {STATE: Dense(), **dict.fromkeys(adapter, RankOne(BATCH))}
+        graphs[TANGENT] = differentiate_block(_copied(one_copy), seeds, QUERIES, TOKENS)
+    if BACK in roles:
+        graphs[BACK] = backpropagate_block(
+            _copied(one_copy), [STATE, *adapter], adapter, TOKENS, returns_answer=is_head
+        )
+    return graphs
+
+
+def sizes_of(bounds: Bounds, is_head: bool) -> dict[str, Size]:
+    """The sizes that a call of a kind's methods chooses."""
+    if is_head:
+        return {"tokens": Size(TOKENS, 5, 2, bounds.states), "queries": Size(QUERIES, 3, 1, bounds.queries)}
+    return {
+        "copies": Size(COPIES, 3, 1, bounds.copies),
+        "batch": Size(BATCH, 2, 1, bounds.batch),
+        "tokens": Size(TOKENS, 5, 2, bounds.tokens),
+        "queries": Size(QUERIES, 3, 1, bounds.queries),
+    }
+
+
+def _copied(graph_module: GraphModule) -> GraphModule:
+    """The same graph and constants; what is added to the copy isn't to the original."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return as_module(graph_module, graph)
+
+
+def _interface(graph: GraphModule, role: str, adapter: Mapping[str, str], is_head: bool) -> Interface:
+    def name_of(node: Node) -> str:
+        name = str(node.target)
+        if name in adapter:
+            return adapter[name]
+        if name[:2] in ("u_", "v_") and name[2:] in adapter:
+            return f"{name[0]}.{adapter[name[2:]].removeprefix(LORA_B)}"
+        if name.startswith(TABLE_PREFIX):
+            return TABLE + name.removeprefix(TABLE_PREFIX)
+        if name == "beside":
+            return "targets" if is_head else "padding"
+        return name
+
+    answer = "logprobs" if is_head else STATE
+    outputs = {
+        STACK: (answer,),
+        TANGENT: (answer, f"d_{answer}"),
+        BACK: ((answer,) if is_head else ()) + (SLOPE, *(f"{GRADIENT}{n}" for n in range(len(adapter)))),
+    }
+    return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), outputs[role])
+
+
+def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection[str]) -> GraphModule:
+    """The graph with names of its own for the constants that rules wrote: another role has others."""
+    result = _copied(graph_module)
+    for node in result.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name not in shared:
+            node.target = f"{name}_of_{role}"
+            if not hasattr(result, node.target):
+                result.register_buffer(node.target, attribute(graph_module, name))
+    return result
+
+
+def _constants(graph_module: GraphModule) -> set[str]:
+    return {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
