@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from prge.chain import TABLE
 from prge.errors import BundleError
 from server_export.lower.chain import LoweredChain
 from server_export.model.chain import Chain
@@ -47,7 +49,7 @@ def verify_chain(chain: Chain, lowered: LoweredChain, folder: Path, scheme: str)
         tensors = lowered.lowered[number].with_constants(chain.tensors(place))
         weights = folder / lowered.blocks[place].weights
         for role, program in lowered.lowered[number].programs.items():
-            inputs = _example(chain, program, kind.methods[role].inputs)
+            inputs = _example(chain, program, kind.methods[role].inputs, lowered.blocks[place].tables)
             expected = _eager(program, tensors, inputs)
             found = _engine(folder / kind.program, weights, role, inputs)
             for name, ours, theirs in zip(kind.methods[role].outputs, found, expected, strict=True):
@@ -69,7 +71,9 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.reshape(theirs.shape) - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
 
 
-def _example(chain: Chain, program: ExportedProgram, names: tuple[str, ...]) -> list[torch.Tensor]:
+def _example(
+    chain: Chain, program: ExportedProgram, names: Sequence[str], tables: Sequence[int]
+) -> list[torch.Tensor]:
     """Random inputs in the shapes that the program was traced with."""
     generator = torch.Generator().manual_seed(0)
     values = []
@@ -82,8 +86,9 @@ def _example(chain: Chain, program: ExportedProgram, names: tuple[str, ...]) -> 
             values.append(torch.ones(like.shape))
         elif name == "padding":
             values.append(torch.zeros(like.shape))
-        elif like.dtype == torch.int64:
-            values.append(torch.arange(like.numel()).reshape(like.shape))
+        elif name.startswith(TABLE):
+            table = chain.tables.all[tables[int(name.removeprefix(TABLE))]]
+            values.append(table.of(like.shape[1]))
         else:
             values.append(torch.randn(like.shape, generator=generator) * 0.3)
     return values

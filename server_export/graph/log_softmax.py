@@ -12,6 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx import GraphModule, Node
+
+from server_export.graph.writing import Writer, apply_rules
 
 aten = torch.ops.aten
 
@@ -34,8 +37,24 @@ def engine_form(logits: Any, index: Any) -> Any:
     XNNPACK has a softmax, but no log-softmax, and a portable kernel takes as long for the vocabulary as many
     layers take. Log-probabilities end at that of the least normal float, -87.3.
     """
-    chosen = aten.gather.default(aten._softmax.default(logits, -1, False), -1, index)
+    return _looked_up(aten._softmax.default(logits, -1, False), index)
+
+
+def _looked_up(probabilities: Any, index: Any) -> Any:
+    chosen = aten.gather.default(probabilities, -1, index)
     return aten.log.default(aten.clamp.default(chosen, _LEAST_PROBABILITY))
+
+
+def write_in_engine_form(graph_module: GraphModule) -> None:
+    """Make operators of the engine of every `gather_log_softmax` of a graph, in place."""
+    apply_rules(graph_module, {GATHER_LOG_SOFTMAX: _written})
+    graph_module.recompile()
+
+
+def _written(writer: Writer, node: Node, logits: Node, index: Node) -> Node:
+    probabilities = writer.call(aten._softmax.default, logits, -1, False)
+    chosen = writer.call(aten.gather.default, probabilities, -1, index)
+    return writer.call(aten.log.default, writer.call(aten.clamp.default, chosen, _LEAST_PROBABILITY))
 
 
 class GatherLogSoftmax(torch.autograd.Function):
@@ -44,12 +63,13 @@ class GatherLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, index: torch.Tensor) -> Any:
         """See `engine_form`."""
-        ctx.save_for_backward(logits, index)
-        return engine_form(logits, index)
+        probabilities = aten._softmax.default(logits, -1, False)
+        ctx.save_for_backward(probabilities, index)
+        return _looked_up(probabilities, index)
 
     @staticmethod
     def backward(ctx: Any, slopes: torch.Tensor) -> Any:
         """Slopes [..., 1] -> by the logits [..., tokens]."""
-        logits, index = ctx.saved_tensors
-        spread = aten._softmax.default(logits, -1, False) * (slopes * -1.0)
+        probabilities, index = ctx.saved_tensors
+        spread = probabilities * (slopes * -1.0)
         return spread.scatter_add(-1, index, slopes), None
