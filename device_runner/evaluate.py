@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from device_runner.engines.choice import choose
 from device_runner.engines.lengths import PROGRAM_BYTES, chosen_lengths
-from device_runner.engines.programs import open_programs
+from device_runner.engines.programs import open_engines
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
 from prge.engine import EngineName
@@ -115,7 +115,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     )
     if note:
         print(note)
-    programs = open_programs(
+    programs = open_engines(
         bundle, settings.threads, engine=settings.engine, lengths=lengths, only_scoring=True
     )
     engine = programs.score

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from device_runner.engines.programs import Programs, open_programs
+from device_runner.engines.programs import Engines, open_engines
 from device_runner.session.noise import (
     LEAST_NOISE,
     NEIGHBOUR,
@@ -256,7 +256,7 @@ def probe(settings: ProbeSettings) -> Report:
     adapter = read_peft(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
-    programs = open_programs(bundle, settings.threads, engine=settings.engine)
+    programs = open_engines(bundle, settings.threads, engine=settings.engine)
     head = _head(source, programs.score, adapter, examples, tokenizer.pad_id)
     if contract.is_tangent:
         readings = _against_tangents(programs, adapter, sampler, settings, head)
@@ -317,7 +317,7 @@ def _against_neighbours(
 
 
 def _against_tangents(
-    programs: Programs, adapter: Adapter, sampler: Sampler, settings: ProbeSettings, head: Head | None
+    programs: Engines, adapter: Adapter, sampler: Sampler, settings: ProbeSettings, head: Head | None
 ) -> list[Reading]:
     """A reading for every estimator and epsilon, on the two programs of a tangent bundle.
 

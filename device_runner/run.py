@@ -16,7 +16,7 @@ from pathlib import Path
 
 from device_runner.engines.choice import choose
 from device_runner.engines.lengths import chosen_lengths
-from device_runner.engines.programs import Programs, open_programs
+from device_runner.engines.programs import Engines, open_engines
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.session.gates import Gates
 from device_runner.session.inputs import (
@@ -86,8 +86,13 @@ def run(settings: RunSettings) -> Path:
         with Journal(settings.out / JOURNAL) as journal:
             begin(journal, inputs.identity, settings)
             cache = _trunk_cache(settings, bundle)
-            programs = open_programs(
-                bundle, settings.threads, settings.keep_programs, settings.engine, cache, settings.lengths,
+            programs = open_engines(
+                bundle,
+                settings.threads,
+                settings.keep_programs,
+                settings.engine,
+                cache,
+                settings.lengths,
                 memory=settings.memory,
             )
             facts = _Facts(inputs, programs)
@@ -116,7 +121,7 @@ def with_lengths(settings: RunSettings, bundle: Bundle) -> tuple[RunSettings, st
 
 
 def _train(
-    settings: RunSettings, inputs: RunInputs, programs: Programs, journal: Journal, watcher: Watcher
+    settings: RunSettings, inputs: RunInputs, programs: Engines, journal: Journal, watcher: Watcher
 ) -> Path:
     pad = inputs.tokenizer.pad_id
     checkpoints = settings.out / CHECKPOINTS
@@ -261,7 +266,7 @@ def _check_folder(settings: RunSettings) -> None:
 class _Facts:
     """What run.json says of a run besides what its watcher counts."""
 
-    def __init__(self, inputs: RunInputs, programs: Programs) -> None:
+    def __init__(self, inputs: RunInputs, programs: Engines) -> None:
         self.inputs = inputs
         self.programs = programs
         self.sensors = {"start": Sensors().record()}

@@ -2,16 +2,18 @@
 
     embedding   tokens -> state        block   state -> state        head   state -> logprobs
 
-A program has a method for each role of its kind; a size that is in brackets is a call's choice.
+A program has a method for each role of its kind, whose sizes a call chooses:
 
-    stack     tokens i64 or state f32 [copies, batch, tokens(, width)], lora_b.<n> [copies, rank, out] -> state
+    stack     tokens i64 [copies, batch, tokens] or state f32 [copies, batch, tokens, width],
+              lora_b.<n> [copies, rank, out] -> state
     tangent   state [batch, tokens, width], d_state [queries, ...], lora_b.<n> [rank, out],
               u.<n> [queries, batch, rank], v.<n> [queries, batch, out] -> state, d_state
-    back      state, slope, lora_b.<n> [rank, out] -> slope of the state that entered, gradient.<n> [rank, out]
+    back      state, slope, lora_b.<n> [rank, out] -> slope of the state that entered,
+              gradient.<n> [rank, out]
 
-A decoder's head takes picked states [1, n, width] and `targets` i64 [1, n], and answers logprobs [1, n], in the
-role back before the slope. `table.<n>` are the block's tables, `padding` f32 [..., 1, 1, tokens] is added to an
-encoder's attention, `ones` is f32 [1, tokens, 1]. `<n>` counts the block's adapted modules.
+A decoder's head takes picked states [1, n, width] and `targets` i64 [1, n], and answers logprobs [1, n], in
+the role back before the slope. `table.<n>` are the block's tables, `padding` f32 [..., 1, 1, tokens] is added
+to an encoder's attention, `ones` is f32 [1, tokens, 1]. `<n>` counts the block's adapted modules.
 """
 
 from __future__ import annotations
@@ -82,9 +84,9 @@ class Block:
 class Table:
     """What blocks are given beside the state, made for the length of a call.
 
-    `causal`: a mask f32 [tokens, tokens] that lets a token see itself and `window` - 1 tokens before; `rotary`:
-    f32 [1, tokens, width], rows of the tensor of the table's number in the tables file; `positions`: i64
-    [1, tokens], counted from `first`; `zeros`: i64 [1, tokens].
+    `causal`: a mask f32 [tokens, tokens] that lets a token see itself and `window` - 1 tokens before;
+    `rotary`: f32 [1, tokens, width], rows of the tensor of the table's number in the tables file;
+    `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens].
     """
 
     kind: str
@@ -163,7 +165,14 @@ class Chain:
         return next(number for number, block in enumerate(self.blocks) if block.modules)
 
     def contract(
-        self, kind: str, batch_size: int, *, copies: int = 1, queries: int = 0, length: int = 0, classes: int = 0
+        self,
+        kind: str,
+        batch_size: int,
+        *,
+        copies: int = 1,
+        queries: int = 0,
+        length: int = 0,
+        classes: int = 0,
     ) -> Contract:
         """The contract of an engine that answers calls of a run's own choice.
 
@@ -214,7 +223,9 @@ class Chain:
                 vocabulary_size=int(block["vocabulary_size"]),
                 label_tokens=tuple(map(int, block["label_tokens"])),
                 modules=tuple(
-                    AdaptedModule(str(m["name"]), int(m["rank"]), int(m["in_features"]), int(m["out_features"]))
+                    AdaptedModule(
+                        str(m["name"]), int(m["rank"]), int(m["in_features"]), int(m["out_features"])
+                    )
                     for m in block["modules"]
                 ),
                 bounds=Bounds(**{item.name: int(block["bounds"][item.name]) for item in fields(Bounds)}),

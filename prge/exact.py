@@ -121,7 +121,8 @@ def answer_slopes(contract: Contract, answers: FloatArray, inputs: Mapping[str, 
 
 def _by_score(scores: Array, inputs: Mapping[str, Array]) -> Array:
     powers = np.exp(scores - scores.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True) * inputs["shares"] - inputs["labels"]
+    shares: Array = powers / powers.sum(-1, keepdims=True) * inputs["shares"]
+    return shares - inputs["labels"]
 
 
 def check_candidates(contract: Contract, examples: Sequence[Example]) -> None:

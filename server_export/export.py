@@ -184,7 +184,8 @@ def _export_chain(config: ExportConfig, out: Path) -> Path:
             )
     size = sum(entry["bytes"] for entry in content["files"].values())
     programs = sum(content["files"][kind.program]["bytes"] for kind in described.kinds)
-    print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB; roles {', '.join(described.roles)}")
+    roles = ", ".join(described.roles)
+    print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB; roles {roles}")
     return out
 
 

@@ -105,9 +105,9 @@ class ExportConfig:
     """Frozen weights: `fp32`, `8da8w` or `8da4w` (int8 or int4 weights, int8 dynamic activations)."""
 
     roles: list[str] | None = None
-    """Write the model as a chain of small programs with its weights beside them, for these roles: `stack` for
-    scores and differences of copies, `tangent`, `back` for exact gradients. Queries, batch and lengths are then
-    choices of a run."""
+    """Write the model as a chain of small programs with its weights beside them, for these roles: `stack`
+    for scores and differences of copies, `tangent`, `back` for exact gradients. The estimator, queries, batch
+    and lengths are then choices of a run."""
 
     prepend_bos: PrependBos = "auto"
     """Whether the device puts the begin-of-sequence token first; `auto` leaves it to the tokenizer."""

@@ -21,7 +21,7 @@ from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.refusals import RefusedError, captured_stderr, foreign_program, load_error
 from device_runner.engines.tables import Tables
 from prge.bundle import Bundle, chain_of, check_content
-from prge.chain import STACK, TABLE, U, V, Interface
+from prge.chain import STACK, TABLE, Interface, U, V
 from prge.engine import Array
 from prge.errors import EngineError
 

@@ -3,8 +3,8 @@
     tokens -> embedding -> blocks -> states at the asked positions -> head -> logprobs
     slope of logprobs -> head -> slope of states -> blocks, the last one first -> gradient
 
-A call takes its rows at their own length, and computes what no adapter changes once for all copies. One that is
-larger than the bundle's bounds runs in parts; all of them pass a block before the next block is loaded.
+A call takes its rows at their own length, and computes what no adapter changes once for all copies. One that
+is larger than the bundle's bounds runs in parts; all of them pass a block before the next block is loaded.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class ChainEngine(CheckedEngine):
             parts = []
             for batch in _slices(rows, self._bounds.batch):
                 adapter = {
-                    name: np.ascontiguousarray(array[mine, batch]) if name.startswith((U_PREFIX, V_PREFIX)) else array
+                    name: np.ascontiguousarray(array[mine, batch])
+                    if name.startswith((U_PREFIX, V_PREFIX))
+                    else array
                     for name, array in call.adapter.items()
                 }
                 part = self._part(call, np.arange(rows)[batch], below, adapter)
@@ -125,18 +127,25 @@ class ChainEngine(CheckedEngine):
         stacked = {
             name: array[None] for name, array in call.adapter.items() if name.startswith(LORA_B_PREFIX)
         }
-        parts = [self._part(call, rows[None, batch], below, stacked) for batch in _slices(len(rows), self._bounds.batch)]
+        parts = [
+            self._part(call, rows[None, batch], below, stacked)
+            for batch in _slices(len(rows), self._bounds.batch)
+        ]
         self._pass(parts, STACK, range(self._first, self._end), keep=True)
         states = self._collected(parts, call)
         if self._chain.is_encoder:
             answers = call.pooled(states, self._chain.pooling)
-            slope = call.slope_of_pooled(answer_slopes(self._contract, answers, call.given), self._chain.pooling)
+            slope = call.slope_of_pooled(
+                answer_slopes(self._contract, answers, call.given), self._chain.pooling
+            )
         else:
             answers, slope = self._read_and_back(call, states)
         for part in parts:
             part.values = {"slope": np.ascontiguousarray(slope[part.rows[0]])}
             part.adapter = call.adapter
-            part.beside = {name: array[0] if name == "padding" else array for name, array in part.beside.items()}
+            part.beside = {
+                name: array[0] if name == "padding" else array for name, array in part.beside.items()
+            }
         gradients: Arrays = {}
         for number in reversed(range(self._first, self._end)):
             modules = self._chain.blocks[number].modules
@@ -252,7 +261,11 @@ class ChainEngine(CheckedEngine):
             count = mine.stop - mine.start
             for some in _slices(queries, self._bounds.queries):
                 moved = np.stack([asked.states(tangent, mine) for tangent in tangents[some]])
-                values = {"state": asked.states(states, mine), "targets": asked.targets(mine), "d_state": moved}
+                values: Arrays = {
+                    "state": asked.states(states, mine),
+                    "targets": asked.targets(mine),
+                    "d_state": moved,
+                }
                 found = self._head(TANGENT, values)
                 logprobs[mine] = found["logprobs"][0, :count]
                 changes[some, mine] = found["d_logprobs"][:, 0, :count]
@@ -264,7 +277,9 @@ class ChainEngine(CheckedEngine):
         asked = call.asked
         # What a completion's answers are worth doesn't depend on them; that of candidates does.
         is_known = not call.given["shares"].any()
-        answers = np.zeros(call.given["targets"].shape, np.float32) if is_known else self._answer(call, states)
+        answers = (
+            np.zeros(call.given["targets"].shape, np.float32) if is_known else self._answer(call, states)
+        )
         slopes = asked.gathered(answer_slopes(self._contract, answers, call.given))
         slope_of_states = np.zeros_like(states)
         logprobs = np.empty(asked.count, np.float32)
@@ -272,7 +287,11 @@ class ChainEngine(CheckedEngine):
             count = mine.stop - mine.start
             slope = np.zeros((1, max(count, _FEWEST_TOKENS)), np.float32)
             slope[0, :count] = slopes[mine]
-            values = {"state": asked.states(states, mine), "targets": asked.targets(mine), "slope": slope}
+            values: Arrays = {
+                "state": asked.states(states, mine),
+                "targets": asked.targets(mine),
+                "slope": slope,
+            }
             found = self._head(BACK, values)
             logprobs[mine] = found["logprobs"][0, :count]
             asked.add(slope_of_states, found["slope"][0, :count], mine)
@@ -302,7 +321,7 @@ class _Call:
         """Tokens that the answers depend on: none behind an asked position, nor behind an encoder's mask."""
         if not self._contract.is_encoder:
             return int(self.given["positions"].max()) + 1
-        seen = self.given["attention_mask"].any(0)
+        seen = np.atleast_1d(self.given["attention_mask"].any(0))
         return int(np.flatnonzero(seen)[-1]) + 1 if seen.any() else len(seen)
 
     @property
@@ -346,7 +365,7 @@ class _Call:
 
 
 class _Asked:
-    """The different questions of a call: (row, position, target); padding asks the same one again and again."""
+    """The different questions of a call: row, position, target. Padding asks the same one again and again."""
 
     def __init__(self, positions: IntArray, targets: IntArray, length: int) -> None:
         places = (np.arange(len(positions)) * length)[:, None] + positions

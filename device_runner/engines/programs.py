@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from device_runner.engines.choice import Backend, choose
+from device_runner.engines.choice import choose
 from device_runner.engines.length_engine import LengthEngine
 from device_runner.engines.lengths import groups, variants_of
 from device_runner.engines.trunk_cache import TrunkCache
@@ -20,6 +21,17 @@ from prge.bundle import PROGRAM, TRUNK_METHOD, Bundle
 from prge.chain import ROLE_OF, STACK
 from prge.contract import Contract
 from prge.engine import Array, Engine, EngineName
+
+
+class Engines(Protocol):
+    """The engines of a bundle, the size of their pool, what runs them, and what a user should know."""
+
+    step: Engine
+    score: Engine
+    trunk: TrunkEngine | None
+    threads: int
+    engine: str
+    notes: str
 
 
 class Programs:
@@ -104,7 +116,7 @@ class _LazyEngine:
         return self._programs.loaded(self._method).forward(inputs)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChainPrograms:
     """The engines `step` and `score` of a bundle with a chain, which share its blocks; see Programs."""
 
@@ -113,24 +125,7 @@ class ChainPrograms:
     threads: int
     engine: str
     notes: str = ""
-    trunk: None = None
-
-
-def _open_chain(
-    bundle: Bundle, backend: Backend, threads: int | None, memory: int | None, only_scoring: bool
-) -> ChainPrograms:
-    from device_runner.engines.blocks import Blocks
-    from device_runner.engines.chain_engine import ChainEngine
-
-    backend.engine.prepare()
-    # Before any engine loads: a child that tries a program lacks the threads of a running pool.
-    told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
-    role = ROLE_OF[STACK if only_scoring else bundle.contract.kind]
-    count = backend.engine.set_threads(threads)
-    blocks = Blocks(bundle, backend, {role}, memory, told.append)
-    step = ChainEngine(bundle.contract, blocks, count)
-    score = ChainEngine(bundle.score_contract, blocks, count)
-    return ChainPrograms(step, score, count, backend.name, "; ".join(told))
+    trunk: TrunkEngine | None = None
 
 
 def open_programs(
@@ -141,8 +136,7 @@ def open_programs(
     cache: TrunkCache | None = None,
     lengths: Collection[int] | None = None,
     only_scoring: bool = False,
-    memory: int | None = None,
-) -> Programs | ChainPrograms:
+) -> Programs:
     """Check the methods of a bundle in a child process; from then on they load when they are called.
 
     Args:
@@ -151,14 +145,11 @@ def open_programs(
         keep, cache, lengths: see Programs.
         engine: see device_runner.engines.choice.
         only_scoring: whether no step is going to be taken.
-        memory: of a chain, bytes of weights that may stay loaded.
 
     Raises:
         BundleError, EngineError: as device_runner.engines.base.ProgramEngine.load.
     """
     backend = choose(engine)
-    if bundle.chain is not None:
-        return _open_chain(bundle, backend, threads, memory, only_scoring)
     kind = backend.engine
     lengths = tuple(lengths or bundle.lengths[-1:])
     together = groups(bundle, lengths, keep, only_scoring)
@@ -175,3 +166,53 @@ def open_programs(
     notes = f"the engine is torch's: {backend.reason}" if backend.reason else ""
     pool = kind.set_threads(threads)
     return Programs(bundle, load, keep, pool, backend.name, notes, cache, lengths)
+
+
+def open_chain(
+    bundle: Bundle,
+    threads: int | None = None,
+    engine: EngineName = "auto",
+    memory: int | None = None,
+    only_scoring: bool = False,
+) -> ChainPrograms:
+    """Open the blocks of a bundle with a chain, each tried before it is used.
+
+    Args:
+        bundle: with the contract of a step; see device_runner.session.settings.bundle_for.
+        threads: size of the engine's thread pool.
+        engine: see device_runner.engines.choice.
+        memory: bytes of weights that may stay loaded.
+        only_scoring: whether no step is going to be taken.
+
+    Raises:
+        BundleError, EngineError: see device_runner.engines.blocks.Blocks.
+    """
+    from device_runner.engines.blocks import Blocks
+    from device_runner.engines.chain_engine import ChainEngine
+
+    backend = choose(engine)
+    backend.engine.prepare()
+    # Before any engine loads: a child that tries a program lacks the threads of a running pool.
+    told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
+    role = ROLE_OF[STACK if only_scoring else bundle.contract.kind]
+    count = backend.engine.set_threads(threads)
+    blocks = Blocks(bundle, backend, {role}, memory, told.append)
+    step = ChainEngine(bundle.contract, blocks, count)
+    score = ChainEngine(bundle.score_contract, blocks, count)
+    return ChainPrograms(step, score, count, backend.name, "; ".join(told))
+
+
+def open_engines(
+    bundle: Bundle,
+    threads: int | None = None,
+    keep: bool = False,
+    engine: EngineName = "auto",
+    cache: TrunkCache | None = None,
+    lengths: Collection[int] | None = None,
+    only_scoring: bool = False,
+    memory: int | None = None,
+) -> Engines:
+    """The engines of a bundle of any form; see `open_programs` and `open_chain`."""
+    if bundle.chain is not None:
+        return open_chain(bundle, threads, engine, memory, only_scoring)
+    return open_programs(bundle, threads, keep, engine, cache, lengths, only_scoring)

@@ -180,8 +180,7 @@ def _settled_on_chain(settings: RunSettings, chain: Chain) -> RunSettings:
         raise ConfigError(
             "the settings don't fit the bundle:",
             [f"--estimator is {estimator}, the bundle has the roles {', '.join(chain.roles)}"],
-            remedy=f"choose one of {', '.join(fitting)}, or export with the role "
-            f"{ROLE_OF[_KIND[estimator]]}",
+            remedy=f"choose one of {', '.join(fitting)}, or export with the role {ROLE_OF[_KIND[estimator]]}",
         )
     queries = None if estimator == "exact" else settings.queries or DEFAULT_QUERIES
     return replace(settings, estimator=estimator, queries=queries)
@@ -204,7 +203,9 @@ def bundle_for(settings: RunSettings, bundle: Bundle, sequences: int = 1) -> Bun
         contract = bundle.chain.contract("tangent", batch, queries=settings.queries or DEFAULT_QUERIES)
     else:
         queries = settings.queries or DEFAULT_QUERIES
-        copies = 2 * queries if settings.estimator == "antithetic" else queries + (settings.baseline == "clean")
+        copies = (
+            2 * queries if settings.estimator == "antithetic" else queries + (settings.baseline == "clean")
+        )
         contract = bundle.chain.contract("stack", batch, copies=copies)
     return bundle.for_calls(contract, bundle.score_contract)
 

@@ -119,5 +119,3 @@ def _engine(program: Path, weights: Path, role: str, inputs: list[torch.Tensor])
             f"the engine refuses {program.name} in the role {role}: {error}",
             remedy="please report it with the name of the model",
         ) from None
-
-

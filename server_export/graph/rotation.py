@@ -60,7 +60,7 @@ def turn_by_layers(graph_module: GraphModule) -> None:
 
 def _source_of_turned(node: Node) -> Node | None:
     """What a node turns the halves of; None if it doesn't."""
-    part: Any = node.args[0][1]  # type: ignore[index]
+    part: Any = node.args[0][1]
     if part.target is not aten.slice.Tensor or part.args[0].meta["val"].dim() != 4:
         return None
     source: Node = part.args[0]

@@ -55,7 +55,9 @@ def lower_chain(
     last = len(chain.blocks) - 1
     lowest = next(number for number, block in enumerate(chain.blocks) if block.adapter)
     above = {chain.kind_of[number] for number in range(lowest, last + 1)}
-    kinds, lowered, place = [], [], {}
+    kinds: list[manifest.Kind] = []
+    lowered: list[LoweredRoles] = []
+    place: dict[int, int] = {}
     for first, kind in chain.kinds.items():
         is_head = is_decoder and first == last
         name = EMBEDDING if first == 0 else HEAD if is_head else BLOCK

@@ -21,7 +21,6 @@ from torch.fx import Graph, GraphModule, Node
 from prge.chain import BACK, GRADIENT, LORA_B, STACK, TABLE, TANGENT, Bounds, Interface
 from server_export.derive.backprop.joint import SLOPE, backpropagate_block
 from server_export.derive.backprop.layers import TRANSPOSED, with_transposed
-from server_export.derive.backprop.rules import ONES
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate_block
 from server_export.graph.cutting import STATE, TABLE_PREFIX
 from server_export.graph.log_softmax import write_in_engine_form

@@ -67,7 +67,9 @@ class Chain:
             own = dict(zip(self.blocks[self.kind_of[number]].weights, block.weights, strict=True))
             embeddings += frozen.embeddings
             if self.scheme == "8da4w":
-                per_channel += [_layer(own.get(name, name)) for name, groups in frozen.layers.items() if not groups]
+                per_channel += [
+                    _layer(own.get(name, name)) for name, groups in frozen.layers.items() if not groups
+                ]
         return QuantizationReport(
             self.scheme,
             GROUP_SIZE if self.scheme == "8da4w" else None,
@@ -143,7 +145,9 @@ def build_chain(
         made[number] = Kind(graph_module, frozen)
     adapter = {placeholder: layer for layer, placeholder in traced.adapter.items()}
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    return Chain(blocks, kind_of, made, tables, modules, adapter, weights, lora_a, head_rows, vocabulary, scheme)
+    return Chain(
+        blocks, kind_of, made, tables, modules, adapter, weights, lora_a, head_rows, vocabulary, scheme
+    )
 
 
 def _layer(weight: str) -> str:

@@ -78,7 +78,7 @@ class Device:
             array = np.round(array / self.grid) * self.grid
         return array.astype(np.float32)
 
-    def open_programs(
+    def open_engines(
         self,
         bundle: Bundle,
         threads: int | None = None,
@@ -87,14 +87,15 @@ class Device:
         cache: TrunkCache | None = None,
         lengths: Collection[int] | None = None,
         only_scoring: bool = False,
+        memory: int | None = None,
     ) -> Programs:
-        """Stands for device_runner.engines.programs.open_programs."""
+        """Stands for device_runner.engines.programs.open_engines."""
         return Programs(bundle, self.load, keep)
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
         """Put this device where these modules open programs."""
         for module in modules:
-            monkeypatch.setattr(module, "open_programs", self.open_programs)
+            monkeypatch.setattr(module, "open_engines", self.open_engines)
 
     def write_bundle(self, folder: Path, scheme: str = "fp32") -> Path:
         """A bundle of this model; its program is only a name."""

@@ -151,9 +151,7 @@ class Expansion:
                 )
             # A batched product with the weight as it is would store it once, and pack it at every call.
             name = str(layer.weight.target)
-            return self._call(
-                aten.linear.default, source, self._constant(name, weight.t().contiguous())
-            )
+            return self._call(aten.linear.default, source, self._constant(name, weight.t().contiguous()))
         parts = [str(node.target) for node in _tensors(layer.weight)]
         backward = transposed_codes(*(attribute(self.root, part) for part in parts))
         tensors = [self._constant(part, tensor) for part, tensor in zip(parts, backward, strict=True)]

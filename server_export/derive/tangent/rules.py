@@ -144,7 +144,9 @@ def _choose_scales(
         builder.call(node.target, slots, mapping, [1, *block], *rest, **named) for slots in _tensors(source)
     ]
     scales, zero_points = (
-        _from_tensors(builder, source.shape[:-1], [builder.call(operator.getitem, both, index) for both in chosen])
+        _from_tensors(
+            builder, source.shape[:-1], [builder.call(operator.getitem, both, index) for both in chosen]
+        )
         for index in range(2)
     )
     return scales, zero_points
@@ -161,7 +163,8 @@ def _quantize(
 ) -> Dual:
     tensors = zip(*map(_tensors, (source, scale, zero)), strict=True)
     rounded = [
-        builder.call(node.target, slots, [1, *block], scales, zeros, *rest) for slots, scales, zeros in tensors
+        builder.call(node.target, slots, [1, *block], scales, zeros, *rest)
+        for slots, scales, zeros in tensors
     ]
     return _from_tensors(builder, source.shape, rounded)
 
