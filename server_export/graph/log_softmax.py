@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from server_export.graph.writing import Writer, apply_rules
+from server_export.graph.writing import Writer
 
 aten = torch.ops.aten
 
@@ -45,13 +45,8 @@ def _looked_up(probabilities: Any, index: Any) -> Any:
     return aten.log.default(aten.clamp.default(chosen, _LEAST_PROBABILITY))
 
 
-def write_in_engine_form(graph_module: GraphModule) -> None:
-    """Make operators of the engine of every `gather_log_softmax` of a graph, in place."""
-    apply_rules(graph_module, {GATHER_LOG_SOFTMAX: _written})
-    graph_module.recompile()
-
-
-def _written(writer: Writer, node: Node, logits: Node, index: Node) -> Node:
+def engine_form_of(writer: Writer, node: Node, logits: Node, index: Node) -> Node:
+    """A rule that writes `engine_form` in the place of a node."""
     probabilities = writer.call(aten._softmax.default, logits, -1, False)
     chosen = writer.call(aten.gather.default, probabilities, -1, index)
     return writer.call(aten.log.default, writer.call(aten.clamp.default, chosen, _LEAST_PROBABILITY))

@@ -22,8 +22,8 @@ from prge.chain import BACK, GRADIENT, LORA_B, STACK, TABLE, TANGENT, Bounds, In
 from server_export.derive.backprop.joint import SLOPE, backpropagate_block
 from server_export.derive.backprop.layers import TRANSPOSED, with_transposed
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate_block
+from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
-from server_export.graph.log_softmax import write_in_engine_form
 from server_export.graph.modules import as_module, attribute
 from server_export.graph.shapes import with_one
 from server_export.lower.kind import LoweredKind, lower_kind
@@ -109,10 +109,9 @@ def role_graphs(
         graphs[BACK] = backpropagate_block(
             _copied(one_copy), [STATE, *adapter], adapter, TOKENS, returns_answer=is_head
         )
-    if is_head:
-        graphs = {role: _copied(graph) for role, graph in graphs.items()}
-        for graph in graphs.values():
-            write_in_engine_form(graph)
+    graphs = {role: _copied(graph) for role, graph in graphs.items()}
+    for graph in graphs.values():
+        write_core_operators(graph)
     return graphs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -27,4 +28,6 @@ class BlockPartitioner(XnnpackPartitioner):
     def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[Any], None]:
         """What stays whole, wherever it is: no function is returned that asks about every node."""
         operators, _ = super().ops_to_not_decompose(ep)
-        return operators, None
+        # Sizes are in the table too. A program that has nothing else of it isn't traced once more.
+        sizes = [] if ep.dialect == "EDGE" else [torch.ops.aten.sym_size.int]
+        return [*operators, *sizes], None

@@ -1,0 +1,66 @@
+"""Operators of a graph as ExecuTorch lowers them, so that it has none to take apart.
+
+What changes the order of numbers writes them anew: shapes of unknown sizes are then all there is to know of a
+value, and a reshape needs no copy of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, engine_form_of
+from server_export.graph.writing import Rule, Writer, apply_rules, registrar
+
+aten = torch.ops.aten
+
+RULES: dict[Any, Rule] = {}
+_rule = registrar(RULES)
+
+
+def write_core_operators(graph_module: GraphModule) -> None:
+    """Write a graph in core operators, in place; its nodes carry `meta["val"]`."""
+    apply_rules(graph_module, RULES)
+    graph_module.recompile()
+
+
+@_rule(aten.transpose.int)
+def _transpose(writer: Writer, node: Node, source: Node, first: int, second: int) -> Node:
+    order = list(range(source.meta["val"].dim()))
+    order[first], order[second] = order[second], order[first]
+    return writer.call(aten.permute_copy.default, source, order)
+
+
+@_rule(aten.t.default)
+def _matrix_transpose(writer: Writer, node: Node, source: Node) -> Node:
+    return writer.call(aten.permute_copy.default, source, [1, 0])
+
+
+@_rule(aten.permute.default)
+def _permute(writer: Writer, node: Node, source: Node, order: list[int]) -> Node:
+    return writer.call(aten.permute_copy.default, source, order)
+
+
+@_rule(aten.slice.Tensor)
+def _slice(writer: Writer, node: Node, source: Node, *bounds: Any) -> Node:
+    return writer.call(aten.slice_copy.Tensor, source, *bounds)
+
+
+@_rule(aten.softmax.int)
+def _softmax(writer: Writer, node: Node, source: Node, dim: int, *_: Any) -> Node:
+    return writer.call(aten._softmax.default, source, dim, False)
+
+
+@_rule(aten.silu.default)
+def _silu(writer: Writer, node: Node, source: Node) -> Node:
+    return writer.times(source, writer.call(aten.sigmoid.default, source))
+
+
+@_rule(aten.rsub.Scalar)
+def _reversed_difference(writer: Writer, node: Node, source: Node, other: float, *_: Any) -> Node:
+    return writer.plus(writer.times(source, -1.0), other)
+
+
+_rule(GATHER_LOG_SOFTMAX)(engine_form_of)
