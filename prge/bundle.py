@@ -205,11 +205,9 @@ def open_bundle(folder: Path | str) -> Bundle:
     folder = Path(folder)
     manifest = read_manifest(folder)
     files = manifest.get("files")
-    if not isinstance(files, dict):
-        raise BundleError(f"{folder / MANIFEST} lists no files", remedy="export the bundle again")
-    if manifest["format"] == CHAIN_FORMAT:
+    if manifest["format"] == CHAIN_FORMAT and isinstance(files, dict):
         return _open_chain(folder, manifest, files)
-    if PROGRAM not in files:
+    if not isinstance(files, dict) or PROGRAM not in files:
         raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
     for name in files:
         check_file(folder, manifest, name)

@@ -20,12 +20,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from prge.chain import BACK, GRADIENT, LORA_B, STACK, TABLE, TANGENT, Bounds, Interface
 from server_export.derive.backprop.joint import SLOPE, backpropagate_block
-from server_export.derive.backprop.layers import TRANSPOSED, with_transposed
+from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate_block
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
 from server_export.graph.modules import as_module, attribute
-from server_export.graph.shapes import with_one
+from server_export.graph.shapes import fill_in_values, with_one
 from server_export.lower.kind import LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.traced import BATCH, COPIES, TOKENS
@@ -80,7 +80,7 @@ def lower_roles(
     graphs = role_graphs(graph_module, adapter, roles, is_head)
     names = {name: f"{LORA_B}{number}" for number, name in enumerate(adapter)}
     methods = {role: _interface(graph, role, names, is_head) for role, graph in graphs.items()}
-    shared = {*stored, *(TRANSPOSED + name.replace(".", "_") for name in stored)}
+    shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
     for role, graph in graphs.items():
         graphs[role] = _with_own_constants(graph, role, shared)
@@ -111,6 +111,7 @@ def role_graphs(
         )
     graphs = {role: _copied(graph) for role, graph in graphs.items()}
     for graph in graphs.values():
+        fill_in_values(graph)
         write_core_operators(graph)
     return graphs
 

@@ -147,14 +147,18 @@ class Expansion:
                 # A mean's backward pass spreads one number over the row. The row is a constant of its own:
                 # XNNPACK packs that of a layer, and reads the memory that is gone where it is a factor too.
                 return self._call(
-                    aten.mul.Tensor, source, self._constant(f"row_{len(weight[0])}", weight[0].clone())
+                    aten.mul.Tensor,
+                    source,
+                    self._constant(f"{TRANSPOSED}row_{len(weight[0])}", weight[0].clone()),
                 )
             # A batched product with the weight as it is would store it once, and pack it at every call.
             name = str(layer.weight.target)
+            name, *_ = transposed_names(name)
             return self._call(aten.linear.default, source, self._constant(name, weight.t().contiguous()))
         parts = [str(node.target) for node in _tensors(layer.weight)]
         backward = transposed_codes(*(attribute(self.root, part) for part in parts))
-        tensors = [self._constant(part, tensor) for part, tensor in zip(parts, backward, strict=True)]
+        names = transposed_names(parts[0])
+        tensors = [self._constant(name, tensor) for name, tensor in zip(names, backward, strict=True)]
         rounded = self._rounded(source, layer.scales)
         width_out = layer.widths[1]
         dequantized = self._call(
@@ -179,7 +183,6 @@ class Expansion:
         return self._call(weight.target, codes, block, scale, zero, *range_of_codes)
 
     def _constant(self, name: str, tensor: torch.Tensor) -> Node:
-        name = _transposed(name)
         if not hasattr(self.root, name):
             self.root.register_buffer(name, tensor)
         return self.graph.get_attr(name)
@@ -192,17 +195,22 @@ def with_transposed(tensors: Mapping[str, torch.Tensor], names: Collection[str])
     """A block's constants, with those among `names` that its way back has of its layers."""
     made = dict(tensors)
     for name, tensor in tensors.items():
-        parts = name, name.replace("_codes", "_scale"), name.replace("_codes", "_zero_point")
-        if name.endswith("_codes") and _transposed(name) in names:
-            backward = transposed_codes(*(tensors[part] for part in parts))
-            made |= {_transposed(part): value for part, value in zip(parts, backward, strict=True)}
-        elif _transposed(name) in names and _transposed(name) not in made:
-            made[_transposed(name)] = tensor.t().contiguous()
+        backward = transposed_names(name)
+        if backward[0] not in names:
+            continue
+        if backward[1] in names:
+            parts = (name.removesuffix("_codes") + part for part in ("_codes", "_scale", "_zero_point"))
+            made |= zip(backward, transposed_codes(*(tensors[part] for part in parts)), strict=True)
+        else:
+            made[backward[0]] = tensor.t().contiguous()
     return made
 
 
-def _transposed(name: str) -> str:
-    return TRANSPOSED + name.replace(".", "_")
+def transposed_names(weight: str) -> tuple[str, str, str]:
+    """Names of a weight's constants on the way back: itself or its codes, and of codes the scales and zero
+    points."""
+    name = TRANSPOSED + weight.replace(".", "_")
+    return name, f"{name}_scale", f"{name}_zero_point"
 
 
 def transposed_codes(

@@ -19,7 +19,6 @@ from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.dual import Dual, Parts
 from server_export.derive.tangent.rules import RULES, Factors, Value
 from server_export.graph.modules import as_module
-from server_export.graph.shapes import fill_in_values
 
 
 @dataclass(frozen=True)
@@ -85,23 +84,22 @@ def differentiate_block(
 
     Returns:
         A module that returns the output [...] and its tangents [queries, ...]. It takes `ones` f32
-        [1, tokens, 1] before the adapter, unless nothing reads it.
+        [1, tokens, 1] before the adapter, unless nothing reads it. Its inputs alone carry `meta["val"]`.
     """
     graph = Graph()
     placeholders = _placeholders(graph_module)
     adapter = [node for node in placeholders if isinstance(seeds.get(str(node.target)), RankOne)]
     tables = [node for node in placeholders if node not in adapter]
     copies = {node: graph.node_copy(node) for node in tables}
-    ones = _input(graph, ONES, 1, tokens, 1)
-    copies |= {node: _input(graph, str(node.target), *node.meta["val"].shape[1:]) for node in adapter}
+    like = next(node for node in placeholders if str(node.target) in seeds)
+    ones = _input(graph, ONES, like, 1, tokens, 1)
+    copies |= {node: _input(graph, str(node.target), node, *node.meta["val"].shape[1:]) for node in adapter}
     answer = _differentiated(Builder(graph_module, graph, queries, ones, tokens), copies, seeds)
     graph.output((answer.builder.reshape(answer.primal, *answer.shape), answer.tangents))
     graph.eliminate_dead_code()
     if not ones.users:
         graph.erase_node(ones)
-    result = as_module(graph_module, graph)
-    fill_in_values(result)
-    return result
+    return as_module(graph_module, graph)
 
 
 def _differentiated(builder: Builder, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]) -> Dual:
@@ -129,11 +127,11 @@ def _placeholders(graph_module: GraphModule) -> list[Node]:
 def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
     name, shape = str(node.target), tuple(node.meta["val"].shape)
     if isinstance(seed, Dense):
-        tangents = _input(builder.graph, f"d_{name}", builder.queries, *shape)
+        tangents = _input(builder.graph, f"d_{name}", node, builder.queries, *shape)
         return Parts(builder, shape, builder.reshape(copy, 1, *shape), tangents)
     builder.know_shape(copy, *shape[1:])
     u, v = (
-        _input(builder.graph, f"{factor}_{name}", builder.queries, seed.rows, width)
+        _input(builder.graph, f"{factor}_{name}", node, builder.queries, seed.rows, width)
         for factor, width in (("u", shape[1]), ("v", shape[2]))
     )
     for factor in (u, v):
@@ -141,10 +139,10 @@ def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
     return Factors(builder.reshape(copy, *shape), u, v, seed.rows, *shape[1:])
 
 
-def _input(graph: Graph, name: str, *shape: int) -> Node:
-    """A placeholder f32."""
+def _input(graph: Graph, name: str, like: Node, *shape: int) -> Node:
+    """A placeholder of another one's type."""
     node = graph.placeholder(name)
-    node.meta["val"] = torch.empty(shape, device="meta")
+    node.meta["val"] = torch.empty(shape, dtype=like.meta["val"].dtype, device="meta")
     return node
 
 
