@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,20 +25,17 @@ from server_export.lower.lowering import collector_paused
 
 aten = torch.ops.aten
 
-# The weights file of the constants that don't belong to one method apart.
-SHARED = "shared"
-
 # In the meta of a node, under "custom": XNNPACK puts what the node stands for into the file of that name.
-_FILE = "delegate_constant_tag"
+_TAG, _WEIGHTS = "delegate_constant_tag", "weights"
 _REMEDY = "please report it with the name of the model"
 
 
 @dataclass(frozen=True)
 class LoweredKind:
-    """The program of all blocks of a kind, without weights, and the files that hold those of a block."""
+    """The program of all blocks of a kind, without weights, and the file that holds those of a block."""
 
     program: bytes
-    files: Mapping[str, WeightsFile]
+    weights: WeightsFile
 
 
 @dataclass(frozen=True)
@@ -118,17 +115,15 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def lower_kind(methods: Mapping[str, ExportedProgram], apart: Collection[str] = ()) -> LoweredKind:
+def lower_kind(methods: Mapping[str, ExportedProgram]) -> LoweredKind:
     """Lower the methods of a kind of block.
 
-        kind = lower_kind({"score": score, "back": back}, apart=["back"])
+        kind = lower_kind({"stack": stack, "back": back})
         Path("block.pte").write_bytes(kind.program)
-        kind.files[SHARED].write(Path("000.ptd"), tensors)
-        kind.files["back"].write(Path("000.back.ptd"), tensors)
+        kind.weights.write(Path("000.ptd"), tensors)
 
     Args:
         methods: by name; what several of them read has one name. Not changed.
-        apart: methods that have a weights file of their own, by their name, for what no other method reads.
 
     Raises:
         BundleError: ExecuTorch refuses a method, or stores a constant in a way that isn't known here.
@@ -138,10 +133,10 @@ def lower_kind(methods: Mapping[str, ExportedProgram], apart: Collection[str] = 
 
     from server_export.lower.xnnpack import BlockPartitioner
 
-    constants = _Constants(methods, apart)
+    constants = _Constants(methods)
     config = ExecutorchBackendConfig(
-        # What portable kernels read goes by its name, to the file that XNNPACK is told too.
-        external_constants=lambda node: node.meta.get("custom", {}).get(_FILE),
+        # What portable kernels read goes to the file that XNNPACK is told too.
+        external_constants=lambda node: node.meta.get("custom", {}).get(_TAG),
         memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False),
     )
     refusal = told_as_bundle_error("ExecuTorch can't lower the program", _REMEDY)
@@ -158,39 +153,31 @@ def lower_kind(methods: Mapping[str, ExportedProgram], apart: Collection[str] = 
             executorch.write_tensor_data_to_file(folder)
         program = bytes(executorch.buffer)
         del edge, executorch
-        files = {
-            path.stem: constants.explain(path.stem, path.read_bytes(), config.segment_alignment)
-            for path in sorted(Path(folder).iterdir())
-        }
-    constants.refuse_inlined(files)
-    return LoweredKind(program, files)
+        (path,) = Path(folder).iterdir()
+        weights = constants.explain(path.read_bytes(), config.segment_alignment)
+    constants.refuse_inlined(weights)
+    return LoweredKind(program, weights)
 
 
 class _Constants:
-    """The constants of a kind: which methods read them, and what stands for them while they are lowered."""
+    """The constants of a kind, and what stands for them while they are lowered."""
 
-    def __init__(self, methods: Mapping[str, ExportedProgram], apart: Collection[str]) -> None:
+    def __init__(self, methods: Mapping[str, ExportedProgram]) -> None:
         self.values: dict[str, torch.Tensor] = {}
         self.random: dict[str, torch.Tensor] = {}
-        readers: dict[str, set[str]] = defaultdict(set)
         fixed: set[str] = set()
-        for method, program in methods.items():
+        for program in methods.values():
             for node, name, value in _constants_of(program):
                 if not node.users:
                     continue
                 known = self.values.setdefault(name, value)
                 if (known.shape, known.dtype) != (value.shape, value.dtype):
                     raise BundleError(f"two methods have different constants {name}", remedy=_REMEDY)
-                readers[name].add(method)
                 _refuse_packed_and_read(node, name)
                 if _belongs_to_the_program(node):
                     fixed.add(name)
         self.fixed = {name: self.values[name] for name in fixed}
         self.random = {name: _random(name, value) for name, value in self.values.items() if name not in fixed}
-        self.file_of = {
-            name: next(iter(by)) if len(by) == 1 and by <= set(apart) else SHARED
-            for name, by in readers.items()
-        }
 
     def as_placeholders(self, program: ExportedProgram) -> ExportedProgram:
         """A copy of the program with random constants, each marked with the file that it goes to."""
@@ -200,7 +187,7 @@ class _Constants:
             if name in self.random:
                 # XNNPACK looks at a constant, and at what restores a quantized one.
                 for marked in (node, *filter(_is_dequantization, node.users)):
-                    copies[marked].meta["custom"] = {_FILE: self.file_of.get(name, SHARED)}
+                    copies[marked].meta["custom"] = {_TAG: _WEIGHTS}
         _quantize_apart(graph)
         return ExportedProgram(
             root=program.graph_module,
@@ -213,7 +200,7 @@ class _Constants:
             constants={name: self.random.get(name, value) for name, value in program.constants.items()},
         )
 
-    def explain(self, file: str, content: bytes, alignment: int) -> WeightsFile:
+    def explain(self, content: bytes, alignment: int) -> WeightsFile:
         """What each part of a file of the random constants is made of.
 
         Raises:
@@ -223,7 +210,7 @@ class _Constants:
 
         payload = FlatTensorSerializer().deserialize(content)
         parts = [bytes(part) for part in payload.buffers]
-        origins = self._origins(file, {len(part) for part in parts})
+        origins = self._origins({len(part) for part in parts})
         offsets, end = [], 0
         for part in parts:
             offsets.append(-(-end // alignment) * alignment)
@@ -242,24 +229,21 @@ class _Constants:
             ((name, layout),) = found.items()
             value = self.values[name]
             entries.append(Entry(name, layout, start + offset, tuple(value.shape), value.dtype))
-        fixed = {name: value for name, value in self.fixed.items() if self.file_of[name] == file}
-        return WeightsFile(content[:start], tuple(entries), fixed)
+        return WeightsFile(content[:start], tuple(entries), self.fixed)
 
-    def _origins(self, file: str, sizes: set[int]) -> dict[bytes, dict[str, str]]:
+    def _origins(self, sizes: set[int]) -> dict[bytes, dict[str, str]]:
         """By digest of bytes: the constants that give them, each with its layout."""
         found: dict[bytes, dict[str, str]] = defaultdict(dict)
         for name, value in self.random.items():
-            if self.file_of[name] != file:
-                continue
             for layout, apply in LAYOUTS.items():
                 data = _bytes(apply(value))
                 if len(data) in sizes:
                     found[_digest(data)].setdefault(name, layout)
         return found
 
-    def refuse_inlined(self, files: Mapping[str, WeightsFile]) -> None:
+    def refuse_inlined(self, weights: WeightsFile) -> None:
         """Every constant that was random has to be in a file: none in the program, where it would stay."""
-        written = {entry.name for file in files.values() for entry in file.entries}
+        written = {entry.name for entry in weights.entries}
         if inside := sorted(set(self.random) - written):
             raise BundleError(
                 f"ExecuTorch keeps constants inside of the program that differ from block to block: "

@@ -46,8 +46,7 @@ class LoweredRoles:
 
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the weights file of a block, from its kind's frozen tensors."""
-        (file,) = self.kind.files.values()
-        file.write(path, self.with_constants(tensors))
+        self.kind.weights.write(path, self.with_constants(tensors))
 
     def with_constants(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """All constants of a block's programs, from its kind's frozen tensors."""

@@ -40,15 +40,12 @@ class Size:
         example: what torch.export traces with: at least 2, and no width of the model.
         minimum: the least that a call may choose.
         maximum: the most; memory is planned for it.
-        and_one_more: whether `marker + 1` is a size too, as of queries with the plain forward. Half of it is
-            then to be a prime, or it could be a width.
     """
 
     marker: int
     example: int
     minimum: int
     maximum: int
-    and_one_more: bool = False
 
 
 def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> ExportedProgram:
@@ -111,15 +108,9 @@ class _Markers:
         self.dimensions: dict[int, Any] = {}
         self._examples: dict[int, int] = {}
         for name, size in sizes.items():
-            dimension = Dim(name, min=size.minimum, max=size.maximum)
-            self._add(size.marker, name, dimension, size.example)
-            if size.and_one_more:
-                self._add(size.marker + 1, f"{name} + 1", dimension + 1, size.example + 1)
-
-    def _add(self, marker: int, name: str, dimension: Any, example: int) -> None:
-        self.names[marker] = name
-        self.dimensions[marker] = dimension
-        self._examples[marker] = example
+            self.names[size.marker] = name
+            self.dimensions[size.marker] = Dim(name, min=size.minimum, max=size.maximum)
+            self._examples[size.marker] = size.example
 
     def factors(self, number: int) -> tuple[list[int], int]:
         """The markers in a number, each as often as it divides it, and the rest."""
@@ -167,13 +158,6 @@ class _DynamicGraph:
             for index, number in enumerate(shape):
                 if number in self._markers.names and number not in self._sizes:
                     self._sizes[number] = self._call(aten.sym_size.int, self.copies[node], index)
-        for marker, name in self._markers.names.items():
-            one_more = marker + 1
-            if self._markers.names.get(one_more) == f"{name} + 1":
-                if marker in self._sizes:
-                    self._sizes[one_more] = self._call(operator.add, self._sizes[marker], 1)
-                elif one_more in self._sizes:
-                    self._sizes[marker] = self._call(operator.sub, self._sizes[one_more], 1)
         for node, shape in zip(placeholders, shapes, strict=True):
             known = node.meta["val"].shape
             if len(shape) != len(known):

@@ -60,7 +60,7 @@ def methods(chain: Chain, tmp_path_factory: pytest.TempPathFactory) -> list[Meth
             name: tensor for name, tensor in kind.graph_module.named_buffers() if name.startswith("constant_")
         }
         for block in (block for block, of in enumerate(chain.kind_of) if of == number):
-            lowered.files["shared"].write(folder / f"{block}.ptd", {**chain.tensors(block), **rules})
+            lowered.weights.write(folder / f"{block}.ptd", {**chain.tensors(block), **rules})
     arena = Arena(max(program.arena_bytes("stack") for program in programs.values()))
     return [
         programs[kind].load("stack", weights=WeightsFile(folder / f"{block}.ptd"), arena=arena)

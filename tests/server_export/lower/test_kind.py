@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from prge.errors import BundleError
-from server_export.lower.kind import LAYOUTS, SHARED, LoweredKind, lower_kind
+from server_export.lower.kind import LAYOUTS, LoweredKind, lower_kind
 from server_export.lower.lowering import rewritten_graph
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.quantization import Int8Embedding, quantize_layers
@@ -142,7 +142,7 @@ def answer(
     from executorch.extension.pybindings.portable_lib import _load_for_executorch
 
     (folder / "kind.pte").write_bytes(kind.program)
-    kind.files[SHARED].write(folder / "block.ptd", weights)
+    kind.weights.write(folder / "block.ptd", weights)
     engine = _load_for_executorch(str(folder / "kind.pte"), str(folder / "block.ptd"))
     return engine.run_method(method, inputs)[0]
 
@@ -200,24 +200,17 @@ def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) ->
         "back": program(back.eval().requires_grad_(False), meta(*STATE)),
     }
     weights = tensors(methods["score"]) | tensors(methods["back"])
-    together, apart = lower_kind(methods), lower_kind(methods, apart=["back"])
-    assert set(together.files) == {SHARED}
-    # Without `back`, the file of the others stays as it is.
-    alone = lower_kind({"score": methods["score"]})
-    for number, kind in enumerate((apart, alone)):
-        kind.files[SHARED].write(tmp_path / f"{number}.ptd", weights)
-    assert (tmp_path / "0.ptd").read_bytes() == (tmp_path / "1.ptd").read_bytes()
-    own = {entry.name for entry in apart.files["back"].entries}
-    assert own == {name for name in weights if name.startswith("transposed_up") and "zero" not in name}
-    assert not own & {entry.name for entry in apart.files[SHARED].entries}
+    together, alone = lower_kind(methods), lower_kind({"score": methods["score"]})
+    # Without `back`, the file lacks what it alone reads.
+    names = ({entry.name for entry in kind.weights.entries} for kind in (together, alone))
+    own = {name for name in weights if name.startswith("transposed_up") and "zero" not in name}
+    assert set.difference(*names) == own
     inputs = torch.randn(2, 7, WIDTH), torch.randn(RANK, WIDTH)
-    for kind in (together, apart):
+    for kind in (together, alone):
         difference = answer(tmp_path, kind, weights, "score", *inputs) - block(*inputs)
         assert difference.abs().max() < TOLERANCE["8da4w"]
     difference = answer(tmp_path, together, weights, "back", inputs[0]) - back(inputs[0])
     assert difference.abs().max() < TOLERANCE["8da8w"]
-    with pytest.raises(RuntimeError):
-        answer(tmp_path, apart, weights, "back", inputs[0])
 
 
 @pytest.fixture(scope="module")
@@ -229,13 +222,13 @@ def lowered() -> tuple[LoweredKind, dict[str, torch.Tensor]]:
 
 def test_layouts_are_known(lowered: tuple[LoweredKind, dict[str, torch.Tensor]]) -> None:
     kind, _ = lowered
-    layouts = {entry.name: entry.layout for entry in kind.files[SHARED].entries}
+    layouts = {entry.name: entry.layout for entry in kind.weights.entries}
     assert layouts == {
         "layer_weight_qdata": "int4",
         "layer_weight_scale": "as it is",
         "layer.bias": "as it is",
     }
-    assert set(kind.files[SHARED].fixed) == {"layer_weight_zero_point"}
+    assert set(kind.weights.fixed) == {"layer_weight_zero_point"}
 
 
 def test_scales_of_float32_are_stored_as_bfloat16() -> None:
@@ -248,7 +241,7 @@ def test_scales_of_float32_are_stored_as_bfloat16() -> None:
     )
     quantize_(layer, settings)
     kind = lower_kind({"score": program(layer.eval().requires_grad_(False), meta(*STATE))})
-    layouts = {entry.name: entry.layout for entry in kind.files[SHARED].entries}
+    layouts = {entry.name: entry.layout for entry in kind.weights.entries}
     assert layouts["layer_weight_scale"] == "bfloat16"
 
 
@@ -280,9 +273,9 @@ def test_a_missing_constant_is_named(
     lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     kind, weights = lowered
-    name = kind.files[SHARED].entries[0].name
+    name = kind.weights.entries[0].name
     with pytest.raises(BundleError, match=f"no constant {name}"):
-        kind.files[SHARED].write(tmp_path / "block.ptd", {n: t for n, t in weights.items() if n != name})
+        kind.weights.write(tmp_path / "block.ptd", {n: t for n, t in weights.items() if n != name})
     assert not (tmp_path / "block.ptd").exists()
 
 
@@ -290,18 +283,18 @@ def test_a_constant_of_another_shape_is_refused(
     lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     kind, weights = lowered
-    name = kind.files[SHARED].entries[0].name
+    name = kind.weights.entries[0].name
     with pytest.raises(BundleError, match=f"{name} is torch"):
-        kind.files[SHARED].write(tmp_path / "block.ptd", {**weights, name: torch.zeros(3)})
+        kind.weights.write(tmp_path / "block.ptd", {**weights, name: torch.zeros(3)})
 
 
 def test_what_the_program_holds_must_not_differ(
     lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     kind, weights = lowered
-    (name,) = kind.files[SHARED].fixed
+    (name,) = kind.weights.fixed
     with pytest.raises(BundleError, match=f"{name} differs from that of its kind"):
-        kind.files[SHARED].write(tmp_path / "block.ptd", {**weights, name: weights[name] + 1})
+        kind.weights.write(tmp_path / "block.ptd", {**weights, name: weights[name] + 1})
 
 
 def test_a_weight_that_another_operator_reads_is_refused() -> None:

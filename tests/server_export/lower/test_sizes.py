@@ -16,8 +16,6 @@ torch.set_num_threads(1)
 ROWS = Size(10007, 3, 1, 8)
 TOKENS = Size(10009, 5, 1, 16)
 COPIES = Size(10037, 2, 1, 4)
-# (marker + 1) / 2 is a prime.
-QUERIES = Size(9013, 4, 1, 6, and_one_more=True)
 WIDTH, HEADS = 12, 3
 
 
@@ -107,34 +105,6 @@ def test_a_dimension_that_is_a_product_becomes_two() -> None:
         state, lora_b = torch.randn(copies, batch, tokens, WIDTH), torch.randn(copies, WIDTH, 7)
         expected = Stack()(state.reshape(copies * batch, tokens, WIDTH), lora_b)
         torch.testing.assert_close(answer(program, state, lora_b), expected)
-
-
-def test_slots_are_one_more_than_queries() -> None:
-    class Tangent(nn.Module):
-        def forward(self, state: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-            slots, batch, tokens, width = state.shape
-            flat = state.reshape(slots * batch * tokens, width).reshape(slots, batch, tokens, width)
-            return flat[:1].expand(slots - 1, batch, tokens, width) * u[:, :, None, None] + flat[1:]
-
-    sizes = {"queries": QUERIES, "batch": ROWS, "tokens": TOKENS}
-    shapes = (
-        (QUERIES.marker + 1, ROWS.marker, TOKENS.marker, WIDTH),
-        (QUERIES.marker, ROWS.marker),
-    )
-    program = dynamic_program(traced(Tangent(), *shapes), sizes)
-    for queries, batch, tokens in ((4, 3, 5), (2, 1, 7), (6, 8, 16)):
-        inputs = torch.randn(queries + 1, batch, tokens, WIDTH), torch.randn(queries, batch)
-        torch.testing.assert_close(answer(program, *inputs), Tangent()(*inputs))
-
-
-def test_queries_are_told_by_slots_alone() -> None:
-    class Tangents(nn.Module):
-        def forward(self, state: torch.Tensor) -> torch.Tensor:
-            return state[:1].expand(state.shape[0] - 1, -1) + state[1:]
-
-    program = dynamic_program(traced(Tangents(), (QUERIES.marker + 1, WIDTH)), {"queries": QUERIES})
-    state = torch.randn(4, WIDTH)
-    torch.testing.assert_close(answer(program, state), state[:1] + state[1:])
 
 
 def test_a_size_that_no_input_tells_is_refused() -> None:
