@@ -12,7 +12,7 @@ pytest.importorskip("executorch")
 import torch
 
 from server_export.graph import rotation
-from server_export.graph.rotation import find_rotations
+from server_export.graph.rotation import find_rotations, turn_by_layers
 from server_export.lower.lowering import export_graph
 from server_export.lower.method_graphs import export_programs
 from server_export.model.program import example_inputs
@@ -101,3 +101,32 @@ def test_matrices_are_the_rotation_and_its_scale() -> None:
     actual = torch.einsum("rhtw,twv->rhtv", x, rotation.matrices())
     assert (actual - expected).abs().max() < 1e-6
     assert rotation.scale == 0.5
+
+
+def test_halves_are_turned_by_a_layer() -> None:
+    class Rotary(torch.nn.Module):
+        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            turned = torch.cat([-x[..., 3:], x[..., :3]], -1)
+            return x * cos + turned * sin
+
+    inputs = torch.randn(2, 3, 5, 6), torch.randn(5, 6), torch.randn(5, 6)
+    graph_module = torch.export.export(Rotary(), inputs, strict=False).module(check_guards=False)
+    turn_by_layers(graph_module)
+    names = Counter(
+        str(node.target).split(".")[1] for node in graph_module.graph.nodes if "aten" in str(node.target)
+    )
+    assert names == {"mul": 2, "linear": 1, "add": 1}
+    assert torch.equal(graph_module(*inputs), Rotary()(*inputs))
+
+
+@pytest.mark.parametrize("parts", [(0, 3, 3, 6), (3, 6, 3, 6), (2, 6, 0, 2)])
+def test_what_turns_no_halves_stays(parts: tuple[int, int, int, int]) -> None:
+    class Other(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b, c, d = parts
+            return torch.cat([-x[..., a:b], x[..., c:d]], -1)
+
+    x = torch.randn(2, 3, 5, 6)
+    graph_module = torch.export.export(Other(), (x,), strict=False).module(check_guards=False)
+    turn_by_layers(graph_module)
+    assert not graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from server_export.graph.shapes import Shapes, without_memory
+from server_export.graph.shapes import Shapes, with_one, without_memory
 
 aten = torch.ops.aten
 
@@ -72,3 +72,25 @@ def test_several_results_have_no_memory_either() -> None:
     found = Shapes().of(aten.split.Tensor, (empty(4, 2), 2), {})
     assert [tuple(part.shape) for part in found] == [(2, 2), (2, 2)]
     assert without_memory([torch.ones(2), torch.ones(3)])[1].device.type == "meta"
+
+
+def test_a_marker_becomes_one_wherever_it_is_a_factor() -> None:
+    copies, rows = 5003, 7919
+
+    class Stack(torch.nn.Module):
+        def forward(self, state: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+            grouped = state.reshape(copies, rows, 4) * 2
+            return torch.bmm(grouped, matrices).reshape(copies * rows, 3)
+
+    with torch.device("meta"):
+        inputs = torch.empty(copies * rows, 4), torch.empty(copies, 4, 3)
+    graph_module = torch.export.export(Stack(), inputs, strict=False).module(check_guards=False)
+    one = with_one(graph_module, copies)
+    assert [tuple(node.meta["val"].shape) for node in one.graph.nodes if node.op == "placeholder"] == [
+        (rows, 4),
+        (1, 4, 3),
+    ]
+    state, matrices = torch.randn(rows, 4), torch.randn(1, 4, 3)
+    torch.testing.assert_close(one(state, matrices)[0], state * 2 @ matrices[0])
+    # The graph that it was made of still has copies.
+    assert tuple(graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape) == (copies * rows, 4)

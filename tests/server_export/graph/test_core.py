@@ -1,0 +1,67 @@
+"""Core operators compute what others did, and what reorders numbers writes them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+
+from server_export.graph.core import write_core_operators
+from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX
+from server_export.graph.shapes import fill_in_values
+
+aten = torch.ops.aten
+X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+INDEX = torch.tensor([[[1], [0], [3]], [[2], [2], [1]]])
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = {
+    "transpose": (lambda x: x.transpose(-1, 0), {"permute_copy"}),
+    "permute": (lambda x: x.permute(2, 0, 1), {"permute_copy"}),
+    "matrix transpose": (lambda x: x[0].t(), {"select", "permute_copy"}),
+    "slice": (lambda x: x[:, 1:], {"slice_copy"}),
+    "softmax": (lambda x: torch.softmax(x, 1), {"_softmax"}),
+    "silu": (nn.functional.silu, {"sigmoid", "mul"}),
+    "reversed difference": (lambda x: 1.5 - x, {"mul", "add"}),
+    "log-probability": (
+        lambda x: GATHER_LOG_SOFTMAX(x, INDEX),
+        {"_softmax", "gather", "clamp", "log", "lift_fresh_copy", "detach_"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_same_is_computed_in_core_operators(name: str) -> None:
+    function, allowed = CASES[name]
+    graph_module = torch.export.export(Function(function), (X,), strict=False).module(check_guards=False)
+    fill_in_values(graph_module)
+    write_core_operators(graph_module)
+    torch.testing.assert_close(graph_module(X), function(X))
+    names = {
+        str(node.target).split(".")[1] for node in graph_module.graph.nodes if node.op == "call_function"
+    }
+    assert names and names <= allowed
+
+
+def test_what_reorders_numbers_leaves_them_contiguous() -> None:
+    graph_module = torch.export.export(
+        Function(lambda x: x.transpose(1, 2).reshape(2, 12)), (X,), strict=False
+    ).module(check_guards=False)
+    fill_in_values(graph_module)
+    write_core_operators(graph_module)
+    (permuted,) = graph_module.graph.find_nodes(op="call_function", target=aten.permute_copy.default)
+    assert permuted.meta["val"].is_contiguous()

@@ -1,0 +1,112 @@
+"""A chain becomes a few programs without weights, and a weights file for every block."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("executorch")
+
+import torch
+from safetensors.torch import load_file
+
+from prge.chain import BACK, STACK, TANGENT, Bounds
+from prge.errors import BundleError
+from server_export.check.chain import FLOAT_TOLERANCE, verify_chain
+from server_export.lower.chain import LoweredChain, lower_chain
+from server_export.model.chain import Chain, build_chain
+from server_export.model.files import find_files
+from server_export.model.loading import outline_model
+from tests.tiny_models import WIDTH, save_model
+
+pytestmark = [pytest.mark.export, pytest.mark.slow]
+
+LONGEST = 16
+LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Written:
+    """A chain and what was written of it."""
+
+    chain: Chain
+    lowered: LoweredChain
+    folder: Path
+
+
+def written(model: Path, folder: Path, adapted: list[int], roles: list[str]) -> Written:
+    """A model with adapters on the queries of some blocks, as files."""
+    outline = outline_model(str(model))
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in adapted]
+    generator = torch.Generator().manual_seed(0)
+    lora_a = {name: torch.randn(4, WIDTH, generator=generator) * 0.1 for name in names}
+    chain = build_chain(outline, find_files(str(model)), lora_a, longest=LONGEST)
+    folder.mkdir()
+    return Written(chain, lower_chain(chain, folder, roles, Bounds(tokens=LONGEST), True), folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model", "llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def upper(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Adapters in the last block alone."""
+    return written(model, tmp_path_factory.mktemp("upper") / "bundle", [LAYERS - 1], [TANGENT, BACK])
+
+
+def test_every_block_has_a_weights_file_and_its_kinds_program(upper: Written) -> None:
+    programs = [kind.program for kind in upper.lowered.kinds]
+    assert programs == [f"programs/{name}.pte" for name in ("embedding", "block", "block-2", "head")]
+    assert [block.kind for block in upper.lowered.blocks] == [0, 1, 1, 2, 3]
+    assert [block.weights for block in upper.lowered.blocks] == [
+        f"weights/{name}.ptd" for name in ("embedding", "000", "001", "002", "head")
+    ]
+    assert all((upper.folder / name).stat().st_size < 200_000 for name in programs)
+
+
+def test_blocks_below_the_lowest_adapter_have_no_derivatives(upper: Written) -> None:
+    roles = [set(kind.methods) for kind in upper.lowered.kinds]
+    assert roles == [{STACK}, {STACK}, {STACK, TANGENT, BACK}, {STACK, TANGENT, BACK}]
+    assert [block.modules for block in upper.lowered.blocks] == [(), (), (), (0,), ()]
+    # Without the way back a block needs no transposed weights.
+    below, above = ((upper.folder / upper.lowered.blocks[number].weights).stat().st_size for number in (2, 3))
+    assert above > 1.8 * below
+
+
+def test_rotations_lie_in_a_file_of_their_own(upper: Written) -> None:
+    tables = [table.kind for table in upper.lowered.tables]
+    assert tables.count("causal") == 1 and tables.count("rotary") == 2
+    values = load_file(upper.folder / "tables.safetensors")
+    assert sorted(values) == [str(number) for number, kind in enumerate(tables) if kind == "rotary"]
+    assert all(value.shape[0] == LONGEST for value in values.values())
+
+
+def test_engine_and_graphs_agree(upper: Written) -> None:
+    verification = verify_chain(upper.chain, upper.lowered, upper.folder, "fp32")
+    assert set(verification.differences) == {STACK, TANGENT, BACK}
+    assert max(verification.differences.values()) < FLOAT_TOLERANCE / 10
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_weights_file_of_another_content_is_found(upper: Written, tmp_path: Path, number: int) -> None:
+    folder = Path(shutil.copytree(upper.folder, tmp_path / "bundle"))
+    path = folder / upper.lowered.blocks[number].weights
+    content = bytearray(path.read_bytes())
+    # The exponents of a few hundred floats, far behind the file's head.
+    for place in range(len(content) // 2 + 3, len(content) // 2 + 1200, 4):
+        content[place] ^= 0x04
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=r"block.*otherwise than the model's graph"):
+        verify_chain(upper.chain, upper.lowered, folder, "fp32")
+
+
+def test_a_program_that_the_engine_refuses_is_told(upper: Written, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(upper.folder, tmp_path / "bundle"))
+    shutil.copy(folder / upper.lowered.kinds[0].program, folder / upper.lowered.kinds[1].program)
+    with pytest.raises(BundleError, match=r"the engine refuses block\.pte in the role stack"):
+        verify_chain(upper.chain, upper.lowered, folder, "fp32")
