@@ -6,12 +6,13 @@ load -> insert LoRA-FA -> quantize the frozen base -> trace, with tangents -> lo
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,15 @@ from server_export.check.estimation import announce
 from server_export.settings import ExportConfig
 
 if TYPE_CHECKING:
-    from server_export.model.program import BuiltProgram
+    from server_export.model.chain import Chain
+    from server_export.model.files import ModelFiles
+    from server_export.model.loading import LoadedModel
+    from server_export.model.program import BuiltProgram, StartAdapter
 
 __all__ = ["ExportConfig", "export", "main"]
 
+# Parameters of a model that is held as a whole against its blocks.
+_MOST_COMPARED = 1 << 28
 _DOES = {"forward": "train", "score": "score", "trunk": "run below the adapter", "step": "train above it"}
 
 
@@ -119,12 +125,54 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
 
 
 def _export_chain(config: ExportConfig, out: Path) -> Path:
-    from prge import chain as manifest
-    from server_export.bundle import write_chain_bundle
-    from server_export.check.chain import verify_chain
-    from server_export.lower.chain import lower_chain
     from server_export.lower.lowering import collector_paused
-    from server_export.model.chain import build_chain, plain_layers
+
+    with new_folder(out, overwrite=config.overwrite) as folder, collector_paused():
+        with _stage("tracing") as note:
+            source = _open_source(config)
+            twin = None if config.quantize == "fp32" else copy.deepcopy(source)
+            chain = source.chain(config, config.quantize)
+            note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
+        if source.start.parameters <= _MOST_COMPARED:
+            _compare(config, source, chain if twin is None else twin.chain(config, "fp32"))
+        manifest = _write_chain(config, folder, source, chain)
+    size, chain_block = sum(entry["bytes"] for entry in manifest["files"].values()), manifest["chain"]
+    programs = sum(manifest["files"][kind["program"]]["bytes"] for kind in chain_block["kinds"])
+    roles = ", ".join(chain_block["kinds"][-1]["methods"])
+    print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB; roles {roles}")
+    return out
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model without weights, its files, and what an export makes of the settings for it."""
+
+    files: ModelFiles
+    outline: LoadedModel
+    tokenizer: Any
+    readout: str
+    label_tokens: Sequence[int]
+    transposed: set[str]
+    start: StartAdapter
+
+    def chain(self, config: ExportConfig, scheme: str) -> Chain:
+        """The model's blocks; it can be made once."""
+        from server_export.model.chain import build_chain
+
+        scale = self.start.alpha / self.start.rank
+        return build_chain(
+            self.outline,
+            self.files,
+            {name: matrix * scale for name, matrix in self.start.lora_a.items()},
+            longest=config.sequence_length,
+            transposed=self.transposed,
+            scheme=scheme,
+            label_tokens=self.label_tokens,
+        )
+
+
+def _open_source(config: ExportConfig) -> _Source:
+    from server_export.model.chain import plain_layers
     from server_export.model.files import fetch_weights, find_files
     from server_export.model.loading import outline_model
     from server_export.model.program import position_numbers, readout_of, start_adapter
@@ -133,60 +181,59 @@ def _export_chain(config: ExportConfig, out: Path) -> Path:
 
     quiet_libraries()
     pooled = None if config.readout is None else config.readout == "pooled"
-    with new_folder(out, overwrite=config.overwrite) as folder, collector_paused():
-        with _stage("tracing") as note:
-            files = find_files(config.model, config.revision)
-            outline = outline_model(config.model, pooled=pooled, revision=config.revision)
-            fetch_weights(files)
-            if not files.revision:
-                outline = replace(outline, sha256=files.sha256())
-            tokenizer = load_tokenizer(config.model, outline.revision)
-            vocabulary = outline.model.get_input_embeddings().weight.shape[0]
-            tokenizer_block(tokenizer, config.prepend_bos, vocabulary)
-            labels = label_token_ids(tokenizer, config.label_words) if config.label_words else []
-            readout = readout_of(config, outline, labels)
-            position_numbers(outline, config.sequence_length)
-            transposed = plain_layers(outline.model)
-            start = start_adapter(config, outline, bool(transposed))
-            scale = start.alpha / start.rank
-            chain = build_chain(
-                outline,
-                files,
-                {name: matrix * scale for name, matrix in start.lora_a.items()},
-                longest=config.sequence_length,
-                transposed=transposed,
-                scheme=config.quantize,
-                label_tokens=labels,
-            )
-            note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds")
-        with _stage("lowering") as note:
-            bounds = manifest.Bounds(tokens=config.sequence_length)
-            lowered = lower_chain(chain, folder, config.roles or (), bounds, outline.is_decoder, note)
-        with _stage("verifying") as note:
-            verification = verify_chain(chain, lowered, folder, config.quantize)
-            differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())
-            note(f"engine and model differ by {differences} (allowed {verification.tolerance:.2g})")
-        described = manifest.Chain(
-            readout=readout,
-            pooling=config.pooling,
-            width=int(outline.config.hidden_size),
-            vocabulary_size=chain.vocabulary_size,
-            label_tokens=tuple(labels),
-            modules=chain.modules,
-            bounds=bounds,
-            tables=lowered.tables,
-            kinds=lowered.kinds,
-            blocks=lowered.blocks,
+    files = find_files(config.model, config.revision)
+    outline = outline_model(config.model, pooled=pooled, revision=config.revision)
+    fetch_weights(files)
+    if not files.revision:
+        outline = replace(outline, sha256=files.sha256())
+    tokenizer = load_tokenizer(config.model, outline.revision)
+    tokenizer_block(tokenizer, config.prepend_bos, outline.model.get_input_embeddings().weight.shape[0])
+    labels = label_token_ids(tokenizer, config.label_words) if config.label_words else []
+    readout = readout_of(config, outline, labels)
+    position_numbers(outline, config.sequence_length)
+    transposed = plain_layers(outline.model)
+    start = start_adapter(config, outline, bool(transposed))
+    return _Source(files, outline, tokenizer, readout, labels, transposed, start)
+
+
+def _compare(config: ExportConfig, source: _Source, chain: Chain) -> None:
+    from server_export.check.chain import difference_from_model
+
+    with _stage("comparing") as note:
+        part = difference_from_model(chain, config.model, config.revision, source.outline.is_decoder)
+        note(f"the blocks in float32 and the whole model differ by {part:.2g}")
+
+
+def _write_chain(config: ExportConfig, folder: Path, source: _Source, chain: Chain) -> dict[str, Any]:
+    """Fill a bundle's folder; returns its manifest."""
+    from prge import chain as manifest
+    from server_export.bundle import write_chain_bundle
+    from server_export.check.chain import verify_chain
+    from server_export.lower.chain import lower_chain
+
+    bounds = manifest.Bounds(tokens=config.sequence_length)
+    with _stage("lowering") as note:
+        lowered = lower_chain(chain, folder, config.roles or (), bounds, source.outline.is_decoder, note)
+    with _stage("verifying") as note:
+        verification = verify_chain(chain, lowered, folder, config.quantize)
+        differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())
+        note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
+    described = manifest.Chain(
+        readout=source.readout,
+        pooling=config.pooling,
+        width=int(source.outline.config.hidden_size),
+        vocabulary_size=chain.vocabulary_size,
+        label_tokens=tuple(source.label_tokens),
+        modules=chain.modules,
+        bounds=bounds,
+        tables=lowered.tables,
+        kinds=lowered.kinds,
+        blocks=lowered.blocks,
+    )
+    with _stage("writing"):
+        return write_chain_bundle(
+            folder, config, source.start, described, source.tokenizer, chain.quantization, verification
         )
-        with _stage("writing"):
-            content = write_chain_bundle(
-                folder, config, start, described, tokenizer, chain.quantization, verification
-            )
-    size = sum(entry["bytes"] for entry in content["files"].values())
-    programs = sum(content["files"][kind.program]["bytes"] for kind in described.kinds)
-    roles = ", ".join(described.roles)
-    print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB; roles {roles}")
-    return out
 
 
 @contextmanager

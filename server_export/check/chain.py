@@ -12,14 +12,22 @@ from torch.export import ExportedProgram
 
 from prge.chain import TABLE
 from prge.errors import BundleError
+from server_export.graph.cutting import TABLE_PREFIX
+from server_export.graph.shapes import with_one
 from server_export.lower.chain import LoweredChain
+from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.chain import Chain
+from server_export.model.loading import load_model
+from server_export.model.traced import BATCH, COPIES, TOKENS
 from server_export.quiet import quiet_engine
 
 # Largest difference, as a part of the largest number. Float blocks of all architectures differ by less than
 # 1e-5. Engine and graph round the same activations to int8, where a last bit of difference flips a code.
 FLOAT_TOLERANCE = 1e-4
 QUANTIZED_TOLERANCE = 5e-2
+# Of the whole model in float32; random models of all tested architectures differ by less than 2e-6.
+MODEL_TOLERANCE = 1e-3
+_ROWS, _TOKENS = 2, 7
 _REMEDY = "export it with --quantize fp32, and please report it with the name of the model"
 
 
@@ -65,6 +73,69 @@ def verify_chain(chain: Chain, lowered: LoweredChain, folder: Path, scheme: str)
     return ChainVerification(differences, tolerance)
 
 
+def difference_from_model(chain: Chain, name_or_path: str, revision: str | None, is_decoder: bool) -> float:
+    """Largest difference between the blocks of a float chain, in PyTorch, and transformers' own model.
+
+    Of log-probabilities or states, of two rows without adapter. The model is in memory as a whole.
+
+    Raises:
+        BundleError: they differ by more than `MODEL_TOLERANCE`, so that the model was cut or traced wrongly.
+    """
+    model: Any = load_model(name_or_path, pooled=not is_decoder, revision=revision).model
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = (
+        torch.randint(0, most, (_ROWS, _TOKENS), generator=generator)
+        for most in (chain.vocabulary_size, chain.classes)
+    )
+    padding = getattr(model.config, "pad_token_id", None)
+    # RoBERTa numbers its positions by what isn't the padding token.
+    tokens[tokens == padding] = 0 if padding else 1
+    with torch.no_grad():
+        found = _answers(chain, tokens, targets if is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS))
+        output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        if is_decoder:
+            rows = next(iter(chain.head_rows.values()), slice(None))
+            logits = output.logits[..., rows]
+            expected = torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1))
+        else:
+            expected = output.last_hidden_state
+    difference = float((found.reshape(expected.shape) - expected).abs().max())
+    if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
+        raise BundleError(
+            f"the blocks don't compute what the model {type(model).__name__} computes: their outputs differ "
+            f"by {difference:.3g}",
+            remedy="this architecture isn't supported; take another checkpoint, and please report it",
+        )
+    return difference
+
+
+def _answers(chain: Chain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """What the blocks compute one after the other; `beside` is of a head, or of an encoder's attention."""
+    sizes = {"batch": Size(BATCH, 2, 1, _ROWS), "tokens": Size(TOKENS, 5, 2, _TOKENS)}
+    programs = {
+        number: dynamic_program(with_one(kind.graph_module, COPIES), sizes)
+        for number, kind in chain.kinds.items()
+    }
+    shapes = {module.name: (1, module.rank, module.out_features) for module in chain.modules}
+    state = tokens
+    for number, block in enumerate(chain.blocks):
+        kind = chain.kinds[chain.kind_of[number]]
+        inputs = []
+        for node in block.graph_module.graph.find_nodes(op="placeholder"):
+            name = str(node.target)
+            if name.startswith(TABLE_PREFIX):
+                place = block.tables[int(name.removeprefix(TABLE_PREFIX))]
+                inputs.append(chain.tables.all[place].of(tokens.shape[1]))
+            elif name in chain.adapter:
+                inputs.append(torch.zeros(shapes[chain.adapter[name]]))
+            else:
+                inputs.append(beside if name == "beside" else state)
+        program = programs[chain.kind_of[number]]
+        constants = dict(kind.graph_module.named_buffers()) | dict(kind.graph_module.named_parameters())
+        (state,) = _eager(program, {**constants, **chain.tensors(number)}, inputs)
+    return state
+
+
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     if ours.numel() != theirs.numel() or not bool(torch.isfinite(ours).all()):
         return float("inf")
@@ -79,8 +150,7 @@ def _example(
     values = []
     for name, like in zip(names, program.example_inputs[0], strict=True):
         if name in ("tokens", "targets"):
-            count = len(chain.head_rows) and min(map(len, chain.head_rows.values()))
-            most = count if name == "targets" and count else chain.vocabulary_size
+            most = chain.classes if name == "targets" else chain.vocabulary_size
             values.append(torch.randint(0, most, like.shape, generator=generator))
         elif name == "ones":
             values.append(torch.ones(like.shape))

@@ -57,6 +57,11 @@ class Chain:
     scheme: str
 
     @property
+    def classes(self) -> int:
+        """Tokens that a decoder's head answers among."""
+        return min(map(len, self.head_rows.values()), default=self.vocabulary_size)
+
+    @property
     def quantization(self) -> QuantizationReport:
         """What is quantized and how."""
         if self.scheme == "fp32":
