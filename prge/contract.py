@@ -114,7 +114,7 @@ class Contract:
     indices into that list) or `pooled` (an encoder's states; the head lives in the driver).
     `alpha` is already folded into the program's frozen `lora_a`. A tangent program has one copy, a stack
     program no queries of its own. `cut` is what crosses from a trunk to the program above it. `classes` is
-    how many an encoder's head may have in an exact program.
+    how many an encoder's head may have in an exact program. `by_run` says that a run chose the sizes.
     """
 
     kind: str
@@ -131,6 +131,7 @@ class Contract:
     shared_rows: bool = False
     cut: tuple[TensorSpec, ...] = ()
     classes: int = 0
+    by_run: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -320,6 +321,7 @@ class Contract:
     def to_json(self) -> dict[str, Any]:
         """The manifest's `contract` block; inputs and outputs are written out for other readers."""
         block = asdict(self)
+        del block["by_run"]
         block["inputs"] = [asdict(spec) for spec in self.inputs]
         block["outputs"] = [asdict(spec) for spec in self.outputs]
         return block
