@@ -44,10 +44,10 @@ class RunSettings(TrainingFlags):
     estimator: EstimatorName | None = None
     """tangent: exact derivatives along directions; antithetic: two perturbed copies a query; one-sided: one
     copy a query and a baseline; exact: the gradient by backpropagation. Default: tangent, antithetic or
-    exact, whichever the bundle's program is for."""
+    exact, whichever the bundle's program is for; of a bundle with roles the first of these that it has."""
     queries: int | None = None
-    """Random directions a step; default: what the bundle was exported for. A tangent program has its own,
-    an exact one none."""
+    """Random directions a step; default: what the bundle was exported for, with roles 4. A tangent program
+    has its own, an exact gradient none."""
     share_directions: bool = False
     """tangent: one direction a query for all examples of a step, instead of one for each."""
     epsilon: float = 1e-2
