@@ -57,7 +57,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, ConfigError, shown
 
 FORMAT, CHAIN_FORMAT = 1, 2
 LORA_B_PREFIX = "lora_b."
@@ -169,6 +169,12 @@ class Contract:
         if not self.modules:
             problems.append("modules is empty: there is nothing to train")
         problems = problems or self._size_problems()
+        if problems and self.by_run:
+            raise ConfigError(
+                "the sizes of a call can't be used:",
+                problems,
+                remedy="choose fewer --queries or a smaller --batch-size",
+            )
         if problems:
             raise BundleError(
                 "the manifest describes no program that can be run: " + "; ".join(problems),

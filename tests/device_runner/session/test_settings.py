@@ -172,3 +172,9 @@ def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:
     with pytest.raises(ConfigError, match="--queries belongs to"):
         _settings(**changes)
     assert settled(_settings(**changes, resume=Path("o")), CHAIN).estimator == "exact"
+
+
+def test_a_call_that_is_too_large_names_the_runs_flags() -> None:
+    settings = settled(_settings(queries=1 << 20, batch_size=1 << 12), CHAIN)
+    with pytest.raises(ConfigError, match=r"(?s)inputs and outputs take .*fewer --queries or a smaller"):
+        bundle_for(settings, CHAIN)
