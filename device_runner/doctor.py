@@ -89,6 +89,7 @@ def examine() -> Iterator[Check]:
         ("native", _check_native),
         ("memory", _check_memory),
         ("disk", _check_disk),
+        ("cache", _check_cache),
         *[(name, _finder(name)) for name in ("jinja2", "torchao", "transformers", "peft", "matplotlib")],
         ("adb", _check_adb),
     ]
@@ -236,6 +237,21 @@ def _check_disk() -> Check:
     if free < ENOUGH_DISK:
         return Check("disk", "warn", size, "free some storage before exporting or training here")
     return Check("disk", "ok", size)
+
+
+def _check_cache() -> Check:
+    """What packed weights take on the storage."""
+    from prge.errors import EngineError
+
+    try:
+        from device_runner.engines.packed_files import packed_bytes, packed_folder
+
+        folder = packed_folder()
+    except ImportError as error:
+        return Check("cache", "warn", f"unknown: {error}")
+    except EngineError as error:
+        return Check("cache", "warn", error.what, error.remedy)
+    return Check("cache", "ok", f"{packed_bytes(folder) // MIB} MiB of packed weights in {folder}")
 
 
 def _check_adb() -> Check:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from device_runner.engines.choice import choose
 from device_runner.engines.lengths import PROGRAM_BYTES, chosen_lengths
 from device_runner.engines.programs import open_engines
+from device_runner.session.settings import check_form
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
 from prge.engine import EngineName
@@ -62,6 +63,9 @@ class EvaluateSettings:
     it is built or can be."""
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
+    memory: int | None = None
+    """Bundles with roles: bytes of weights that may stay loaded; the others are loaded when their turn comes.
+    The same bits. Default: all stay."""
     program_bytes: int = PROGRAM_BYTES
     """Bundles exported with --lengths: bytes that loaded programs may take to use more than one length."""
 
@@ -85,6 +89,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         PrgeError: bad input.
     """
     bundle = open_bundle(settings.bundle)
+    check_form(settings, bundle)
     contract = bundle.score_contract
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
@@ -116,7 +121,12 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     if note:
         print(note)
     programs = open_engines(
-        bundle, settings.threads, engine=settings.engine, lengths=lengths, only_scoring=True
+        bundle,
+        settings.threads,
+        engine=settings.engine,
+        lengths=lengths,
+        only_scoring=True,
+        memory=settings.memory,
     )
     engine = programs.score
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)

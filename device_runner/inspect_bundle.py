@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,23 @@ from prge.bundle import (
     MANIFEST,
     PROGRAM,
     check_file,
+    read_chain,
     read_contracts,
     read_manifest,
     read_shorter,
     read_trunk,
 )
 from prge.bundle_memory import memory_of_scoring, memory_of_steps
-from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
+from prge.chain import Chain
+from prge.contract import (
+    CHAIN_FORMAT,
+    GRADIENT_PREFIX,
+    LORA_B_PREFIX,
+    U_PREFIX,
+    V_PREFIX,
+    AdaptedModule,
+    Contract,
+)
 from prge.costs import bytes_text
 from prge.errors import BundleError, printable
 from prge.settings import parse_settings
@@ -43,6 +53,7 @@ _SHOWN_ELSEWHERE = {
     *("folder", "manifest_sha256", "format", "model", "contract", "score", "trunk", "queries", "files"),
     "lengths",
     *("unlisted_files", "rows_per_call", "adapter_parameters", "memory", "score_memory"),
+    *("chain", "roles", "programs", "weights"),
 }
 
 
@@ -71,18 +82,20 @@ def main(argv: list[str]) -> int:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """The manifest with a check of every file, the rows of a call and a memory estimate.
+    """The manifest with a check of every file, and what follows from it.
 
-    `score_memory` is the estimate of the method that scores, where that is another one.
+    Of a program: the rows of a call and a memory estimate; `score_memory` is that of the method that scores,
+    where that is another one. Of a chain: its roles, programs and weights.
 
     Raises:
         BundleError: the manifest can't be read.
     """
     manifest = read_manifest(folder)
-    contract, scoring = read_contracts(manifest)
-    read_shorter(manifest, contract)
-    if not isinstance(manifest.get("files"), dict) or PROGRAM not in manifest["files"]:
-        raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
+    if not isinstance(manifest.get("files"), dict):
+        raise BundleError(f"{folder / MANIFEST} lists no files", remedy="export the bundle again")
+    facts = (
+        _of_chain(folder, manifest) if manifest["format"] == CHAIN_FORMAT else _of_program(folder, manifest)
+    )
     files = {
         name: {**_mapping(entry), "problem": _problem(folder, manifest, name)}
         for name, entry in manifest["files"].items()
@@ -93,10 +106,44 @@ def inspect(folder: Path) -> dict[str, Any]:
         **manifest,
         "files": files,
         "unlisted_files": sorted(present - set(files) - {MANIFEST}),
+        **facts,
+    }
+
+
+def _of_program(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    contract, scoring = read_contracts(manifest)
+    read_shorter(manifest, contract)
+    if PROGRAM not in manifest["files"]:
+        raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
+    return {
         "rows_per_call": contract.rows,
         "adapter_parameters": adapter_size(contract.modules),
         "memory": memory_of_steps(manifest, contract),
         "score_memory": memory_of_scoring(manifest, scoring) if scoring else None,
+    }
+
+
+def _of_chain(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    chain = read_chain(folder, manifest)
+
+    def size(name: str) -> int:
+        return int(_mapping(manifest["files"][name]).get("bytes") or 0)
+
+    weights = {block.weights: size(block.weights) for block in chain.blocks}
+    largest = max(weights, key=lambda name: weights[name])
+    return {
+        "adapter_parameters": adapter_size(chain.modules),
+        "roles": list(chain.roles),
+        "programs": [
+            {
+                "file": kind.program,
+                "bytes": size(kind.program),
+                "roles": list(kind.methods),
+                "blocks": [place for place, block in enumerate(chain.blocks) if block.kind == number],
+            }
+            for number, kind in enumerate(chain.kinds)
+        ],
+        "weights": {"bytes": sum(weights.values()), "largest": largest, "largest_bytes": weights[largest]},
     }
 
 
@@ -113,11 +160,71 @@ def _problem(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None
 
 
 def _text(report: Mapping[str, Any]) -> Iterator[str]:
-    contract, scoring = read_contracts(report)
-    trunk = read_trunk(report, contract)
     yield f"bundle {report['folder']}"
     yield f"  manifest {report['manifest_sha256']}"
     yield from _section("model", report.get("model"))
+    yield from _chain_text(report) if "chain" in report else _program_text(report)
+    for name in _SECTIONS:
+        yield from _section(name, report.get(name))
+    yield from _section(
+        "other", {key: report[key] for key in report if key not in {*_SECTIONS, *_SHOWN_ELSEWHERE}}
+    )
+    if "memory" in report:
+        yield from _memory("a run", report["memory"])
+        if report["score_memory"]:
+            what = "scoring, for which the program of the steps is released"
+            yield from _memory(what, report["score_memory"])
+    yield "\nfiles"
+    for name, entry in report["files"].items():
+        state = entry["problem"] or "ok"
+        yield f"  {bytes_text(entry.get('bytes')):>10}  {str(entry.get('sha256'))[:12]}  {name}  {state}"
+    for name in report["unlisted_files"]:
+        yield f"  {'':>10}  {'':12}  {name}  not in the manifest, never loaded"
+
+
+def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
+    chain = Chain.from_json(report["chain"])
+    facts: dict[str, Any] = {
+        "blocks": f"{len(chain.blocks)} of {len(chain.kinds)} kinds, the lowest adapted one is "
+        f"{chain.lowest_adapted}",
+        "roles": report["roles"],
+        "readout": chain.readout,
+        "width": chain.width,
+        "vocabulary_size": chain.vocabulary_size,
+    }
+    if chain.is_encoder:
+        facts["pooling"] = chain.pooling
+    if chain.label_tokens:
+        facts["label_tokens"] = list(chain.label_tokens)
+    yield from _section("chain", {**facts, "format": report["format"]})
+    yield "\nprograms, without weights"
+    for program in report["programs"]:
+        used = f"{_blocks(len(program['blocks']))}: {', '.join(program['roles'])}"
+        yield f"  {bytes_text(program['bytes']):>10}  {program['file']}  {used}"
+    weights = report["weights"]
+    yield "\nweights"
+    yield f"  {bytes_text(weights['bytes']):>10}  in all"
+    yield (
+        f"  {bytes_text(weights['largest_bytes']):>10}  {weights['largest']}, the largest block: "
+        f"--memory must be {weights['largest_bytes']} at least"
+    )
+    yield from _section("most of each size in one call of a program", asdict(chain.bounds))
+    yield "\ntables"
+    for number, table in enumerate(chain.tables):
+        window = f", window {table.window}" if table.window else ""
+        first = f", counted from {table.first}" if table.first else ""
+        users = sum(number in block.tables for block in chain.blocks)
+        yield f"  {table.kind}{window}{first}: {_blocks(users)}"
+    yield from _modules(chain.modules)
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count} blocks"
+
+
+def _program_text(report: Mapping[str, Any]) -> Iterator[str]:
+    contract, scoring = read_contracts(report)
+    trunk = read_trunk(report, contract)
     yield from _section("program", _program_facts(report, contract))
     yield from _interface(contract)
     if trunk:
@@ -129,21 +236,7 @@ def _text(report: Mapping[str, Any]) -> Iterator[str]:
         yield from _section("program for scoring", {"kind": scoring.kind, "rows a call": rows})
         yield from _interface(scoring)
     yield from _section("programs for shorter rows", dict(_shorter_facts(report)))
-    yield from _modules(contract)
-    for name in _SECTIONS:
-        yield from _section(name, report.get(name))
-    yield from _section(
-        "other", {key: report[key] for key in report if key not in {*_SECTIONS, *_SHOWN_ELSEWHERE}}
-    )
-    yield from _memory("a run", report["memory"])
-    if scoring:
-        yield from _memory("scoring, for which the program of the steps is released", report["score_memory"])
-    yield "\nfiles"
-    for name, entry in report["files"].items():
-        state = entry["problem"] or "ok"
-        yield f"  {bytes_text(entry.get('bytes')):>10}  {str(entry.get('sha256'))[:12]}  {name}  {state}"
-    for name in report["unlisted_files"]:
-        yield f"  {'':>10}  {'':12}  {name}  not in the manifest, never loaded"
+    yield from _modules(contract.modules)
 
 
 def _program_facts(report: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
@@ -196,13 +289,13 @@ def _interface(contract: Contract) -> Iterator[str]:
         yield from (f"  {arrow} {spec.name:<16} {spec.dtype:<8} {list(spec.shape)}" for spec in fixed)
 
 
-def _modules(contract: Contract) -> Iterator[str]:
+def _modules(modules: Sequence[AdaptedModule]) -> Iterator[str]:
     """The adapted modules, those of one kind and shape in one line."""
     kinds = Counter(
         (module.name.rsplit(".", 1)[-1], module.rank, module.in_features, module.out_features)
-        for module in contract.modules
+        for module in modules
     )
-    yield f"\nadapter: {adapter_size(contract.modules):,} parameters in {len(contract.modules)} modules"
+    yield f"\nadapter: {adapter_size(modules):,} parameters in {len(modules)} modules"
     for (name, rank, width_in, width_out), count in kinds.items():
         yield f"  {count:>3} x {name:<16} rank {rank}, {width_in} -> {width_out}"
 

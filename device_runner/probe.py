@@ -1,7 +1,7 @@
 """`prge probe`: how much of what each estimator and epsilon measures is signal, on real rows.
 
-tangent bundle  the exact derivative of every (batch, query) is the reference of the differences along it
-P-RGE bundle    there is no reference; scalars at an epsilon are compared with those at its neighbour
+with tangents   the exact derivative of every (batch, query) is the reference of the differences along it
+without         there is no reference; scalars at an epsilon are compared with those at its neighbour
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from device_runner.session.noise import (
     compare,
     neighbours_agree,
 )
-from device_runner.session.settings import suggested_queries
+from device_runner.session.settings import batch_for, check_form, suggested_queries
 from prge.adapter import Adapter
 from prge.bounds import bound_problems
-from prge.bundle import open_bundle
+from prge.bundle import Bundle, open_bundle
+from prge.chain import TANGENT, Chain
 from prge.checkpoint import HEAD, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
 from prge.directions import RankOneDirections
@@ -67,6 +68,13 @@ class ProbeSettings:
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to measure at; default: the adapter that the bundle came with. An
     encoder's head comes from it too, and is fitted on the rows where it has none."""
+    queries: int | None = None
+    """Bundles with roles: random directions a step; default: 4."""
+    batch_size: int | None = None
+    """Bundles with roles: sequences of one call, before copies; default: 4, or as many as a row needs."""
+    memory: int | None = None
+    """Bundles with roles: bytes of weights that may stay loaded; the others are loaded when their turn comes.
+    The same bits. Default: all stay."""
     batches: int = 4
     """Batches to measure, each along every query's direction."""
     epsilons: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -233,30 +241,33 @@ def probe(settings: ProbeSettings) -> Report:
         PrgeError: bad input, or derivatives that are not finite.
     """
     bundle = open_bundle(settings.bundle)
-    contract = bundle.contract
-    if contract.is_exact:
+    check_form(settings, bundle, ("memory", "batch_size", "queries"))
+    if bundle.contract.is_exact:
         raise ConfigError(
             "there is nothing to probe:",
             ["the bundle's program is exact: it computes the gradient itself, without scalars"],
             remedy="train with it; to compare estimators, export with --estimator tangent",
         )
-    queries = suggested_queries(bundle)
+    queries = settings.queries or suggested_queries(bundle)
     if settings.batches * queries < 2:
         raise ConfigError(
             "one scalar can't be correlated:",
-            [f"--batches is {settings.batches}, the bundle has {queries} query"],
+            [f"--batches is {settings.batches}, of {queries} query"],
             remedy="give --batches 16",
         )
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
     selection = Selection(0, settings.limit, settings.shuffle_seed)
     options = BuildOptions(overflow=settings.overflow)
-    examples, data = load_examples(settings.data, tokenizer, contract, task, selection, options)
+    examples, data = load_examples(settings.data, tokenizer, bundle.contract, task, selection, options)
+    if bundle.chain is not None:
+        bundle = _for_steps(bundle, bundle.chain, settings.batch_size or batch_for(examples), queries)
+    contract = bundle.contract
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
-    programs = open_engines(bundle, settings.threads, engine=settings.engine)
+    programs = open_engines(bundle, settings.threads, engine=settings.engine, memory=settings.memory)
     head = _head(source, programs.score, adapter, examples, tokenizer.pad_id)
     if contract.is_tangent:
         readings = _against_tangents(programs, adapter, sampler, settings, head)
@@ -272,6 +283,15 @@ def probe(settings: ProbeSettings) -> Report:
         tuple(sorted(readings, key=lambda reading: reading.estimator)),
         contract.computed_rows / queries if contract.is_tangent else None,
     )
+
+
+def _for_steps(bundle: Bundle, chain: Chain, batch_size: int, queries: int) -> Bundle:
+    """A bundle with a chain for steps that are probed: tangents where it has them, else pairs of copies."""
+    if TANGENT in chain.roles:
+        step = chain.contract("tangent", batch_size, queries=queries)
+    else:
+        step = chain.contract("stack", batch_size, copies=2 * queries)
+    return bundle.for_calls(step, bundle.score_contract)
 
 
 def _signal_text(agreement: Agreement) -> str:

@@ -45,12 +45,13 @@ from prge.checkpoint import (
 from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
+from prge.exact import check_candidates
 from prge.examples import token_count
 from prge.journal import Journal, Record
 from prge.peft import write_peft
 from prge.rows.scoring import evaluate
 from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, run_lock, with_stored_settings
-from prge.sampling import Sampler
+from prge.sampling import Sampler, check_batch
 from prge.settings import parse_settings, settings_to_yaml
 from prge.terminal import best_effort
 from prge.training import AdapterLearner, train
@@ -82,7 +83,10 @@ def run(settings: RunSettings) -> Path:
     with run_lock(settings.out):
         _check_folder(settings)
         inputs = read_inputs(bundle, settings)
-        bundle = bundle_for(settings, bundle, max(len(example.sequences) for example in inputs.train))
+        bundle = bundle_for(settings, bundle, inputs.train)
+        check_batch(bundle.contract, inputs.train)
+        if bundle.contract.is_exact:
+            check_candidates(bundle.contract, inputs.train)
         with Journal(settings.out / JOURNAL) as journal:
             begin(journal, inputs.identity, settings)
             cache = _trunk_cache(settings, bundle)

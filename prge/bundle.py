@@ -108,6 +108,16 @@ class Bundle:
         return self.scoring or self.contract
 
     @property
+    def pooling(self) -> str | None:
+        """How an encoder's states become one vector; None for a decoder's."""
+        if not self.contract.is_encoder:
+            return None
+        block = self.manifest.get("readout")
+        return (
+            self.chain.pooling if self.chain else block.get("pooling") if isinstance(block, Mapping) else None
+        )
+
+    @property
     def quantization(self) -> str | None:
         """The scheme of the frozen weights; None for float32."""
         block = self.manifest.get("quantization")
@@ -217,15 +227,21 @@ def open_bundle(folder: Path | str) -> Bundle:
     return Bundle(folder, contract, manifest, scoring, trunk, shorter)
 
 
-def _open_chain(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> Bundle:
-    """A bundle of a chain; the hashes of its weights are compared when an engine takes them."""
+def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
+    """The chain that a manifest describes; raises BundleError if it can't be run or a file isn't listed."""
     chain = Chain.from_json(manifest.get("chain") or {})
     needed = {kind.program for kind in chain.kinds} | {block.weights for block in chain.blocks}
     needed |= {TABLES} if any(table.kind == "rotary" for table in chain.tables) else set()
-    if missing := sorted(needed - set(files)):
+    if missing := sorted(needed - set(manifest["files"])):
         raise BundleError(
             f"{folder / MANIFEST} lists no {shown(missing[0])}", remedy="copy or export the bundle again"
         )
+    return chain
+
+
+def _open_chain(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> Bundle:
+    """A bundle of a chain; the hashes of its weights are compared when an engine takes them."""
+    chain = read_chain(folder, manifest)
     weights = {block.weights for block in chain.blocks}
     for name in files:
         check_file(folder, manifest, name, by_hash=name not in weights)

@@ -205,7 +205,8 @@ class Chain:
             label_tokens=self.label_tokens,
             modules=self.modules,
             queries=queries,
-            classes=classes or (_CLASSES if kind == "exact" and self.is_encoder else 0),
+            classes=(classes or _CLASSES) if kind == "exact" and self.is_encoder else 0,
+            by_run=True,
         )
 
     def to_json(self) -> dict[str, Any]:

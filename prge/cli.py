@@ -39,6 +39,7 @@ VERBS = {
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
     "compare": Verb("server_export.compare.command", "compare training methods at equal quality", "export"),
     "android": Verb("device_runner.android.command", "train on a phone over adb", ""),
+    "cache": Verb("device_runner.cache", "show or empty the cache of packed weights", ""),
     "doctor": Verb("device_runner.doctor", "check what this machine has and what is missing", ""),
     "demo": Verb("server_export.demo", "export, train and evaluate a tiny model in one go", "export"),
 }

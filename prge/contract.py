@@ -57,7 +57,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, ConfigError, shown
 
 FORMAT, CHAIN_FORMAT = 1, 2
 LORA_B_PREFIX = "lora_b."
@@ -114,7 +114,7 @@ class Contract:
     indices into that list) or `pooled` (an encoder's states; the head lives in the driver).
     `alpha` is already folded into the program's frozen `lora_a`. A tangent program has one copy, a stack
     program no queries of its own. `cut` is what crosses from a trunk to the program above it. `classes` is
-    how many an encoder's head may have in an exact program.
+    how many an encoder's head may have in an exact program. `by_run` says that a run chose the sizes.
     """
 
     kind: str
@@ -131,6 +131,7 @@ class Contract:
     shared_rows: bool = False
     cut: tuple[TensorSpec, ...] = ()
     classes: int = 0
+    by_run: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -168,6 +169,12 @@ class Contract:
         if not self.modules:
             problems.append("modules is empty: there is nothing to train")
         problems = problems or self._size_problems()
+        if problems and self.by_run:
+            raise ConfigError(
+                "the sizes of a call can't be used:",
+                problems,
+                remedy="choose fewer --queries or a smaller --batch-size",
+            )
         if problems:
             raise BundleError(
                 "the manifest describes no program that can be run: " + "; ".join(problems),
@@ -320,6 +327,7 @@ class Contract:
     def to_json(self) -> dict[str, Any]:
         """The manifest's `contract` block; inputs and outputs are written out for other readers."""
         block = asdict(self)
+        del block["by_run"]
         block["inputs"] = [asdict(spec) for spec in self.inputs]
         block["outputs"] = [asdict(spec) for spec in self.outputs]
         return block

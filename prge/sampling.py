@@ -24,6 +24,19 @@ def row_order(seed: int, epoch: int, rows: int) -> IntArray:
     return np.argsort(keys, kind="stable")
 
 
+def check_batch(contract: Contract, examples: Sequence[Example]) -> int:
+    """The most sequences of one example; raises ConfigError if a batch has no room for them."""
+    widest = max(examples, key=lambda example: len(example.sequences))
+    sequences = len(widest.sequences)
+    if sequences > contract.batch_size:
+        raise ConfigError(
+            "the batch is too small for the data",
+            [f"row {widest.row} has {sequences} sequences, batch_size is {contract.batch_size}"],
+            remedy=f"{'run' if contract.by_run else 'export'} with --batch-size {sequences} or more",
+        )
+    return sequences
+
+
 class Sampler:
     """Batches of a step: `calls` batches of as many whole examples as fit the program's rows.
 
@@ -33,20 +46,12 @@ class Sampler:
     def __init__(
         self, examples: Sequence[Example], contract: Contract, seed: int, calls: int = 1, pad: int = 0
     ) -> None:
-        widest = max(examples, key=lambda example: len(example.sequences))
-        sequences = len(widest.sequences)
-        if sequences > contract.batch_size:
-            raise ConfigError(
-                "the program's batch is too small for the data",
-                [f"row {widest.row} has {sequences} sequences, batch_size is {contract.batch_size}"],
-                remedy=f"export with --batch-size {sequences} or more",
-            )
+        self.per_call = contract.batch_size // check_batch(contract, examples)
         self.examples = examples
         self.contract = contract
         self.seed = seed
         self.calls = calls
         self.pad = pad
-        self.per_call = contract.batch_size // sequences
 
     @property
     def per_step(self) -> int:

@@ -112,7 +112,7 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
         loaded = LoadedModel(model, loaded.name_or_path, loaded.revision, loaded.is_decoder)
     else:
         attach_fixed(loaded.model, read_lora(trained.folder))
-    pooling = manifest.get("readout", {}).get("pooling") or "mean"
+    pooling = (trained.bundle.pooling if trained.bundle is not None else None) or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
     with new_folder(out, overwrite=config.overwrite) as folder:
         spec = InferenceSpec(length, trained.modules, pooling, scheme)
@@ -160,13 +160,12 @@ def _copy_head(folder: Path, trained: Trained) -> None:
 
 
 def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained) -> None:
-    manifest = trained.bundle.manifest if trained.bundle is not None else {}
     facts = CardFacts(
         name=out.resolve().name,
         format=config.format,
         base=trained.base,
         is_encoder=bool(trained.is_encoder),
-        pooling=manifest.get("readout", {}).get("pooling"),
+        pooling=trained.bundle.pooling if trained.bundle is not None else None,
         has_head=trained.head is not None,
         adapter=trained.config,
         run=read_run(trained.run),

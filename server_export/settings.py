@@ -194,3 +194,12 @@ class EstimateConfig(ExportConfig):
 
     json: bool = False
     """Print one JSON object instead of text."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.roles is not None:
+            raise ConfigError(
+                "these settings can't be estimated:",
+                ["--roles is given: what a chain of programs costs isn't told yet"],
+                remedy="leave --roles out to estimate one program for the whole model",
+            )

@@ -19,7 +19,7 @@ from device_runner.android.preflight import examine
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
 from device_runner.android.runtime import BundleSettings, build_runtime, open_runtime
 from device_runner.session.settings import RunSettings
-from prge.bundle import open_bundle
+from prge.bundle import MANIFEST, check_content, open_bundle
 from prge.errors import ConfigError, DeviceError, PrgeError
 from prge.peft import find_adapter
 from prge.settings import parse_settings, settings_to_yaml
@@ -141,7 +141,7 @@ class CleanSettings(DeviceSettings):
     names: tuple[str, ...] = ()
     """Runs to remove."""
     data: bool = False
-    """Remove rows, bundles and start adapters."""
+    """Remove rows, bundles with their packed weights, and start adapters."""
     all: bool = False
     """Remove everything of prge, runs included."""
 
@@ -296,7 +296,7 @@ def _clean(argv: list[str]) -> int:
         _known(phone, name)
         phone.remove(phone.path("runs", name), phone.path("jobs", name))
     if settings.data:
-        phone.remove(*(phone.path(name) for name in ("data", "bundles", "adapters", "tmp")))
+        phone.remove(*(phone.path(name) for name in ("data", "bundles", "adapters", "tmp", "cache/prge")))
     return 0
 
 
@@ -348,10 +348,14 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
 
 
 def _send_bundle(phone: Phone, folder: Path, check: bool = False, everything: bool = False) -> str:
-    """Bring a bundle; its folder there has its hash in the name."""
+    """Bring a bundle, the files that its manifest names alone; its folder there has its hash in the name."""
     bundle = open_bundle(folder)
+    if bundle.chain is not None:
+        for block in bundle.chain.blocks:
+            check_content(folder, bundle.manifest, block.weights)
     remote = phone.path("bundles", bundle.sha256[:12])
-    phone.send_folder(folder, remote, check=check, everything=everything)
+    names = [MANIFEST, *bundle.manifest["files"]]
+    phone.send_folder(folder, remote, names=names, check=check, everything=everything)
     return remote
 
 

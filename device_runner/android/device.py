@@ -2,7 +2,7 @@
 
     runtime/            what `prge android bundle` built        jobs/NAME/   how a run was started and ended
     bundles/, adapters/ exported bundles, start adapters        runs/NAME/   its run folder
-    data/               rows and tasks                          cache/, tmp/ of Python
+    data/               rows and tasks                          cache/, tmp/ of Python and the engine
 
 A folder's hash lies beside it as FOLDER.tree, written last: what was cut off in between is sent again.
 """
@@ -102,6 +102,7 @@ class Phone:
         local: Path,
         remote: str,
         *,
+        names: Iterable[str] | None = None,
         check: bool = False,
         everything: bool = False,
         before: Callable[[], None] = lambda: None,
@@ -111,6 +112,7 @@ class Phone:
         Args:
             local: folder here.
             remote: folder there; files that it has besides are removed.
+            names: of the files in `local` to send; by default all.
             check: compare the files' hashes even if the folder was whole when it was sent last.
             everything: send every file.
             before: called before anything there is changed.
@@ -118,7 +120,10 @@ class Phone:
         Raises:
             DeviceError: the device was lost, is full, or kept something else than was sent.
         """
-        here = {str(path.relative_to(local)): path for path in files_of(local)}
+        if names is None:
+            here = {str(path.relative_to(local)): path for path in files_of(local)}
+        else:
+            here = {name: local / name for name in names}
         _check_names(here)
         wanted = {name: file_sha256(path) for name, path in here.items()}
         mark, tree = f"{remote}.tree", digest(json.dumps(wanted, sort_keys=True))

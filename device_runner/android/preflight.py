@@ -19,7 +19,7 @@ _MACHINES = {"arm64-v8a": "arm64", "aarch64": "arm64", "x86_64": "amd64"}
 _ENGINE = """
 import json
 from device_runner.engines.native.engine import NativeEngine
-import prge.training, device_runner.run
+import prge.training, device_runner.run, device_runner.engines.chain_engine
 NativeEngine.prepare()
 from device_runner.session.sensors import Sensors
 from prge.run_folder import environment
@@ -76,7 +76,9 @@ def _space(phone: Phone) -> Check:
         return Check("storage", "warn", "unknown")
     space = f"{free // MIB} MiB free"
     if free < ENOUGH_BYTES:
-        return Check("storage", "warn", space, f"{ENOUGH_BYTES // MIB} MiB and the model should be free")
+        return Check(
+            "storage", "warn", space, f"{ENOUGH_BYTES // MIB} MiB and twice the model should be free"
+        )
     return Check("storage", "ok", space)
 
 

@@ -146,7 +146,7 @@ def packed_folder() -> Path:
 
 def packed_bytes(folder: Path) -> int:
     """What the files of a folder take on the storage."""
-    return sum(path.stat().st_size for path in _files(folder))
+    return sum(path.stat().st_size for path in files_in(folder))
 
 
 def remove_packed(folder: Path) -> int:
@@ -160,14 +160,15 @@ def remove_packed(folder: Path) -> int:
     try:
         with _locked(folder):
             removed = packed_bytes(folder)
-            for path in _files(folder):
+            for path in files_in(folder):
                 path.unlink()
             return removed
     except OSError as error:
         raise storage_error(folder, error) from None
 
 
-def _files(folder: Path) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
+    """What lies in a folder of packed files, with checksums; none where there is no folder."""
     return [path for path in sorted(folder.glob("*")) if path.name != _LOCK and path.is_file()]
 
 

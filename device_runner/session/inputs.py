@@ -13,7 +13,7 @@ from prge.checkpoint import HEAD, TrainingState, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule
 from prge.encoder_heads import Heads
 from prge.estimators import Estimator
-from prge.exact import Exact, check_candidates
+from prge.exact import Exact
 from prge.examples import Example
 from prge.head import Head
 from prge.journal import Record, encode_array
@@ -65,8 +65,6 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
     train_examples, report = load_examples(settings.train, tokenizer, contract, task, chosen, options)
-    if contract.is_exact:
-        check_candidates(contract, train_examples)
     texts = [report.text(), show_sample(train_examples[0], tokenizer, contract.label_tokens)]
     dev_examples: list[Example] = []
     if settings.dev:

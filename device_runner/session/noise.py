@@ -22,7 +22,7 @@ NEIGHBOUR = math.sqrt(2)
 POOR = 0.9
 STEPS_OF_A_NOTE = 4
 LEAST_NOISE = 1e-6
-WITHOUT_NOISE = "exact tangents have no such noise: prge export --estimator tangent"
+WITHOUT_NOISE = "exact tangents have no such noise: --estimator tangent"
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from device_runner.engines.lengths import PROGRAM_BYTES, check_lengths
 from device_runner.engines.trunk_cache import Precision
@@ -14,12 +15,17 @@ from prge.chain import ROLE_OF, Chain
 from prge.directions import Distribution
 from prge.engine import EngineName
 from prge.errors import BundleError, ConfigError, shown
+from prge.examples import Example
 from prge.optimizers import OptimizerName
 from prge.training_flags import TrainingFlags
 
 EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 
 DEFAULT_QUERIES = DEFAULT_BATCH = 4
+_OF_WHOLE_PROGRAMS = frozenset(
+    {"keep_programs", "lengths", "program_bytes", "trunk_cache_bytes", "trunk_cache_dtype"}
+)
+_OF_CHAINS = ("memory", "batch_size")
 # By kind of program, the default first.
 _FITTING: dict[str, tuple[EstimatorName, ...]] = {
     "tangent": ("tangent",),
@@ -38,10 +44,10 @@ class RunSettings(TrainingFlags):
     estimator: EstimatorName | None = None
     """tangent: exact derivatives along directions; antithetic: two perturbed copies a query; one-sided: one
     copy a query and a baseline; exact: the gradient by backpropagation. Default: tangent, antithetic or
-    exact, whichever the bundle's program is for."""
+    exact, whichever the bundle's program is for; of a bundle with roles the first of these that it has."""
     queries: int | None = None
-    """Random directions a step; default: what the bundle was exported for. A tangent program has its own,
-    an exact one none."""
+    """Random directions a step; default: what the bundle was exported for, with roles 4. A tangent program
+    has its own, an exact gradient none."""
     share_directions: bool = False
     """tangent: one direction a query for all examples of a step, instead of one for each."""
     epsilon: float = 1e-2
@@ -97,7 +103,9 @@ class RunSettings(TrainingFlags):
 
     def __post_init__(self) -> None:
         problems = self.shared_problems()
-        problems += self._without_meaning()
+        if self.resume is None:
+            # A resumed run is told of every setting that it wasn't begun with.
+            problems += self._without_meaning()
         if self.baseline == "leave-one-out" and self.queries == 1:
             problems.append("--baseline leave-one-out needs --queries of at least 2")
         if problems:
@@ -130,14 +138,9 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
         ConfigError: other ones were asked for, or settings have no meaning for them.
     """
     contract = bundle.contract
+    check_form(settings, bundle)
     if bundle.chain is not None:
         return _settled_on_chain(settings, bundle.chain)
-    if settings.memory is not None or settings.batch_size is not None:
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            ["--memory and --batch-size are for a bundle that was exported with --roles"],
-            remedy="leave them out",
-        )
     fitting = _FITTING[contract.kind]
     estimator = settings.estimator or fitting[0]
     if estimator not in fitting:
@@ -186,19 +189,43 @@ def _settled_on_chain(settings: RunSettings, chain: Chain) -> RunSettings:
     return replace(settings, estimator=estimator, queries=queries)
 
 
-def bundle_for(settings: RunSettings, bundle: Bundle, sequences: int = 1) -> Bundle:
+def check_form(settings: Any, bundle: Bundle, of_chains: Collection[str] = _OF_CHAINS) -> None:
+    """Raise ConfigError for settings that were given and have no meaning for a bundle of this form.
+
+    Args:
+        settings: of a verb that runs a bundle.
+        bundle: an opened bundle.
+        of_chains: names of those that are for a bundle with a chain.
+    """
+    is_chain = bundle.chain is not None
+    foreign = _OF_WHOLE_PROGRAMS if is_chain else of_chains
+    made = "without --roles" if is_chain else "with --roles"
+    problems = [
+        f"{flag(item.name)} is for a bundle that was exported {made}"
+        for item in fields(settings)
+        if item.name in foreign and getattr(settings, item.name) != item.default
+    ]
+    if problems:
+        raise ConfigError("the settings don't fit the bundle:", problems, remedy="leave them out")
+
+
+def bundle_for(settings: RunSettings, bundle: Bundle, examples: Sequence[Example] = ()) -> Bundle:
     """The bundle with the contract of a step that settled settings ask for.
 
     Args:
         settings: of the run.
         bundle: one with a chain is given a contract; any other stays what it is.
-        sequences: most of one example, for which a batch has room at least.
+        examples: training rows; without `batch_size` a batch has room for the widest.
+
+    Raises:
+        BundleError: it lacks the estimator's role.
     """
     if bundle.chain is None:
         return bundle
-    batch = settings.batch_size or max(DEFAULT_BATCH, sequences)
+    batch = settings.batch_size or batch_for(examples)
     if settings.estimator == "exact":
-        contract = bundle.chain.contract("exact", batch)
+        classes = max((example.candidates for example in examples), default=0)
+        contract = bundle.chain.contract("exact", batch, classes=classes)
     elif settings.estimator == "tangent":
         contract = bundle.chain.contract("tangent", batch, queries=settings.queries or DEFAULT_QUERIES)
     else:
@@ -208,6 +235,11 @@ def bundle_for(settings: RunSettings, bundle: Bundle, sequences: int = 1) -> Bun
         )
         contract = bundle.chain.contract("stack", batch, copies=copies)
     return bundle.for_calls(contract, bundle.score_contract)
+
+
+def batch_for(examples: Sequence[Example]) -> int:
+    """Sequences of a call where nobody names a number: 4, or as many as the widest example has."""
+    return max([DEFAULT_BATCH, *(len(example.sequences) for example in examples)])
 
 
 def suggested_queries(bundle: Bundle) -> int:

@@ -79,7 +79,7 @@ class ModelProblem:
         self._head_folds = head_folds
         self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
         self._asked: torch.Tensor | None = None
-        self._pool = readout.pooling_of(bundle.manifest.get("readout", {}).get("pooling"))
+        self._pool = readout.pooling_of(bundle.pooling)
         if not self.contract.is_encoder:
             self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
 

@@ -62,7 +62,7 @@ class BaselineSettings(TrainingFlags):
     calibration_rows: int = 16
     """quantized-training: rows that the units of layer inputs are measured on."""
     batch_size: int | None = None
-    """Sequences of a step; default: the bundle's."""
+    """Sequences of a step; default: the bundle's, and as many as a row needs where a run chooses."""
     optimizer: BaselineOptimizer | None = None
     """sgd, momentum, adam or adamw; default: adam, or what the method alone has."""
 

@@ -119,7 +119,9 @@ def load_base(trained: Trained) -> LoadedModel:
     problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []
     if not problems:
         problems = _layer_problems(loaded.model, trained.modules)
-    if not problems and trained.bundle is not None:
+    if not problems and trained.bundle is not None and trained.bundle.chain is not None:
+        problems = _record_problems(loaded, trained)
+    elif not problems and trained.bundle is not None:
         problems = _answer_problems(loaded, trained, trained.bundle)
     elif not problems and trained.recorded is not None:
         problems = content_problems(loaded, trained.recorded.sha256)
@@ -145,6 +147,16 @@ def _layer_problems(model: Any, modules: Sequence[AdaptedModule]) -> list[str]:
                 f"{[module.out_features, module.in_features]}"
             )
     return problems
+
+
+def _record_problems(loaded: LoadedModel, trained: Trained) -> list[str]:
+    """Whether a model is the one that a chain was exported from, by hash, or by the revision of one name."""
+    recorded = trained.recorded
+    if recorded is None or trained.base == recorded:
+        return []
+    if recorded.sha256 is None or loaded.sha256 is None:
+        return [f"nothing tells that it is {recorded.name}: their contents have no hashes to compare"]
+    return content_problems(loaded, recorded.sha256)
 
 
 def _answer_problems(loaded: LoadedModel, trained: Trained, bundle: Bundle) -> list[str]:
@@ -187,7 +199,7 @@ def _model_answer(loaded: LoadedModel, bundle: Bundle, inputs: Mapping[str, Any]
     if bundle.contract.is_encoder:
         mask = one["attention_mask"]
         output = loaded.model(input_ids=one["tokens"], attention_mask=mask, return_dict=True)
-        pool = readout.pooling_of(bundle.manifest.get("readout", {}).get("pooling"))
+        pool = readout.pooling_of(bundle.pooling)
         return pool(output.last_hidden_state, mask)
     logits = loaded.model(input_ids=one["tokens"], return_dict=True).logits[:, one["positions"][0]]
     labels = list(bundle.contract.label_tokens)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from device_runner.inspect_bundle import inspect, main
-from prge.bundle import ADAPTER, PROGRAM
+from prge.bundle import ADAPTER, PROGRAM, open_bundle
 from prge.bundle_memory import memory_estimate
 from prge.contract import TensorSpec
 from prge.costs import RUNTIME_BYTES
 from prge.errors import BundleError
-from tests.bundles import FILES, make_bundle, make_contract
+from tests.bundles import FILES, make_bundle, make_chain, make_chain_bundle, make_contract
 
 # 4 copies of the adapter of tests/bundles.py: rank 4 into 8 and 6 features, float32.
 STACK_BYTES = 4 * (4 * 8 + 4 * 6) * 4
@@ -177,3 +177,52 @@ def test_a_bundle_that_was_cut_shows_all_programs(tmp_path: Path, capsys: pytest
         assert words in text, words
     # Trunk and step are in memory together.
     assert inspect(folder)["memory"]["native"]["arena_bytes"] == 4 << 20
+
+
+def test_a_chain_is_told_by_its_blocks_programs_and_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_chain_bundle(tmp_path / "bundle")
+    assert main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "3 of 3 kinds, the lowest adapted one is 1",
+        "stack, tangent, back",
+        "512 B  programs/block.pte  1 block: stack, tangent, back",
+        "512 B  programs/embedding.pte  1 block: stack",
+        "3.0 KiB  in all",
+        "1.5 KiB  weights/head.ptd, the largest block: --memory must be 1536 at least",
+        "copies   8",
+        "states   128",
+        "causal, window 7: 1 block",
+        "rotary: 1 block",
+        "1 x q_proj",
+        "scheme       8da8w",
+        "weights/000.ptd  ok",
+    ):
+        assert words in text, words
+    for words in ("positions", "lengths", "planned arena", "other"):
+        assert f"\n{words}" not in text and f"  {words} " not in text, words
+    report = inspect(folder)
+    assert report["roles"] == ["stack", "tangent", "back"]
+    assert [program["blocks"] for program in report["programs"]] == [[0], [1], [2]]
+    assert report["weights"] == {"bytes": 3072, "largest": "weights/head.ptd", "largest_bytes": 1536}
+    assert report["adapter_parameters"] == 4 * 8 + 4 * 6
+
+
+def test_damaged_weights_of_a_chain_are_told(tmp_path: Path) -> None:
+    folder = make_chain_bundle(tmp_path / "bundle")
+    (folder / "weights/000.ptd").write_bytes(bytes(1024))
+    assert "SHA-256 differs" in inspect(folder)["files"]["weights/000.ptd"]["problem"]
+
+
+def test_a_chain_whose_program_is_not_listed(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"lists no 'programs/block\.pte'"):
+        inspect(make_chain_bundle(tmp_path / "bundle", files={"programs/embedding.pte": {}}))
+
+
+def test_an_encoders_chain_has_a_pooling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_chain_bundle(tmp_path / "bundle", make_chain(readout="pooled", pooling="first"))
+    assert main([str(folder)]) == 0
+    assert "pooling          first" in capsys.readouterr().out
+    assert open_bundle(folder).pooling == "first"

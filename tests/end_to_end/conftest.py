@@ -80,6 +80,17 @@ def deep_model(workshop: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def chain_bundle(workshop: Path, deep_model: Path) -> Path:
+    """The deep model as a chain of blocks, for every estimator."""
+    out = workshop / "chain"
+    prge(
+        "export", "--model", deep_model, "--out", out, "--target-modules", "all-linear", "--rank", 2,
+        "--sequence-length", 32, "--roles", "stack", "tangent", "back",
+    )  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="session")
 def trunk_bundle(workshop: Path, deep_model: Path) -> Path:
     """A tangent program of the upper block, cut from what is below."""
     return export(deep_model, workshop / "trunk", "--adapt-layers", "top:1", "--trunk-cache")

@@ -16,7 +16,10 @@ import pytest
 
 from prge.journal import Journal
 
-KILLS = {"bundle": 25, "stack_bundle": 6, "quantized_bundle": 6, "trunk_bundle": 6, "exact_bundle": 6}
+KILLS = {
+    **{"bundle": 25, "stack_bundle": 6, "quantized_bundle": 6, "trunk_bundle": 6, "exact_bundle": 6},
+    **{f"chain_bundle {name}": 6 for name in ("tangent", "antithetic", "one-sided", "exact")},
+}
 
 PARENT = """
 import os, random, signal, sys, time
@@ -27,10 +30,11 @@ from device_runner.run import run
 from device_runner.session.settings import RunSettings
 
 workshop, bundle, folder, kills = *map(Path, sys.argv[1:4]), int(sys.argv[4])
+estimator = sys.argv[5] or None
 settings = dict(
     bundle=bundle, train=workshop / "train.jsonl", dev=workshop / "dev.jsonl",
     task=str(workshop / "task.yaml"), steps=60, evaluate_every=10, checkpoint_every=7, learning_rate=0.02,
-    threads=1, quiet=True,
+    threads=1, quiet=True, estimator=estimator,
 )
 
 def start(**changes):
@@ -84,8 +88,10 @@ print(killed)
 def test_killed_many_times_it_ends_in_the_same_bits(
     workshop: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    bundle = workshop / "bundle" if kind == "bundle" else request.getfixturevalue(kind)
-    command = [sys.executable, "-c", PARENT, *map(str, (workshop, bundle, tmp_path, KILLS[kind]))]
+    name, _, estimator = kind.partition(" ")
+    bundle = workshop / "bundle" if name == "bundle" else request.getfixturevalue(name)
+    words = (workshop, bundle, tmp_path, KILLS[kind], estimator)
+    command = [sys.executable, "-c", PARENT, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == KILLS[kind]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from prge.errors import ConfigError
@@ -44,3 +46,5 @@ def test_candidates_of_an_example_stay_in_one_call() -> None:
     assert sampler.per_call == 2
     with pytest.raises(ConfigError, match="export with --batch-size 3"):
         Sampler(examples, NumpyEngine(batch_size=2).contract, seed=0)
+    with pytest.raises(ConfigError, match="run with --batch-size 3"):
+        Sampler(examples, replace(NumpyEngine(batch_size=2).contract, by_run=True), seed=0)

@@ -39,6 +39,11 @@ def test_a_configuration_is_enough(outline_folder: Path, capsys: pytest.CaptureF
         assert words in text, words
 
 
+def test_a_chain_is_not_estimated_as_one_program(outline_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--roles is given"):
+        main(["--model", str(outline_folder), "--no-calibrate", "--roles", "stack"])
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "gemma3"])
 @pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
 def test_weights_make_no_difference(architecture: str, estimator: str, tmp_path: Path) -> None:

@@ -313,6 +313,11 @@ def test_candidates_are_never_cut(tokenizer: Tokenizer, contract: MakeContract) 
     assert problems_of(data, tokenizer, contract(sequence_length=3), LONG_WORDS, TRUNCATE) == [
         "row 1: has a candidate of 2 tokens, the program takes 3: export a longer program"
     ]
+    # Where a run chooses, every token but the first has room.
+    of_run = replace(contract(sequence_length=2, positions=1), by_run=True)
+    assert problems_of(data, tokenizer, of_run, LONG_WORDS, TRUNCATE) == [
+        "row 1: has a candidate of 2 tokens, the program takes 2: export a longer program"
+    ]
 
 
 def test_more_sequences_than_a_step_has(tokenizer: Tokenizer, contract: MakeContract) -> None:
@@ -323,6 +328,8 @@ def test_more_sequences_than_a_step_has(tokenizer: Tokenizer, contract: MakeCont
         "export with a larger batch size or more positions"
     ]
     assert len(build_examples(data, tokenizer, small, LONG_WORDS, training=False)[0]) == 1
+    # A run that chooses its batch can choose a larger one.
+    assert len(build_examples(data, tokenizer, replace(small, by_run=True), LONG_WORDS)[0]) == 1
 
 
 def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeContract) -> None:

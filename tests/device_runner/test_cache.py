@@ -1,0 +1,74 @@
+"""`prge cache`: what packed weights take, and how they are removed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prge.cli import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache's folder, not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "prge" / "packed"
+
+
+def fill(folder: Path) -> None:
+    """Two files of 3000 bytes, and the lock of who makes them."""
+    folder.mkdir(parents=True)
+    (folder / "a").write_bytes(bytes(2990))
+    (folder / "a.checksum").write_bytes(bytes(10))
+    (folder / "lock").touch()
+
+
+def test_files_and_bytes_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(folder)
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == f"{folder}: 2 files, 2.9 KiB (3000 bytes)\n"
+    assert (folder / "a").is_file()
+
+
+def test_clearing_tells_what_was_freed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(folder)
+    assert main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out == f"{folder}: 0 files, 0 bytes\n2.9 KiB (3000 bytes) freed\n"
+    assert not (folder / "a").exists() and not (folder / "a.checksum").exists()
+
+
+def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(folder)
+    for words, files, size, freed in (([], 2, 3000, None), (["--clear"], 0, 0, 3000)):
+        assert main(["cache", "--json", *words]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report == {"folder": str(folder), "files": files, "bytes": size, "freed_bytes": freed}
+
+
+def test_without_a_cache_nothing_is_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "--clear"]) == 0
+    assert "0 bytes freed" in capsys.readouterr().out
+    assert not folder.exists()
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert main(["cache"]) == 2
+    assert "let XDG_CACHE_HOME name a folder" in capsys.readouterr().err
+
+
+def test_neither_torch_nor_an_engine_is_needed(folder: Path) -> None:
+    code = (
+        "import sys; sys.modules.update(torch=None, executorch=None); "
+        "from prge.cli import main; sys.exit(main(['cache']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{folder}: 0 files, 0 bytes\n"), done.stderr

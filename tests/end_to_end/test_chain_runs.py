@@ -1,0 +1,196 @@
+"""Every verb on a bundle with a chain, whose runs choose the estimator, the queries and the batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prge.chain import ROLE_OF
+from prge.peft import read_arrays
+from tests.end_to_end.conftest import prge, write_rows
+from tests.tiny_models import save_model
+
+pytestmark = pytest.mark.export
+
+ESTIMATORS = ("tangent", "antithetic", "one-sided", "exact")
+CHOICES = 6
+
+
+@pytest.fixture(scope="module")
+def data(workshop: Path) -> list[object]:
+    train, dev, task = (workshop / name for name in ("train.jsonl", "dev.jsonl", "task.yaml"))
+    return ["--train", train, "--dev", dev, "--task", task]
+
+
+@pytest.fixture(scope="module")
+def runs(chain_bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each estimator."""
+    folder = tmp_path_factory.mktemp("chain runs")
+    for name in ESTIMATORS:
+        prge(
+            "run", "--bundle", chain_bundle, *data, "--out", folder / name, "--steps", 6, "--estimator", name,
+            "--evaluate-every", 3, "--learning-rate", 0.01,
+        )  # fmt: skip
+    return {name: folder / name for name in ESTIMATORS}
+
+
+@pytest.fixture(scope="module")
+def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`rows.jsonl` and `task.yaml` of questions with more candidates than a batch has sequences by itself."""
+    folder = tmp_path_factory.mktemp("quiz")
+    texts = [f"{letter * 2} {letter * 2}" for letter in "abcdef"]
+    assert len(texts) == CHOICES
+    write_rows(folder / "rows.jsonl", [{"text": "aa", "choices": texts, "label": n} for n in range(CHOICES)])
+    (folder / "task.yaml").write_text(
+        'name: quiz\ntemplate: "{text} ?"\nchoices_column: choices\ncolumns: {label: label}\n'
+        "metric: accuracy\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(("estimator", "rows"), [("tangent", 5), ("antithetic", 8), ("exact", 3)])
+def test_a_batch_has_room_for_all_candidates_of_a_row(
+    quiz: Path, chain_bundle: Path, tmp_path: Path, estimator: str, rows: int
+) -> None:
+    words = ["--bundle", chain_bundle, "--task", quiz / "task.yaml"]
+    trained = [*words, "--train", quiz / "rows.jsonl", "--steps", 2, "--estimator", estimator]
+    prge("run", *trained, "--out", tmp_path / "run")
+    summary = json.loads((tmp_path / "run/run.json").read_text())
+    assert summary["train"]["rows"] == 2 * CHOICES * rows
+    prge("eval", *words, "--data", quiz / "rows.jsonl", "--adapter", tmp_path / "run")
+
+
+def test_a_batch_that_is_too_small_is_told_before_a_run_begins(
+    quiz: Path, chain_bundle: Path, tmp_path: Path
+) -> None:
+    words = ["--bundle", chain_bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl"]
+    done = prge("run", *words, "--out", tmp_path / "run", "--batch-size", 2, check=False)
+    assert done.returncode == 2
+    assert "row 1 has 6 sequences, batch_size is 2" in done.stderr
+    assert "run with --batch-size 6 or more" in done.stderr
+    prge("run", *words, "--out", tmp_path / "run", "--batch-size", 6, "--steps", 1)
+
+
+@pytest.mark.parametrize(
+    "words", [["--lengths", 16], ["--keep-programs"], ["--trunk-cache-bytes", 0], ["--program-bytes", 1]]
+)
+def test_flags_of_whole_programs_are_refused(
+    chain_bundle: Path, data: list[object], tmp_path: Path, words: list[object]
+) -> None:
+    out = tmp_path / "run"
+    done = prge("run", "--bundle", chain_bundle, *data, "--out", out, *words, check=False)
+    assert done.returncode == 2
+    assert f"{words[0]} is for a bundle that was exported without --roles" in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("other", ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_run_is_gone_on_with_by_its_own_estimator_only(
+    runs: dict[str, Path], name: str, other: str
+) -> None:
+    before = (runs[name] / "final/adapter_model.safetensors").read_bytes()
+    done = prge("run", "--resume", runs[name], "--estimator", other, check=False)
+    if name == other:
+        assert done.returncode == 0
+    else:
+        assert done.returncode == 2
+        assert "the run was begun with other settings" in done.stderr
+        assert f"estimator was '{name}', is '{other}'" in done.stderr
+    assert (runs[name] / "final/adapter_model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_replay_makes_the_same_bits(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
+    assert "the same bits" in prge("replay", runs[name], "--out", tmp_path / "replayed").stdout
+
+
+def test_eval_repeats_an_evaluation_of_the_run_with_little_memory_too(
+    runs: dict[str, Path], chain_bundle: Path, workshop: Path, tmp_path: Path
+) -> None:
+    words = ["--bundle", chain_bundle, "--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
+    adapter = ["--adapter", runs["exact"]]
+    held = max(path.stat().st_size for path in (chain_bundle / "weights").iterdir())
+    prge("eval", *words, *adapter, "--json", tmp_path / "whole.json")
+    prge("eval", *words, *adapter, "--json", tmp_path / "little.json", "--memory", held)
+    whole, little = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "little.json"))
+    assert whole == little
+    records = [json.loads(line) for line in (runs["exact"] / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["event"] == "evaluation"]
+    assert any(whole["loss"] == pytest.approx(loss, abs=1e-6) for loss in losses)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--memory", 1], "--memory is 1 bytes"), (["--program-bytes", 1], "--program-bytes is for a bundle")],
+)
+def test_eval_refuses_what_a_chain_cant_do(
+    chain_bundle: Path, workshop: Path, words: list[object], told: str
+) -> None:
+    data = ["--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
+    done = prge("eval", "--bundle", chain_bundle, *data, *words, check=False)
+    assert done.returncode == 2 and told in done.stderr
+
+
+def test_a_probe_compares_differences_with_tangents(
+    chain_bundle: Path, workshop: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "found.json"
+    words = ["--data", workshop / "train.jsonl", "--task", workshop / "task.yaml", "--json", out]
+    prge("probe", chain_bundle, *words, "--epsilons", 3e-3, 0.3, "--queries", 3, "--batch-size", 2)
+    found = json.loads(out.read_text())
+    assert (found["reference"], found["queries"], found["examples"]) == ("tangent", 3, 4 * 2)
+    assert found["tangent_rows_per_scalar"] == pytest.approx(2 * (1 + 3) / 3)
+    assert found["best"]["epsilon"] == 3e-3 and found["best"]["r"] > 0.999
+
+
+def test_a_probe_of_a_whole_program_has_its_own_queries(workshop: Path) -> None:
+    words = ["--data", workshop / "train.jsonl", "--task", workshop / "task.yaml", "--queries", 3]
+    done = prge("probe", workshop / "bundle", *words, check=False)
+    assert done.returncode == 2
+    assert "--queries is for a bundle that was exported with --roles" in done.stderr
+
+
+def test_inspect_shows_what_the_export_wrote(chain_bundle: Path) -> None:
+    report = json.loads(prge("inspect", chain_bundle, "--json").stdout)
+    assert report["roles"] == list(ROLE_OF.values())
+    assert report["weights"]["bytes"] == sum(p.stat().st_size for p in (chain_bundle / "weights").iterdir())
+    assert not report["unlisted_files"]
+    assert not any(entry["problem"] for entry in report["files"].values())
+
+
+def test_runs_are_plotted(runs: dict[str, Path], tmp_path: Path) -> None:
+    prge("plot", *runs.values(), "--out", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size
+
+
+@pytest.mark.parametrize("form", ["peft", "merged", "program"])
+def test_a_run_is_published(runs: dict[str, Path], tmp_path: Path, form: str) -> None:
+    prge("publish", runs["exact"], "--out", tmp_path / form, "--format", form)
+    if form == "peft":
+        trained = read_arrays(runs["exact"] / "final/adapter_model.safetensors")
+        published = read_arrays(tmp_path / "peft/adapter_model.safetensors")
+        assert all(np.array_equal(published[name], array) for name, array in trained.items())
+
+
+def test_a_run_is_published_with_its_own_model_only(
+    runs: dict[str, Path], deep_model: Path, tmp_path: Path
+) -> None:
+    other = save_model(tmp_path / "other", "llama", rms_norm_eps=1e-3)
+    words = ["--out", tmp_path / "out", "--format", "merged", "--model"]
+    done = prge("publish", runs["exact"], *words, other, check=False)
+    assert done.returncode == 2 and "its content is another" in done.stderr
+    prge("publish", runs["exact"], *words, deep_model)
+
+
+def test_a_baseline_takes_a_batch_with_room_for_all_candidates(
+    quiz: Path, chain_bundle: Path, deep_model: Path, tmp_path: Path
+) -> None:
+    words = ["--bundle", chain_bundle, "--model", deep_model, "--method", "backprop-lora-fa"]
+    words += ["--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 2]
+    prge("baseline", *words, "--out", tmp_path / "run")
+    done = prge("baseline", *words, "--out", tmp_path / "small", "--batch-size", 2, check=False)
+    assert done.returncode == 2 and "run with --batch-size 6 or more" in done.stderr
