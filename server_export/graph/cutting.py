@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from server_export.graph.modules import as_module, attribute
 
 STATE, TABLE_PREFIX = "state", "table_"
+_STATE_DIMENSIONS = 3
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     points = [point for point in _points(nodes, source, flow) if point is not answer]
     stretches = list(zip([source, *points], [*points, answer], strict=True))
     shapes = [_frozen_shapes(end, start, flow, adapter) for start, end in stretches]
-    ends = [stretches[last][1] for last in _last_of_blocks(shapes)]
+    has_head = answer.meta["val"].dim() != _STATE_DIMENSIONS
+    ends = [stretches[last][1] for last in _last_of_blocks(shapes, has_head)]
     starts = [source, *ends[:-1]]
     return [
         _block(graph_module, start, end, flow, adapter, table, is_first=start is source)
@@ -99,7 +101,7 @@ def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
             and users
             and isinstance(value, torch.Tensor)
             and value.dtype == torch.float32
-            and value.dim() == 3
+            and value.dim() == _STATE_DIMENSIONS
             and tuple(value.shape[:2]) == (rows, tokens)
         ):
             points.append(node)
@@ -141,8 +143,11 @@ def _nearby(node: Node) -> set[Node]:
     return found
 
 
-def _last_of_blocks(shapes: Sequence[Any]) -> list[int]:
-    """The last stretches of blocks: of the longest run of a shortest period, and of what is around it."""
+def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
+    """The last stretches of blocks: of the longest run of a shortest period, and of what is around it.
+
+    Without any run all between the first stretch, and the last one if that is a head, is one block.
+    """
     count = len(shapes)
     best = (0, 0, 0)  # stretches that repeat, minus the period, minus the start
     for period in range(1, count // 2 + 1):
@@ -157,7 +162,7 @@ def _last_of_blocks(shapes: Sequence[Any]) -> list[int]:
             start += max(1, length - period + 1)
     covered, period, start = best[0], -best[1], -best[2]
     if not covered:
-        return list(range(count))
+        return sorted({0, max(0, count - 1 - has_head), count - 1})
     ends = [start - 1] if start else []
     ends += range(start + period - 1, start + covered, period)
     return [*ends, count - 1] if ends[-1] < count - 1 else list(ends)

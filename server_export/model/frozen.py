@@ -97,6 +97,7 @@ def freeze(block: Block, scheme: str, is_head: bool = False) -> tuple[GraphModul
     """
     graph_module = block.graph_module
     remove_identities(graph_module.graph)
+    _add_biases(graph_module.graph)
     frozen = _computed(graph_module, block.weights)
     if scheme != "fp32":
         for node in list(graph_module.graph.nodes):
@@ -108,6 +109,22 @@ def freeze(block: Block, scheme: str, is_head: bool = False) -> tuple[GraphModul
     remove_unused_attributes(graph_module)
     graph_module.recompile()
     return graph_module, frozen
+
+
+def _add_biases(graph: Graph) -> None:
+    """Add a layer's bias after it, in place: tangents are the same layer without it.
+
+    XNNPACK knows a packed quantized layer by its weight alone, so that one with a bias would take the place
+    of the other.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        source, weight, *bias = node.args
+        if bias and bias[0] is not None:
+            with graph.inserting_after(node):
+                total = graph.call_function(aten.add.Tensor, (node, bias[0]))
+            total.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)
+            node.args = (source, weight)
 
 
 def _computed(graph_module: GraphModule, weights: Sequence[str]) -> Frozen:

@@ -126,6 +126,14 @@ def test_a_verbalizers_head_answers_among_its_labels(folder: Path) -> None:
     assert any(tensor.shape == (3, 64) and torch.equal(tensor, table[[5, 9, 40]]) for tensor in head.values())
 
 
+@pytest.mark.parametrize("folder", ["bert", "gpt2"], indirect=True)
+def test_layers_have_no_bias_of_their_own(folder: Path) -> None:
+    chain = chain_of(folder, scheme="8da8w")
+    for kind in chain.kinds.values():
+        layers = kind.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+        assert all(len(layer.args) == 2 for layer in layers)
+
+
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
     chain = chain_of(folder, scheme="8da4w")
