@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from prge.bundle import ADAPTER, MANIFEST, PROGRAM, TOKENIZER, file_sha256, manifest_sha256
+from prge.chain import BACK, STACK, TANGENT, Block, Bounds, Chain, Interface, Kind, Table
 from prge.contract import FORMAT, AdaptedModule, Contract
 
 FILES = {
@@ -35,9 +36,59 @@ def make_contract(**changes: Any) -> Contract:
     return Contract(**{**fields, **changes})
 
 
-def make_bundle(folder: Path, **changes: Any) -> Path:
-    """Write a whole bundle into `folder`; `changes` replace blocks of its manifest."""
-    for name, content in FILES.items():
+def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
+    """A chain of four blocks of three kinds; two modules in each adapted block, from the `lowest` on."""
+    is_encoder = readout == "pooled"
+    beside = ("table.0", "ones", *(["padding"] if is_encoder else []))
+    matrices = ("lora_b.0", "lora_b.1")
+    factors = ("u.0", "v.0", "u.1", "v.1")
+    block = {
+        STACK: Interface(("state", *beside, *matrices), ("state",)),
+        TANGENT: Interface(("state", *beside, *matrices, "d_state", *factors), ("state", "d_state")),
+        BACK: Interface(
+            ("state", *beside, *matrices, "slope"),
+            ("slope", "gradient.0", "gradient.1"),
+        ),
+    }
+    head = {
+        STACK: Interface(("state", "targets"), ("logprobs",)),
+        TANGENT: Interface(("state", "targets", "d_state"), ("logprobs", "d_logprobs")),
+        BACK: Interface(("state", "targets", "slope"), ("logprobs", "slope")),
+    }
+    plain = {STACK: Interface(("state", "table.0"), ("state",))}
+    kinds = [Kind("programs/embedding.pte", {STACK: Interface(("tokens",), ("state",))})]
+    kinds += [Kind("programs/block.pte", block)]
+    kinds += [] if is_encoder else [Kind("programs/head.pte", head)]
+    kinds += [Kind("programs/plain.pte", plain)] if lowest == 2 else []
+    adapted = range(lowest, 4 if is_encoder else 3)
+    places = {number: (2 * index, 2 * index + 1) for index, number in enumerate(adapted)}
+    numbers = [0, 1 if lowest == 1 else len(kinds) - 1, 1, 1 if is_encoder else 2]
+    tables = ((), (0,), (0,), (0,) if is_encoder else ())
+    return Chain(
+        readout=readout,
+        pooling="mean",
+        width=8,
+        vocabulary_size=64,
+        label_tokens=(3, 5) if readout == "verbalizer" else (),
+        modules=tuple(
+            AdaptedModule(f"layers.{number}.{name}", 4, 8, out)
+            for number in adapted
+            for name, out in (("q_proj", 8), ("v_proj", 6))
+        ),
+        bounds=Bounds(tokens=16),
+        tables=(Table("causal", window=5), Table("positions", first=2)),
+        kinds=tuple(kinds),
+        blocks=tuple(
+            Block(kind, f"weights/{number:03d}.ptd", tables[number], places.get(number, ()))
+            for number, kind in enumerate(numbers)
+        ),
+    )
+
+
+def make_bundle(folder: Path, more: Iterable[str] = (), **changes: Any) -> Path:
+    """Write a whole bundle into `folder`, with `more` files; `changes` replace blocks of its manifest."""
+    files = {**FILES, **{name: name.encode() for name in more}}
+    for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     manifest: dict[str, Any] = {
@@ -59,7 +110,7 @@ def make_bundle(folder: Path, **changes: Any) -> Path:
         "versions": {"prge": "0.1.0", "torch": "2.13.0", "executorch": "1.5.1"},
         "files": {
             name: {"sha256": file_sha256(folder / name), "bytes": len(content)}
-            for name, content in FILES.items()
+            for name, content in files.items()
         },
     }
     write_manifest(folder, {**manifest, **changes})
