@@ -94,7 +94,7 @@ class PackedFiles:
 
         Raises:
             BundleError: the weights file is not the one of its hash.
-            RefusedError: the engine refuses the weights file.
+            BundleError, EngineError: the engine refuses the weights file or aborts on it.
         """
         path = self._folder / self._name(program, weights)
         if path not in self._ready:
@@ -105,6 +105,8 @@ class PackedFiles:
             except RefusedError as error:  # gone or locked since
                 self._ready[path] = False
                 self._refuse(f"{path}: {error}")
+        # The engine doesn't verify the tables of a weights file; that of a packed file was opened in a child.
+        check_in_child(weights.path, lambda: WeightsFile(weights.path))
         return WeightsFile(weights.path)
 
     def _prepared(
