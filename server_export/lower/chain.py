@@ -54,9 +54,9 @@ def lower_chain(
     """
     last = len(chain.blocks) - 1
     for number in (0, last) if is_decoder else (0,):
-        if names := [chain.adapter[name] for name in chain.blocks[number].adapter]:
+        if adapted := [chain.adapter[name] for name in chain.blocks[number].adapter]:
             raise BundleError(
-                f"{', '.join(names)} can't be adapted: it belongs to the "
+                f"{', '.join(adapted)} can't be adapted: it belongs to the "
                 f"{HEAD if number else EMBEDDING}, and only the blocks between are trained",
                 remedy="name other layers with --target-modules",
             )
