@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from prge.chain import ROLE_OF, Chain
+from prge.chain import STACK, Chain
 from prge.contract import CHAIN_FORMAT, FORMAT, Contract, TensorSpec, tensor_specs
 from prge.documents import DocumentError, read_json
 from prge.errors import BundleError, shown
@@ -229,7 +229,7 @@ def open_bundle(folder: Path | str) -> Bundle:
 
 def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     """The chain that a manifest describes; raises BundleError if it can't be run or a file isn't listed."""
-    chain = Chain.from_json(manifest.get("chain") or {})
+    chain = Chain.from_json(manifest.get("chain"))
     needed = {kind.program for kind in chain.kinds} | {block.weights for block in chain.blocks}
     needed |= {TABLES} if any(table.kind == "rotary" for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):
@@ -246,10 +246,8 @@ def _open_chain(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, A
     for name in files:
         check_file(folder, manifest, name, by_hash=name not in weights)
     _check_unlisted(folder, files)
-    first = next(kind for kind, role in ROLE_OF.items() if role in chain.roles)
-    scoring = chain.contract("stack", chain.bounds.copies * chain.bounds.batch)
-    queries = {"queries": min(4, chain.bounds.queries)} if first == "tangent" else {}
-    step = chain.contract(first, chain.bounds.batch, **queries)
+    step = chain.contract(STACK, chain.bounds.batch)
+    scoring = chain.contract(STACK, chain.bounds.copies * chain.bounds.batch)
     return Bundle(folder, step, manifest, scoring, chain=chain)
 
 

@@ -18,12 +18,12 @@ to an encoder's attention, `ones` is f32 [1, tokens, 1]. `<n>` counts the block'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from prge.contract import LARGEST_SIZE, AdaptedModule, Contract
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, ConfigError, shown
 
 STACK, TANGENT, BACK = "stack", "tangent", "back"
 ROLES = (STACK, TANGENT, BACK)
@@ -32,9 +32,14 @@ ROLE_OF = {"stack": STACK, "tangent": TANGENT, "exact": BACK}
 TABLES = ("causal", "rotary", "positions", "zeros")
 POOLINGS = ("mean", "first")
 LORA_B, U, V, TABLE, GRADIENT = "lora_b.", "u.", "v.", "table.", "gradient."
-_INPUTS = ("tokens", "state", "d_state", "slope", "targets", "padding", "ones")
-_OUTPUTS = ("state", "d_state", "logprobs", "d_logprobs", "slope")
+_STATES = {STACK: ("state",), TANGENT: ("state", "d_state"), BACK: ("state", "slope")}
+_ANSWERS = {STACK: ("state",), TANGENT: ("state", "d_state"), BACK: ("slope",)}
+_ANSWERS_OF_HEAD = {STACK: ("logprobs",), TANGENT: ("logprobs", "d_logprobs"), BACK: ("logprobs", "slope")}
 _MOST_BLOCKS = 1024
+# Of what is wrong with a chain: one mistake can show in every block.
+_SHOWN = 8
+# torch.export takes a size of 1 for another program.
+FEWEST_TOKENS = 2
 # Classes of an encoder's head that a step has room for.
 _CLASSES = 32
 # What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
@@ -112,41 +117,81 @@ class Chain:
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:
             raise BundleError(
-                "the manifest describes no chain that can be run: " + "; ".join(problems), remedy=_REMEDY
+                "the manifest describes no chain that can be run: " + "; ".join(problems[:_SHOWN]),
+                remedy=_REMEDY,
             )
+        try:
+            self.contract(STACK, 1)
+        except ConfigError as error:
+            # Not a run's choice: with the smallest call, what is wrong is the manifest's.
+            raise BundleError(
+                f"the manifest describes no chain that can be run: {'; '.join(error.problems)}", remedy=_REMEDY
+            ) from None
 
-    def _problems(self) -> Any:
+    def _problems(self) -> Iterator[str]:
         if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
             yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
+        if self.width < 1:
+            yield f"width is {shown(self.width)}, must be at least 1"
+        if any(not 0 <= token < self.vocabulary_size for token in self.label_tokens):
+            yield f"label_tokens are {shown(self.label_tokens)}, not all in the vocabulary"
         for name, size in asdict(self.bounds).items():
-            if not 1 <= size <= LARGEST_SIZE:
-                yield f"the bound of {name} is {shown(size)}, must be 1 to {LARGEST_SIZE}"
+            least = FEWEST_TOKENS if name in ("tokens", "states") else 1
+            if not least <= size <= LARGEST_SIZE:
+                yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
         for table in self.tables:
-            if table.kind not in TABLES or not -LARGEST_SIZE <= table.first <= LARGEST_SIZE:
+            window = 1 if table.window is None else table.window
+            if table.kind not in TABLES or not 0 <= table.first <= LARGEST_SIZE or window < 1:
                 yield f"a table is {shown(table)}"
         used = sorted(number for block in self.blocks for number in block.modules)
+        if not used:
+            yield "no block has an adapted module: there is nothing to train"
         if used != list(range(len(self.modules))):
-            yield f"its blocks have {len(used)} modules, the chain {len(self.modules)}"
+            yield f"its blocks have the modules {shown(used)}, the chain {len(self.modules)}"
+        if unused := {*range(len(self.kinds))} - {block.kind for block in self.blocks}:
+            yield f"no block is of kind {min(unused)}"
         for number, block in enumerate(self.blocks):
             if not 0 <= block.kind < len(self.kinds):
-                yield f"block {number} is of kind {shown(block.kind)}"
+                yield f"block {number} is of kind {shown(block.kind)}, there are {len(self.kinds)}"
                 continue
             if any(not 0 <= table < len(self.tables) for table in block.tables):
-                yield f"block {number} has the tables {shown(block.tables)}"
+                yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
+            if block.modules and (number == 0 or self.is_head(number)):
+                yield f"block {number}, the first or a head, has adapted modules"
+            if STACK not in self.kinds[block.kind].methods:
+                yield f"block {number} lacks the role {STACK}"
             yield from self._interface_problems(number, block)
 
-    def _interface_problems(self, number: int, block: Block) -> Any:
-        """What a block's methods ask for and no engine can give."""
-        count, tables = len(block.modules), len(block.tables)
-        given = {*_INPUTS, *(f"{TABLE}{n}" for n in range(tables))}
-        given |= {f"{prefix}{n}" for prefix in (LORA_B, U, V) for n in range(count)}
-        answered = {*_OUTPUTS, *(f"{GRADIENT}{n}" for n in range(count))}
+    def _interface_problems(self, number: int, block: Block) -> Iterator[str]:
+        """What a block's methods ask for, or answer, otherwise than an engine expects."""
+        modules = range(len(block.modules))
         for role, method in self.kinds[block.kind].methods.items():
-            unknown = [*(set(method.inputs) - given), *(set(method.outputs) - answered)]
-            if role not in ROLES or unknown:
-                yield f"block {number} has the role {shown(role)} with {shown(sorted(unknown))}"
+            if role not in ROLES:
+                yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ROLES)}"
+                continue
+            needed, given, answers = {*_STATES[role]}, set[str](), _ANSWERS[role]
+            if self.is_head(number):
+                needed, answers = needed | {"targets"}, _ANSWERS_OF_HEAD[role]
+            else:
+                needed = {"tokens"} if number == 0 else needed
+                given = {"ones", *(f"{TABLE}{n}" for n in range(len(block.tables)))}
+                given |= {"padding"} if self.is_encoder else set()
+                given |= {f"{LORA_B}{n}" for n in modules}
+                if role == TANGENT:
+                    given |= {f"{prefix}{n}" for prefix in (U, V) for n in modules}
+                if role == BACK:
+                    answers = (*answers, *(f"{GRADIENT}{n}" for n in modules))
+            asked = {*method.inputs}
+            if not needed <= asked <= needed | given or len(asked) < len(method.inputs):
+                yield f"block {number} takes {shown(method.inputs)} in the role {role}"
+            if sorted(method.outputs) != sorted(answers):
+                yield f"block {number} answers {shown(method.outputs)} in the role {role}"
+
+    def is_head(self, number: int) -> bool:
+        """Whether a block is a decoder's head."""
+        return not self.is_encoder and number == len(self.blocks) - 1
 
     @property
     def is_encoder(self) -> bool:
@@ -192,7 +237,7 @@ class Chain:
                 f"the bundle lacks the role {ROLE_OF[kind]}, it has {', '.join(self.roles)}",
                 remedy="choose another estimator, or export it with that role",
             )
-        tokens = length or self.bounds.tokens
+        tokens = max(length, FEWEST_TOKENS) if length else self.bounds.tokens
         return Contract(
             kind=kind,
             readout=self.readout,
@@ -214,45 +259,74 @@ class Chain:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, block: Mapping[str, Any]) -> Chain:
+    def from_json(cls, block: Any) -> Chain:
         """Read a manifest's `chain` block; raises BundleError on anything missing or of another type."""
-        try:
-            return cls(
-                readout=str(block["readout"]),
-                pooling=str(block["pooling"]),
-                width=int(block["width"]),
-                vocabulary_size=int(block["vocabulary_size"]),
-                label_tokens=tuple(map(int, block["label_tokens"])),
-                modules=tuple(
-                    AdaptedModule(
-                        str(m["name"]), int(m["rank"]), int(m["in_features"]), int(m["out_features"])
-                    )
-                    for m in block["modules"]
-                ),
-                bounds=Bounds(**{item.name: int(block["bounds"][item.name]) for item in fields(Bounds)}),
-                tables=tuple(
-                    Table(str(t["kind"]), None if t["window"] is None else int(t["window"]), int(t["first"]))
-                    for t in block["tables"]
-                ),
-                kinds=tuple(
-                    Kind(
-                        str(kind["program"]),
-                        {
-                            str(role): Interface(tuple(map(str, m["inputs"])), tuple(map(str, m["outputs"])))
-                            for role, m in kind["methods"].items()
-                        },
-                    )
-                    for kind in block["kinds"]
-                ),
-                blocks=tuple(
-                    Block(
-                        int(b["kind"]),
-                        str(b["weights"]),
-                        tuple(map(int, b["tables"])),
-                        tuple(map(int, b["modules"])),
-                    )
-                    for b in block["blocks"]
-                ),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise BundleError(f"the manifest's chain can't be read: {shown(error)}", remedy=_REMEDY) from None
+        return cls(
+            readout=_get(block, "readout", str),
+            pooling=_get(block, "pooling", str),
+            width=_get(block, "width", int),
+            vocabulary_size=_get(block, "vocabulary_size", int),
+            label_tokens=_all(block, "label_tokens", int),
+            modules=tuple(
+                AdaptedModule(
+                    _get(m, "name", str),
+                    _get(m, "rank", int),
+                    _get(m, "in_features", int),
+                    _get(m, "out_features", int),
+                )
+                for m in _all(block, "modules", Mapping)
+            ),
+            bounds=Bounds(
+                **{item.name: _get(_get(block, "bounds", Mapping), item.name, int) for item in fields(Bounds)}
+            ),
+            tables=tuple(
+                Table(
+                    _get(t, "kind", str),
+                    None if t.get("window") is None else _get(t, "window", int),
+                    _get(t, "first", int),
+                )
+                for t in _all(block, "tables", Mapping)
+            ),
+            kinds=tuple(
+                Kind(
+                    _get(kind, "program", str),
+                    {
+                        role: Interface(_all(method, "inputs", str), _all(method, "outputs", str))
+                        for role, method in _get(kind, "methods", Mapping).items()
+                    },
+                )
+                for kind in _all(block, "kinds", Mapping)
+            ),
+            blocks=tuple(
+                Block(
+                    _get(b, "kind", int),
+                    _get(b, "weights", str),
+                    _all(b, "tables", int),
+                    _all(b, "modules", int),
+                )
+                for b in _all(block, "blocks", Mapping)
+            ),
+        )
+
+
+_IN_WORDS: dict[type, str] = {int: "a whole number", str: "a text", list: "a list", Mapping: "a mapping"}
+
+
+def _get(block: Any, name: str, kind: type) -> Any:
+    """A value of a JSON mapping; raises BundleError if it is missing or of another type."""
+    return _checked(name, block.get(name) if isinstance(block, Mapping) else None, kind)
+
+
+def _all(block: Any, name: str, kind: type) -> tuple[Any, ...]:
+    """The values of a list in a JSON mapping, as `_get`."""
+    return tuple(_checked(f"one of {name}", value, kind) for value in _get(block, name, list))
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    value = [*value] if isinstance(value, tuple) else value
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise BundleError(
+            f"the manifest's chain can't be read: {name} is {shown(value)}, must be {_IN_WORDS[kind]}",
+            remedy=_REMEDY,
+        )
+    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from prge.bundle import (
     file_sha256,
     manifest_sha256,
 )
-from prge.chain import ROLES, STACK, Block, Bounds, Chain, Interface, Kind, Table
+from prge.chain import BACK, STACK, TANGENT, Block, Bounds, Chain, Interface, Kind, Table
 from prge.contract import CHAIN_FORMAT, FORMAT, AdaptedModule, Contract
 
 FILES = {
@@ -54,12 +54,42 @@ def make_contract(**changes: Any) -> Contract:
     return Contract(**{**fields, **changes})
 
 
-def make_chain(**changes: Any) -> Chain:
-    """A decoder's chain for all estimators: embedding, a block with two adapted modules, head; 16 tokens."""
+def _methods(is_encoder: bool) -> tuple[dict[str, Interface], dict[str, Interface]]:
+    """All roles of a block with two adapted modules, and of a head."""
+    beside = ("table.0", "ones", *(["padding"] if is_encoder else []))
+    matrices = ("lora_b.0", "lora_b.1")
+    factors = ("u.0", "v.0", "u.1", "v.1")
+    block = {
+        STACK: Interface(("state", *beside, *matrices), ("state",)),
+        TANGENT: Interface(("state", *beside, *matrices, "d_state", *factors), ("state", "d_state")),
+        BACK: Interface(
+            ("state", *beside, *matrices, "slope"),
+            ("slope", "gradient.0", "gradient.1"),
+        ),
+    }
+    head = {
+        STACK: Interface(("state", "targets"), ("logprobs",)),
+        TANGENT: Interface(("state", "targets", "d_state"), ("logprobs", "d_logprobs")),
+        BACK: Interface(("state", "targets", "slope"), ("logprobs", "slope")),
+    }
+    return block, head
 
-    def methods(value: str, answer: str) -> dict[str, Interface]:
-        return {role: Interface((value,), (answer,)) for role in ROLES}
 
+def make_small_chain(**changes: Any) -> Chain:
+    """A decoder's chain of three blocks: embedding, a block with two adapted modules, head; 16 tokens."""
+
+    is_encoder = changes.get("readout") == "pooled"
+    block, head = _methods(is_encoder)
+    kinds = [
+        Kind("programs/embedding.pte", {STACK: Interface(("tokens",), ("state",))}),
+        Kind("programs/block.pte", block),
+        Kind("programs/head.pte", head),
+    ]
+    blocks = [
+        Block(0, "weights/embedding.ptd", (), ()),
+        Block(1, "weights/000.ptd", (0, 1), (0, 1)),
+        Block(2, "weights/head.ptd", (), ()),
+    ]
     fields: dict[str, Any] = {
         "readout": "logprobs",
         "pooling": "mean",
@@ -69,23 +99,15 @@ def make_chain(**changes: Any) -> Chain:
         "modules": MODULES,
         "bounds": Bounds(copies=8, batch=4, queries=8, tokens=16, states=128),
         "tables": (Table("causal", 7), Table("rotary")),
-        "kinds": (
-            Kind("programs/embedding.pte", {STACK: Interface(("tokens",), ("state",))}),
-            Kind("programs/block.pte", methods("state", "state")),
-            Kind("programs/head.pte", methods("state", "logprobs")),
-        ),
-        "blocks": (
-            Block(0, "weights/embedding.ptd", (), ()),
-            Block(1, "weights/000.ptd", (0, 1), (0, 1)),
-            Block(2, "weights/head.ptd", (), ()),
-        ),
+        "kinds": tuple(kinds[:2] if is_encoder else kinds),
+        "blocks": tuple(blocks[:2] if is_encoder else blocks),
     }
     return Chain(**{**fields, **changes})
 
 
 def make_chain_bundle(folder: Path, chain: Chain | None = None, **changes: Any) -> Path:
     """Write a whole bundle of a chain into `folder`; `changes` replace blocks of its manifest."""
-    chain = chain or make_chain()
+    chain = chain or make_small_chain()
     files = {name: content for name, content in FILES.items() if name != PROGRAM}
     files |= {kind.program: b"program " * 64 for kind in chain.kinds}
     files |= {block.weights: b"weights " * 64 * (1 + number) for number, block in enumerate(chain.blocks)}
@@ -94,10 +116,44 @@ def make_chain_bundle(folder: Path, chain: Chain | None = None, **changes: Any) 
     )
 
 
-def make_bundle(folder: Path, **changes: Any) -> Path:
-    """Write a whole bundle into `folder`; `changes` replace blocks of its manifest."""
+def make_bundle(folder: Path, more: Iterable[str] = (), **changes: Any) -> Path:
+    """Write a whole bundle into `folder`, with `more` files; `changes` replace blocks of its manifest."""
     block = {"format": FORMAT, "contract": make_contract().to_json(), "queries": 2, "lowering": LOWERING}
-    return _write_bundle(folder, FILES, {**block, **changes})
+    return _write_bundle(folder, {**FILES, **{name: name.encode() for name in more}}, {**block, **changes})
+
+
+def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
+    """A chain of four blocks of three kinds; two modules in each adapted block, from the `lowest` on."""
+    is_encoder = readout == "pooled"
+    block, head = _methods(is_encoder)
+    plain = {STACK: Interface(("state", "table.0"), ("state",))}
+    kinds = [Kind("programs/embedding.pte", {STACK: Interface(("tokens",), ("state",))})]
+    kinds += [Kind("programs/block.pte", block)]
+    kinds += [] if is_encoder else [Kind("programs/head.pte", head)]
+    kinds += [Kind("programs/plain.pte", plain)] if lowest == 2 else []
+    adapted = range(lowest, 4 if is_encoder else 3)
+    places = {number: (2 * index, 2 * index + 1) for index, number in enumerate(adapted)}
+    numbers = [0, 1 if lowest == 1 else len(kinds) - 1, 1, 1 if is_encoder else 2]
+    tables = ((), (0,), (0,), (0,) if is_encoder else ())
+    return Chain(
+        readout=readout,
+        pooling="mean",
+        width=8,
+        vocabulary_size=64,
+        label_tokens=(3, 5) if readout == "verbalizer" else (),
+        modules=tuple(
+            AdaptedModule(f"layers.{number}.{name}", 4, 8, out)
+            for number in adapted
+            for name, out in (("q_proj", 8), ("v_proj", 6))
+        ),
+        bounds=Bounds(tokens=16),
+        tables=(Table("causal", window=5), Table("positions", first=2)),
+        kinds=tuple(kinds),
+        blocks=tuple(
+            Block(kind, f"weights/{number:03d}.ptd", tables[number], places.get(number, ()))
+            for number, kind in enumerate(numbers)
+        ),
+    )
 
 
 def _write_bundle(folder: Path, files: Mapping[str, bytes], changes: Mapping[str, Any]) -> Path:

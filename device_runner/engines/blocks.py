@@ -8,25 +8,22 @@ A block's weights are mapped from its packed file where the engine can have one,
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from device_runner.engines.base import DTYPES, Signature
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.choice import Backend
+from device_runner.engines.interfaces import TRIED, Shapes, problems_of, read_widths
 from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.refusals import RefusedError, captured_stderr, foreign_program, load_error
 from device_runner.engines.tables import Tables
 from prge.bundle import Bundle, chain_of, check_content
-from prge.chain import STACK, TABLE, Interface, U, V
+from prge.chain import STACK, TABLE
 from prge.engine import Array
 from prge.errors import EngineError
-
-# Sizes that a method is tried with before it is used.
-_TRIED_TOKENS = 4
 
 
 class Blocks:
@@ -57,7 +54,8 @@ class Blocks:
         self._bundle = bundle
         self._runtime: Any = _runtime(backend)
         self._roles = {STACK, *roles}
-        self._loaded: OrderedDict[tuple[int, str], Any] = OrderedDict()
+        # Methods by block and role, those of the block that was used last at the end.
+        self._loaded: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
         self._memory = memory
         self._bytes = [bundle.file(block.weights).stat().st_size for block in self.chain.blocks]
@@ -74,10 +72,16 @@ class Blocks:
                 ]
             except RuntimeError as error:
                 raise load_error(bundle.folder, RefusedError(str(error), log())) from None
-        self._check_interfaces()
+        self._shapes = Shapes(self.chain, self.tables, read_widths(self.chain, self._programs))
+        for number, block in enumerate(self.chain.blocks):
+            if problems := [*problems_of(self.chain, self._shapes, self._programs, number)]:
+                raise foreign_program(bundle.file(self.chain.kinds[block.kind].program), problems)
         is_native = backend.name == "native"
         self._packed = PackedFiles(tell) if is_native else None
         self._files = [self._weights(number) for number in range(len(self.chain.blocks))]
+        for number, file in enumerate(self._files):
+            if file.packed is None:
+                self._try(number)
         self._arena = self._new_arena() if is_native else None
 
     def run(self, number: int, role: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -106,28 +110,44 @@ class Blocks:
 
     def release(self, array: Array) -> None:
         """Let the memory of an output be used again."""
-        if array.base is not None and array.base.ndim == 1:
-            self._spare.setdefault(array.base.size, []).append(array.base)
+        base = array.base
+        if base is not None and base.size in self._spare:
+            self._spare[base.size].append(base)
 
     def _room(self, tensor: tuple[int, tuple[int, ...]]) -> Array:
         """Memory of an output of any size: pages that nothing was written to take none."""
         size = math.prod(tensor[1])
-        spare = self._spare.get(size)
+        spare = self._spare.setdefault(size, [])
         return spare.pop() if spare else np.empty(size, np.float32)
 
     def _method(self, number: int, role: str) -> Any:
-        key = number, role
-        if key in self._loaded:
-            self._loaded.move_to_end(key)
-            return self._loaded[key]
-        if self._memory is not None:
-            held = sum(self._bytes[other] for other in {other for other, _ in self._loaded} | {number})
-            while self._loaded and held > self._memory:
-                (oldest, _), _ = self._loaded.popitem(last=False)
-                if oldest != number and all(other != oldest for other, _ in self._loaded):
-                    held -= self._bytes[oldest]
-        self._loaded[key] = self._load(number, role, self._arena)
-        return self._loaded[key]
+        methods = self._loaded[number] = self._loaded.pop(number, {})
+        if role not in methods:
+            self._make_room(number)
+            methods = self._loaded.setdefault(number, methods)
+            methods[role] = self._load(number, role, self._arena)
+        return methods[role]
+
+    def _make_room(self, number: int) -> None:
+        """Unload blocks until one more method of this one may be loaded.
+
+        Those that were used last go first: a call takes all blocks in their order, so they are needed last.
+        """
+        others = [other for other in reversed(self._loaded) if other != number]
+        for other in (*others, number):
+            if self._memory is None or self._held(number) <= self._memory:
+                return
+            self._loaded.pop(other).clear()
+
+    def _held(self, number: int) -> int:
+        """Bytes of the loaded weights with one more method of a block; methods share a packed file's."""
+        counts = {other: len(methods) for other, methods in self._loaded.items()}
+        counts[number] = counts.get(number, 0) + 1
+        return sum(
+            self._bytes[other] * (count if self._files[other].packed is None else 1)
+            for other, count in counts.items()
+            if count
+        )
 
     def _load(self, number: int, role: str, arena: Any) -> Any:
         program = self._programs[self.chain.blocks[number].kind]
@@ -152,8 +172,8 @@ class Blocks:
         block = self.chain.blocks[number]
         kind = self.chain.kinds[block.kind]
         weights, program = self._bundle.file(block.weights), self._bundle.file(kind.program)
-        probes = {role: self._tried(number, role) for role in kind.methods}
         if self._packed is not None:
+            probes = {role: self._tried(number, role) for role in kind.methods}
             try:
                 return self._packed.open(
                     HashedFile(program, self._bundle.hash_of(kind.program)),
@@ -163,86 +183,43 @@ class Blocks:
             except RefusedError as error:
                 raise load_error(weights, error) from None
         check_content(self._bundle.folder, self._bundle.manifest, block.weights)
-        opened = self._runtime.WeightsFile(weights)
+        return self._runtime.WeightsFile(weights)
+
+    def _try(self, number: int) -> None:
+        """Load and run a block in a child process."""
+        block = self.chain.blocks[number]
+        program = self._programs[block.kind]
 
         def attempt() -> None:
-            loaded = self._runtime.Program(program)
-            for role in self._roles & set(kind.methods):
-                outputs = [self._room(tensor) for tensor in loaded.signature(role).outputs]
-                loaded.load(role, weights=self._runtime.WeightsFile(weights)).run(probes[role], outputs)
+            if self._packed is not None:
+                self._runtime.without_threads()
+            for role in self._roles & set(self.chain.kinds[block.kind].methods):
+                outputs = [self._room(tensor) for tensor in program.signature(role).outputs]
+                program.load(role, weights=self._files[number]).run(self._tried(number, role), outputs)
 
-        if number == next(n for n, other in enumerate(self.chain.blocks) if other.kind == block.kind):
-            check_in_child(weights, attempt)
-        return opened
+        check_in_child(self._bundle.file(block.weights), attempt)
 
     def _tried(self, number: int, role: str) -> list[Array]:
-        """Inputs of a method that reach every weight: the same at every call."""
-        chain, block = self.chain, self.chain.blocks[number]
-        is_head = self.is_head(number)
-        lead = [1, 1] if role == STACK and not is_head else [1]
-        length, random = _TRIED_TOKENS, np.random.default_rng(0)
-        signature = self._programs[block.kind].signature(role)
+        """Inputs of a method that reach every weight and the last rows of tables: the same at every call."""
+        chain, block, random = self.chain, self.chain.blocks[number], np.random.default_rng(0)
+        bounds = chain.bounds
+        # Positions are indices: the program of the first block may have fewer than the manifest says.
+        tokens = bounds.tokens if number == 0 else min(TRIED.tokens, bounds.tokens)
+        sizes = replace(TRIED, tokens=tokens, states=min(TRIED.states, bounds.states))
+        labels = {"targets": len(chain.label_tokens)}
 
-        def one(name: str, bound: tuple[int, ...]) -> Array:
-            if name in ("tokens", "targets"):
-                labels = len(chain.label_tokens) if name == "targets" else 0
-                return random.integers(0, labels or chain.vocabulary_size, [*lead, length])
+        def one(name: str) -> Array:
+            dtype, shape = self._shapes.of(number, role, name, sizes)
             if name.startswith(TABLE):
-                return self.tables.of(block.tables[int(name.removeprefix(TABLE))], length)
-            shapes: dict[str, list[int]] = {
-                "padding": [*lead, 1, 1, length],
-                "ones": [1, length, 1],
-                "state": [*lead, length, bound[-1]],
-                "d_state": [1, *lead, length, bound[-1]],
-                "slope": [1, length] if is_head else [*lead, length, bound[-1]],
-                # Those of an adapter have the sizes of a call in front.
-                name[: name.find(".") + 1]: [1] * (len(bound) - 2) + list(bound[-2:]),
-            }
-            if name.startswith((U, V)):
-                return random.standard_normal([1, 1, bound[-1]], np.float32)
-            prefix = name[: name.find(".") + 1] or name
-            return 0.1 * random.standard_normal(shapes[prefix], np.float32)
+                return self.tables.of(block.tables[int(name.removeprefix(TABLE))], shape[1])
+            if dtype == "int64":
+                most = labels.get(name) or chain.vocabulary_size
+                indices = random.integers(0, most, shape)
+                indices[..., -1] = most - 1
+                return indices
+            return 0.1 * random.standard_normal(shape, np.float32)
 
-        interface = chain.kinds[block.kind].methods[role]
-        return [
-            one(name, tensor[1])
-            for name, tensor in zip(interface.inputs, signature.inputs, strict=True)
-            if tensor is not None
-        ]
-
-    def is_head(self, number: int) -> bool:
-        """Whether a block is a decoder's head."""
-        return not self.chain.is_encoder and number == len(self.chain.blocks) - 1
-
-    def _check_interfaces(self) -> None:
-        """Raise BundleError for a program whose methods don't take what the manifest says."""
-        for program, kind in zip(self._programs, self.chain.kinds, strict=True):
-            problems = [
-                problem
-                for role, interface in kind.methods.items()
-                for problem in _problems(program, role, interface)
-            ]
-            if problems:
-                raise foreign_program(self._bundle.file(kind.program), problems)
-
-
-def _problems(program: Any, role: str, interface: Interface) -> Iterable[str]:
-    if role not in program.methods:
-        yield f"its methods are {', '.join(program.methods)}, must include {role}"
-        return
-    signature: Signature = program.signature(role)
-    for what, names, tensors in (
-        ("input", interface.inputs, signature.inputs),
-        ("output", interface.outputs, signature.outputs),
-    ):
-        if len(names) != len(tensors):
-            yield f"{role} has {len(tensors)} {what}s, the manifest {len(names)}"
-            continue
-        for name, tensor in zip(names, tensors, strict=True):
-            expected = "int64" if name in ("tokens", "targets") else "float32"
-            found = DTYPES.get(tensor[0]) if tensor else None
-            if found != expected and not name.startswith(TABLE):
-                yield f"{what} {name} of {role} is {found}, must be {expected}"
+        return [one(name) for name in chain.kinds[block.kind].methods[role].inputs]
 
 
 def _runtime(backend: Backend) -> Any:

@@ -18,14 +18,12 @@ import numpy as np
 
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
-from prge.chain import BACK, GRADIENT, LORA_B, MASKED, STACK, TABLE, TANGENT, U, V
+from prge.chain import BACK, FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, STACK, TABLE, TANGENT, U, V
 from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.engine import Array, FloatArray, IntArray
 from prge.exact import answer_slopes
 
 Arrays = dict[str, Array]
-# torch.export takes a size of 1 for another program.
-_FEWEST_TOKENS = 2
 
 
 @dataclass
@@ -285,7 +283,7 @@ class ChainEngine(CheckedEngine):
         logprobs = np.empty(asked.count, np.float32)
         for mine in self._pieces(asked.count):
             count = mine.stop - mine.start
-            slope = np.zeros((1, max(count, _FEWEST_TOKENS)), np.float32)
+            slope = np.zeros((1, max(count, FEWEST_TOKENS)), np.float32)
             slope[0, :count] = slopes[mine]
             values: Arrays = {
                 "state": asked.states(states, mine),
@@ -311,7 +309,7 @@ class _Call:
     def __init__(self, given: Arrays, contract: Contract) -> None:
         self.given = given
         self._contract = contract
-        self.length = max(_FEWEST_TOKENS, self._longest())
+        self.length = max(FEWEST_TOKENS, self._longest())
         self.tokens: IntArray = given["tokens"][:, : self.length]
         prefixes = LORA_B_PREFIX, U_PREFIX, V_PREFIX
         self.adapter = {name: array for name, array in given.items() if name.startswith(prefixes)}
@@ -399,7 +397,7 @@ class _Asked:
 
 def _enough(numbers: IntArray) -> IntArray:
     """At least as many as a program takes; what is added repeats the last."""
-    return np.concatenate([numbers, numbers[-1:]]) if len(numbers) < _FEWEST_TOKENS else numbers
+    return np.concatenate([numbers, numbers[-1:]]) if len(numbers) < FEWEST_TOKENS else numbers
 
 
 def _slices(count: int, most: int) -> Iterator[slice]:

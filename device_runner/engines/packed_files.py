@@ -2,12 +2,16 @@
 
     ~/.cache/prge/packed/<hash>            for one program and one weights file
     ~/.cache/prge/packed/<hash>.checksum   of its content, which the engine itself doesn't check
+    ~/.cache/prge/packed/<hash>.weights    which weights file had the hash when it was last compared
 
 The hash is of what the content follows from: program, weights, engine build, processor. So no two blocks
 share a file, and one from another machine is never found. XDG_CACHE_HOME moves the folder.
 
 A file is made by a process of its own, which loads every method of the program: what is loaded from a file
 never grows it. It appears when it is whole and its methods gave the answers that they give without it.
+
+The engine takes what it doesn't pack, such as a table of embeddings, from the weights file at every start.
+Its hash is compared at the first one, and whenever the system tells of another file or a change since.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from prge.engine import Array
 from prge.errors import BundleError, PrgeError
 from prge.regular_files import open_regular, read_regular
 
-_CHECKSUM = ".checksum"
+_CHECKSUM, _COMPARED = ".checksum", ".weights"
 _LOCK = "lock"
 # Making one takes seconds; a process that waits longer goes on without.
 _WAIT_SECONDS = 60.0
@@ -89,9 +93,8 @@ class PackedFiles:
             probes: inputs for methods whose answers must not change.
 
         Raises:
-            BundleError: the weights file is not the one of its hash. It is read for that only if there is no
-                packed file of it.
-            RefusedError: the engine refuses the weights file.
+            BundleError: the weights file is not the one of its hash.
+            BundleError, EngineError: the engine refuses the weights file or aborts on it.
         """
         path = self._folder / self._name(program, weights)
         if path not in self._ready:
@@ -102,22 +105,29 @@ class PackedFiles:
             except RefusedError as error:  # gone or locked since
                 self._ready[path] = False
                 self._refuse(f"{path}: {error}")
+        # The engine doesn't verify the tables of a weights file; that of a packed file was opened in a child.
+        check_in_child(weights.path, lambda: WeightsFile(weights.path))
         return WeightsFile(weights.path)
 
     def _prepared(
         self, path: Path, program: HashedFile, weights: HashedFile, probes: Mapping[str, Sequence[Array]]
     ) -> bool:
         """Whether the packed file is there and whole, made now unless it is."""
-        if _is_whole(path):
+        compared, identity = path.with_name(path.name + _COMPARED), _identity(weights.path)
+        is_whole = _is_whole(path)
+        if is_whole and _content(compared) == identity:
             return True
         _check_content(weights)
-        if self._refused:
+        if self._refused and not is_whole:
             return False
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with _locked(self._folder):
-                if not _is_whole(path):  # while this process waited, another one may have made it
-                    _make(path, program.path, weights.path, probes)
+            if not is_whole:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with _locked(self._folder):
+                    if not _is_whole(path):  # while this process waited, another one may have made it
+                        _make(path, program.path, weights.path, probes)
+            with contextlib.suppress(PrgeError):  # else the next start compares again
+                write_file(compared, identity)
             return True
         except OSError as error:
             self._refuse(storage_error(self._folder, error).what)
@@ -204,10 +214,26 @@ def _check_content(file: HashedFile) -> None:
         )
 
 
+def _identity(path: Path) -> bytes:
+    """What the system tells of a file and changes with its content; empty where it can't be read."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return b""
+    return f"{facts.st_dev} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns}\n".encode()
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return read_regular(path)
+    except OSError:
+        return None
+
+
 def _is_whole(path: Path) -> bool:
     """Whether a packed file has the checksum beside it."""
     try:
-        return read_regular(path.with_name(path.name + _CHECKSUM)) == _checksum(path, path.name)
+        return _content(path.with_name(path.name + _CHECKSUM)) == _checksum(path, path.name)
     except OSError:
         return False
 

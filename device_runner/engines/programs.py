@@ -195,8 +195,8 @@ def open_chain(
     # Before any engine loads: a child that tries a program lacks the threads of a running pool.
     told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
     role = ROLE_OF[STACK if only_scoring else bundle.contract.kind]
-    count = backend.engine.set_threads(threads)
     blocks = Blocks(bundle, backend, {role}, memory, told.append)
+    count = backend.engine.set_threads(threads)
     step = ChainEngine(bundle.contract, blocks, count)
     score = ChainEngine(bundle.score_contract, blocks, count)
     return ChainPrograms(step, score, count, backend.name, "; ".join(told))

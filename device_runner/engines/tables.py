@@ -44,6 +44,13 @@ class Tables:
                 )
         self.of = lru_cache(maxsize=64)(self._of)
 
+    def tensor(self, number: int, length: int) -> tuple[str, tuple[int, ...]]:
+        """dtype and shape of the table of that number, which isn't made for that."""
+        table = self._tables[number]
+        if table.kind == "rotary":
+            return "float32", (1, length, self._values[str(number)].shape[1])
+        return ("float32", (length, length)) if table.kind == "causal" else ("int64", (1, length))
+
     def _of(self, number: int, length: int) -> Array:
         """The table of that number for rows of `length` tokens."""
         table = self._tables[number]

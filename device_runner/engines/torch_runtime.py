@@ -67,7 +67,8 @@ class Program:
             loaded = self._program.load_method(method)
             # Its mapped file must outlive it.
             return Method(self._program, partial(loaded.call, clone_outputs=True), self.signature(method))
-        module = weights.module(self._path)
+        # One for each method: what no method uses any more is freed.
+        module = runtime()._load_for_executorch(str(self._path), str(weights.path))
         return Method(module, partial(module.run_method, method), self.signature(method))
 
 
@@ -75,14 +76,8 @@ class WeightsFile:
     """A file of constants for programs that hold none."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._modules: dict[Path, Any] = {}
-
-    def module(self, program: Path) -> Any:
-        """The runtime's object for a program file with these weights; it loads a method that runs."""
-        if program not in self._modules:
-            self._modules[program] = runtime()._load_for_executorch(str(program), str(self._path))
-        return self._modules[program]
+        self.path = path
+        self.packed = None
 
 
 class Method:

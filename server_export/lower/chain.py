@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from prge import chain as manifest
 from prge.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.chain import STACK, Bounds
+from prge.errors import BundleError
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.model.chain import Chain
 from server_export.model.tables import Table
@@ -48,11 +49,19 @@ def lower_chain(
         tell: is told of every kind and of the weights when they are written.
 
     Raises:
-        BundleError: a block can't be lowered, or the files lack a weight.
+        BundleError: a block can't be lowered, the files lack a weight, or the adapter is outside of the
+            blocks between the embedding and the head.
     """
+    last = len(chain.blocks) - 1
+    for number in (0, last) if is_decoder else (0,):
+        if adapted := [chain.adapter[name] for name in chain.blocks[number].adapter]:
+            raise BundleError(
+                f"{', '.join(adapted)} can't be adapted: it belongs to the "
+                f"{HEAD if number else EMBEDDING}, and only the blocks between are trained",
+                remedy="name other layers with --target-modules",
+            )
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()
-    last = len(chain.blocks) - 1
     lowest = next(number for number, block in enumerate(chain.blocks) if block.adapter)
     above = {chain.kind_of[number] for number in range(lowest, last + 1)}
     kinds: list[manifest.Kind] = []

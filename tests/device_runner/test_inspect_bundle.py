@@ -13,7 +13,7 @@ from prge.bundle_memory import memory_estimate
 from prge.contract import TensorSpec
 from prge.costs import RUNTIME_BYTES
 from prge.errors import BundleError
-from tests.bundles import FILES, make_bundle, make_chain, make_chain_bundle, make_contract
+from tests.bundles import FILES, make_bundle, make_chain_bundle, make_contract, make_small_chain
 
 # 4 copies of the adapter of tests/bundles.py: rank 4 into 8 and 6 features, float32.
 STACK_BYTES = 4 * (4 * 8 + 4 * 6) * 4
@@ -222,7 +222,7 @@ def test_a_chain_whose_program_is_not_listed(tmp_path: Path) -> None:
 
 
 def test_an_encoders_chain_has_a_pooling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_chain_bundle(tmp_path / "bundle", make_chain(readout="pooled", pooling="first"))
+    folder = make_chain_bundle(tmp_path / "bundle", make_small_chain(readout="pooled", pooling="first"))
     assert main([str(folder)]) == 0
     assert "pooling          first" in capsys.readouterr().out
     assert open_bundle(folder).pooling == "first"

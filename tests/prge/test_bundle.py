@@ -256,8 +256,8 @@ def _rename_file(name: str, new: str) -> Callable[[dict[str, Any]], object]:
     [
         (lambda manifest: manifest.update(format=3), "has format 3, this version reads 1 and 2"),
         (lambda manifest: manifest.pop("format"), "has format None"),
-        (lambda manifest: manifest.pop("files"), "lists no files"),
-        (lambda manifest: manifest.update(files=["program.pte"]), "lists no files"),
+        (lambda manifest: manifest.pop("files"), "lists no program.pte"),
+        (lambda manifest: manifest.update(files=["program.pte"]), "lists no program.pte"),
         (lambda manifest: manifest["files"].pop(PROGRAM), "lists no program.pte"),
         (lambda manifest: manifest["files"].update({PROGRAM: "abc"}), "neither size nor hash of program.pte"),
         (lambda manifest: manifest["files"][PROGRAM].pop("sha256"), "neither size nor hash of program.pte"),

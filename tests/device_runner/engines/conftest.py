@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,3 +24,16 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool],
         return make_kinds(tmp_path_factory.mktemp(scheme), scheme)
 
     return lambda scheme, dynamic: kinds(scheme)[dynamic]
+
+
+@pytest.fixture(scope="session")
+def make_chain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of an exported chain by its architecture, made when it is first asked for."""
+
+    @lru_cache
+    def made(architecture: str) -> Path:
+        from tests.device_runner.engines.chains import export_chain
+
+        return export_chain(tmp_path_factory.mktemp(architecture), architecture)
+
+    return made

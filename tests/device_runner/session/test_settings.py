@@ -14,7 +14,7 @@ from prge.differences import Antithetic, Differences, OneSided
 from prge.errors import ConfigError
 from prge.settings import parse_settings
 from prge.tangents import Tangents
-from tests.bundles import make_chain, make_contract
+from tests.bundles import make_contract, make_small_chain
 from tests.rows import classified, long_choice
 
 STACK = Bundle(Path(), make_contract(), {"queries": 5})
@@ -22,7 +22,7 @@ TANGENT = Bundle(
     Path(), make_contract(kind="tangent", copies=1, queries=3), {"queries": 3}, make_contract(copies=1)
 )
 
-CHAIN = Bundle(Path(), make_contract(), {}, chain=make_chain())
+CHAIN = Bundle(Path(), make_contract(), {}, chain=make_small_chain())
 
 
 def _settings(**changes: Any) -> RunSettings:
@@ -160,7 +160,7 @@ def test_a_batch_has_room_for_the_widest_example_unless_its_size_is_named() -> N
 
 
 def test_an_exact_step_of_an_encoder_has_room_for_all_classes() -> None:
-    bundle = Bundle(Path(), make_contract(), {}, chain=make_chain(readout="pooled"))
+    bundle = Bundle(Path(), make_contract(), {}, chain=make_small_chain(readout="pooled"))
     examples = [classified(1, [1], 40, 0)]
     contract = bundle_for(settled(_settings(estimator="exact"), bundle), bundle, examples).contract
     assert contract.candidates == 40

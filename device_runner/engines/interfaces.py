@@ -1,0 +1,130 @@
+"""The shapes of what a chain's methods take and answer, and whether its programs have them.
+
+What the manifest says, `prge.chain` with its modules, tables and bounds, fixes all of them but the widths of
+states between blocks: those a program has, and the blocks before and behind it must have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from device_runner.engines.base import DTYPES, Tensors
+from device_runner.engines.tables import Tables
+from prge.chain import STACK, TABLE, Bounds, Chain
+
+# Sizes that a method is tried with before it is used.
+TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4)
+
+
+class Shapes:
+    """The shapes of a chain's inputs and outputs.
+
+    Args:
+        chain: of a manifest.
+        tables: of its bundle.
+        widths: of the states that enter and leave every block; 0 where none does.
+    """
+
+    def __init__(self, chain: Chain, tables: Tables, widths: Sequence[tuple[int, int]]) -> None:
+        self._chain = chain
+        self._tables = tables
+        self.widths = widths
+
+    def of(
+        self, number: int, role: str, name: str, sizes: Bounds, is_output: bool = False
+    ) -> tuple[str, tuple[int, ...]]:
+        """dtype and shape of one input or output of a block's method, in a call of some sizes."""
+        is_head = self._chain.is_head(number)
+        length = sizes.states if is_head else sizes.tokens
+        if name.startswith(TABLE):
+            return self._tables.tensor(self._chain.blocks[number].tables[_index(name)], length)
+        lead: tuple[int, ...] = (sizes.copies, sizes.batch) if role == STACK else (sizes.batch,)
+        lead = (1,) if is_head else lead
+        if "." in name:
+            return "float32", self._of_module(number, role, name, sizes)
+        entering, leaving = self.widths[number]
+        # The slope of the state that left comes in, that of the one that entered goes out.
+        state = (*lead, length, leaving if is_output != (name == "slope") else entering)
+        if is_output and role == STACK and not is_head:
+            state = (sizes.copies * sizes.batch, *state[-2:])
+        shapes = {
+            "tokens": (*lead, length),
+            "targets": (1, length),
+            "state": state,
+            "d_state": (sizes.queries, *state),
+            "slope": (1, length) if is_head and not is_output else state,
+            "padding": (*lead, 1, 1, length),
+            "ones": (1, length, 1),
+            "logprobs": (1, length),
+            "d_logprobs": (sizes.queries, 1, length),
+        }
+        return "int64" if name in ("tokens", "targets") else "float32", shapes[name]
+
+    def _of_module(self, number: int, role: str, name: str, sizes: Bounds) -> tuple[int, ...]:
+        module = self._chain.modules[self._chain.blocks[number].modules[_index(name)]]
+        matrix = (module.rank, module.out_features)
+        return {
+            "lora_b": (sizes.copies, *matrix) if role == STACK else matrix,
+            "u": (sizes.queries, sizes.batch, module.rank),
+            "v": (sizes.queries, sizes.batch, module.out_features),
+            "gradient": matrix,
+        }[name.partition(".")[0]]
+
+
+def read_widths(chain: Chain, programs: Sequence[Any]) -> list[tuple[int, int]]:
+    """Widths of the states that enter and leave every block, as its program has them; 0 where none does."""
+    widths = []
+    for block in chain.blocks:
+        method, program = chain.kinds[block.kind].methods[STACK], programs[block.kind]
+        found = []
+        if STACK in program.methods:
+            signature = program.signature(STACK)
+            found = [
+                _width(names, tensors)
+                for names, tensors in (
+                    (method.inputs, signature.inputs),
+                    (method.outputs, signature.outputs),
+                )
+            ]
+        widths.append((found[0], found[1]) if found else (0, 0))
+    return widths
+
+
+def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: int) -> Iterator[str]:
+    """What the program of a block's kind has otherwise than the manifest says of the block."""
+    widths, block = shapes.widths, chain.blocks[number]
+    program = programs[block.kind]
+    if number and widths[number][0] != widths[number - 1][1]:
+        yield f"it takes states of width {widths[number][0]}, the block before gives {widths[number - 1][1]}"
+    if chain.is_encoder and number == len(widths) - 1 and widths[number][1] != chain.width:
+        yield f"it gives states of width {widths[number][1]}, the manifest says {chain.width}"
+    for role, method in chain.kinds[block.kind].methods.items():
+        if role not in program.methods:
+            yield f"its methods are {', '.join(program.methods)}, must include {role}"
+            continue
+        signature = program.signature(role)
+        for what, names, tensors in (
+            ("input", method.inputs, signature.inputs),
+            ("output", method.outputs, signature.outputs),
+        ):
+            if len(names) != len(tensors):
+                yield f"{role} has {len(tensors)} {what}s, the manifest {len(names)}"
+                continue
+            for name, tensor in zip(names, tensors, strict=True):
+                expected = shapes.of(number, role, name, chain.bounds, what == "output")
+                found = (DTYPES.get(tensor[0], str(tensor[0])), tensor[1]) if tensor else ("no tensor", ())
+                if found != expected:
+                    yield (
+                        f"{what} {name} of {role} is {found[0]} {list(found[1])}, "
+                        f"must be {expected[0]} {list(expected[1])}"
+                    )
+
+
+def _width(names: Sequence[str], tensors: Tensors) -> int:
+    tensor = tensors[names.index("state")] if "state" in names and len(names) == len(tensors) else None
+    return tensor[1][-1] if tensor and tensor[1] else 0
+
+
+def _index(name: str) -> int:
+    return int(name.partition(".")[2])

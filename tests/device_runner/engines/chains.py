@@ -1,0 +1,147 @@
+"""Exported chains, and the whole models that they must answer like, in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from torch.func import functional_call
+
+from device_runner.engines.programs import ChainPrograms, open_chain
+from prge.bundle import Bundle, open_bundle
+from prge.contract import LORA_B_PREFIX, Contract
+from prge.engine import Array
+from tests.tiny_models import save_model
+
+TOKENS = 16
+Inputs = dict[str, Array]
+
+
+def export_chain(folder: Path, architecture: str) -> Path:
+    """A folder with `model` and `bundle`: a tiny model of two blocks with all roles, for rows of TOKENS."""
+    from server_export.export import ExportConfig, export
+
+    save_model(folder / "model", architecture)
+    export(
+        ExportConfig(
+            model=str(folder / "model"),
+            out=folder / "bundle",
+            rank=2,
+            sequence_length=TOKENS,
+            roles=["stack", "tangent", "back"],
+        )
+    )
+    return folder
+
+
+@dataclass
+class Whole:
+    """The model of a chain in PyTorch, which merges an adapter."""
+
+    model: Any
+    lora_a: dict[str, torch.Tensor]
+    pooling: str
+
+    @classmethod
+    def of(cls, folder: Path) -> Whole:
+        """From what `export_chain` wrote."""
+        from transformers import AutoModel, AutoModelForCausalLM
+
+        bundle = open_bundle(folder / "bundle")
+        assert bundle.chain is not None
+        kind = AutoModel if bundle.chain.is_encoder else AutoModelForCausalLM
+        model = kind.from_pretrained(folder / "model", attn_implementation="eager").eval()
+        tensors = load_file(bundle.adapter / "adapter_model.safetensors")
+        scale = bundle.manifest["lora"]["alpha"] / bundle.manifest["lora"]["rank"]
+        lora_a = {
+            module.name: torch.from_numpy(
+                next(value for key, value in tensors.items() if f".{module.name}.lora_A" in f".{key}") * scale
+            )
+            for module in bundle.chain.modules
+        }
+        return cls(model.requires_grad_(False), lora_a, bundle.chain.pooling)
+
+    def answers(self, given: Mapping[str, Array], lora_b: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What some rows are answered with one adapter; it can be differentiated."""
+        parameters = dict(self.model.named_parameters())
+        for name, matrix in lora_b.items():
+            key = f"{name}.weight"
+            parameters[key] = parameters[key] + matrix.T @ self.lora_a[name]
+        tokens = torch.from_numpy(given["tokens"])
+        if "attention_mask" in given:
+            mask = torch.from_numpy(given["attention_mask"])
+            found = functional_call(
+                self.model, parameters, (), {"input_ids": tokens, "attention_mask": mask}
+            ).last_hidden_state
+            if self.pooling == "first":
+                return found[:, 0]
+            return (found * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        logits = functional_call(self.model, parameters, (), {"input_ids": tokens}).logits
+        rows = torch.arange(len(tokens))[:, None]
+        at = torch.log_softmax(logits, -1)[rows, torch.from_numpy(given["positions"])]
+        return at.gather(-1, torch.from_numpy(given["targets"])[..., None])[..., 0]
+
+
+def opened(
+    bundle: Bundle, contract: Contract, engine: str = "native", memory: int | None = None
+) -> ChainPrograms:
+    """The engines of a bundle for a contract."""
+    return open_chain(bundle.for_calls(contract, bundle.score_contract), engine=engine, memory=memory)  # type: ignore[arg-type]
+
+
+def inputs_of(contract: Contract, seed: int = 0) -> Inputs:
+    """Rows of different lengths, the first as long as can be, with questions that repeat; an adapter."""
+    random = np.random.default_rng(seed)
+    rows, length = contract.rows, contract.sequence_length
+    lengths = random.integers(1, length + 1, rows)
+    lengths[0] = length
+    given: Inputs = {}
+    for spec in contract.inputs:
+        if spec.name == "tokens":
+            given[spec.name] = random.integers(3, contract.vocabulary_size, spec.shape)
+        elif spec.name == "attention_mask":
+            given[spec.name] = (np.arange(length) < lengths[:, None]).astype(np.int64)
+        elif spec.name == "positions":
+            given[spec.name] = random.integers(0, length, spec.shape) % lengths[:, None]
+        elif spec.name == "targets":
+            given[spec.name] = random.integers(0, 3, spec.shape)
+        elif spec.name == "cells":
+            candidates = random.integers(0, 3, spec.shape)
+            given[spec.name] = np.arange(rows)[:, None] * contract.candidates + candidates
+        elif spec.name == "offsets":
+            # Three candidates a row, and one for a completion.
+            few = np.where(np.arange(rows) % 2, 1, 3)[:, None]
+            given[spec.name] = np.where(np.arange(contract.candidates) < few, 0, -1e9).astype(np.float32)
+        elif spec.name == "labels":
+            given[spec.name] = np.zeros(spec.shape, np.float32)
+            given[spec.name][:, 0] = 1 / rows
+        elif spec.name == "shares":
+            given[spec.name] = (1 - np.arange(rows, dtype=np.float32) % 2)[:, None] / np.float32(rows)
+        else:
+            scale = 0.3 if spec.name.startswith(LORA_B_PREFIX) else 1.0
+            given[spec.name] = scale * random.standard_normal(spec.shape, np.float32)
+    if "cells" in given:
+        own = np.arange(rows) % 2 == 1
+        given["cells"][own] = np.arange(rows)[own, None] * contract.candidates
+    return given
+
+
+@contextmanager
+def counted_loads(programs: ChainPrograms) -> Iterator[list[tuple[int, str]]]:
+    """The blocks and roles that are loaded meanwhile."""
+    blocks: Any = programs.step._blocks  # type: ignore[attr-defined]
+    load, found = blocks._load, []
+
+    def counted(number: int, role: str, arena: Any) -> Any:
+        found.append((number, role))
+        return load(number, role, arena)
+
+    blocks._load = counted
+    yield found
+    blocks._load = load

@@ -1,0 +1,301 @@
+"""What is wrong with the files of a chain is told before a step; what is used is what the manifest names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+import safetensors.numpy
+
+from device_runner.engines import packed_files
+from prge.bundle import TABLES, file_sha256, open_bundle
+from prge.cli import main
+from prge.errors import BundleError, PrgeError
+from tests.bundles import read_json, write_manifest
+from tests.compilers import needs_compiler
+from tests.device_runner.engines.chains import inputs_of, opened
+
+pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
+
+BLOCK, OTHER, EMBEDDING, HEAD = (f"weights/{name}.ptd" for name in ("000", "001", "embedding", "head"))
+PROGRAM = "programs/block.pte"
+ENGINES = ["native", "torch"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/prge/packed"
+
+
+@pytest.fixture(autouse=True)
+def native_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once for all tests."""
+    from device_runner.engines.native.engine import NativeEngine
+
+    NativeEngine.prepare()
+
+
+@pytest.fixture
+def folder(make_chain: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of a decoder's bundle to damage."""
+    return Path(shutil.copytree(make_chain("llama") / "bundle", tmp_path / "bundle"))
+
+
+def rehash(folder: Path) -> None:
+    """Make the manifest agree with the files, as somebody who means harm would."""
+    manifest = read_json(folder)
+    for name, entry in manifest["files"].items():
+        entry["sha256"], entry["bytes"] = file_sha256(folder / name), (folder / name).stat().st_size
+    write_manifest(folder, manifest)
+
+
+def exchange(folder: Path, one: str, other: str) -> None:
+    first, second = (folder / one).read_bytes(), (folder / other).read_bytes()
+    (folder / one).write_bytes(second)
+    (folder / other).write_bytes(first)
+
+
+def flip(path: Path, share: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * share)] ^= 1
+    path.write_bytes(content)
+
+
+def answer(folder: Path, engine: str = "native") -> bytes:
+    """Of a call that is always the same."""
+    bundle = open_bundle(folder)
+    (found,) = opened(bundle, bundle.contract, engine).step.forward(inputs_of(bundle.contract)).values()
+    return found.tobytes()
+
+
+def refused(folder: Path, engine: str = "native") -> str:
+    with pytest.raises(BundleError) as error:
+        answer(folder, engine)
+    assert error.value.remedy
+    return str(error.value)
+
+
+# Files that are not the manifest's
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_weights_files_in_each_others_place_are_noticed(folder: Path, engine: str, is_packed: bool) -> None:
+    if is_packed:
+        answer(folder, engine)
+    exchange(folder, BLOCK, OTHER)
+    assert "000.ptd is not the file that the manifest" in refused(folder, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", [BLOCK, EMBEDDING, HEAD])
+def test_a_changed_weights_file_is_noticed_with_a_packed_file_and_without(
+    folder: Path, engine: str, name: str
+) -> None:
+    """The engine maps what it packed and takes the rest from the weights file."""
+    before, whole = answer(folder, engine), (folder / name).read_bytes()
+    for share in (0.3, 0.9):
+        flip(folder / name, share)
+        assert f"{Path(name).name} is not the file that the manifest" in refused(folder, engine)
+        (folder / name).write_bytes(whole)
+    assert answer(folder, engine) == before
+
+
+def test_a_weights_file_that_was_compared_is_not_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = answer(folder)
+    monkeypatch.setattr(packed_files, "_check_content", lambda file: pytest.fail(f"{file.path} was read"))
+    assert answer(folder) == before
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", [PROGRAM, BLOCK, TABLES])
+def test_a_file_that_is_cut_gone_or_a_link_doesnt_open(folder: Path, name: str) -> None:
+    path, content = folder / name, (folder / name).read_bytes()
+    path.write_bytes(content[:-7])
+    assert f"{path} has {len(content) - 7} bytes, the manifest says {len(content)}" in refused(folder)
+    path.unlink()
+    assert f"the bundle lacks its file {name}" in refused(folder)
+    (folder / "elsewhere").write_bytes(content)
+    path.symlink_to(folder / "elsewhere")
+    assert f"{path} is a link" in refused(folder)
+
+
+# Bundles whose hashes are right
+
+
+def test_blocks_of_one_kind_in_another_order_are_another_model(folder: Path) -> None:
+    """Nothing but the hashes can tell, and the manifest's own is what a run compares."""
+    before, identity = answer(folder), open_bundle(folder).sha256
+    exchange(folder, BLOCK, OTHER)
+    rehash(folder)
+    assert answer(folder) != before and open_bundle(folder).sha256 != identity
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("other", [HEAD, EMBEDDING, PROGRAM, TABLES])
+def test_a_weights_file_of_another_kind_is_refused(folder: Path, engine: str, other: str) -> None:
+    shutil.copy(folder / other, folder / BLOCK)
+    rehash(folder)
+    assert "000.ptd" in refused(folder, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["programs/head.pte", "programs/embedding.pte"])
+def test_a_program_of_another_kind_is_refused(folder: Path, engine: str, name: str) -> None:
+    shutil.copy(folder / name, folder / PROGRAM)
+    rehash(folder)
+    assert "block.pte is not the program that the manifest describes" in refused(folder, engine)
+
+
+def test_a_program_that_lacks_a_method_is_refused(folder: Path) -> None:
+    shutil.copy(folder / "programs/embedding.pte", folder / "programs/head.pte")
+    rehash(folder)
+    assert "its methods are stack, must include tangent" in refused(folder)
+
+
+def change(folder: Path, how: Callable[[Any], object]) -> None:
+    manifest = read_json(folder)
+    how(manifest["chain"])
+    write_manifest(folder, manifest)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (lambda c: c["bounds"].update(copies=9), "is int64 [8, 4, 16], must be int64 [9, 4, 16]"),
+        (lambda c: c["bounds"].update(states=64), "must be float32 [1, 64, 64]"),
+        (lambda c: c["blocks"][1]["modules"].reverse(), "must be float32 [8, 2,"),
+        (lambda c: c["modules"][0].update(rank=3), "must be float32 [8, 3, 64]"),
+        (lambda c: c["blocks"][1]["tables"].reverse(), "input table.0 of stack is float32 [1, 16, 16]"),
+        (
+            lambda c: c["kinds"][1]["methods"]["stack"]["inputs"].remove("lora_b.1"),
+            "inputs, the manifest",
+        ),
+    ],
+)
+def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
+    folder: Path, how: Callable[[Any], object], told: str
+) -> None:
+    change(folder, how)
+    message = refused(folder)
+    assert ".pte is not the program that the manifest describes: " in message and told in message
+
+
+def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
+    """A head in the place of a block takes the state and gives none."""
+    from device_runner.engines.interfaces import Shapes, problems_of, read_widths
+    from device_runner.engines.native.runtime import Program
+    from device_runner.engines.tables import Tables
+
+    bundle = open_bundle(folder)
+    chain = bundle.chain
+    assert chain is not None
+    programs = [Program(bundle.file(kind.program)) for kind in chain.kinds]
+    tables, widths = Tables(bundle, chain), read_widths(chain, programs)
+    assert widths == [(0, 64), (64, 64), (64, 64), (64, 0)]
+    assert not any([*problems_of(chain, Shapes(chain, tables, widths), programs, n)] for n in range(4))
+    widths[1] = (64, 32)
+    problems = [*problems_of(chain, Shapes(chain, tables, widths), programs, 2)]
+    assert problems[0] == "it takes states of width 64, the block before gives 32"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda tensors: {}, "has no table"),
+        (lambda tensors: {n: a[:5] for n, a in tensors.items()}, "is for 5 tokens, rows may have 16"),
+        (lambda tensors: {n: a.astype(np.float64) for n, a in tensors.items()}, "has no table"),
+        (
+            lambda tensors: {n: np.ascontiguousarray(a[:, :3]) for n, a in tensors.items()},
+            "must be float32 [1, 16",
+        ),
+    ],
+)
+def test_tables_that_dont_fit_are_refused(
+    folder: Path, damage: Callable[[dict[str, Any]], dict[str, Any]], told: str
+) -> None:
+    tensors = safetensors.numpy.load_file(folder / TABLES)
+    safetensors.numpy.save_file(damage(tensors) or {"x": np.zeros(1, np.float32)}, folder / TABLES)
+    rehash(folder)
+    assert told in refused(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"no tables", b"\xff" * 100])
+def test_a_tables_file_that_is_none_is_refused(folder: Path, content: bytes) -> None:
+    (folder / TABLES).write_bytes(content)
+    rehash(folder)
+    assert "tables.safetensors can't be read" in refused(folder)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", [PROGRAM, BLOCK, HEAD])
+def test_content_that_may_end_the_engine_ends_a_child_alone(folder: Path, engine: str, name: str) -> None:
+    """Half of a file is noise, and its hash is right; some such files are a model nevertheless."""
+    content = (folder / name).read_bytes()
+    for seed in range(3):
+        noise = np.random.default_rng(seed).bytes(len(content) // 4)
+        start = [len(content) // 4, len(content) // 2, 64][seed]
+        (folder / name).write_bytes(content[:start] + noise + content[start + len(noise) :])
+        rehash(folder)
+        try:
+            answer(folder, engine)
+        except PrgeError as error:
+            assert error.remedy or "the engine failed" in str(error)
+
+
+# Packed files
+
+
+def packed_of(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir() if path.suffix == "" and path.name != "lock")
+
+
+def test_a_damaged_packed_file_is_made_again(folder: Path, cache: Path) -> None:
+    before = answer(folder)
+    largest = max(packed_of(cache), key=lambda path: path.stat().st_size)
+    whole = largest.read_bytes()
+    flip(largest)
+    assert answer(folder) == before and largest.read_bytes() == whole
+
+
+def test_without_room_a_run_goes_on_and_says_so_once(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = answer(folder)
+    shutil.rmtree(cache)
+    monkeypatch.setattr(packed_files, "_ask_for_room", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    bundle = open_bundle(folder)
+    programs = opened(bundle, bundle.contract)
+    assert programs.notes.count("weights stay in memory instead of packed files") == 1
+    (found,) = programs.step.forward(inputs_of(bundle.contract)).values()
+    assert found.tobytes() == before
+
+
+# The command line
+
+
+@pytest.mark.parametrize("verb", ["run", "eval"])
+def test_the_command_line_tells_it_and_ends_with_2(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "aa", "completion": " bb"}) + "\n")
+    flip(folder / HEAD)
+    rows = ["--train", tmp_path / "rows.jsonl", "--out", tmp_path / "run", "--steps", 1]
+    words = [verb, "--bundle", folder, *(rows if verb == "run" else ["--data", tmp_path / "rows.jsonl"])]
+    assert main([*map(str, words)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"prge {verb}: error: ") and "head.ptd is not the file" in message
+    assert "Traceback" not in message

@@ -1,0 +1,297 @@
+"""A chain of blocks answers as the whole model does, whatever a call's size, on both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+import torch
+
+from prge.bundle import Bundle, open_bundle
+from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
+from prge.errors import EngineError
+from tests.compilers import needs_compiler
+from tests.device_runner.engines.chains import Inputs, Whole, counted_loads, inputs_of, opened
+
+pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
+
+# Copies, rows, queries and questions beyond the bounds of one call, which are 8, 4, 8 and 128.
+STACKS = [(1, 3), (3, 2), (1, 37), (10, 5)]
+TANGENTS = [(2, 3), (9, 6)]
+ROWS = [3, 9]
+
+
+@pytest.fixture(scope="module", params=["llama", "bert"])
+def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
+    return make_chain(request.param)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed files of these tests alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "chain-cache"))
+
+
+@pytest.fixture
+def bundle(folder: Path) -> Bundle:
+    return open_bundle(folder / "bundle")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Whole:
+    return Whole.of(folder)
+
+
+def contract_of(bundle: Bundle, kind: str, rows: int, **sizes: int) -> Contract:
+    assert bundle.chain is not None
+    return bundle.chain.contract(kind, rows, **sizes)
+
+
+def adapter_of(contract: Contract, given: Inputs, copy: int | None = None) -> dict[str, Any]:
+    """The call's adapter, or that of one copy, as tensors."""
+    arrays = {module.name: torch.from_numpy(given[module.input_name]) for module in contract.modules}
+    return arrays if copy is None else {name: array[copy] for name, array in arrays.items()}
+
+
+def rows_of(given: Inputs, rows: slice) -> Inputs:
+    names = ("tokens", "attention_mask", "positions", "targets")
+    return {name: given[name][rows] for name in names if name in given}
+
+
+def close(found: Any, expected: Any, tolerance: float = 2e-5) -> bool:
+    return bool(np.abs(found - expected.numpy()).max() <= tolerance * max(1, float(expected.abs().max())))
+
+
+def same_on_torch(bundle: Bundle, contract: Contract, given: Inputs, found: Inputs) -> None:
+    on_torch = opened(bundle, contract, "torch").step.forward(given)
+    assert {name: array.tobytes() for name, array in on_torch.items()} == {
+        name: array.tobytes() for name, array in found.items()
+    }
+
+
+@pytest.mark.parametrize("same_rows", [True, False])
+@pytest.mark.parametrize(("copies", "batch"), STACKS)
+def test_a_stack_answers_as_the_model_with_every_copys_adapter(
+    bundle: Bundle, whole: Whole, copies: int, batch: int, same_rows: bool
+) -> None:
+    contract = contract_of(bundle, "stack", batch, copies=copies)
+    given = inputs_of(contract)
+    if same_rows:
+        for name in rows_of(given, slice(0)):
+            given[name] = np.tile(given[name][:batch], (copies, 1))
+    (found,) = (outputs := opened(bundle, contract).step.forward(given)).values()
+    for copy in range(copies):
+        here = slice(copy * batch, (copy + 1) * batch)
+        assert close(found[here], whole.answers(rows_of(given, here), adapter_of(contract, given, copy)))
+    if not same_rows:
+        same_on_torch(bundle, contract, given, outputs)
+
+
+@pytest.mark.parametrize(("queries", "batch"), TANGENTS)
+def test_tangents_are_the_models_derivatives(bundle: Bundle, whole: Whole, queries: int, batch: int) -> None:
+    contract = contract_of(bundle, "tangent", batch, queries=queries)
+    given = inputs_of(contract)
+    answers, tangents = (outputs := opened(bundle, contract).step.forward(given)).values()
+    lora_b = adapter_of(contract, given)
+    assert close(answers, whole.answers(given, lora_b))
+    for query, row in [(0, 0), (queries - 1, batch - 1), (queries - 1, 0)]:
+        directions = {
+            name: torch.outer(
+                torch.from_numpy(given[U_PREFIX + name][query, row]),
+                torch.from_numpy(given[V_PREFIX + name][query, row]),
+            )
+            for name in lora_b
+        }
+        one = rows_of(given, slice(row, row + 1))
+        _, expected = torch.func.jvp(lambda b, one=one: whole.answers(one, b), (lora_b,), (directions,))
+        # The reference's own rounding in float32 is 6e-5.
+        assert close(tangents[query, row], expected[0], 1e-4)
+    same_on_torch(bundle, contract, given, outputs)
+
+
+@pytest.mark.parametrize("batch", ROWS)
+def test_an_exact_step_has_the_models_gradient(bundle: Bundle, whole: Whole, batch: int) -> None:
+    """Of completions and candidates; a question that is asked twice counts twice."""
+    contract = contract_of(bundle, "exact", batch, classes=3 if bundle.contract.is_encoder else 0)
+    given = inputs_of(contract)
+    found = opened(bundle, contract).step.forward(given)
+    lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
+    answers = whole.answers(given, lora_b)
+    told = {name: torch.from_numpy(given[name]) for name in ("offsets", "labels", "shares")}
+    if contract.is_encoder:
+        scores = torch.einsum("rcw,rw->rc", torch.from_numpy(given["heads"]), answers) + told["offsets"]
+    else:
+        worth = (answers * torch.from_numpy(given["weights"])).reshape(-1)
+        cells = torch.from_numpy(given["cells"]).reshape(-1)
+        scores = told["offsets"].reshape(-1).index_add(0, cells, worth).reshape(told["offsets"].shape)
+    loss = (told["shares"] * scores.logsumexp(-1, keepdim=True)).sum() - (told["labels"] * scores).sum()
+    loss.backward()
+    assert close(next(iter(found.values())), answers.detach())
+    for name, matrix in lora_b.items():
+        assert close(found[GRADIENT_PREFIX + name], matrix.grad)
+    same_on_torch(bundle, contract, given, found)
+
+
+def test_a_gradient_of_completions_alone_needs_no_answers_before(bundle: Bundle, whole: Whole) -> None:
+    if bundle.contract.is_encoder:
+        pytest.skip("an encoder has no completions")
+    contract = contract_of(bundle, "exact", 3)
+    given = inputs_of(contract)
+    given["shares"][:], given["offsets"][:, 0] = 0, 0
+    given["cells"][:] = np.arange(3)[:, None] * contract.candidates
+    found = opened(bundle, contract).step.forward(given)
+    lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
+    (-(whole.answers(given, lora_b) * torch.from_numpy(given["weights"])).sum() / 3).backward()
+    assert all(close(found[GRADIENT_PREFIX + name], matrix.grad) for name, matrix in lora_b.items())
+
+
+def test_a_row_is_answered_alike_alone_and_among_others(bundle: Bundle) -> None:
+    contract = contract_of(bundle, "stack", 7)
+    given = inputs_of(contract)
+    (among,) = opened(bundle, contract).step.forward(given).values()
+    one = replace(contract, batch_size=1)
+    engine = opened(bundle, one).step
+    for row in range(7):
+        alone = {**given, **rows_of(given, slice(row, row + 1))}
+        (found,) = engine.forward(alone).values()
+        assert np.abs(found[0] - among[row]).max() <= 1e-5 * np.abs(among).max()
+
+
+def test_a_row_of_one_token(bundle: Bundle, whole: Whole) -> None:
+    contract = contract_of(bundle, "stack", 2)
+    given = inputs_of(contract)
+    for name in {"attention_mask", "positions"} & set(given):
+        given[name][:] = 0
+    if contract.is_encoder:
+        given["attention_mask"][:, 0] = 1
+    (found,) = opened(bundle, contract).step.forward(given).values()
+    assert close(found, whole.answers(given, adapter_of(contract, given, 0)))
+
+
+def test_an_encoders_first_state(folder: Path, whole: Whole) -> None:
+    bundle = open_bundle(folder / "bundle")
+    if not bundle.contract.is_encoder:
+        pytest.skip("a decoder pools nothing")
+    assert bundle.chain is not None
+    bundle = replace(bundle, chain=replace(bundle.chain, pooling="first"))
+    first = replace(whole, pooling="first")
+    contract = contract_of(bundle, "exact", 5, classes=2)
+    given = inputs_of(contract)
+    given["shares"][:] = 0
+    found = opened(bundle, contract).step.forward(given)
+    lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
+    answers = first.answers(given, lora_b)
+    (-(torch.from_numpy(given["heads"][:, 0]) * answers).sum() / 5).backward()
+    assert close(found["pooled"], answers.detach())
+    assert all(close(found[GRADIENT_PREFIX + name], matrix.grad) for name, matrix in lora_b.items())
+
+
+# Memory
+
+
+Sizes = dict[str, int]
+KINDS: list[tuple[str, Sizes]] = [("stack", {"copies": 3}), ("tangent", {"queries": 2}), ("exact", {})]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=[kind for kind, _ in KINDS])
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_with_room_for_one_block_the_bits_are_the_same(
+    bundle: Bundle, kind: str, sizes: dict[str, int], engine: str
+) -> None:
+    assert bundle.chain is not None
+    contract = contract_of(bundle, kind, 3, **sizes)
+    given = inputs_of(contract)
+    largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
+    want = opened(bundle, contract, engine).step.forward(given)
+    for memory in (largest, 2 * largest):
+        programs = opened(bundle, contract, engine, memory)
+        with counted_loads(programs) as loads:
+            found = [programs.step.forward(given) for _ in range(3)]
+        for one in found:
+            assert {name: array.tobytes() for name, array in one.items()} == {
+                name: array.tobytes() for name, array in want.items()
+            }
+        assert len(loads) > len(set(loads)), "nothing was unloaded"
+
+
+def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
+    contract = contract_of(bundle, "exact", 9)
+    programs = opened(bundle, contract)
+    with counted_loads(programs) as loads:
+        for _ in range(3):
+            programs.step.forward(inputs_of(contract))
+    assert len(loads) == len(set(loads))
+
+
+def test_a_bound_below_the_largest_block_says_what_would_do(bundle: Bundle) -> None:
+    with pytest.raises(EngineError, match=r"--memory is 1000 bytes, the largest block has \d+\n  give at le"):
+        opened(bundle, bundle.contract, memory=1000)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=[kind for kind, _ in KINDS])
+def test_many_calls_take_no_more_buffers_than_the_first(
+    bundle: Bundle, kind: str, sizes: dict[str, int]
+) -> None:
+    contract = contract_of(bundle, kind, 9, **sizes)
+    programs = opened(bundle, contract)
+    blocks: Any = programs.step._blocks  # type: ignore[attr-defined]
+    given, counts = inputs_of(contract), []
+    for _ in range(200 if kind == "stack" else 20):
+        programs.step.forward(given)
+        spare = [id(array) for arrays in blocks._spare.values() for array in arrays]
+        assert len(spare) == len(set(spare))
+        counts.append(len(spare))
+    assert counts[0] == counts[-1] > 0
+
+
+def test_answers_are_not_changed_by_later_calls(bundle: Bundle) -> None:
+    contract = contract_of(bundle, "exact", 5)
+    engine = opened(bundle, contract).step
+    first = engine.forward(inputs_of(contract))
+    before = {name: array.tobytes() for name, array in first.items()}
+    engine.forward(inputs_of(contract, seed=1))
+    assert {name: array.tobytes() for name, array in first.items()} == before
+
+
+def test_the_adapter_that_an_answer_is_of_is_the_calls(bundle: Bundle) -> None:
+    """Buffers are filled anew between calls."""
+    contract = contract_of(bundle, "stack", 2)
+    engine, given = opened(bundle, contract).step, inputs_of(contract)
+    (before,) = engine.forward(given).values()
+    for name in given:
+        if name.startswith(LORA_B_PREFIX):
+            given[name] *= 2
+    (after,) = engine.forward(given).values()
+    assert np.abs(after - before).max() > 1e-3
+
+
+def test_a_failure_in_a_forward_is_told_and_the_engine_stays_usable(bundle: Bundle) -> None:
+    contract = contract_of(bundle, "stack", 2)
+    engine, given = opened(bundle, contract).step, inputs_of(contract)
+    want = [array.tobytes() for array in engine.forward(given).values()]
+    blocks: Any = engine._blocks  # type: ignore[attr-defined]
+    method = blocks._method(1, "stack")
+    run, method.run = method.run, lambda inputs, outputs: run(inputs[:-1], outputs)
+    with pytest.raises(EngineError, match="the engine failed in a forward: the method takes"):
+        engine.forward(given)
+    method.run = run
+    assert [array.tobytes() for array in engine.forward(given).values()] == want
+
+
+def test_another_number_of_threads_is_refused_while_engines_live(bundle: Bundle) -> None:
+    from device_runner.engines.programs import open_chain
+
+    programs = open_chain(bundle, engine="native")
+    with pytest.raises(EngineError, match="this one asks for 7"):
+        open_chain(bundle, threads=7, engine="native")
+    with pytest.raises(EngineError, match="threads is 0, must be at least 1"):
+        open_chain(bundle, threads=0, engine="native")
+    assert programs.threads >= 1
