@@ -141,6 +141,8 @@ def runtime() -> Any:
         try:
             return importlib.import_module(f"executorch.extension.pybindings.{name}")
         except ImportError as error:
+            if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
             problems.append(str(error))
     raise EngineError(
         f"the ExecuTorch runtime can't be imported: {problems[0]}", remedy="pip install executorch"

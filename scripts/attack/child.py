@@ -26,6 +26,7 @@ DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "plot")
 # What the verbs import when they are called.
 _IMPORTED_LATE = ("jinja2", "tokenizers", "tqdm", "yaml")
 _TAIL, _MOST_OUTPUT = 3000, 4 << 20
+_STOPPED = 130
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,8 @@ class Child:
                 self.prepare()
             self._limit()
             sys.argv = ["prge", *map(str, self.words)]
+            if signal.SIGINT in signal.sigpending():  # before its first line, as while Python starts
+                os._exit(_STOPPED)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             code = prge.cli.main()
         except BaseException:

@@ -107,7 +107,8 @@ def _expected(bench: Bench, random: Random, verb: str) -> object:
     if verb not in bench.results:
         out = bench.folder / f"expected {verb}"
         # A bundle names its model's folder: that of the cases.
-        model = Path(shutil.copytree(bench.workshop.model("llama"), bench.folder / "original" / "model"))
+        model = bench.folder / "original" / "model"
+        shutil.copytree(bench.workshop.model("llama"), model, dirs_exist_ok=True)
         _, words = _verbs(bench, model, out)[0]
         prge_ends([*words, "--out", out], LIMITS)
         bench.results[verb] = _left(out)

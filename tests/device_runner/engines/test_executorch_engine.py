@@ -454,6 +454,24 @@ def test_a_child_holds_no_lock_of_a_parent_that_was_killed(bundle: Bundle, tmp_p
         assert (tmp_path / "run").is_dir()
 
 
+def test_an_interrupt_while_the_runtime_is_imported_is_no_missing_runtime(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import device_runner.engines.torch_runtime as module
+
+    def interrupted(name: str) -> None:
+        # As an extension module of pybind11 answers.
+        raise ImportError("initialization failed") from KeyboardInterrupt()
+
+    monkeypatch.setattr(module.importlib, "import_module", interrupted)
+    module.runtime.cache_clear()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            module.runtime()
+    finally:
+        module.runtime.cache_clear()
+
+
 def test_a_missing_runtime_is_told(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     import device_runner.engines.torch_runtime as module
 
