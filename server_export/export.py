@@ -125,9 +125,7 @@ def _finish(config: ExportConfig, built: BuiltProgram, tokenizer: Any, out: Path
 
 
 def _export_chain(config: ExportConfig, out: Path) -> Path:
-    from server_export.lower.lowering import collector_paused
-
-    with new_folder(out, overwrite=config.overwrite) as folder, collector_paused():
+    with new_folder(out, overwrite=config.overwrite) as folder:
         with _stage("tracing") as note:
             source = _open_source(config)
             twin = None if config.quantize == "fp32" else copy.deepcopy(source)
@@ -202,6 +200,8 @@ def _compare(config: ExportConfig, source: _Source, chain: Chain) -> None:
     with _stage("comparing") as note:
         part = difference_from_model(chain, config.model, config.revision, source.outline.is_decoder)
         note(f"the blocks in float32 and the whole model differ by {part:.2g}")
+    # Its graphs refer to each other, and to weights.
+    gc.collect()
 
 
 def _write_chain(config: ExportConfig, folder: Path, source: _Source, chain: Chain) -> dict[str, Any]:
