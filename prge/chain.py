@@ -125,7 +125,8 @@ class Chain:
         except ConfigError as error:
             # Not a run's choice: with the smallest call, what is wrong is the manifest's.
             raise BundleError(
-                f"the manifest describes no chain that can be run: {'; '.join(error.problems)}", remedy=_REMEDY
+                f"the manifest describes no chain that can be run: {'; '.join(error.problems)}",
+                remedy=_REMEDY,
             ) from None
 
     def _problems(self) -> Iterator[str]:
