@@ -72,7 +72,7 @@ def attack_an_input(bench: Bench, random: Random, folder: Path) -> tuple[list[Ca
     made = make(bench.workshop, random, folder)
     if not isinstance(made, Input):
         return made, Counter()
-    child = Child(made.words, made.limits, prepare=made.prepare)
+    child = Child(made.words, made.limits, folder, prepare=made.prepare)
     ended = child.wait()
     return [Case(made.name, _verdict(made, ended), command_line(ended), ended.tail)], Counter()
 
