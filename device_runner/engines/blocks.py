@@ -111,7 +111,7 @@ class Blocks:
     def release(self, array: Array) -> None:
         """Let the memory of an output be used again."""
         base = array.base
-        if base is not None and base.size in self._spare:
+        if base is not None and base.ndim == 1 and base.size in self._spare:
             self._spare[base.size].append(base)
 
     def _room(self, tensor: tuple[int, tuple[int, ...]]) -> Array:

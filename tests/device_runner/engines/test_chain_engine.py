@@ -252,6 +252,24 @@ def test_many_calls_take_no_more_buffers_than_the_first(
     assert counts[0] == counts[-1] > 0
 
 
+def test_a_short_call_follows_one_of_exactly_the_bounds(bundle: Bundle) -> None:
+    assert bundle.chain is not None
+    bounds = bundle.chain.bounds
+    contract = contract_of(bundle, "exact", bounds.batch)
+    assert contract.sequence_length == bounds.tokens
+    engine = opened(bundle, contract).step
+    short = inputs_of(contract, seed=1)
+    if contract.is_encoder:
+        short["attention_mask"][:, 5:] = 0
+    else:
+        short["positions"] %= 5
+    expected = engine.forward(short)
+    for _ in range(2):
+        engine.forward(inputs_of(contract))
+        found = engine.forward(short)
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
 def test_answers_are_not_changed_by_later_calls(bundle: Bundle) -> None:
     contract = contract_of(bundle, "exact", 5)
     engine = opened(bundle, contract).step
