@@ -17,6 +17,13 @@ def as_module(root: GraphModule, graph: Graph) -> GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def copied(graph_module: GraphModule) -> GraphModule:
+    """The same graph and constants; what is added to the copy isn't to the original."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return as_module(graph_module, graph)
+
+
 def attribute(graph_module: GraphModule, name: str) -> Any:
     """What a get_attr node of the module with this target reads."""
     value: Any = graph_module

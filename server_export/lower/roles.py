@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from prge.chain import BACK, GRADIENT, LORA_B, STACK, TABLE, TANGENT, Bounds, Interface
 from server_export.derive.backprop.joint import SLOPE, backpropagate_block
@@ -24,7 +24,7 @@ from server_export.derive.backprop.layers import transposed_names, with_transpos
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate_block
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
-from server_export.graph.modules import as_module, attribute
+from server_export.graph.modules import attribute, copied
 from server_export.graph.shapes import fill_in_values, with_one
 from server_export.lower.kind import LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program
@@ -103,12 +103,12 @@ def role_graphs(
         graphs[STACK] = graph_module
     if TANGENT in roles:
         seeds: dict[str, Any] = {STATE: Dense(), **dict.fromkeys(adapter, RankOne(BATCH))}
-        graphs[TANGENT] = differentiate_block(_copied(one_copy), seeds, QUERIES, TOKENS)
+        graphs[TANGENT] = differentiate_block(copied(one_copy), seeds, QUERIES, TOKENS)
     if BACK in roles:
         graphs[BACK] = backpropagate_block(
-            _copied(one_copy), [STATE, *adapter], adapter, TOKENS, returns_answer=is_head
+            copied(one_copy), [STATE, *adapter], adapter, TOKENS, returns_answer=is_head
         )
-    graphs = {role: _copied(graph) for role, graph in graphs.items()}
+    graphs = {role: copied(graph) for role, graph in graphs.items()}
     for graph in graphs.values():
         fill_in_values(graph)
         write_core_operators(graph)
@@ -125,13 +125,6 @@ def sizes_of(bounds: Bounds, is_head: bool) -> dict[str, Size]:
         "tokens": Size(TOKENS, 5, 2, bounds.tokens),
         "queries": Size(QUERIES, 3, 1, bounds.queries),
     }
-
-
-def _copied(graph_module: GraphModule) -> GraphModule:
-    """The same graph and constants; what is added to the copy isn't to the original."""
-    graph = Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    return as_module(graph_module, graph)
 
 
 def _interface(graph: GraphModule, role: str, adapter: Mapping[str, str], is_head: bool) -> Interface:
@@ -158,7 +151,7 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, str], is_hea
 
 def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection[str]) -> GraphModule:
     """The graph with names of its own for the constants that rules wrote: another role has others."""
-    result = _copied(graph_module)
+    result = copied(graph_module)
     for node in result.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name not in shared:

@@ -25,7 +25,7 @@ from prge.errors import BundleError, told_as_bundle_error
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import ONES, RULES
 from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, GatherLogSoftmax
-from server_export.graph.modules import as_module, attribute
+from server_export.graph.modules import as_module, attribute, copied
 from server_export.graph.rewriting import rewrite
 from server_export.graph.shapes import fill_in_values
 from server_export.graph.writing import apply_rules
@@ -110,7 +110,7 @@ def backpropagate_block(
     shapes[SLOPE] = (tuple(output.args[0][0].meta["val"].shape), torch.float32)
     inputs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     result = _there_and_back(
-        _copied(graph_module),
+        copied(graph_module),
         inputs,
         {name: name for name in wanted},
         lambda _, given: given[SLOPE],
@@ -169,13 +169,6 @@ def _there_and_back(
 
 def _placeholders(graph_module: GraphModule) -> list[Node]:
     return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-
-
-def _copied(graph_module: GraphModule) -> GraphModule:
-    """The same graph and constants; what is added to the copy isn't to the original."""
-    graph = Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    return as_module(graph_module, graph)
 
 
 def _of_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
