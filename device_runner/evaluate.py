@@ -1,4 +1,4 @@
-"""`prge eval`: score an adapter on the rows of a file with its bundle's program for scoring."""
+"""`prge eval`: score an adapter on the rows of a file on its bundle."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from device_runner.engines.choice import choose
-from device_runner.engines.lengths import PROGRAM_BYTES, chosen_lengths
-from device_runner.engines.programs import open_engines
-from device_runner.session.settings import check_form
+from device_runner.engines.opening import open_engines
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
 from prge.engine import EngineName
@@ -64,10 +61,8 @@ class EvaluateSettings:
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
     memory: int | None = None
-    """Bundles with roles: bytes of weights that may stay loaded; the others are loaded when their turn comes.
+    """Bytes of weights that may stay loaded; the others are loaded when their turn comes.
     The same bits. Default: all stay."""
-    program_bytes: int = PROGRAM_BYTES
-    """Bundles exported with --lengths: bytes that loaded programs may take to use more than one length."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,7 +84,6 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         PrgeError: bad input.
     """
     bundle = open_bundle(settings.bundle)
-    check_form(settings, bundle)
     contract = bundle.score_contract
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
@@ -111,24 +105,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             )
         head = Head(examples[0].candidates, contract.width)
         read_head(source / HEAD, head)
-    lengths, note = chosen_lengths(
-        bundle,
-        None,
-        settings.program_bytes,
-        lambda methods: choose(settings.engine).engine.can_share(bundle, methods),
-        only_scoring=True,
-    )
-    if note:
-        print(note)
-    programs = open_engines(
-        bundle,
-        settings.threads,
-        engine=settings.engine,
-        lengths=lengths,
-        only_scoring=True,
-        memory=settings.memory,
-    )
-    engine = programs.score
+    engine = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True).score
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
     if not math.isfinite(record["loss"]):
         raise EngineError(

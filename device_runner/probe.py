@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from device_runner.engines.programs import Engines, open_engines
+from device_runner.engines.opening import Engines, open_engines
 from device_runner.session.noise import (
     LEAST_NOISE,
     NEIGHBOUR,
@@ -25,12 +25,13 @@ from device_runner.session.noise import (
     compare,
     neighbours_agree,
 )
-from device_runner.session.settings import batch_for, check_form, suggested_queries
+from device_runner.session.settings import DEFAULT_QUERIES, batch_for
 from prge.adapter import Adapter
 from prge.bounds import bound_problems
-from prge.bundle import Bundle, open_bundle
+from prge.bundle import open_bundle
 from prge.chain import TANGENT, Chain
 from prge.checkpoint import HEAD, read_head
+from prge.contract import Contract
 from prge.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
 from prge.directions import RankOneDirections
 from prge.encoder_heads import fit_heads
@@ -69,11 +70,11 @@ class ProbeSettings:
     """Run, checkpoint or PEFT folder to measure at; default: the adapter that the bundle came with. An
     encoder's head comes from it too, and is fitted on the rows where it has none."""
     queries: int | None = None
-    """Bundles with roles: random directions a step; default: 4."""
+    """Random directions a step; default: 4."""
     batch_size: int | None = None
-    """Bundles with roles: sequences of one call, before copies; default: 4, or as many as a row needs."""
+    """Sequences of one call, before copies; default: 4, or as many as a row needs."""
     memory: int | None = None
-    """Bundles with roles: bytes of weights that may stay loaded; the others are loaded when their turn comes.
+    """Bytes of weights that may stay loaded; the others are loaded when their turn comes.
     The same bits. Default: all stay."""
     batches: int = 4
     """Batches to measure, each along every query's direction."""
@@ -241,14 +242,7 @@ def probe(settings: ProbeSettings) -> Report:
         PrgeError: bad input, or derivatives that are not finite.
     """
     bundle = open_bundle(settings.bundle)
-    check_form(settings, bundle, ("memory", "batch_size", "queries"))
-    if bundle.contract.is_exact:
-        raise ConfigError(
-            "there is nothing to probe:",
-            ["the bundle's program is exact: it computes the gradient itself, without scalars"],
-            remedy="train with it; to compare estimators, export with --estimator tangent",
-        )
-    queries = settings.queries or suggested_queries(bundle)
+    queries = settings.queries or DEFAULT_QUERIES
     if settings.batches * queries < 2:
         raise ConfigError(
             "one scalar can't be correlated:",
@@ -260,9 +254,8 @@ def probe(settings: ProbeSettings) -> Report:
     selection = Selection(0, settings.limit, settings.shuffle_seed)
     options = BuildOptions(overflow=settings.overflow)
     examples, data = load_examples(settings.data, tokenizer, bundle.contract, task, selection, options)
-    if bundle.chain is not None:
-        bundle = _for_steps(bundle, bundle.chain, settings.batch_size or batch_for(examples), queries)
-    contract = bundle.contract
+    contract = _step(bundle.chain, settings.batch_size or batch_for(examples), queries)
+    bundle = bundle.for_steps(contract)
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
@@ -285,13 +278,11 @@ def probe(settings: ProbeSettings) -> Report:
     )
 
 
-def _for_steps(bundle: Bundle, chain: Chain, batch_size: int, queries: int) -> Bundle:
-    """A bundle with a chain for steps that are probed: tangents where it has them, else pairs of copies."""
+def _step(chain: Chain, batch_size: int, queries: int) -> Contract:
+    """A step that is probed: tangents where the bundle has them, else pairs of copies."""
     if TANGENT in chain.roles:
-        step = chain.contract("tangent", batch_size, queries=queries)
-    else:
-        step = chain.contract("stack", batch_size, copies=2 * queries)
-    return bundle.for_calls(step, bundle.score_contract)
+        return chain.contract("tangent", batch_size, queries=queries)
+    return chain.contract("stack", batch_size, copies=2 * queries)
 
 
 def _signal_text(agreement: Agreement) -> str:
@@ -325,7 +316,7 @@ def _against_neighbours(
     settings: ProbeSettings,
     head: Head | None,
 ) -> list[Reading]:
-    """A reading for every estimator and epsilon, on a P-RGE program."""
+    """A reading for every estimator and epsilon, between copies."""
     readings = []
     for epsilon in settings.epsilons:
         beyond = _rules(queries, epsilon * NEIGHBOUR)
@@ -339,7 +330,7 @@ def _against_neighbours(
 def _against_tangents(
     programs: Engines, adapter: Adapter, sampler: Sampler, settings: ProbeSettings, head: Head | None
 ) -> list[Reading]:
-    """A reading for every estimator and epsilon, on the two programs of a tangent bundle.
+    """A reading for every estimator and epsilon, with tangents.
 
     As many batches share their directions as the program for scoring takes in one call.
     """
@@ -347,7 +338,7 @@ def _against_tangents(
     together = max(scoring.rows // contract.batch_size, 1)
     numbers = range(settings.batches)
     groups = [numbers[start : start + together] for start in numbers[::together]]
-    # All tangents before all scores: either program is loaded once.
+    # All tangents before all scores: either role is loaded once.
     exact = np.concatenate(
         [_tangents(programs.step, adapter, sampler, group, settings.seed, head) for group in groups], -1
     )

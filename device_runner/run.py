@@ -3,20 +3,17 @@
 config.yaml      the settings            checkpoints/step-N/   PEFT folder and optimizer state
 journal.jsonl    what each step learnt   final/                PEFT folder of the best step
 metrics.jsonl    what to plot            run.json, log.txt     what, where, how it ended
-trunk_cache/     what a bundle's trunk made of training rows; may be deleted at any time
+trunk_cache/     what lower blocks made of training rows; may be deleted at any time
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from device_runner.engines.choice import choose
-from device_runner.engines.lengths import chosen_lengths
-from device_runner.engines.programs import Engines, open_engines
+from device_runner.engines.opening import Engines, open_engines
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.session.gates import Gates
 from device_runner.session.inputs import (
@@ -30,7 +27,7 @@ from device_runner.session.noise import noise_note
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, bundle_for, settled
 from prge.atomic import write_file
-from prge.bundle import Bundle, open_bundle
+from prge.bundle import open_bundle
 from prge.checkpoint import (
     HEAD,
     TrainingState,
@@ -79,7 +76,6 @@ def run(settings: RunSettings) -> Path:
     bundle = open_bundle(settings.bundle)
     settings = settled(settings, bundle)
     bundle = bundle_for(settings, bundle)
-    settings, note = with_lengths(settings, bundle)
     with run_lock(settings.out):
         _check_folder(settings)
         inputs = read_inputs(bundle, settings)
@@ -89,47 +85,31 @@ def run(settings: RunSettings) -> Path:
             check_candidates(bundle.contract, inputs.train)
         with Journal(settings.out / JOURNAL) as journal:
             begin(journal, inputs.identity, settings)
-            cache = _trunk_cache(settings, bundle)
-            programs = open_engines(
-                bundle,
-                settings.threads,
-                settings.keep_programs,
-                settings.engine,
-                cache,
-                settings.lengths,
-                memory=settings.memory,
-            )
-            facts = _Facts(inputs, programs)
-            rows = partial(make_estimator(settings).rows, programs.step.contract)
+            cache = None
+            if settings.trunk_cache_bytes:
+                folder = settings.out / TRUNK_CACHE
+                cache = TrunkCache(folder, settings.trunk_cache_bytes, settings.trunk_cache_dtype)
+            engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, cache=cache)
+            facts = _Facts(inputs, engines)
+            rows = partial(make_estimator(settings).rows, engines.step.contract)
             watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)
             watcher.catch_up(journal)
             with watcher, graceful_stop(watcher):
                 watcher.say(inputs.report)
-                for text in filter(None, (programs.notes, note)):
-                    watcher.say(text)
-                return _train(settings, inputs, programs, journal, watcher)
-
-
-def with_lengths(settings: RunSettings, bundle: Bundle) -> tuple[RunSettings, str]:
-    """The settings with the lengths that a run uses from first to last, and what to say of them."""
-    if len(bundle.lengths) == 1:
-        return settings, ""
-    lengths, note = chosen_lengths(
-        bundle,
-        settings.lengths,
-        settings.program_bytes,
-        lambda methods: choose(settings.engine).engine.can_share(bundle, methods),
-        settings.keep_programs,
-    )
-    return replace(settings, lengths=list(lengths)), note
+                if engines.notes:
+                    watcher.say(engines.notes)
+                final = _train(settings, inputs, engines, journal, watcher)
+                if cache is not None:
+                    watcher.say(f"trunk: {cache.computed} rows computed, {cache.reused} from the cache")
+                return final
 
 
 def _train(
-    settings: RunSettings, inputs: RunInputs, programs: Engines, journal: Journal, watcher: Watcher
+    settings: RunSettings, inputs: RunInputs, engines: Engines, journal: Journal, watcher: Watcher
 ) -> Path:
     pad = inputs.tokenizer.pad_id
     checkpoints = settings.out / CHECKPOINTS
-    heads = prepare_heads(settings, inputs, programs.score, journal)
+    heads = prepare_heads(settings, inputs, engines.score, journal)
     state = new_state(settings, inputs.adapter, heads)
     load_latest(checkpoints, state, newest=journal.steps)
     if journal.steps:
@@ -142,16 +122,16 @@ def _train(
 
     def score(state: TrainingState) -> Record:
         record, _ = evaluate(
-            programs.score, state.adapter, inputs.dev, inputs.task, state.head, pad, settings.select
+            engines.score, state.adapter, inputs.dev, inputs.task, state.head, pad, settings.select
         )
         return record
 
     gates = Gates(settings)
-    sampler = Sampler(inputs.train, programs.step.contract, settings.seed, settings.calls, pad)
+    sampler = Sampler(inputs.train, engines.step.contract, settings.seed, settings.calls, pad)
     if settings.resume is None:
-        _tell_noise(settings, inputs, programs.step, sampler, state, watcher)
+        _tell_noise(settings, inputs, engines.step, sampler, state, watcher)
     learner = AdapterLearner(
-        programs.step,
+        engines.step,
         sampler,
         make_estimator(settings),
         learning_rates(settings),
@@ -162,8 +142,6 @@ def _train(
         score if inputs.dev else None,
     )
     train(learner, settings.of_loop, watcher, lambda: gates.hold(watcher))
-    if programs.trunk is not None:
-        watcher.say(f"trunk: {programs.trunk.computed} rows computed, {programs.trunk.reused} from the cache")
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
@@ -172,13 +150,6 @@ def _train(
     with journal.reading(best):
         watcher.say_final(state.step, best)
     return final
-
-
-def _trunk_cache(settings: RunSettings, bundle: Bundle) -> TrunkCache | None:
-    """Where a run keeps what its bundle's trunk made of rows; with room for none it still rounds them."""
-    if bundle.trunk is None:
-        return None
-    return TrunkCache(settings.out / TRUNK_CACHE, settings.trunk_cache_bytes, settings.trunk_cache_dtype)
 
 
 def _tell_noise(
@@ -270,17 +241,17 @@ def _check_folder(settings: RunSettings) -> None:
 class _Facts:
     """What run.json says of a run besides what its watcher counts."""
 
-    def __init__(self, inputs: RunInputs, programs: Engines) -> None:
+    def __init__(self, inputs: RunInputs, engines: Engines) -> None:
         self.inputs = inputs
-        self.programs = programs
+        self.engines = engines
         self.sensors = {"start": Sensors().record()}
 
     def __call__(self) -> tuple[Record, Record]:
         """The blocks `run` and `train`."""
         run = {
             **self.inputs.bundle.description,
-            "engine": self.programs.engine,
-            "threads": self.programs.threads,
+            "engine": self.engines.engine,
+            "threads": self.engines.threads,
         }
         return run, {
             "training_rows": len(self.inputs.train),

@@ -1,11 +1,11 @@
 """Reading a bundle: the folder that an export writes and a device needs.
 
-    manifest.json   contract, model, quantization, versions, verification, sha256 of every other file
-    program.pte     the program: the method `forward` takes steps, and `score` scores where that can't;
-                    a step that is cut is `trunk`, what no adapter changes, and `step`, what is above;
-                    `<method>_<length>` is a method for rows of at most so many tokens
-    adapter/        the adapter to start from, a PEFT folder (lora_A and lora_B)
-    tokenizer/      tokenizer.json and, where the model has one, chat_template.jinja
+    manifest.json       chain, model, quantization, versions, verification, sha256 of every other file
+    programs/           a `.pte` for each kind of block, without weights
+    weights/            a `.ptd` for each block
+    tables.safetensors  rotations of all positions, where the model has any
+    adapter/            the adapter to start from, a PEFT folder (lora_A and lora_B)
+    tokenizer/          tokenizer.json and, where the model has one, chat_template.jinja
 
 A bundle from elsewhere is untrusted: nothing of it is loaded before its hash is compared.
 """
@@ -16,45 +16,36 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from prge.chain import STACK, Chain
-from prge.contract import CHAIN_FORMAT, FORMAT, Contract, TensorSpec, tensor_specs
+from prge.contract import Contract
 from prge.documents import DocumentError, read_json
 from prge.errors import BundleError, shown
 
+FORMAT = 2
 MANIFEST = "manifest.json"
-PROGRAM = "program.pte"
 TABLES = "tables.safetensors"
 PROGRAMS, WEIGHTS = "programs", "weights"
 ADAPTER = "adapter"
 TOKENIZER = "tokenizer"
-STEP_METHOD = "forward"
-SCORE_METHOD = "score"
-TRUNK_METHOD = "trunk"
-UPPER_METHOD = "step"
-MOST_LENGTHS = 64
 LONGEST_NAME = 255
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle whose files have the hashes that its manifest names.
+    """An opened bundle whose files have the hashes that its manifest names; weights alone are not read yet.
 
-    `contract` is of the method that takes steps, `scoring` of the one that scores where that is another one,
-    `trunk` of the one that a step which is cut continues. `shorter` has the lengths below theirs that every
-    method has a variant for, shortest first, with what crosses its cut.
+    `contract` is of the calls that take steps, `score_contract` of those that score.
     """
 
     folder: Path
-    contract: Contract
     manifest: Mapping[str, Any]
-    scoring: Contract | None = None
-    trunk: Contract | None = None
-    shorter: Mapping[int, tuple[TensorSpec, ...]] = field(default_factory=dict)
-    chain: Chain | None = None
+    chain: Chain
+    contract: Contract
+    score_contract: Contract
 
     def file(self, name: str) -> Path:
         """One of the manifest's files."""
@@ -64,58 +55,14 @@ class Bundle:
         """SHA-256 of one of the manifest's files."""
         return str(self.manifest["files"][name]["sha256"])
 
-    def for_calls(self, contract: Contract, scoring: Contract) -> Bundle:
-        """The bundle for a run that has chosen what a step's and a scoring call look like."""
-        return replace(self, contract=contract, scoring=scoring)
-
-    @property
-    def methods(self) -> dict[str, Contract]:
-        """The methods of the program with their contracts."""
-        return {name: variant for method in self._longest for name, variant in self.variants(method).items()}
-
-    def variants(self, method: str) -> dict[str, Contract]:
-        """The methods that do what `method` does for rows of different lengths, shortest first, it last."""
-        contract = self._longest[method]
-        shorter = {
-            variant_name(method, length): contract.shortened(length, cut)
-            for length, cut in self.shorter.items()
-        }
-        return {**shorter, method: contract}
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of a row in the variants of every method, shortest first."""
-        return (*self.shorter, self.contract.sequence_length)
-
-    @property
-    def _longest(self) -> dict[str, Contract]:
-        named = {TRUNK_METHOD: self.trunk, self.step_method: self.contract, SCORE_METHOD: self.scoring}
-        return {method: contract for method, contract in named.items() if contract is not None}
-
-    @property
-    def step_method(self) -> str:
-        """The method that takes steps."""
-        return UPPER_METHOD if self.trunk else STEP_METHOD
-
-    @property
-    def score_method(self) -> str:
-        """The method that scores examples."""
-        return SCORE_METHOD if self.scoring else self.step_method
-
-    @property
-    def score_contract(self) -> Contract:
-        """Contract of the method that scores examples."""
-        return self.scoring or self.contract
+    def for_steps(self, contract: Contract) -> Bundle:
+        """The bundle for a run that has chosen what a step's call looks like."""
+        return replace(self, contract=contract)
 
     @property
     def pooling(self) -> str | None:
         """How an encoder's states become one vector; None for a decoder's."""
-        if not self.contract.is_encoder:
-            return None
-        block = self.manifest.get("readout")
-        return (
-            self.chain.pooling if self.chain else block.get("pooling") if isinstance(block, Mapping) else None
-        )
+        return self.chain.pooling if self.chain.is_encoder else None
 
     @property
     def quantization(self) -> str | None:
@@ -129,15 +76,9 @@ class Bundle:
         """What run.json says of the bundle that a run trains: hashes, model, quantization."""
         return {
             "bundle": self.sha256,
-            "program": self.manifest["files"].get(PROGRAM),
             "model": self.manifest.get("model"),
             "quantization": self.manifest.get("quantization"),
         }
-
-    @property
-    def program(self) -> Path:
-        """The `.pte` file."""
-        return self.folder / PROGRAM
 
     @property
     def adapter(self) -> Path:
@@ -153,11 +94,6 @@ class Bundle:
     def sha256(self) -> str:
         """Hash of the manifest, and through it of every file: what a run was made with."""
         return str(self.manifest["manifest_sha256"])
-
-
-def variant_name(method: str, length: int) -> str:
-    """Name of the variant of a method for rows of at most `length` tokens."""
-    return f"{method}_{length}"
 
 
 def file_sha256(path: Path) -> str:
@@ -191,11 +127,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_json(path)
     except DocumentError as error:
         raise BundleError(f"{path} is damaged: {error}", remedy="copy or export the bundle again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") not in (FORMAT, CHAIN_FORMAT):
-        format_seen = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+    format_seen = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+    if not isinstance(manifest, dict) or type(format_seen) is not int or format_seen != FORMAT:
         raise BundleError(
-            f"{path} has format {shown(format_seen)}, this version reads {FORMAT} and {CHAIN_FORMAT}",
-            remedy="export the bundle again with this version",
+            f"{path} has format {shown(format_seen)}, this version reads {FORMAT}",
+            remedy="export the model again with this version",
         )
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
         raise BundleError(
@@ -206,7 +142,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def open_bundle(folder: Path | str) -> Bundle:
-    """Open a bundle after comparing every file with the manifest.
+    """Open a bundle after comparing its files with the manifest.
+
+    The hashes of its weights are compared when an engine takes them.
 
     Raises:
         BundleError: the manifest is unusable; a file is missing, changed, outside the folder, or in the place
@@ -215,16 +153,16 @@ def open_bundle(folder: Path | str) -> Bundle:
     folder = Path(folder)
     manifest = read_manifest(folder)
     files = manifest.get("files")
-    if manifest["format"] == CHAIN_FORMAT and isinstance(files, dict):
-        return _open_chain(folder, manifest, files)
-    if not isinstance(files, dict) or PROGRAM not in files:
-        raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
+    if not isinstance(files, dict):
+        raise BundleError(f"{folder / MANIFEST} lists no files", remedy="export the bundle again")
+    chain = read_chain(folder, manifest)
+    weights = {block.weights for block in chain.blocks}
     for name in files:
-        check_file(folder, manifest, name)
+        check_file(folder, manifest, name, by_hash=name not in weights)
     _check_unlisted(folder, files)
-    contract, scoring = read_contracts(manifest)
-    trunk, shorter = read_trunk(manifest, contract), read_shorter(manifest, contract)
-    return Bundle(folder, contract, manifest, scoring, trunk, shorter)
+    step = chain.contract(STACK, chain.bounds.batch)
+    scoring = chain.contract(STACK, chain.bounds.copies * chain.bounds.batch)
+    return Bundle(folder, manifest, chain, step, scoring)
 
 
 def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
@@ -239,25 +177,6 @@ def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     return chain
 
 
-def _open_chain(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> Bundle:
-    """A bundle of a chain; the hashes of its weights are compared when an engine takes them."""
-    chain = read_chain(folder, manifest)
-    weights = {block.weights for block in chain.blocks}
-    for name in files:
-        check_file(folder, manifest, name, by_hash=name not in weights)
-    _check_unlisted(folder, files)
-    step = chain.contract(STACK, chain.bounds.batch)
-    scoring = chain.contract(STACK, chain.bounds.copies * chain.bounds.batch)
-    return Bundle(folder, step, manifest, scoring, chain=chain)
-
-
-def chain_of(bundle: Bundle) -> Chain:
-    """The chain of a bundle that has one; raises BundleError for one of version 1."""
-    if bundle.chain is None:
-        raise BundleError(f"{bundle.folder} is a bundle of version 1", remedy="export the model again")
-    return bundle.chain
-
-
 def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
     """Refuse files that a reader could take for the bundle's and whose hash nobody knows."""
     for name in (ADAPTER, TOKENIZER):
@@ -266,92 +185,6 @@ def _check_unlisted(folder: Path, files: Mapping[str, Any]) -> None:
                 raise BundleError(
                     f"{path} is not in the bundle's manifest", remedy="remove it, or copy the bundle again"
                 )
-
-
-def read_shorter(manifest: Mapping[str, Any], contract: Contract) -> dict[int, tuple[TensorSpec, ...]]:
-    """The lengths below a step's that the methods have variants for, with what crosses a step's cut.
-
-    Raises:
-        BundleError: they can't be read, don't rise up to the step's length, or have another cut.
-    """
-    try:
-        cuts = {
-            int(block["sequence_length"]): tensor_specs(block.get("cut", ()))
-            for block in manifest.get("lengths") or ()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BundleError(
-            f"the manifest's lengths can't be read: {shown(error)}", remedy="export the bundle again"
-        ) from None
-    lengths = [*cuts, contract.sequence_length]
-    if len(lengths) > MOST_LENGTHS:
-        raise BundleError(
-            f"the manifest has {len(lengths)} lengths, must be at most {MOST_LENGTHS}",
-            remedy="export the bundle again",
-        )
-    expected = [(spec.name, len(spec.shape)) for spec in contract.cut]
-    if lengths != sorted(set(lengths)) or any(
-        [(spec.name, len(spec.shape)) for spec in cut] != expected for cut in cuts.values()
-    ):
-        raise BundleError(
-            f"the manifest's lengths {', '.join(map(str, lengths))} are not those of one program",
-            remedy="export the bundle again",
-        )
-    for length, cut in cuts.items():
-        contract.shortened(length, cut)
-    return cuts
-
-
-def read_trunk(manifest: Mapping[str, Any], contract: Contract) -> Contract | None:
-    """The contract of the trunk that a step's program continues, if it continues one.
-
-    Raises:
-        BundleError: it can't be read, or is not the one that the step was cut from.
-    """
-    block = manifest.get("trunk")
-    trunk = None if block is None else Contract.from_json(block)
-    expected = contract.divided(contract.cut)[0] if contract.cut else None
-    if trunk != expected or contract.kind == "trunk":
-        raise BundleError(
-            f"the methods {TRUNK_METHOD} and {UPPER_METHOD} don't belong together",
-            remedy="export the bundle again",
-        )
-    return trunk
-
-
-def read_contracts(manifest: Mapping[str, Any]) -> tuple[Contract, Contract | None]:
-    """The contract of the method that takes steps, and of the one that scores where that is another one.
-
-    Raises:
-        BundleError: one can't be read, a program that can't score lacks the second, or the two are not of one
-            model.
-    """
-    contract = Contract.from_json(manifest.get("contract", {}))
-    block = manifest.get("score")
-    if block is None:
-        if contract.can_score:
-            return contract, None
-        raise BundleError(
-            f"the manifest describes no method {SCORE_METHOD}, and a program for steps like this one can't "
-            "score",
-            remedy="export the bundle again",
-        )
-    scoring = Contract.from_json(block)
-    problems = [
-        f"{name} is {shown(getattr(contract, name))} and {shown(getattr(scoring, name))}"
-        for name in ("readout", "width", "vocabulary_size", "label_tokens", "modules")
-        if getattr(contract, name) != getattr(scoring, name)
-    ]
-    if not scoring.can_score:
-        problems.append(f"{SCORE_METHOD} is a program for steps only")
-    if scoring.sequence_length < contract.sequence_length:
-        problems.append(f"sequence_length is {contract.sequence_length} and only {scoring.sequence_length}")
-    if problems:
-        raise BundleError(
-            f"the methods for steps and {SCORE_METHOD} don't belong together: " + "; ".join(problems),
-            remedy="export the bundle again",
-        )
-    return contract, scoring
 
 
 def check_file(folder: Path, manifest: Mapping[str, Any], name: str, by_hash: bool = True) -> None:

@@ -252,7 +252,6 @@ class Chain:
             modules=self.modules,
             queries=queries,
             classes=(classes or _CLASSES) if kind == "exact" and self.is_encoder else 0,
-            by_run=True,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class Differences:
                 variant = chunk[min(copy, len(chunk) - 1)]
                 stack.fill(copy, perturbed(step.adapter, variant, directions))
             for batch in step.batches:
-                inputs = batch.inputs(contract.given_rows // contract.batch_size, contract.is_encoder)
+                inputs = batch.inputs(contract.copies, contract.is_encoder)
                 outputs = calls.forward({**inputs, **stack.inputs})
                 batch_scores = scores(batch, outputs, contract.copies, step.classifier)[: len(chunk)]
                 total[start : start + len(chunk)] += losses(batch_scores, batch.labels).sum(-1)

@@ -129,15 +129,11 @@ def check_candidates(contract: Contract, examples: Sequence[Example]) -> None:
     """Raise ConfigError if an example has more candidates than the program's loss has room for."""
     most = max(examples, key=lambda example: example.candidates)
     if most.candidates > contract.candidates:
-        option = "classes" if contract.is_encoder else "positions"
-        remedy = f"export with --{option} {most.candidates}"
-        if contract.by_run:
-            remedy = f"run with a larger --batch-size than {contract.batch_size}"
         raise ConfigError(
             "the rows don't fit the bundle:",
             [
                 f"row {most.row} has {most.candidates} candidates, the loss in the program has room for "
                 f"{contract.candidates}"
             ],
-            remedy=remedy,
+            remedy=f"give a larger --batch-size than {contract.batch_size}",
         )

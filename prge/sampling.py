@@ -32,7 +32,7 @@ def check_batch(contract: Contract, examples: Sequence[Example]) -> int:
         raise ConfigError(
             "the batch is too small for the data",
             [f"row {widest.row} has {sequences} sequences, batch_size is {contract.batch_size}"],
-            remedy=f"{'run' if contract.by_run else 'export'} with --batch-size {sequences} or more",
+            remedy=f"give --batch-size {sequences} or more",
         )
     return sequences
 

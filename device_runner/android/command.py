@@ -350,9 +350,8 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
 def _send_bundle(phone: Phone, folder: Path, check: bool = False, everything: bool = False) -> str:
     """Bring a bundle, the files that its manifest names alone; its folder there has its hash in the name."""
     bundle = open_bundle(folder)
-    if bundle.chain is not None:
-        for block in bundle.chain.blocks:
-            check_content(folder, bundle.manifest, block.weights)
+    for block in bundle.chain.blocks:
+        check_content(folder, bundle.manifest, block.weights)
     remote = phone.path("bundles", bundle.sha256[:12])
     names = [MANIFEST, *bundle.manifest["files"]]
     phone.send_folder(folder, remote, names=names, check=check, everything=everything)

@@ -20,7 +20,7 @@ from device_runner.engines.interfaces import TRIED, Shapes, problems_of, read_wi
 from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.refusals import RefusedError, captured_stderr, foreign_program, load_error
 from device_runner.engines.tables import Tables
-from prge.bundle import Bundle, chain_of, check_content
+from prge.bundle import Bundle, check_content
 from prge.chain import STACK, TABLE
 from prge.engine import Array
 from prge.errors import EngineError
@@ -30,7 +30,7 @@ class Blocks:
     """The blocks of an opened bundle on one of the engines.
 
     Args:
-        bundle: an opened bundle with a chain.
+        bundle: an opened bundle.
         backend: the engine.
         roles: those that are going to be run.
         memory: bytes of weights that may stay loaded; by default all may.
@@ -49,10 +49,10 @@ class Blocks:
         memory: int | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.chain = chain_of(bundle)
+        self.chain = bundle.chain
         self.tables = Tables(bundle, self.chain)
         self._bundle = bundle
-        self._runtime: Any = _runtime(backend)
+        self._runtime = backend.runtime
         self._roles = {STACK, *roles}
         # Methods by block and role, those of the block that was used last at the end.
         self._loaded: dict[int, dict[str, Any]] = {}
@@ -83,6 +83,15 @@ class Blocks:
             if file.packed is None:
                 self._try(number)
         self._arena = self._new_arena() if is_native else None
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the bundle."""
+        return self._bundle.sha256
+
+    def width(self, number: int) -> int:
+        """Width of the states that enter a block."""
+        return self._shapes.widths[number][0]
 
     def run(self, number: int, role: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Compute a block.
@@ -220,13 +229,3 @@ class Blocks:
             return 0.1 * random.standard_normal(shape, np.float32)
 
         return [one(name) for name in chain.kinds[block.kind].methods[role].inputs]
-
-
-def _runtime(backend: Backend) -> Any:
-    if backend.name == "native":
-        from device_runner.engines.native import runtime
-
-        return runtime
-    from device_runner.engines import torch_runtime
-
-    return torch_runtime

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
+from device_runner.engines.trunk_cache import TrunkCache
 from prge.chain import BACK, FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, STACK, TABLE, TANGENT, U, V
 from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.engine import Array, FloatArray, IntArray
@@ -52,22 +52,22 @@ class ChainEngine(CheckedEngine):
         contract: see prge.chain.Chain.contract.
         blocks: of the bundle.
         threads: size of the engine's pool.
+        cache: keeps the states that enter the lowest adapted block, row by row.
     """
 
-    def __init__(self, contract: Contract, blocks: Blocks, threads: int) -> None:
+    def __init__(
+        self, contract: Contract, blocks: Blocks, threads: int, cache: TrunkCache | None = None
+    ) -> None:
         super().__init__(contract, threads)
+        self._cache = cache
         self._blocks = blocks
         self._chain = blocks.chain
         self._bounds = blocks.chain.bounds
         self._first = blocks.chain.lowest_adapted
         self._end = len(blocks.chain.blocks) - (0 if blocks.chain.is_encoder else 1)
 
-    def _prepared(self, array: Array) -> Array:
-        return array
-
-    def _call(self, arguments: Sequence[Any]) -> Sequence[Array]:
-        given = {spec.name: array for spec, array in zip(self._contract.inputs, arguments, strict=True)}
-        call = _Call(given, self._contract)
+    def _call(self, inputs: Arrays) -> Sequence[Array]:
+        call = _Call(inputs, self._contract)
         if self._contract.is_tangent:
             return self._tangent(call)
         return self._exact(call) if self._contract.is_exact else [self._stack(call)]
@@ -163,6 +163,27 @@ class ChainEngine(CheckedEngine):
 
     def _below(self, call: _Call, rows: IntArray) -> FloatArray:
         """States [copies, batch, tokens, width] that enter the lowest adapted block."""
+        if self._cache is not None:
+            return np.stack([self._cached(call, int(row)) for row in rows.ravel()]).reshape(
+                *rows.shape, call.length, -1
+            )
+        return self._computed(call, rows)
+
+    def _cached(self, call: _Call, row: int) -> FloatArray:
+        """The states of a row, kept for its own length: what follows from the row alone."""
+        assert self._cache is not None
+        alone = call.alone(row)
+        states = self._cache.states(
+            self._blocks.sha256,
+            alone.seen,
+            (alone.length, self._blocks.width(self._first)),
+            lambda: self._computed(alone, np.zeros((1, 1), np.int64))[0, 0],
+        )
+        padded = np.zeros((call.length, states.shape[1]), np.float32)
+        padded[: alone.length] = states
+        return padded
+
+    def _computed(self, call: _Call, rows: IntArray) -> FloatArray:
         parts = self._parts_of_one_copy(call, rows.ravel(), {}, from_tokens=True)
         self._pass(parts, STACK, range(self._first))
         return self._collected(parts, call).reshape(*rows.shape, call.length, -1)
@@ -321,6 +342,20 @@ class _Call:
             return int(self.given["positions"].max()) + 1
         seen = np.atleast_1d(self.given["attention_mask"].any(0))
         return int(np.flatnonzero(seen)[-1]) + 1 if seen.any() else len(seen)
+
+    def alone(self, row: int) -> _Call:
+        """A call of one of its rows, without adapter."""
+        return _Call({name: self.given[name][row : row + 1] for name in self._of_rows}, self._contract)
+
+    @property
+    def _of_rows(self) -> tuple[str, ...]:
+        encoder = self._contract.is_encoder
+        return ("tokens", "attention_mask") if encoder else ("tokens", "positions", "targets")
+
+    @property
+    def seen(self) -> list[Array]:
+        """What the states of its rows follow from."""
+        return [self.tokens, *([self.mask] if self._contract.is_encoder else [])]
 
     @property
     def mask(self) -> FloatArray:

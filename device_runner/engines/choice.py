@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
-from device_runner.engines.base import ProgramEngine
 from prge.engine import EngineName
 from prge.errors import EngineError
 from prge.memory import tells_no_memory
@@ -22,15 +22,15 @@ class Backend:
     reason: str = ""
 
     @property
-    def engine(self) -> type[ProgramEngine]:
-        """Its class."""
+    def runtime(self) -> Any:
+        """Its module: `prepare`, `set_threads`, `Program`, `WeightsFile`, and natively `Arena`."""
         if self.name == "native":
-            from device_runner.engines.native.engine import NativeEngine
+            from device_runner.engines.native import runtime
 
-            return NativeEngine
-        from device_runner.engines.executorch_engine import ExecutorchEngine
+            return runtime
+        from device_runner.engines import torch_runtime
 
-        return ExecutorchEngine
+        return torch_runtime
 
 
 def choose(engine: EngineName = "auto") -> Backend:
@@ -41,10 +41,10 @@ def choose(engine: EngineName = "auto") -> Backend:
     """
     if engine == "torch":
         return Backend("torch")
-    from device_runner.engines.native.engine import NativeEngine
+    from device_runner.engines.native import runtime
 
     try:
-        NativeEngine.prepare()
+        runtime.prepare()
     except EngineError as error:
         # torch would take more memory still.
         if engine == "native" or tells_no_memory(error) or importlib.util.find_spec("torch") is None:

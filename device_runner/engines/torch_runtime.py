@@ -15,8 +15,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.base import Signature
-from device_runner.engines.refusals import RefusedError
+from device_runner.engines.base import Signature, check_threads
+from device_runner.engines.refusals import RefusedError, captured_stderr
 from prge.engine import Array
 from prge.errors import EngineError
 from prge.memory import GET_MEMORY, tells_no_memory
@@ -52,24 +52,14 @@ class Program:
             [tensor(meta.output_tensor_meta, index) for index in range(meta.num_outputs())],
         )
 
-    def load(
-        self,
-        method: str,
-        share_weights: bool = False,
-        weights: WeightsFile | None = None,
-        arena: None = None,
-    ) -> Method:
+    def load(self, method: str, weights: WeightsFile, arena: None = None) -> Method:
         """A method, which keeps what it uses; weights and memory are its own.
 
-        With a weights file, what the runtime refuses of it shows in the first `run`.
+        What the runtime refuses of the weights shows in the first `run`.
         """
-        if weights is None:
-            loaded = self._program.load_method(method)
-            # Its mapped file must outlive it.
-            return Method(self._program, partial(loaded.call, clone_outputs=True), self.signature(method))
         # One for each method: what no method uses any more is freed.
         module = runtime()._load_for_executorch(str(self._path), str(weights.path))
-        return Method(module, partial(module.run_method, method), self.signature(method))
+        return Method(partial(module.run_method, method), self.signature(method))
 
 
 class WeightsFile:
@@ -81,10 +71,9 @@ class WeightsFile:
 
 
 class Method:
-    """A loaded method; `Program.load` makes it."""
+    """A loaded method; `Program.load` makes it. What it needs of its program, the runtime keeps."""
 
-    def __init__(self, owner: Any, function: Callable[[Sequence[Any]], Any], signature: Signature) -> None:
-        self._owner = owner
+    def __init__(self, function: Callable[[Sequence[Any]], Any], signature: Signature) -> None:
         self._function = function
         self._signature = signature
 
@@ -125,6 +114,26 @@ class Method:
                 )
             output.reshape(-1)[: answer.size] = answer.reshape(-1)
         return [answer.shape for answer in answers]
+
+
+def prepare() -> None:
+    """Load the runtime, unless it is; raises EngineError where it can't be had."""
+    runtime()
+
+
+def set_threads(threads: int | None) -> int:
+    """Set the size of the process's thread pool, unless it is None, and return it.
+
+    Raises:
+        EngineError: the runtime can't be had, or engines in use hold a pool of another size.
+    """
+    module = runtime()
+    with captured_stderr():
+        count = int(module._threadpool_get_thread_count())
+        if not check_threads(threads, count):
+            return count
+        module._unsafe_reset_threadpool(threads)
+        return int(module._threadpool_get_thread_count())
 
 
 def tensor_of(array: Array) -> Any:

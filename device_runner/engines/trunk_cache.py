@@ -1,4 +1,4 @@
-"""What a trunk made of rows, kept in a folder: bounded, checksummed, whole or absent.
+"""What the blocks below the adapter made of rows, kept in a folder: bounded, checksummed, whole or absent.
 
 A file is one row: its key is the hash of everything that its content follows from, and its name. It holds
 a digest and the values, float32 or float16. A file that isn't what it should be is removed and made again.
@@ -10,8 +10,9 @@ needed last. Files leave it when the bound is lowered.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,6 @@ from typing import Literal
 import numpy as np
 
 from prge.atomic import storage_error
-from prge.contract import TensorSpec
 from prge.engine import Array, FloatArray
 from prge.regular_files import open_regular, read_regular
 
@@ -31,7 +31,9 @@ _TYPES: dict[bytes, type[np.floating]] = {b"4": np.float32, b"2": np.float16}
 
 
 class TrunkCache:
-    """A folder of the trunk's outputs; `bytes_kept` is their size in files.
+    """A folder of the states that enter the lowest adapted block; `bytes_kept` is their size in files.
+
+    `computed` and `reused` count rows.
 
     Args:
         folder: made if it isn't there; whatever else lies in it is left alone.
@@ -46,7 +48,7 @@ class TrunkCache:
         self.folder = folder
         self.limit = limit
         self.precision = precision
-        self.bytes_kept = 0
+        self.bytes_kept = self.computed = self.reused = 0
         self._sizes: dict[str, int] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,24 +68,39 @@ class TrunkCache:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def key(self, program: str, inputs: Sequence[Array]) -> str:
-        """Key of a row: the hash of the program, of the kept precision and of the row's inputs."""
-        digest = hashlib.sha256(f"{program} {self.precision} ".encode())
+    def states(
+        self, bundle: str, inputs: Sequence[Array], shape: tuple[int, ...], compute: Callable[[], FloatArray]
+    ) -> FloatArray:
+        """A row's states f32 of a shape, kept or computed now: rounded alike whether there is room or not.
+
+        Args:
+            bundle: its hash.
+            inputs: arrays that the states follow from.
+            shape: of the states.
+            compute: makes them.
+        """
+        key = self._key(bundle, inputs)
+        kept = self._get(key, shape)
+        if kept is not None:
+            self.reused += 1
+            return kept
+        self.computed += 1
+        states = compute()
+        self._put(key, states)
+        return states.astype(self._type(states)).astype(np.float32)
+
+    def _key(self, bundle: str, inputs: Sequence[Array]) -> str:
+        digest = hashlib.sha256(f"{bundle} {self.precision} ".encode())
         for array in inputs:
             digest.update(f"{array.dtype.str}{array.shape} ".encode())
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
-    def rounded(self, values: Sequence[FloatArray]) -> list[FloatArray]:
-        """A row's values as the cache would give them back, float32, whether it keeps them or not."""
-        kind = self._type(values)
-        return [value.astype(kind).astype(np.float32) for value in values]
-
-    def put(self, key: str, values: Sequence[FloatArray]) -> None:
+    def _put(self, key: str, values: FloatArray) -> None:
         """Keep a row's values if there is room; a storage that refuses leaves the cache as it is."""
         kind = self._type(values)
         (code,) = (code for code, known in _TYPES.items() if known is kind)
-        payload = code + b"".join(np.ascontiguousarray(value, kind).tobytes() for value in values)
+        payload = code + np.ascontiguousarray(values, kind).tobytes()
         size = _DIGEST_BYTES + len(payload)
         if key + _SUFFIX in self._sizes or self.bytes_kept + size > self.limit:
             return
@@ -101,8 +118,8 @@ class TrunkCache:
             return
         self._add(path.name, size)
 
-    def get(self, key: str, specs: Sequence[TensorSpec]) -> list[FloatArray] | None:
-        """A row's values, float32 [*shape[1:]] for every spec; None if they aren't there."""
+    def _get(self, key: str, shape: tuple[int, ...]) -> FloatArray | None:
+        """A row's values, float32; None if they aren't there."""
         if key + _SUFFIX not in self._sizes:
             return None
         path = self.folder / (key + _SUFFIX)
@@ -112,19 +129,18 @@ class TrunkCache:
             content = b""
         payload = content[_DIGEST_BYTES:]
         kind = _TYPES.get(payload[:1])
-        counts = [int(np.prod(spec.shape[1:])) for spec in specs]
         if (
             kind is None
             or content[:_DIGEST_BYTES] != _digest(key, payload)
-            or len(payload) != 1 + sum(counts) * np.dtype(kind).itemsize
+            or len(payload) != 1 + math.prod(shape) * np.dtype(kind).itemsize
         ):
             self._remove(path.name)
             return None
-        return list(_parts(np.frombuffer(payload, kind, offset=1), counts, specs))
+        return np.frombuffer(payload, kind, offset=1).astype(np.float32).reshape(shape)
 
-    def _type(self, values: Sequence[FloatArray]) -> type[np.floating]:
+    def _type(self, values: FloatArray) -> type[np.floating]:
         largest = float(np.finfo(np.float16).max)
-        if self.precision == "float16" and all(np.abs(value).max(initial=0) <= largest for value in values):
+        if self.precision == "float16" and np.abs(values).max(initial=0) <= largest:
             return np.float16
         return np.float32
 
@@ -141,10 +157,3 @@ class TrunkCache:
 def _digest(key: str, payload: bytes) -> bytes:
     """Digest of a file's content under its name: a file that was renamed is not what its name says."""
     return hashlib.sha256(key.encode() + payload).digest()
-
-
-def _parts(values: Array, counts: Sequence[int], specs: Sequence[TensorSpec]) -> Iterator[FloatArray]:
-    start = 0
-    for count, spec in zip(counts, specs, strict=True):
-        yield values[start : start + count].astype(np.float32).reshape(spec.shape[1:])
-        start += count

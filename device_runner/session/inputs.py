@@ -31,7 +31,7 @@ from prge.tangents import Tangents
 _NOT_IDENTITY = frozenset(
     {
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
-        *("engine", "threads", "keep_programs", "program_bytes", "trunk_cache_bytes", "memory", "quiet"),
+        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
         *("pause_above_celsius", "pause_below_battery", "only_charging"),
     }
 )

@@ -175,9 +175,8 @@ class _Builder:
                     f"{self.report.dropped} of {targets} don't fit rows of {self.length} tokens with room "
                     f"for {self.contract.positions} targets; --max-dropped is {limit:g}"
                 ],
-                remedy="keep them all with --overflow split, or export with a larger --sequence-length"
-                f"{'' if self.contract.by_run else ' or --positions'}; or leave them out with a larger "
-                "--max-dropped",
+                remedy="keep them all with --overflow split, or export with a larger --sequence-length; or "
+                "leave them out with a larger --max-dropped",
             )
 
     def kind(self, rows: Sequence[Row], source: str) -> str:
@@ -402,13 +401,6 @@ class _Builder:
         if task.classes:
             self.report.classes[task.classes[label]] += 1
         sequences = self.candidate_sequences(row, texts, pairs)
-        # An evaluation scores sequence by sequence; a training step needs an example's loss at once. A run
-        # that chooses its batch does so when it knows its rows.
-        if self.training and not self.contract.by_run and len(sequences) > self.contract.batch_size:
-            raise RowError(
-                f"has candidates of {len(sequences)} sequences, a step of the program takes "
-                f"{self.contract.batch_size}: export with a larger batch size or more positions"
-            )
         if alone:
             return [Example(row.number, sequences, 1, None, answers, candidates)]
         return [Example(row.number, sequences, len(pairs), label, answers, candidates)]
@@ -424,11 +416,6 @@ class _Builder:
         verbalizer = self.contract.readout == "verbalizer"
         if verbalizer:
             self.check_label_words(texts, pairs)
-        elif longest > self.contract.positions and not self.contract.by_run:
-            raise RowError(
-                f"has a candidate of {longest} tokens, the program has room for "
-                f"{self.contract.positions} target tokens: export with --positions {longest}"
-            )
         prompt = self.cut_prompt(row, pairs[0].prompt, 0 if single else longest)
         at = len(prompt) - 1
         if single:

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from prge.errors import told_as_bundle_error
 from server_export.graph.constants import Constants
 from server_export.graph.modules import attribute, remove_unused_attributes
 from server_export.graph.writing import Rule, Writer, apply_rules, registrar
@@ -39,6 +41,24 @@ _CASTS = {
     aten.expand_as.default,
 }
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
+
+
+def rewritten_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> GraphModule:
+    """The graph of a module for inputs of these shapes, in operators that XNNPACK takes.
+
+    Raises:
+        BundleError: torch.export can't trace it.
+    """
+    refusal = told_as_bundle_error(
+        "torch.export can't trace the program",
+        "the architecture isn't supported; take another checkpoint, and please report it",
+    )
+    with refusal, torch.no_grad():
+        graph_module: GraphModule = torch.export.export(module, inputs, strict=False).module(
+            check_guards=False
+        )
+        rewrite(graph_module)
+    return graph_module
 
 
 def rewrite(graph_module: GraphModule) -> None:

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from prge.errors import BundleError, told_as_bundle_error
-from server_export.lower.lowering import collector_paused
+from server_export.lower.program import collector_paused
 
 aten = torch.ops.aten
 

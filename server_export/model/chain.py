@@ -20,6 +20,7 @@ from server_export.model.files import ModelFiles
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
 from server_export.model.loading import LoadedModel
 from server_export.model.lora_fa import CallInputs, conv1d_names, convert_conv1d, insert_lora
+from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, QuantizationReport
 from server_export.model.readout import cut_head
 from server_export.model.tables import TABLE, Tables, make_rotary_tables
@@ -137,7 +138,7 @@ def build_chain(
     modules = insert_lora(model, {name: matrix.to("meta") for name, matrix in lora_a.items()}, 1.0, inputs)
     make_rotary_tables(model, tables)
     shapes = {module.name: (module.rank, module.out_features) for module in modules}
-    traced = trace(model, inputs, tables, shapes, outline.is_decoder, _first_position(model), copies)
+    traced = trace(model, inputs, tables, shapes, outline.is_decoder, first_position(model), copies)
     blocks = cut(traced.graph_module, set(traced.adapter.values()), TABLE)
     kind_of = kinds(blocks)
     made = {}
@@ -165,12 +166,3 @@ def plain_layers(model: torch.nn.Module) -> set[str]:
     with torch.device("meta"):
         convert_conv1d(model)
     return transposed
-
-
-def _first_position(model: torch.nn.Module) -> int:
-    """The number of a row's first position: RoBERTa's family counts from after the padding token."""
-    numbering = (
-        module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")
-    )
-    first = next(numbering, None)
-    return 0 if first is None else int(first.padding_idx) + 1

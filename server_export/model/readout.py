@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from prge.errors import ConfigError
 from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX
+from server_export.model.loading import LoadedModel
 from server_export.model.lora_fa import CallInputs, replace_module
+from server_export.settings import ExportConfig
 
 Pooling = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -86,3 +89,18 @@ def cut_head(model: nn.Module, tokens: Sequence[int]) -> str:
         cut.bias = nn.Parameter(head.bias.detach()[rows].clone(), requires_grad=False)
     replace_module(model, name, cut)
     return name
+
+
+def readout_of(config: ExportConfig, loaded: LoadedModel, label_tokens: Sequence[int]) -> str:
+    """What a program answers; raises ConfigError for a readout that the model hasn't."""
+    if not loaded.is_decoder:
+        if config.readout not in (None, "pooled") or config.label_words:
+            raise ConfigError(
+                "the readout doesn't fit the model:",
+                [
+                    f"{loaded.name_or_path} is an encoder ({loaded.config.model_type}), "
+                    "it has the readout pooled only"
+                ],
+            )
+        return "pooled"
+    return "verbalizer" if label_tokens else "logprobs"

@@ -739,14 +739,12 @@ void prge_close_arena(void* arena) {
   delete static_cast<ArenaHandle*>(arena);
 }
 
-// Load a method. `weights` and `arena` may be null: the program holds its weights, the method gets memory of its
-// own. With `share_weights`, methods whose weights have the same content hold them once.
+// Load a method for its weights. `arena` may be null: the method gets memory of its own.
 int prge_load(
     void* program,
     const char* name,
     void* weights,
     void* arena,
-    int share_weights,
     void** method,
     char* text,
     size_t capacity) {
@@ -754,11 +752,7 @@ int prge_load(
   const int code = Call(text, capacity).run([&] {
     handle = std::make_unique<MethodHandle>();
     handle->file = static_cast<ProgramHandle*>(program)->file;
-    std::vector<const Mapping*> mappings = {&handle->file->mapping};
-    if (weights != nullptr) {
-      handle->weights = static_cast<WeightsHandle*>(weights)->weights;
-      mappings.push_back(&handle->weights->mapping);
-    }
+    handle->weights = static_cast<WeightsHandle*>(weights)->weights;
     if (arena != nullptr) {
       handle->arena = static_cast<ArenaHandle*>(arena)->arena;
     }
@@ -773,10 +767,10 @@ int prge_load(
     if (error != et::Error::Ok) {
       return error;
     }
-    const bool packed = handle->weights != nullptr && !handle->weights->packed.empty();
+    const bool packed = !handle->weights->packed.empty();
     et::BackendOptions<3> options;
     et::LoadBackendOptionsMap map;
-    error = options.set_option("weight_cache_enabled", share_weights != 0 || packed);
+    error = options.set_option("weight_cache_enabled", packed);
     if (error == et::Error::Ok && packed) {
       error = options.set_option("packed_cache_path", handle->weights->packed.c_str());
     }
@@ -789,10 +783,9 @@ int prge_load(
     if (error != et::Error::Ok) {
       return error;
     }
-    const FlatTensorDataMap* constants = weights != nullptr ? handle->weights->map.get() : nullptr;
-    const Returning returning(std::move(mappings));
+    const Returning returning({&handle->file->mapping, &handle->weights->mapping});
     shares_packed_file = packed && !handle->weights->packing;
-    auto loaded = handle->file->program->load_method(name, handle->manager.get(), nullptr, constants, &map);
+    auto loaded = handle->file->program->load_method(name, handle->manager.get(), nullptr, handle->weights->map.get(), &map);
     shares_packed_file = false;
     if (!loaded.ok()) {
       return loaded.error();
@@ -807,15 +800,6 @@ int prge_load(
     handle.release(); // in the state that the fault left it in, taking it apart is not safe
   }
   return code;
-}
-
-// Bytes of the memory that the program planned for this method's values outside the backend.
-size_t prge_planned_bytes(void* method) {
-  size_t bytes = 0;
-  for (const auto& span : static_cast<MethodHandle*>(method)->spans) {
-    bytes += span.size();
-  }
-  return bytes;
 }
 
 // Run a method once.

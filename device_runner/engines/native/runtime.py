@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from device_runner.engines.base import DTYPES, Signature
+from device_runner.engines.base import DTYPES, Signature, check_threads
 from device_runner.engines.native.build import library
-from device_runner.engines.refusals import RefusedError, captured_stderr
+from device_runner.engines.refusals import RefusedError, captured_stderr, explain
 from prge.bundle import file_sha256
 from prge.engine import Array
 from prge.errors import EngineError
@@ -67,25 +67,18 @@ class Program:
         call("prge_arena_bytes", self._handle, method.encode(), ctypes.byref(size))
         return size.value
 
-    def load(
-        self,
-        method: str,
-        share_weights: bool = False,
-        weights: WeightsFile | None = None,
-        arena: Arena | None = None,
-    ) -> Method:
+    def load(self, method: str, weights: WeightsFile, arena: Arena | None = None) -> Method:
         """A method, which keeps this file, its weights and its arena.
 
         Args:
             method: one of the program's.
-            share_weights: whether methods with weights of the same content hold them once.
-            weights: for a program that holds none.
+            weights: its constants; the program holds none.
             arena: of methods that never run at once; by default memory of its own.
         """
         handle = ctypes.c_void_p()
         call(
-            "prge_load", self._handle, method.encode(), weights and weights.handle, arena and arena.handle,
-            int(share_weights), ctypes.byref(handle),
+            "prge_load", self._handle, method.encode(), weights.handle, arena and arena.handle,
+            ctypes.byref(handle),
         )  # fmt: skip
         return Method(handle, self.signature(method))
 
@@ -155,11 +148,6 @@ class Method:
         self._text = ctypes.create_string_buffer(_TEXT_BYTES)
         weakref.finalize(self, interface().prge_unload, handle)
 
-    @property
-    def planned_bytes(self) -> int:
-        """Memory that the program planned for this method's values outside the backend."""
-        return int(interface().prge_planned_bytes(self._handle))
-
     def run(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> list[tuple[int, ...]]:
         """Compute once.
 
@@ -196,6 +184,28 @@ class Method:
             raise _refused(code, self._text)
         sizes = iter(self._output_sizes)
         return [tuple(next(sizes) for _ in range(rank)) for _, rank in self._outputs]
+
+
+def prepare() -> None:
+    """Build and load the libraries, unless they are; raises EngineError where they can't be had."""
+    interface()
+
+
+def set_threads(threads: int | None) -> int:
+    """Set the size of the process's thread pool, unless it is None, and return it.
+
+    Raises:
+        EngineError: the runtime can't be had, or engines in use hold a pool of another size.
+    """
+    count = ctypes.c_int()
+    with captured_stderr():
+        try:
+            call("prge_threads", 0, ctypes.byref(count))
+            if check_threads(threads, count.value):
+                call("prge_threads", threads, ctypes.byref(count))
+        except RefusedError as error:
+            raise EngineError(f"the engine has no threads: {explain(error)}") from None
+    return count.value
 
 
 def without_threads() -> None:
@@ -255,7 +265,7 @@ def interface() -> Any:
             "prge_open_arena": (ctypes.c_int, [size, pointer]),
             "prge_load": (
                 ctypes.c_int,
-                [pointer, ctypes.c_char_p, pointer, pointer, ctypes.c_int, pointer],
+                [pointer, ctypes.c_char_p, pointer, pointer, pointer],
             ),
             "prge_run": (ctypes.c_int, [pointer] * 6),
             "prge_without_threads": (None, []),
@@ -265,7 +275,6 @@ def interface() -> Any:
             "prge_unload": (None, [pointer]),
             "prge_methods": (size, [pointer]),
             "prge_method_name": (ctypes.c_char_p, [pointer, size]),
-            "prge_planned_bytes": (size, [pointer]),
         }
         for name, (answer, arguments) in types.items():
             function: Callable[..., Any] = getattr(functions, name)

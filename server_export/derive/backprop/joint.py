@@ -20,7 +20,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from prge.contract import Contract
 from prge.errors import BundleError, told_as_bundle_error
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import ONES, RULES
@@ -29,7 +28,6 @@ from server_export.graph.modules import as_module, attribute, copied
 from server_export.graph.rewriting import rewrite
 from server_export.graph.shapes import fill_in_values
 from server_export.graph.writing import apply_rules
-from server_export.model.loss import answer_slopes
 
 # What autograd goes through instead of an operator.
 _WITH_A_BACKWARD_PASS = {GATHER_LOG_SOFTMAX: GatherLogSoftmax.apply}
@@ -38,38 +36,6 @@ _REMEDY = "export with --estimator tangent, and please report it with the name o
 SLOPE = "slope"
 
 Tensors = dict[str, torch.Tensor]
-
-
-def backpropagate(graph_module: GraphModule, contract: Contract) -> GraphModule:
-    """Make a graph that computes its answer and the gradient of a loss by the adapter.
-
-        graph = backpropagate(graph_module, contract)
-        logprobs, *gradients = graph(*example_inputs(contract))
-
-    Args:
-        graph_module: rewritten, of one copy; its nodes carry `meta["val"]`, its last placeholders are the
-            adapter's [1, rank, out], and it has one output. It is changed.
-        contract: of the exact program, whose inputs and outputs the result has.
-
-    Raises:
-        BundleError: the answer doesn't depend on a module's adapter, or an operator has no derivative.
-    """
-    placeholders = [str(node.target) for node in _placeholders(graph_module)]
-    names = [*placeholders, *(spec.name for spec in contract.inputs[len(placeholders) :])]
-    inputs = {
-        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-        for name, spec in zip(names, contract.inputs, strict=True)
-    }
-    described = names[len(placeholders) :]
-    adapter = placeholders[len(placeholders) - len(contract.modules) :]
-
-    def slopes(answers: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return answer_slopes(contract, answers, [given[name] for name in described])
-
-    wanted = {
-        name: f"the adapter of {module.name}" for name, module in zip(adapter, contract.modules, strict=True)
-    }
-    return _there_and_back(graph_module, inputs, wanted, slopes, returns_answer=True)
 
 
 def backpropagate_block(

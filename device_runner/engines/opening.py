@@ -1,0 +1,57 @@
+"""The engines of a bundle: the one that takes steps and the one that scores share its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from device_runner.engines.blocks import Blocks
+from device_runner.engines.chain_engine import ChainEngine
+from device_runner.engines.choice import choose
+from device_runner.engines.trunk_cache import TrunkCache
+from prge.bundle import Bundle
+from prge.chain import ROLE_OF, STACK
+from prge.engine import Engine, EngineName
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines of a bundle, the size of their pool, what runs them, and what a user should know."""
+
+    step: Engine
+    score: Engine
+    threads: int
+    engine: str
+    notes: str = ""
+
+
+def open_engines(
+    bundle: Bundle,
+    threads: int | None = None,
+    engine: EngineName = "auto",
+    memory: int | None = None,
+    only_scoring: bool = False,
+    cache: TrunkCache | None = None,
+) -> Engines:
+    """Open the blocks of a bundle, each tried before it is used.
+
+    Args:
+        bundle: with the contract of a step; see device_runner.session.settings.bundle_for.
+        threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
+        engine: see device_runner.engines.choice.
+        memory: bytes of weights that may stay loaded.
+        only_scoring: whether no step is going to be taken.
+        cache: keeps what the blocks below the adapter make of rows of steps.
+
+    Raises:
+        BundleError, EngineError: see device_runner.engines.blocks.Blocks.
+    """
+    backend = choose(engine)
+    backend.runtime.prepare()
+    # Before any engine loads: a child that tries a program lacks the threads of a running pool.
+    told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
+    role = ROLE_OF[STACK if only_scoring else bundle.contract.kind]
+    blocks = Blocks(bundle, backend, {role}, memory, told.append)
+    count = backend.runtime.set_threads(threads)
+    step = ChainEngine(bundle.contract, blocks, count, cache)
+    score = ChainEngine(bundle.score_contract, blocks, count)
+    return Engines(step, score, count, backend.name, "; ".join(told))

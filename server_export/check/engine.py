@@ -1,0 +1,35 @@
+"""One program file in the stock engine, with its weights inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from prge.errors import told_as_bundle_error
+from server_export.quiet import quiet_engine
+
+Answers = tuple[torch.Tensor, ...]
+
+
+def loaded_method(path: Path, method: str, inputs: Sequence[torch.Tensor]) -> Callable[[], Answers]:
+    """A method of a `.pte`, to be called with the same inputs again and again.
+
+    Raises:
+        BundleError: the engine refuses the program, or, when it is called, the inputs.
+    """
+    from executorch.extension.pybindings import _C
+
+    arguments = [tensor.contiguous() for tensor in inputs]
+    refusal = "the engine refuses the program that was just lowered"
+    remedy = "please report it with the name of the model"
+    with told_as_bundle_error(refusal, remedy), quiet_engine():
+        program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
+        loaded = program.load_method(method)
+
+    def call() -> Answers:
+        with told_as_bundle_error(refusal, remedy):
+            return tuple(loaded.call(arguments))
+
+    return call

@@ -1,0 +1,79 @@
+"""The adapter that a bundle starts from: which layers it is on, and its matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from prge.peft import PeftAdapter, read_lora
+from server_export.model.blocks import in_top_blocks
+from server_export.model.loading import LoadedModel, parameter_count
+from server_export.model.lora_fa import (
+    default_target_modules,
+    initial_lora_a,
+    match_start_adapter,
+    match_target_modules,
+    normal_targets,
+)
+from server_export.settings import ExportConfig
+
+
+@dataclass(frozen=True)
+class StartAdapter:
+    """The adapter that a bundle starts from, and the model that it belongs to.
+
+    `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank] are unscaled.
+    """
+
+    loaded: LoadedModel
+    rank: int
+    alpha: float
+    target_modules: str | list[str]
+    lora_a: Mapping[str, torch.Tensor]
+    lora_b: Mapping[str, torch.Tensor]
+    had_conv1d: bool
+    parameters: int
+
+
+def start_adapter(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) -> StartAdapter:
+    """The adapter that `config` asks for, of a model that may lack its weights.
+
+    Raises:
+        PrgeError: the adapter or settings can't be used.
+    """
+    parameters = parameter_count(outline.model)
+    start = read_lora(config.adapter) if config.adapter is not None else None
+    rank, alpha, targets, names = _adapted_layers(config, outline.model, start)
+    lora_a, lora_b = _matrices(config, outline.model, start, names)
+    return StartAdapter(outline, rank, alpha, targets, lora_a, lora_b, had_conv1d, parameters)
+
+
+def _adapted_layers(
+    config: ExportConfig, model: nn.Module, start: PeftAdapter | None
+) -> tuple[int, float, str | list[str], dict[str, str]]:
+    """Rank, alpha, target modules, and layers in module order with the names that `start` has for them."""
+    if start is not None:
+        return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
+    targets = normal_targets(config.target_modules or default_target_modules(model))
+    names = match_target_modules(model, targets)
+    if config.adapt_layers is not None:
+        # Whole names mean the same layers to PEFT, however the targets were chosen.
+        targets = names = in_top_blocks(model, names, config.adapt_layers)
+    return config.rank, config.alpha, targets, {name: name for name in names}
+
+
+def _matrices(
+    config: ExportConfig, model: nn.Module, start: PeftAdapter | None, names: Mapping[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """`lora_a` and `lora_b` to start from."""
+    if start is not None:
+        lora_a, lora_b = (
+            {ours: torch.from_numpy(matrices[theirs]) for ours, theirs in names.items()}
+            for matrices in (start.lora_a, start.lora_b)
+        )
+        return lora_a, lora_b
+    lora_a = initial_lora_a(model, list(names), config.rank, config.seed)
+    return lora_a, {n: torch.zeros(model.get_submodule(n).out_features, config.rank) for n in names}
