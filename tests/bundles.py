@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prge.bundle import (
-    ADAPTER,
-    MANIFEST,
-    PROGRAM,
-    TABLES,
-    TOKENIZER,
-    file_sha256,
-    manifest_sha256,
-)
+from prge.bundle import ADAPTER, FORMAT, MANIFEST, TABLES, TOKENIZER, Bundle, file_sha256, manifest_sha256
 from prge.chain import BACK, STACK, TANGENT, Block, Bounds, Chain, Interface, Kind, Table
-from prge.contract import CHAIN_FORMAT, FORMAT, AdaptedModule, Contract
+from prge.contract import AdaptedModule, Contract
 
+PROGRAM = "programs/block.pte"
 FILES = {
-    PROGRAM: b"program " * 64,
     f"{ADAPTER}/adapter_config.json": b"{}\n",
     f"{ADAPTER}/adapter_model.safetensors": b"adapter " * 64,
     f"{TOKENIZER}/tokenizer.json": b'{"version": "1.0"}\n',
-}
-
-
-LOWERING = {
-    "delegated_share": 0.97,
-    "delegates": 3,
-    "outside": {"aten.gather.out": 1},
-    "planned_memory_bytes": 3 << 20,
-    "constant_bytes": 5 << 20,
 }
 MODULES = (AdaptedModule("layers.0.q_proj", 4, 8, 8), AdaptedModule("layers.0.v_proj", 4, 8, 6))
 
@@ -105,21 +88,20 @@ def make_small_chain(**changes: Any) -> Chain:
     return Chain(**{**fields, **changes})
 
 
-def make_chain_bundle(folder: Path, chain: Chain | None = None, **changes: Any) -> Path:
-    """Write a whole bundle of a chain into `folder`; `changes` replace blocks of its manifest."""
+def make_bundle(folder: Path, chain: Chain | None = None, **changes: Any) -> Path:
+    """Write a whole bundle into `folder`, but for adapter and tokenizer that are there; `changes` replace
+    blocks of its manifest."""
     chain = chain or make_small_chain()
-    files = {name: content for name, content in FILES.items() if name != PROGRAM}
-    files |= {kind.program: b"program " * 64 for kind in chain.kinds}
+    files = {kind.program: b"program " * 64 for kind in chain.kinds}
     files |= {block.weights: b"weights " * 64 * (1 + number) for number, block in enumerate(chain.blocks)}
-    return _write_bundle(
-        folder, {**files, TABLES: b"tables"}, {"format": CHAIN_FORMAT, "chain": chain.to_json(), **changes}
-    )
+    block = {"format": FORMAT, "chain": chain.to_json(), **changes}
+    return _write_bundle(folder, {**FILES, **files, TABLES: b"tables"}, block)
 
 
-def make_bundle(folder: Path, more: Iterable[str] = (), **changes: Any) -> Path:
-    """Write a whole bundle into `folder`, with `more` files; `changes` replace blocks of its manifest."""
-    block = {"format": FORMAT, "contract": make_contract().to_json(), "queries": 2, "lowering": LOWERING}
-    return _write_bundle(folder, {**FILES, **{name: name.encode() for name in more}}, {**block, **changes})
+def opened_bundle(chain: Chain | None = None, **manifest: Any) -> Bundle:
+    """A bundle that is in no folder."""
+    chain = chain or make_small_chain()
+    return Bundle(Path(), manifest, chain, chain.contract(STACK, 4), chain.contract(STACK, 32))
 
 
 def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
@@ -157,9 +139,12 @@ def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
 
 
 def _write_bundle(folder: Path, files: Mapping[str, bytes], changes: Mapping[str, Any]) -> Path:
+    there = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
     for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+        if name not in there:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    files = {**files, **there}
     manifest: dict[str, Any] = {
         "lora": {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"], "seed": 0, "source": None},
         "model": {"name_or_path": "tiny", "revision": None, "model_type": "llama", "parameters": 1000},

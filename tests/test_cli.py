@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from prge import __version__
-from prge.bundle import PROGRAM
 from prge.cli import VERBS, Verb, main
 from prge.errors import RunError
-from tests.bundles import make_bundle
+from tests.bundles import PROGRAM, make_bundle
 
 HEAVY = {"torch", "executorch", "transformers", "torchao", "peft", "matplotlib"}
 

@@ -356,7 +356,7 @@ class _Builder:
             raise RowError(
                 f"has {end + dropped} tokens, {count} to learn; "
                 f"the program takes {room} and has room for {limit} target tokens: "
-                "shorten it, export a longer program, or set overflow to truncate or split"
+                "shorten it, export with a larger --sequence-length, or set overflow to truncate or split"
             )
         done, first, windows = 0, 1, 0
         while done < count and not (windows and overflow == "truncate"):
@@ -452,12 +452,13 @@ class _Builder:
             raise RowError(
                 f"has a prompt of {len(prompt)} tokens and {after} after it, "
                 f"the program takes {self.length}: "
-                "shorten it, export a longer program, or set overflow to truncate"
+                "shorten it, export with a larger --sequence-length, or set overflow to truncate"
             )
         kept = room - len(begin)
         if kept < 1:
             raise RowError(
-                f"has a candidate of {after} tokens, the program takes {self.length}: export a longer program"
+                f"has a candidate of {after} tokens, the program takes {self.length}: "
+                "export with a larger --sequence-length"
             )
         self.report.note(PROMPT_CUT, row.number)
         return (*begin, *prompt[-kept:].tolist())
@@ -508,7 +509,7 @@ class _Builder:
             if self.options.overflow != "truncate":
                 raise RowError(
                     f"has {len(begin) + len(tokens) + len(end)} tokens, the program takes {self.length}: "
-                    "shorten it, export a longer program, or set overflow to truncate"
+                    "shorten it, export with a larger --sequence-length, or set overflow to truncate"
                 )
             self.report.note(ENCODER_CUT, row.number)
             tokens = tokens[:room]

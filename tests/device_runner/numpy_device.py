@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from device_runner.engines.programs import Programs
-from device_runner.engines.trunk_cache import TrunkCache
-from prge.bundle import ADAPTER, PROGRAM, TOKENIZER, Bundle, file_sha256
-from prge.contract import FORMAT
-from prge.engine import Array
-from tests.bundles import write_manifest
-from tests.numpy_engine import NumpyEngine, NumpyTangentEngine
+from device_runner.engines.opening import Engines
+from prge.bundle import ADAPTER, TOKENIZER, Bundle
+from prge.chain import STACK, TANGENT, Block, Bounds, Chain, Interface, Kind
+from prge.contract import Contract
+from prge.engine import Array, Engine
+from tests.bundles import make_bundle
+from tests.numpy_engine import NumpyEngine
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
 from tests.templates import write_template
 
-QUERIES, BATCH = 3, 4
+QUERIES, BATCH = 4, 4
 
 
 class Killed(BaseException):
@@ -27,40 +27,30 @@ class Killed(BaseException):
 
 
 class Device:
-    """Stands for the engine: loads models in numpy, and ends the process after some calls.
+    """Stands for the engine: opens models in numpy, and ends the process after some calls.
 
-    `scored` is how many rows the program for scoring takes; with `copies` there is only a P-RGE program.
-    `grid` rounds what they answer to its multiples, derivatives aside, as int8 activations would.
+    `has_tangents` says whether its bundles have that role. `grid` rounds what models answer to its multiples,
+    derivatives aside, as int8 activations would.
     """
 
-    def __init__(
-        self, encoder: bool = False, copies: int | None = None, scored: int = 7, grid: float = 0.0
-    ) -> None:
+    def __init__(self, encoder: bool = False, has_tangents: bool = True, grid: float = 0.0) -> None:
         backend = encoder_backend() if encoder else byte_level_backend()
         self.backend = backend
-        self.vocabulary = backend.get_vocab_size()
         self.encoder = encoder
-        self.copies = copies
-        self.scored = scored
+        self.has_tangents = has_tangents
         self.grid = grid
-        self.loads: list[str] = []
         self.calls_left: int | None = None
 
     def model(self, batch_size: int, copies: int = 1) -> NumpyEngine:
         """The same weights for any number of rows."""
-        size = {"vocabulary": self.vocabulary, "sequence_length": 16, "positions": 8}
+        size = {"vocabulary": self.backend.get_vocab_size(), "sequence_length": 16, "positions": 15}
         return NumpyEngine(copies, batch_size, encoder=self.encoder, **size)
 
-    def program(self, method: str) -> NumpyEngine | NumpyTangentEngine:
-        """The model as a method of the bundle: a P-RGE program's only one, or a tangent program's two."""
-        if self.copies is not None:
-            return self.model(BATCH, self.copies)
-        return self.model(self.scored) if method == "score" else self.model(BATCH).tangent(QUERIES)
-
-    def load(self, method: str) -> NumpyEngine | NumpyTangentEngine:
-        """The loader of a bundle's programs."""
-        self.loads.append(method)
-        engine = self.program(method)
+    def engine(self, contract: Contract) -> Engine:
+        """The model for the calls of a contract."""
+        model = self.model(contract.batch_size, contract.copies)
+        engine = model.tangent(contract.queries) if contract.is_tangent else model
+        assert engine.contract.inputs == contract.inputs
         forward = engine.forward
 
         def counted(inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -78,48 +68,61 @@ class Device:
             array = np.round(array / self.grid) * self.grid
         return array.astype(np.float32)
 
-    def open_engines(
-        self,
-        bundle: Bundle,
-        threads: int | None = None,
-        keep: bool = False,
-        engine: str = "auto",
-        cache: TrunkCache | None = None,
-        lengths: Collection[int] | None = None,
-        only_scoring: bool = False,
-        memory: int | None = None,
-    ) -> Programs:
-        """Stands for device_runner.engines.programs.open_engines."""
-        return Programs(bundle, self.load, keep)
+    def open_engines(self, bundle: Bundle, *_: object, **__: object) -> Engines:
+        """Stands for device_runner.engines.opening.open_engines."""
+        return Engines(self.engine(bundle.contract), self.engine(bundle.score_contract), 1, "numpy")
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
-        """Put this device where these modules open programs."""
+        """Put this device where these modules open engines."""
         for module in modules:
             monkeypatch.setattr(module, "open_engines", self.open_engines)
 
-    def write_bundle(self, folder: Path, scheme: str = "fp32") -> Path:
-        """A bundle of this model; its program is only a name."""
-        step = self.program("forward").contract
-        write_template(folder / ADAPTER, step.modules)
-        (folder / TOKENIZER).mkdir()
-        self.backend.save(str(folder / TOKENIZER / "tokenizer.json"))
-        (folder / PROGRAM).write_bytes(b"numpy")
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        manifest = {
-            "format": FORMAT,
-            "contract": step.to_json(),
-            "score": None if self.copies is not None else self.program("score").contract.to_json(),
-            "queries": QUERIES,
-            "model": {"name_or_path": "numpy"},
-            "quantization": {"scheme": scheme},
-            "tokenizer": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-            "files": {
-                str(path.relative_to(folder)): {"sha256": file_sha256(path), "bytes": path.stat().st_size}
-                for path in files
-            },
+    def chain(self) -> Chain:
+        """The model as blocks whose programs are only names."""
+        contract = self.model(BATCH).contract
+        state, targets = ("tokens",), ("state", "targets")
+        roles = {
+            STACK: Interface(("state", "lora_b.0"), ("state",)),
+            TANGENT: Interface(("state", "d_state", "lora_b.0", "u.0", "v.0"), ("state", "d_state")),
         }
-        write_manifest(folder, manifest)
-        return folder
+        head = {
+            STACK: Interface(targets, ("logprobs",)),
+            TANGENT: Interface((*targets, "d_state"), ("logprobs", "d_logprobs")),
+        }
+        chosen = [STACK, TANGENT] if self.has_tangents else [STACK]
+        kinds = [Kind("programs/0.pte", {STACK: Interface(state, ("state",))})]
+        kinds += [
+            Kind(f"programs/{number}.pte", {role: methods[role] for role in chosen})
+            for number, methods in ((1, roles), (2, head))
+        ]
+        blocks = [
+            Block(number, f"weights/{number}.ptd", (), (0,) if number == 1 else ()) for number in (0, 1, 2)
+        ]
+        return Chain(
+            readout=contract.readout,
+            pooling="mean",
+            width=max(contract.width, 1),
+            vocabulary_size=contract.vocabulary_size,
+            label_tokens=(),
+            modules=contract.modules,
+            bounds=Bounds(copies=2, tokens=16),
+            tables=(),
+            kinds=tuple(kinds[:2] if self.encoder else kinds),
+            blocks=tuple(blocks[:2] if self.encoder else blocks),
+        )
+
+    def write_bundle(self, folder: Path, scheme: str = "fp32") -> Path:
+        """A bundle of this model."""
+        (folder / TOKENIZER).mkdir(parents=True)
+        self.backend.save(str(folder / TOKENIZER / "tokenizer.json"))
+        write_template(folder / ADAPTER, self.chain().modules)
+        return make_bundle(
+            folder,
+            self.chain(),
+            model={"name_or_path": "numpy"},
+            quantization={"scheme": scheme},
+            tokenizer={"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        )
 
 
 def write_films(folder: Path) -> None:

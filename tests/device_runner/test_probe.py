@@ -44,13 +44,9 @@ def agreements(report: Report) -> dict[tuple[str, float], Agreement]:
     return {(reading.estimator, reading.epsilon): reading.agreement for reading in report.readings}
 
 
-@pytest.mark.parametrize("scored", [7, 2 * BATCH, 40], ids="scored{}".format)
 @pytest.mark.parametrize("encoder", [False, True], ids=["decoder", "encoder"])
-def test_small_differences_of_an_exact_program_are_its_tangents(
-    measure: Any, encoder: bool, scored: int
-) -> None:
-    """Whatever batches share their directions because they are scored in one call."""
-    report = measure(Device(encoder, scored=scored), batches=5)
+def test_small_differences_of_an_exact_model_are_its_tangents(measure: Any, encoder: bool) -> None:
+    report = measure(Device(encoder), batches=5)
     found = agreements(report)
     assert found["antithetic", SMALL].r > 0.9999
     assert found["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
@@ -66,12 +62,6 @@ def test_rounding_is_found_to_drown_small_steps(measure: Any) -> None:
     assert found["antithetic", SMALL].signal_to_noise < 1 < found["antithetic", LARGE].signal_to_noise
 
 
-def test_tangents_come_before_scores_so_that_no_program_loads_twice(measure: Any) -> None:
-    device = Device()
-    measure(device, batches=6)
-    assert device.loads == ["forward", "score"]
-
-
 def test_rows_of_a_scalar(measure: Any) -> None:
     report = measure(Device())
     rows = {reading.estimator: reading.rows_per_scalar for reading in report.readings}
@@ -80,22 +70,20 @@ def test_rows_of_a_scalar(measure: Any) -> None:
 
 
 @pytest.mark.parametrize("encoder", [False, True], ids=["decoder", "encoder"])
-@pytest.mark.parametrize("copies", [2, 2 * QUERIES])
-def test_neighbours_agree_on_an_exact_stack_program(measure: Any, encoder: bool, copies: int) -> None:
-    report = measure(Device(encoder, copies))
+def test_neighbours_agree_without_tangents(measure: Any, encoder: bool) -> None:
+    report = measure(Device(encoder, has_tangents=False))
     found = agreements(report)
     assert found["antithetic", SMALL].r > 0.9999
     assert found["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
     assert report.best.epsilon == SMALL
     assert report.tangent_rows_per_scalar is None
-    calls = -(-(1 + QUERIES) // copies)
     rows = {reading.estimator: reading.rows_per_scalar for reading in report.readings}
-    assert rows == {"antithetic": 2 * BATCH, "one-sided": calls * copies * BATCH / QUERIES}
+    assert rows == {"antithetic": 2 * BATCH, "one-sided": 2 * BATCH}
 
 
-def test_slopes_between_neighbours_disagree_where_a_stack_program_rounds(measure: Any) -> None:
+def test_slopes_between_neighbours_disagree_where_a_model_rounds(measure: Any) -> None:
     """Far below the rounding, neighbours stand on the same stair of the loss and agree for that reason."""
-    found = measure(Device(copies=2, grid=0.1), "8da4w", batches=8)
+    found = measure(Device(has_tangents=False, grid=0.1), "8da4w", batches=8)
     between = {(reading.estimator, reading.epsilon): reading.between.r for reading in found.readings}
     assert agreements(found)["antithetic", SMALL].r > 0.6
     assert between["antithetic", SMALL] < 0.3 < 0.8 < between["antithetic", LARGE]
@@ -106,14 +94,11 @@ def test_slopes_between_neighbours_disagree_where_a_stack_program_rounds(measure
 def test_the_head_of_an_encoder_is_its_adapters_or_fitted(measure: Any, tmp_path: Path) -> None:
     device = Device(encoder=True)
     fitted = measure(device)
-    assert device.loads == ["score", "forward", "score"]
     task, train = str(tmp_path / "task.yaml"), tmp_path / "train.jsonl"
     settings = RunSettings(tmp_path / "bundle", train, tmp_path / "run", task=task, steps=1, quiet=True)
     run(replace(settings, learning_rate=1e-9, head_folds=0))
-    device.loads.clear()
     # The same head, since a run fits it on the same rows.
     found = measure(device, adapter=tmp_path / "run")
-    assert device.loads == ["forward", "score"]
     for key, agreement in agreements(found).items():
         assert agreement.r == pytest.approx(agreements(fitted)[key].r, abs=1e-3)
 
@@ -132,14 +117,9 @@ def test_derivatives_that_are_not_finite(measure: Any) -> None:
         measure(device)
 
 
-def test_one_scalar_cant_be_correlated(measure: Any, tmp_path: Path) -> None:
-    measure(Device(copies=2))
-    manifest = json.loads((tmp_path / "bundle/manifest.json").read_text())
-    from tests.bundles import write_manifest
-
-    write_manifest(tmp_path / "bundle", {**manifest, "queries": 1})
+def test_one_scalar_cant_be_correlated(measure: Any) -> None:
     with pytest.raises(ConfigError, match="--batches is 1"):
-        measure(Device(copies=2), batches=1)
+        measure(Device(has_tangents=False), batches=1, queries=1)
 
 
 def test_compare() -> None:
@@ -196,11 +176,11 @@ def test_table() -> None:
     assert "signal/noise" not in report(False, None, 0.9).text()
 
 
-@pytest.mark.parametrize("copies", [None, 2])
+@pytest.mark.parametrize("has_tangents", [True, False])
 def test_command_line_and_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], copies: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_tangents: bool
 ) -> None:
-    device = Device(copies=copies)
+    device = Device(has_tangents=has_tangents)
     device.replaces(monkeypatch, probe_verb)
     write_films(tmp_path)
     bundle = device.write_bundle(tmp_path / "bundle", "8da8w")
@@ -210,11 +190,11 @@ def test_command_line_and_json(
     assert capsys.readouterr().out.rstrip().endswith(found["recommendation"])
     assert [reading["epsilon"] for reading in found["readings"]] == [1e-3, 0.05, 1e-3, 0.05]
     assert found["best"] in found["readings"]
-    assert found["reference"] == ("tangent" if copies is None else "neighbour")
+    assert found["reference"] == ("tangent" if has_tangents else "neighbour")
     assert found["quantization"] == "8da8w"
     for reading in found["readings"]:
-        assert (reading["signal_to_noise"] is None) == (copies is not None)
-        assert (reading["neighbour"] is None) == (reading["r_between"] is None) == (copies is None)
+        assert (reading["signal_to_noise"] is None) != has_tangents
+        assert (reading["neighbour"] is None) == (reading["r_between"] is None) == has_tangents
 
 
 @pytest.mark.parametrize(
@@ -259,7 +239,7 @@ class TestNoteOfARun:
     def test_noise_is_told_once(
         self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
     ) -> None:
-        device = Device(copies=2, grid=0.05)
+        device = Device(has_tangents=False, grid=0.05)
         device.replaces(monkeypatch, run_verb)
         device.write_bundle(settings.bundle, "8da4w")
         settings = replace(settings, epsilon=SMALL, quiet=True, **changes)
@@ -275,17 +255,17 @@ class TestNoteOfARun:
     def test_differences_without_noise_need_no_other_program(
         self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        device = Device(copies=2)
+        device = Device(has_tangents=False)
         device.replaces(monkeypatch, run_verb)
         device.write_bundle(settings.bundle, "8da4w")
         run(replace(settings, epsilon=SMALL, quiet=True))
         assert "agree with r = 1.00\n" in (settings.out / "log.txt").read_text()
 
-    @pytest.mark.parametrize(("copies", "scheme"), [(2, "fp32"), (None, "8da4w")])
+    @pytest.mark.parametrize(("has_tangents", "scheme"), [(False, "fp32"), (True, "8da4w")])
     def test_nothing_is_told_where_there_is_no_noise(
-        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, copies: int | None, scheme: str
+        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, has_tangents: bool, scheme: str
     ) -> None:
-        device = Device(copies=copies)
+        device = Device(has_tangents=has_tangents)
         device.replaces(monkeypatch, run_verb)
         device.write_bundle(settings.bundle, scheme)
         run(replace(settings, quiet=True))
@@ -294,7 +274,7 @@ class TestNoteOfARun:
     def test_a_run_goes_on_where_it_cant_be_measured(
         self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        device = Device(copies=2)
+        device = Device(has_tangents=False)
         device.replaces(monkeypatch, run_verb)
         device.write_bundle(settings.bundle, "8da4w")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import SHALLOW, save_model
+from tests.tiny_models import save_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -36,19 +36,19 @@ def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> Path:
 
 
 def export(model: Path, bundle: Path, *words: object) -> Path:
-    """Export a model: 4 queries, 4 rows."""
+    """Export a model for rows of 32 tokens."""
     prge(
         "export", "--model", model, "--out", bundle, "--target-modules", "all-linear", "--rank", 2,
-        "--queries", 4, "--batch-size", 4, "--sequence-length", 32, "--positions", 4, *words,
+        "--sequence-length", 32, *words,
     )  # fmt: skip
     return bundle
 
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model`, `bundle` (4 tangents x 4 rows), `train.jsonl`, `dev.jsonl` and `task.yaml`."""
+    """A folder with `model` of two blocks, `bundle`, `train.jsonl`, `dev.jsonl` and `task.yaml`."""
     folder = tmp_path_factory.mktemp("workshop")
-    save_model(folder / "model", "llama", **SHALLOW["llama"])
+    save_model(folder / "model", "llama")
     export(folder / "model", folder / "bundle")
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"text": f"{words[i % 4]} {words[i // 4 % 4]}", "label": i % 4 // 2} for i in range(40)]
@@ -62,58 +62,10 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stack_bundle(workshop: Path) -> Path:
-    """The workshop's model as a P-RGE program: 8 copies x 4 rows."""
-    return export(workshop / "model", workshop / "stack", "--estimator", "antithetic")
-
-
-@pytest.fixture(scope="session")
-def quantized_bundle(workshop: Path) -> Path:
-    """The workshop's model as a tangent program with int4 weights."""
-    return export(workshop / "model", workshop / "quantized", "--quantize", "8da4w")
-
-
-@pytest.fixture(scope="session")
-def deep_model(workshop: Path) -> Path:
-    """A model like the workshop's, with two blocks."""
-    return save_model(workshop / "deep", "llama")
-
-
-@pytest.fixture(scope="session")
-def chain_bundle(workshop: Path, deep_model: Path) -> Path:
-    """The deep model as a chain of blocks, for every estimator."""
-    out = workshop / "chain"
-    prge(
-        "export", "--model", deep_model, "--out", out, "--target-modules", "all-linear", "--rank", 2,
-        "--sequence-length", 32, "--roles", "stack", "tangent", "back",
-    )  # fmt: skip
-    return out
-
-
-@pytest.fixture(scope="session")
-def trunk_bundle(workshop: Path, deep_model: Path) -> Path:
-    """A tangent program of the upper block, cut from what is below."""
-    return export(deep_model, workshop / "trunk", "--adapt-layers", "top:1", "--trunk-cache")
-
-
-@pytest.fixture(scope="session")
-def stack_trunk_bundle(workshop: Path, deep_model: Path) -> Path:
-    """The same with 8 copies."""
-    upper = ["--adapt-layers", "top:1", "--trunk-cache"]
-    return export(deep_model, workshop / "stack_trunk", "--estimator", "antithetic", *upper)
-
-
-@pytest.fixture(scope="session")
-def exact_bundle(workshop: Path) -> Path:
-    """The workshop's model with a way back."""
-    return export(workshop / "model", workshop / "exact", "--estimator", "exact")
-
-
-@pytest.fixture(scope="session")
-def exact_trunk_bundle(workshop: Path, deep_model: Path) -> Path:
-    """The upper block of the deep model with a way back: quantized, cut off, of two lengths."""
-    upper = ["--adapt-layers", "top:1", "--trunk-cache", "--quantize", "8da4w", "--lengths", 16]
-    return export(deep_model, workshop / "exact_trunk", "--estimator", "exact", *upper)
+def upper_bundle(workshop: Path) -> Path:
+    """The workshop's model with int4 weights and an adapter on its upper block alone, for exact gradients."""
+    upper = ["--adapt-layers", "top:1", "--quantize", "8da4w", "--roles", "back"]
+    return export(workshop / "model", workshop / "upper", *upper)
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoder")
     save_model(folder / "model", "bert", **SHALLOW["bert"])
     prge(
-        "export", "--model", folder / "model", "--out", folder / "bundle", "--queries", 2, "--batch-size", 4,
-        "--sequence-length", 16,
+        "export", "--model", folder / "model", "--out", folder / "bundle", "--sequence-length", 16,
+        "--roles", "tangent",
     )  # fmt: skip
     return folder / "bundle"
 

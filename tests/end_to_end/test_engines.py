@@ -30,13 +30,13 @@ def native(*words: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("options", [[], ["--keep-programs", "true"]], ids=["one", "both"])
+@pytest.mark.parametrize("options", [[], ["--estimator", "exact"]], ids=["tangent", "exact"])
 def test_a_run_without_torch_gives_the_bits_of_one_with_it(
     run_words: list[object], tmp_path: Path, options: list[object]
 ) -> None:
     native("run", *run_words, *options)
     other = ["--out", tmp_path / "other"]
-    prge("run", *run_words, *other, "--engine", "torch")
+    prge("run", *run_words, *options, *other, "--engine", "torch")
     for name in ("journal.jsonl", "final/adapter_model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
     engines = [

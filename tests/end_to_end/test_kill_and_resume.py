@@ -17,8 +17,11 @@ import pytest
 from prge.journal import Journal
 
 KILLS = {
-    **{"bundle": 25, "stack_bundle": 6, "quantized_bundle": 6, "trunk_bundle": 6, "exact_bundle": 6},
-    **{f"chain_bundle {name}": 6 for name in ("tangent", "antithetic", "one-sided", "exact")},
+    "bundle tangent": 20,
+    "bundle antithetic": 6,
+    "bundle one-sided": 6,
+    "bundle exact": 10,
+    "upper exact": 10,
 }
 
 PARENT = """
@@ -30,11 +33,12 @@ from device_runner.run import run
 from device_runner.session.settings import RunSettings
 
 workshop, bundle, folder, kills = *map(Path, sys.argv[1:4]), int(sys.argv[4])
-estimator = sys.argv[5] or None
+estimator = sys.argv[5]
 settings = dict(
     bundle=bundle, train=workshop / "train.jsonl", dev=workshop / "dev.jsonl",
     task=str(workshop / "task.yaml"), steps=60, evaluate_every=10, checkpoint_every=7, learning_rate=0.02,
     threads=1, quiet=True, estimator=estimator,
+    trunk_cache_bytes=1 << 20 if bundle.name == "upper" else 0,
 )
 
 def start(**changes):
@@ -86,11 +90,10 @@ print(killed)
 @pytest.mark.export
 @pytest.mark.parametrize("kind", KILLS)
 def test_killed_many_times_it_ends_in_the_same_bits(
-    workshop: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+    workshop: Path, upper_bundle: Path, tmp_path: Path, kind: str
 ) -> None:
     name, _, estimator = kind.partition(" ")
-    bundle = workshop / "bundle" if name == "bundle" else request.getfixturevalue(name)
-    words = (workshop, bundle, tmp_path, KILLS[kind], estimator)
+    words = (workshop, workshop / name, tmp_path, KILLS[kind], estimator)
     command = [sys.executable, "-c", PARENT, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stderr

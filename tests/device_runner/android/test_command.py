@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from device_runner.android.command import _send_bundle
 from device_runner.android.device import Phone
 from prge.bundle import MANIFEST, open_bundle
 from prge.errors import BundleError
-from tests.bundles import make_bundle, make_chain_bundle
+from tests.bundles import make_bundle
 
 
 class LocalAdb(Adb):
@@ -36,9 +35,8 @@ def phone(tmp_path: Path) -> Phone:
     return Phone(LocalAdb(), str(tmp_path / "phone"))
 
 
-@pytest.mark.parametrize("make", [make_bundle, make_chain_bundle])
-def test_a_bundle_goes_as_its_manifest_names_it(tmp_path: Path, phone: Phone, make: Any) -> None:
-    folder = make(tmp_path / "bundle")
+def test_a_bundle_goes_as_its_manifest_names_it(tmp_path: Path, phone: Phone) -> None:
+    folder = make_bundle(tmp_path / "bundle")
     (folder / "notes.txt").write_text("mine")
     there = Path(_send_bundle(phone, folder))
     names = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
@@ -47,7 +45,7 @@ def test_a_bundle_goes_as_its_manifest_names_it(tmp_path: Path, phone: Phone, ma
 
 
 def test_damaged_weights_stay_here(tmp_path: Path, phone: Phone) -> None:
-    folder = make_chain_bundle(tmp_path / "bundle")
+    folder = make_bundle(tmp_path / "bundle")
     weights = folder / "weights/000.ptd"
     weights.write_bytes(bytes(weights.stat().st_size))
     with pytest.raises(BundleError, match=r"000\.ptd is not the file"):

@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file
 from torch.func import functional_call
 
-from device_runner.engines.programs import ChainPrograms, open_chain
+from device_runner.engines.opening import Engines, open_engines
 from prge.bundle import Bundle, open_bundle
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.engine import Array
@@ -34,7 +34,6 @@ def export_chain(folder: Path, architecture: str) -> Path:
             out=folder / "bundle",
             rank=2,
             sequence_length=TOKENS,
-            roles=["stack", "tangent", "back"],
         )
     )
     return folder
@@ -54,7 +53,6 @@ class Whole:
         from transformers import AutoModel, AutoModelForCausalLM
 
         bundle = open_bundle(folder / "bundle")
-        assert bundle.chain is not None
         kind = AutoModel if bundle.chain.is_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(folder / "model", attn_implementation="eager").eval()
         tensors = load_file(bundle.adapter / "adapter_model.safetensors")
@@ -88,11 +86,9 @@ class Whole:
         return at.gather(-1, torch.from_numpy(given["targets"])[..., None])[..., 0]
 
 
-def opened(
-    bundle: Bundle, contract: Contract, engine: str = "native", memory: int | None = None
-) -> ChainPrograms:
+def opened(bundle: Bundle, contract: Contract, engine: str = "native", memory: int | None = None) -> Engines:
     """The engines of a bundle for a contract."""
-    return open_chain(bundle.for_calls(contract, bundle.score_contract), engine=engine, memory=memory)  # type: ignore[arg-type]
+    return open_engines(bundle.for_steps(contract), engine=engine, memory=memory)  # type: ignore[arg-type]
 
 
 def inputs_of(contract: Contract, seed: int = 0) -> Inputs:
@@ -133,9 +129,9 @@ def inputs_of(contract: Contract, seed: int = 0) -> Inputs:
 
 
 @contextmanager
-def counted_loads(programs: ChainPrograms) -> Iterator[list[tuple[int, str]]]:
+def counted_loads(engines: Engines) -> Iterator[list[tuple[int, str]]]:
     """The blocks and roles that are loaded meanwhile."""
-    blocks: Any = programs.step._blocks  # type: ignore[attr-defined]
+    blocks: Any = engines.step._blocks  # type: ignore[attr-defined]
     load, found = blocks._load, []
 
     def counted(number: int, role: str, arena: Any) -> Any:

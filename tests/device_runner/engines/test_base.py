@@ -8,22 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from device_runner.engines.base import ProgramEngine
+from device_runner.engines.base import CheckedEngine
+from device_runner.engines.refusals import RefusedError
 from prge.contract import Contract
 from prge.engine import Array
 from prge.errors import EngineError
 from tests.bundles import make_contract
 
 
-class Zeros(ProgramEngine):
-    """A program that answers zeros."""
+class Zeros(CheckedEngine):
+    """An engine that answers zeros, or with a token 63 what the runtime says when it refuses."""
 
-    prepare = set_threads = open_program = staticmethod(lambda *_: None)
+    given: dict[str, Array]
 
-    def _prepared(self, array: Array) -> Any:
-        return array
-
-    def _call(self, arguments: Sequence[Any]) -> Sequence[Array]:
+    def _call(self, inputs: dict[str, Array]) -> Sequence[Array]:
+        if inputs["tokens"].flat[0] == 63:
+            raise RefusedError("error 0x12", "", 0x12)
+        self.given = inputs
         return [np.zeros(spec.shape, np.float32) for spec in self.contract.outputs]
 
 
@@ -67,3 +68,42 @@ def test_every_integer_input_has_a_limit() -> None:
                 inputs[spec.name] = np.full(spec.shape, -1)
                 with pytest.raises(EngineError, match=f"the input {spec.name} holds -1"):
                     Zeros(contract, 1).forward(inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tokens", None, r"tokens is missing.*\n.*int64 \[8, 16\]"),
+        ("tokens", np.zeros((8, 16), np.int32), r"tokens is int32 \[8, 16\], must be int64 \[8, 16\]"),
+        ("targets", np.zeros((8, 4), np.int64), r"targets is int64 \[8, 4\], must be int64 \[8, 3\]"),
+        ("lora_b.layers.0.q_proj", np.zeros((4, 4, 8)), r"is float64 \[4, 4, 8\], must be float32"),
+        ("positions", [[0]], r"positions is a list, must be a numpy array"),
+        ("extra", np.zeros(1), r"no input extra"),
+    ],
+)
+def test_a_wrong_input_is_named_and_the_engine_stays_usable(name: str, value: Any, message: str) -> None:
+    engine = Zeros(make_contract(), 1)
+    good = inputs_of(engine.contract)
+    bad = {**good, name: value}
+    if value is None:
+        del bad[name]
+    with pytest.raises(EngineError, match=message):
+        engine.forward(bad)
+    engine.forward(good)
+    assert engine.calls == 1 and engine.seconds > 0
+
+
+def test_any_order_and_layout_is_taken() -> None:
+    engine = Zeros(make_contract(), 1)
+    strange = {name: np.asfortranarray(array) for name, array in reversed(inputs_of(engine.contract).items())}
+    strange["tokens"].flags.writeable = False
+    assert list(engine.forward(strange)) == ["logprobs"]
+    assert all(array.flags.c_contiguous for array in engine.given.values())
+
+
+def test_what_the_runtime_refuses_is_told_in_words() -> None:
+    engine = Zeros(make_contract(), 1)
+    refused = {**inputs_of(engine.contract), "tokens": np.full((8, 16), 63)}
+    with pytest.raises(EngineError, match=r"an argument is invalid \(ExecuTorch 0x12\)"):
+        engine.forward(refused)
+    engine.forward(inputs_of(engine.contract))

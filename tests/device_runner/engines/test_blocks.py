@@ -41,9 +41,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def native_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled once for all tests."""
-    from device_runner.engines.native.engine import NativeEngine
+    from device_runner.engines.native import runtime
 
-    NativeEngine.prepare()
+    runtime.prepare()
 
 
 @pytest.fixture
@@ -202,7 +202,6 @@ def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) 
 
     bundle = open_bundle(folder)
     chain = bundle.chain
-    assert chain is not None
     programs = [Program(bundle.file(kind.program)) for kind in chain.kinds]
     tables, widths = Tables(bundle, chain), read_widths(chain, programs)
     assert widths == [(0, 64), (64, 64), (64, 64), (64, 0)]

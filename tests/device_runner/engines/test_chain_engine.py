@@ -51,7 +51,6 @@ def whole(folder: Path) -> Whole:
 
 
 def contract_of(bundle: Bundle, kind: str, rows: int, **sizes: int) -> Contract:
-    assert bundle.chain is not None
     return bundle.chain.contract(kind, rows, **sizes)
 
 
@@ -180,7 +179,6 @@ def test_an_encoders_first_state(folder: Path, whole: Whole) -> None:
     bundle = open_bundle(folder / "bundle")
     if not bundle.contract.is_encoder:
         pytest.skip("a decoder pools nothing")
-    assert bundle.chain is not None
     bundle = replace(bundle, chain=replace(bundle.chain, pooling="first"))
     first = replace(whole, pooling="first")
     contract = contract_of(bundle, "exact", 5, classes=2)
@@ -206,7 +204,6 @@ KINDS: list[tuple[str, Sizes]] = [("stack", {"copies": 3}), ("tangent", {"querie
 def test_with_room_for_one_block_the_bits_are_the_same(
     bundle: Bundle, kind: str, sizes: dict[str, int], engine: str
 ) -> None:
-    assert bundle.chain is not None
     contract = contract_of(bundle, kind, 3, **sizes)
     given = inputs_of(contract)
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
@@ -253,7 +250,6 @@ def test_many_calls_take_no_more_buffers_than_the_first(
 
 
 def test_a_short_call_follows_one_of_exactly_the_bounds(bundle: Bundle) -> None:
-    assert bundle.chain is not None
     bounds = bundle.chain.bounds
     contract = contract_of(bundle, "exact", bounds.batch)
     assert contract.sequence_length == bounds.tokens
@@ -305,11 +301,11 @@ def test_a_failure_in_a_forward_is_told_and_the_engine_stays_usable(bundle: Bund
 
 
 def test_another_number_of_threads_is_refused_while_engines_live(bundle: Bundle) -> None:
-    from device_runner.engines.programs import open_chain
+    from device_runner.engines.opening import open_engines
 
-    programs = open_chain(bundle, engine="native")
+    programs = open_engines(bundle, engine="native")
     with pytest.raises(EngineError, match="this one asks for 7"):
-        open_chain(bundle, threads=7, engine="native")
+        open_engines(bundle, threads=7, engine="native")
     with pytest.raises(EngineError, match="threads is 0, must be at least 1"):
-        open_chain(bundle, threads=0, engine="native")
+        open_engines(bundle, threads=0, engine="native")
     assert programs.threads >= 1

@@ -286,7 +286,7 @@ def test_prompt_loses_its_beginning_and_keeps_bos(tokenizer: Tokenizer, contract
     assert "prompts cut at the beginning: 1 row (7)" in report.text()
     assert problems_of(data, tokenizer, contract(sequence_length=5), load_task("sst2")) == [
         "row 7: has a prompt of 8 tokens and 0 after it, the program takes 5: shorten it, "
-        "export a longer program, or set overflow to truncate"
+        "export with a larger --sequence-length, or set overflow to truncate"
     ]
 
 
@@ -306,30 +306,9 @@ def test_prompt_is_cut_alike_for_every_candidate(tokenizer: Tokenizer, contract:
 
 def test_candidates_are_never_cut(tokenizer: Tokenizer, contract: MakeContract) -> None:
     data = rows({"text": "a", "label": 0})
-    assert problems_of(data, tokenizer, contract(positions=1), LONG_WORDS, TRUNCATE) == [
-        "row 1: has a candidate of 2 tokens, the program has room for 1 target tokens: "
-        "export with --positions 2"
-    ]
     assert problems_of(data, tokenizer, contract(sequence_length=3), LONG_WORDS, TRUNCATE) == [
-        "row 1: has a candidate of 2 tokens, the program takes 3: export a longer program"
+        "row 1: has a candidate of 2 tokens, the program takes 3: export with a larger --sequence-length"
     ]
-    # Where a run chooses, every token but the first has room.
-    of_run = replace(contract(sequence_length=2, positions=1), by_run=True)
-    assert problems_of(data, tokenizer, of_run, LONG_WORDS, TRUNCATE) == [
-        "row 1: has a candidate of 2 tokens, the program takes 2: export a longer program"
-    ]
-
-
-def test_more_sequences_than_a_step_has(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    data = rows({"text": "a", "label": 0})
-    small = contract(batch_size=1)
-    assert problems_of(data, tokenizer, small, LONG_WORDS) == [
-        "row 1: has candidates of 2 sequences, a step of the program takes 1: "
-        "export with a larger batch size or more positions"
-    ]
-    assert len(build_examples(data, tokenizer, small, LONG_WORDS, training=False)[0]) == 1
-    # A run that chooses its batch can choose a larger one.
-    assert len(build_examples(data, tokenizer, replace(small, by_run=True), LONG_WORDS)[0]) == 1
 
 
 def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeContract) -> None:
@@ -337,7 +316,7 @@ def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeC
     small = contract(sequence_length=6, positions=3)
     assert problems_of(data, tokenizer, small) == [
         "row 1: has 12 tokens, 11 to learn; the program takes 6 and has room for 3 target tokens: "
-        "shorten it, export a longer program, or set overflow to truncate or split"
+        "shorten it, export with a larger --sequence-length, or set overflow to truncate or split"
     ]
     cut, report = build_examples(data, tokenizer, small, options=TRUNCATE)
     assert [show_sample(each, tokenizer) for each in cut] == ["row 1\n  <s>[the][ film][ was]"]
@@ -547,7 +526,7 @@ def test_rows_that_would_lose_more_target_tokens_than_allowed_are_refused(
     allowed = BuildOptions(overflow="truncate", max_dropped=0.05)
     with pytest.raises(DataError, match=r"would lose 8\d% of its target tokens") as caught:
         build_examples(rows(LONG), tokenizer, few, options=allowed)
-    assert "--overflow split" in caught.value.remedy and "--positions" in caught.value.remedy
+    assert "--overflow split" in caught.value.remedy and "--sequence-length" in caught.value.remedy
     for harmless in (replace(allowed, overflow="split"), replace(allowed, max_dropped=1.0), TRUNCATE):
         assert build_examples(rows(LONG), tokenizer, few, options=harmless)
 

@@ -12,10 +12,10 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from prge.bundle import PROGRAM, open_bundle
+from prge.bundle import open_bundle
 from prge.documents import DocumentError, parse_json
 from prge.journal import Journal
-from tests.bundles import make_bundle
+from tests.bundles import PROGRAM, make_bundle
 
 
 @pytest.mark.parametrize("way", sorted(set(damage.WAYS) - {"lines"}))

@@ -268,12 +268,12 @@ def test_a_damaged_weights_file_gives_an_error_and_no_abort(dynamic: Kind, tmp_p
     assert f"{path}: No such file" in caught.value.log
 
 
-def test_weights_of_another_kind_and_none_at_all_are_refused(
+def test_weights_of_another_kind_are_refused(
     make_kind: Callable[[str, bool], Kind], dynamic: Kind, tmp_path: Path
 ) -> None:
     program = Program(dynamic.program)
     other = make_kind("8da4w", True).weights[0]
-    for weights in (None, WeightsFile(other), WeightsFile(other, pack(dynamic, tmp_path)[0])):
+    for weights in (WeightsFile(other), WeightsFile(other, pack(dynamic, tmp_path)[0])):
         with pytest.raises(RefusedError) as caught:
             program.load("score", weights=weights)
         assert "flock" not in caught.value.log

@@ -1,4 +1,4 @@
-"""Every verb on a bundle with a chain, whose runs choose the estimator, the queries and the batch."""
+"""Every verb on a bundle whose runs choose the estimator, the queries and the batch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ CHOICES = 6
 
 
 @pytest.fixture(scope="module")
+def bundle(workshop: Path) -> Path:
+    return workshop / "bundle"
+
+
+@pytest.fixture(scope="module")
 def data(workshop: Path) -> list[object]:
     train, dev, task = (workshop / name for name in ("train.jsonl", "dev.jsonl", "task.yaml"))
     return ["--train", train, "--dev", dev, "--task", task]
 
 
 @pytest.fixture(scope="module")
-def runs(chain_bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(bundle: Path, data: list[object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A finished run of each estimator."""
     folder = tmp_path_factory.mktemp("chain runs")
     for name in ESTIMATORS:
         prge(
-            "run", "--bundle", chain_bundle, *data, "--out", folder / name, "--steps", 6, "--estimator", name,
+            "run", "--bundle", bundle, *data, "--out", folder / name, "--steps", 6, "--estimator", name,
             "--evaluate-every", 3, "--learning-rate", 0.01,
         )  # fmt: skip
     return {name: folder / name for name in ESTIMATORS}
@@ -53,9 +58,9 @@ def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("estimator", "rows"), [("tangent", 5), ("antithetic", 8), ("exact", 3)])
 def test_a_batch_has_room_for_all_candidates_of_a_row(
-    quiz: Path, chain_bundle: Path, tmp_path: Path, estimator: str, rows: int
+    quiz: Path, bundle: Path, tmp_path: Path, estimator: str, rows: int
 ) -> None:
-    words = ["--bundle", chain_bundle, "--task", quiz / "task.yaml"]
+    words = ["--bundle", bundle, "--task", quiz / "task.yaml"]
     trained = [*words, "--train", quiz / "rows.jsonl", "--steps", 2, "--estimator", estimator]
     prge("run", *trained, "--out", tmp_path / "run")
     summary = json.loads((tmp_path / "run/run.json").read_text())
@@ -64,27 +69,14 @@ def test_a_batch_has_room_for_all_candidates_of_a_row(
 
 
 def test_a_batch_that_is_too_small_is_told_before_a_run_begins(
-    quiz: Path, chain_bundle: Path, tmp_path: Path
+    quiz: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    words = ["--bundle", chain_bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl"]
+    words = ["--bundle", bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl"]
     done = prge("run", *words, "--out", tmp_path / "run", "--batch-size", 2, check=False)
     assert done.returncode == 2
     assert "row 1 has 6 sequences, batch_size is 2" in done.stderr
-    assert "run with --batch-size 6 or more" in done.stderr
+    assert "give --batch-size 6 or more" in done.stderr
     prge("run", *words, "--out", tmp_path / "run", "--batch-size", 6, "--steps", 1)
-
-
-@pytest.mark.parametrize(
-    "words", [["--lengths", 16], ["--keep-programs"], ["--trunk-cache-bytes", 0], ["--program-bytes", 1]]
-)
-def test_flags_of_whole_programs_are_refused(
-    chain_bundle: Path, data: list[object], tmp_path: Path, words: list[object]
-) -> None:
-    out = tmp_path / "run"
-    done = prge("run", "--bundle", chain_bundle, *data, "--out", out, *words, check=False)
-    assert done.returncode == 2
-    assert f"{words[0]} is for a bundle that was exported without --roles" in done.stderr
-    assert not out.exists()
 
 
 @pytest.mark.parametrize("other", ESTIMATORS)
@@ -109,11 +101,11 @@ def test_replay_makes_the_same_bits(runs: dict[str, Path], tmp_path: Path, name:
 
 
 def test_eval_repeats_an_evaluation_of_the_run_with_little_memory_too(
-    runs: dict[str, Path], chain_bundle: Path, workshop: Path, tmp_path: Path
+    runs: dict[str, Path], bundle: Path, workshop: Path, tmp_path: Path
 ) -> None:
-    words = ["--bundle", chain_bundle, "--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
+    words = ["--bundle", bundle, "--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
     adapter = ["--adapter", runs["exact"]]
-    held = max(path.stat().st_size for path in (chain_bundle / "weights").iterdir())
+    held = max(path.stat().st_size for path in (bundle / "weights").iterdir())
     prge("eval", *words, *adapter, "--json", tmp_path / "whole.json")
     prge("eval", *words, *adapter, "--json", tmp_path / "little.json", "--memory", held)
     whole, little = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "little.json"))
@@ -123,41 +115,26 @@ def test_eval_repeats_an_evaluation_of_the_run_with_little_memory_too(
     assert any(whole["loss"] == pytest.approx(loss, abs=1e-6) for loss in losses)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [(["--memory", 1], "--memory is 1 bytes"), (["--program-bytes", 1], "--program-bytes is for a bundle")],
-)
-def test_eval_refuses_what_a_chain_cant_do(
-    chain_bundle: Path, workshop: Path, words: list[object], told: str
-) -> None:
+def test_eval_refuses_a_bound_that_no_block_fits_into(bundle: Path, workshop: Path) -> None:
     data = ["--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
-    done = prge("eval", "--bundle", chain_bundle, *data, *words, check=False)
-    assert done.returncode == 2 and told in done.stderr
+    done = prge("eval", "--bundle", bundle, *data, "--memory", 1, check=False)
+    assert done.returncode == 2 and "--memory is 1 bytes" in done.stderr
 
 
-def test_a_probe_compares_differences_with_tangents(
-    chain_bundle: Path, workshop: Path, tmp_path: Path
-) -> None:
+def test_a_probe_compares_differences_with_tangents(bundle: Path, workshop: Path, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     words = ["--data", workshop / "train.jsonl", "--task", workshop / "task.yaml", "--json", out]
-    prge("probe", chain_bundle, *words, "--epsilons", 3e-3, 0.3, "--queries", 3, "--batch-size", 2)
+    prge("probe", bundle, *words, "--epsilons", 3e-3, 0.3, "--queries", 3, "--batch-size", 2)
     found = json.loads(out.read_text())
     assert (found["reference"], found["queries"], found["examples"]) == ("tangent", 3, 4 * 2)
     assert found["tangent_rows_per_scalar"] == pytest.approx(2 * (1 + 3) / 3)
     assert found["best"]["epsilon"] == 3e-3 and found["best"]["r"] > 0.999
 
 
-def test_a_probe_of_a_whole_program_has_its_own_queries(workshop: Path) -> None:
-    words = ["--data", workshop / "train.jsonl", "--task", workshop / "task.yaml", "--queries", 3]
-    done = prge("probe", workshop / "bundle", *words, check=False)
-    assert done.returncode == 2
-    assert "--queries is for a bundle that was exported with --roles" in done.stderr
-
-
-def test_inspect_shows_what_the_export_wrote(chain_bundle: Path) -> None:
-    report = json.loads(prge("inspect", chain_bundle, "--json").stdout)
+def test_inspect_shows_what_the_export_wrote(bundle: Path) -> None:
+    report = json.loads(prge("inspect", bundle, "--json").stdout)
     assert report["roles"] == list(ROLE_OF.values())
-    assert report["weights"]["bytes"] == sum(p.stat().st_size for p in (chain_bundle / "weights").iterdir())
+    assert report["weights"]["bytes"] == sum(p.stat().st_size for p in (bundle / "weights").iterdir())
     assert not report["unlisted_files"]
     assert not any(entry["problem"] for entry in report["files"].values())
 
@@ -176,21 +153,19 @@ def test_a_run_is_published(runs: dict[str, Path], tmp_path: Path, form: str) ->
         assert all(np.array_equal(published[name], array) for name, array in trained.items())
 
 
-def test_a_run_is_published_with_its_own_model_only(
-    runs: dict[str, Path], deep_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_published_with_its_own_model_only(runs: dict[str, Path], tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", "llama", rms_norm_eps=1e-3)
     words = ["--out", tmp_path / "out", "--format", "merged", "--model"]
     done = prge("publish", runs["exact"], *words, other, check=False)
     assert done.returncode == 2 and "its content is another" in done.stderr
-    prge("publish", runs["exact"], *words, deep_model)
+    prge("publish", runs["exact"], *words, workshop / "model")
 
 
 def test_a_baseline_takes_a_batch_with_room_for_all_candidates(
-    quiz: Path, chain_bundle: Path, deep_model: Path, tmp_path: Path
+    quiz: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    words = ["--bundle", chain_bundle, "--model", deep_model, "--method", "backprop-lora-fa"]
+    words = ["--bundle", bundle, "--model", workshop / "model", "--method", "backprop-lora-fa"]
     words += ["--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 2]
     prge("baseline", *words, "--out", tmp_path / "run")
     done = prge("baseline", *words, "--out", tmp_path / "small", "--batch-size", 2, check=False)
-    assert done.returncode == 2 and "run with --batch-size 6 or more" in done.stderr
+    assert done.returncode == 2 and "give --batch-size 6 or more" in done.stderr

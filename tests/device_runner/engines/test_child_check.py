@@ -1,0 +1,83 @@
+"""A program is tried in a forked child: whatever becomes of the child, the parent tells of it and goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from device_runner.engines import child_check
+from device_runner.engines.child_check import check_in_child
+from device_runner.engines.refusals import RefusedError
+from prge.errors import BundleError, EngineError, PrgeError
+from prge.run_folder import run_lock
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = Path("block.pte")
+
+
+def fails_with(error: BaseException) -> Callable[[], None]:
+    def attempt() -> None:
+        raise error
+
+    return attempt
+
+
+def dies_of(code: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), code)
+
+
+def test_a_child_that_comes_through_says_nothing() -> None:
+    check_in_child(PROGRAM, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "kind", "told"),
+    [
+        (fails_with(RefusedError("error 0x23", "", 0x23)), BundleError, "block.pte"),
+        (os.abort, BundleError, r"the engine aborts on this program \(SIGABRT\): block.pte"),
+        (dies_of(signal.SIGSEGV), BundleError, r"\(SIGSEGV\)"),
+        (dies_of(signal.SIGKILL), EngineError, r"SIGKILL.*\n.*not enough memory"),
+        (dies_of(signal.SIGTERM), EngineError, "was ended by SIGTERM"),
+        (fails_with(MemoryError()), EngineError, "not enough memory"),
+    ],
+)
+def test_what_becomes_of_a_child_is_told(
+    attempt: Callable[[], None], kind: type[PrgeError], told: str
+) -> None:
+    with pytest.raises(kind, match=told) as caught:
+        check_in_child(PROGRAM, attempt)
+    assert caught.value.remedy
+
+
+def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_check, "CHECK_SECONDS", 0.2)
+    with pytest.raises(BundleError, match="hangs"):
+        check_in_child(PROGRAM, lambda: time.sleep(60))
+
+
+def test_a_child_holds_no_lock_of_a_parent_that_was_killed(tmp_path: Path) -> None:
+    code = textwrap.dedent(f"""
+        import os, signal, time
+        from pathlib import Path
+        from device_runner.engines.child_check import check_in_child
+        from prge.run_folder import run_lock
+
+        def attempt():
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(20)
+
+        with run_lock(Path({str(tmp_path / "run")!r})):
+            check_in_child(Path("block.pte"), attempt)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with run_lock(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
