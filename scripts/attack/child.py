@@ -76,9 +76,9 @@ def import_verbs(workstation: bool = False) -> None:
 
         for found in pkgutil.walk_packages(server_export.__path__, "server_export."):
             importlib.import_module(found.name)
-    from device_runner.engines.native.engine import NativeEngine
+    from device_runner.engines.native import runtime
 
-    NativeEngine.prepare()
+    runtime.prepare()
 
 
 @dataclass

@@ -23,8 +23,8 @@ from outcome import Case, Verdict, command_line, judged
 from workshop import Bench
 
 LIMITS = Limits(seconds=300, processor_seconds=30, memory=1 << 30)
-_KINDS = ["tangent", "tangent", "tangent", "encoder", "trunk", "antithetic", "exact", "quantized"]
-_RUN_KINDS = ["tangent", "tangent", "encoder", "trunk"]
+_KINDS = ["decoder", "decoder", "encoder", "upper", "quantized"]
+_RUN_KINDS = ["decoder", "decoder", "encoder", "upper"]
 _FOREIGN = ["step-000004 (copy)", "step-000010-mine", "step-10", "notes"]
 
 
@@ -184,7 +184,9 @@ _OF_BUNDLE = (EVAL, EVAL, EVAL, BEGIN, INSPECT)
 
 TARGETS: list[tuple[int, Target]] = [
     (6, Target("bundle", "manifest.json", (*_OF_BUNDLE, RESUME), (damage.mutate_manifest,))),
-    (6, Target("bundle", "program.pte", (*_OF_BUNDLE, PROBE), tuple(map(_then_rehash_bundle, _BYTES)))),
+    (6, Target("bundle", "programs/*", (*_OF_BUNDLE, PROBE), tuple(map(_then_rehash_bundle, _BYTES)))),
+    (6, Target("bundle", "weights/*", (*_OF_BUNDLE, PROBE), tuple(map(_then_rehash_bundle, _BYTES)))),
+    (3, Target("bundle", "tables.safetensors", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _WEIGHTS)))),
     (2, Target("bundle", "adapter/adapter_config.json", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _JSON)))),
     (3, Target("bundle", "adapter/*.safetensors", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _WEIGHTS)))),
     (4, Target("bundle", "tokenizer/tokenizer.json", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _JSON)))),

@@ -95,7 +95,7 @@ def _write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def _run(workshop: Workshop, folder: Path, *more: object, kind: str = "tangent") -> list[object]:
+def _run(workshop: Workshop, folder: Path, *more: object, kind: str = "decoder") -> list[object]:
     words = [
         "run",
         "--bundle",
@@ -110,7 +110,7 @@ def _run(workshop: Workshop, folder: Path, *more: object, kind: str = "tangent")
     return [*words, "--out", folder / "out", *more]
 
 
-def _eval(workshop: Workshop, *more: object, kind: str = "tangent") -> list[object]:
+def _eval(workshop: Workshop, *more: object, kind: str = "decoder") -> list[object]:
     words = [
         "eval",
         "--bundle",
@@ -173,7 +173,7 @@ def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
     bounds = _SOON
     label = f"{where}: {kind}"
     if where.endswith("json"):
-        adapter = Path(shutil.copytree(workshop.bundle("tangent") / "adapter", folder / "adapter"))
+        adapter = Path(shutil.copytree(workshop.bundle("decoder") / "adapter", folder / "adapter"))
         _write(adapter / where, content)
         return Input(label, _eval(workshop, "--adapter", adapter), bounds=bounds)
     path = _write(folder / "bad.yaml", content)
@@ -232,7 +232,7 @@ TEMPLATES: dict[str, str] = {
 def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A bundle whose chat template is hostile, and whose hashes fit."""
     kind, source = random.choice(list(TEMPLATES.items()))
-    bundle = Path(shutil.copytree(workshop.bundle("tangent"), folder / "bundle"))
+    bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
     _write(bundle / "tokenizer" / "chat_template.jinja", source)
     damage.rehash_bundle(bundle)
     words = ["eval", "--bundle", bundle, "--data", workshop.folder / "chat.jsonl", "--threads", 1]
@@ -260,11 +260,10 @@ def _manifest(workshop: Workshop, random: Random, folder: Path) -> Input:
     kind = random.choice(workshop.kinds)
     bundle = Path(shutil.copytree(workshop.bundle(kind), folder / "bundle"))
     manifest = json.loads((bundle / "manifest.json").read_text())
-    blocks = [manifest[name] for name in ("contract", "score", "trunk", "tokenizer") if manifest.get(name)]
-    block = random.choice([*blocks, *blocks[0].get("modules", [])])
-    names = [name for name, value in block.items() if type(value) is int]
-    if not names:
-        names, block = ["batch_size"], blocks[0]
+    chain = manifest["chain"]
+    parts = [part for name in ("modules", "tables", "blocks") for part in chain[name]]
+    block = random.choice([chain, chain["bounds"], manifest["tokenizer"], random.choice(parts)])
+    names = [name for name, value in block.items() if type(value) is int] or ["batch"]
     name = random.choice(names)
     block[name] = random.choice([10**12, 2**31, 2**63, 10**18, -1, -(10**12)])
     _write(bundle / "manifest.json", json.dumps(manifest))
@@ -274,18 +273,18 @@ def _manifest(workshop: Workshop, random: Random, folder: Path) -> Input:
     if verb != "inspect":
         words = _run(workshop, folder) if verb == "run" else _eval(workshop)
         words[2] = bundle
-    # Some numbers are said and not used, such as the vocabulary's size of a trunk.
+    # Some numbers are said and not used, such as a window that is longer than all rows.
     return Input(f"manifest: {name}", words, "end", bounds=_SOON)
 
 
 _VERBS: dict[str, tuple[type[Any], Callable[[Workshop, Path], list[object]]]] = {
     "run": (RunSettings, _run),
     "eval": (EvaluateSettings, lambda workshop, _: _eval(workshop)),
-    "inspect": (InspectSettings, lambda workshop, _: ["inspect", workshop.bundle("tangent")]),
+    "inspect": (InspectSettings, lambda workshop, _: ["inspect", workshop.bundle("decoder")]),
     "probe": (
         ProbeSettings,
         lambda workshop, _: [
-            *("probe", "--bundle", workshop.bundle("tangent"), "--data", workshop.folder / "dev.jsonl"),
+            *("probe", "--bundle", workshop.bundle("decoder"), "--data", workshop.folder / "dev.jsonl"),
             *("--task", workshop.folder / "task.yaml", "--batches", 1, "--epsilons", "0.01", "--threads", 1),
         ],
     ),
@@ -352,7 +351,7 @@ def _bounds(workshop: Workshop, random: Random, folder: Path) -> Input:
     ]
     choices += ["--head-folds 1000000000", "--learning-rate inf", "--learning-rate nan", "--epsilon 0"]
     choices += [f"--steps {_DIGITS}", "--divergence-ratio nan", "--clip inf", "--queries 1000000000"]
-    choices += ["--lengths 0", "--lengths 1000000000000", "--warmup 1000000000"]
+    choices += ["--batch-size 0", "--copies 1000000000000", "--warmup 1000000000"]
     chosen = random.choice(choices)
     words = _run(workshop, folder, *chosen.split())
     return Input(f"bounds: {chosen[:40]}", words, bounds=_SOON)

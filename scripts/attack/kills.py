@@ -26,24 +26,31 @@ _STOPPED = 130
 _TORCH = ["--engine", "torch"]
 
 # For each kind of bundle, settings of which one is drawn.
+_DIFFERENCES = [
+    ["--estimator", "antithetic"],
+    ["--estimator", "antithetic", "--copies", "3"],
+    ["--estimator", "one-sided"],
+    ["--estimator", "one-sided", "--baseline", "leave-one-out"],
+    ["--estimator", "one-sided", "--normalize"],
+    ["--estimator", "antithetic", "--directions", "gaussian"],
+]
+_TANGENTS = [[], ["--share-directions"], ["--clip", "1"], ["--calls", "2"], ["--queries", "9"]]
+_EXACT = [["--estimator", "exact", *more] for more in ([], ["--clip", "1"], ["--calls", "2"])]
+_KEPT = ["--trunk-cache-bytes", "1000000"]
 _OF_KIND: dict[str, list[list[str]]] = {
-    "tangent": [[], ["--share-directions"], ["--clip", "1"], ["--keep-programs"], ["--calls", "2"]],
-    "antithetic": [
-        [],
-        ["--estimator", "one-sided"],
-        ["--estimator", "one-sided", "--baseline", "leave-one-out"],
-        ["--estimator", "one-sided", "--normalize"],
-        ["--directions", "gaussian"],
+    "decoder": [*_TANGENTS, *_DIFFERENCES, *_EXACT, ["--memory", "400000"]],
+    "quantized": [[], *_EXACT, ["--memory", "400000"]],
+    "upper": [
+        _KEPT,
+        [*_KEPT, "--trunk-cache-dtype", "float16"],
+        [*_KEPT, "--estimator", "exact"],
+        ["--trunk-cache-bytes", "10000", "--estimator", "antithetic"],
     ],
-    "exact": [[], ["--clip", "1"], ["--calls", "2"]],
-    "quantized": [[], ["--keep-programs"]],
-    "trunk": [
-        [],
-        ["--trunk-cache-bytes", "0"],
-        ["--trunk-cache-dtype", "float16"],
-        ["--lengths", "12", "32"],
+    "encoder": [
+        ["--head-folds", "4"],
+        ["--head-folds", "0", "--estimator", "exact"],
+        ["--head-learning-rate", "0.01"],
     ],
-    "encoder": [["--head-folds", "4"], ["--head-folds", "0"], ["--head-learning-rate", "0.01"]],
 }
 _OF_ALL: list[list[list[str]]] = [
     [["--optimizer", "adam"], ["--optimizer", "momentum"], ["--optimizer", "sgd"]],
@@ -64,7 +71,7 @@ def attack_a_run(bench: Bench, random: Random, folder: Path) -> tuple[list[Case]
 
 def attack_a_run_with_torch(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """The same on the engine that takes torch."""
-    kind = random.choice(["tangent", "antithetic", "exact", "encoder"])
+    kind = random.choice(["decoder", "quantized", "encoder"])
     name, words = f"run with torch: {kind}", [*_run_words(bench.workshop, kind, random), *_TORCH]
     return _attacked(name, words, random, folder)
 
@@ -75,7 +82,7 @@ def attack_a_baseline(bench: Bench, random: Random, folder: Path) -> tuple[list[
         random.choice(["backprop-lora-fa", "backprop-lora", "backprop-full", "mezo", "far", "tinytl-biases"]),
         bench.workshop,
     )
-    words = ["baseline", "--bundle", workshop.bundle("tangent"), "--model", workshop.model("llama")]
+    words = ["baseline", "--bundle", workshop.bundle("decoder"), "--model", workshop.model("llama")]
     words += ["--method", method, *workshop.rows, "--steps", random.choice(["6", "12"]), "--threads", "1"]
     words += ["--learning-rate", "0.001", "--evaluate-every", "3", "--checkpoint-every", "2", "--quiet"]
     return _attacked(f"baseline: {method}", list(map(str, words)), random, folder)

@@ -81,13 +81,22 @@ def _damaged(path: Path, random: Random) -> str:
 
 
 def _verbs(bench: Bench, model: Path, folder: Path) -> list[tuple[str, list[object]]]:
-    export = ["export", "--model", model, "--target-modules", "all-linear", *KINDS["tangent"][1]]
-    publish = ["publish", bench.original("tangent", "finished"), "--bundle", bench.workshop.bundle("tangent")]
+    export = [
+        "export",
+        "--model",
+        model,
+        "--target-modules",
+        "all-linear",
+        *KINDS["decoder"][1],
+        "--roles",
+        "stack",
+    ]
+    publish = ["publish", bench.original("decoder", "finished"), "--bundle", bench.workshop.bundle("decoder")]
     publish += ["--model", model, "--format", "merged"]
     baseline = [
         "baseline",
         "--bundle",
-        bench.workshop.bundle("tangent"),
+        bench.workshop.bundle("decoder"),
         "--model",
         model,
         *bench.workshop.rows,
@@ -118,10 +127,17 @@ def _expected(bench: Bench, random: Random, verb: str) -> object:
 def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """An export or a publication that is killed leaves nothing or all of it, and can be done again."""
     counts: Counter[str] = Counter(runs=1)
-    finished, bundle = bench.original("tangent", "finished"), bench.workshop.bundle("tangent")
+    finished, bundle = bench.original("decoder", "finished"), bench.workshop.bundle("decoder")
     publish = ["publish", finished, "--bundle", bundle, "--model", bench.workshop.model("llama")]
     calls: dict[str, list[object]] = {
-        "export": ["export", "--model", bench.workshop.model("llama"), *KINDS["tangent"][1]],
+        "export": [
+            "export",
+            "--model",
+            bench.workshop.model("llama"),
+            *KINDS["decoder"][1],
+            "--roles",
+            "stack",
+        ],
         "publish peft": [*publish, "--format", "peft"],
         "publish merged": [*publish, "--format", "merged"],
         "publish program": [*publish, "--format", "program"],

@@ -153,7 +153,9 @@ def test_a_run_is_published(runs: dict[str, Path], tmp_path: Path, form: str) ->
         assert all(np.array_equal(published[name], array) for name, array in trained.items())
 
 
-def test_a_run_is_published_with_its_own_model_only(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_is_published_with_its_own_model_only(
+    runs: dict[str, Path], workshop: Path, tmp_path: Path
+) -> None:
     other = save_model(tmp_path / "other", "llama", rms_norm_eps=1e-3)
     words = ["--out", tmp_path / "out", "--format", "merged", "--model"]
     done = prge("publish", runs["exact"], *words, other, check=False)
@@ -162,7 +164,7 @@ def test_a_run_is_published_with_its_own_model_only(runs: dict[str, Path], tmp_p
 
 
 def test_a_baseline_takes_a_batch_with_room_for_all_candidates(
-    quiz: Path, bundle: Path, tmp_path: Path
+    quiz: Path, workshop: Path, bundle: Path, tmp_path: Path
 ) -> None:
     words = ["--bundle", bundle, "--model", workshop / "model", "--method", "backprop-lora-fa"]
     words += ["--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 2]

@@ -87,6 +87,7 @@ def run_words(phone: Path, stack_bundle: Path) -> list[object]:
     """Words of a short `prge android run`, but for its name."""
     return [
         "--folder", phone, "--bundle", stack_bundle, "--train", DEMO / "train.jsonl", "--dev",
-        DEMO / "dev.jsonl", "--dev-limit", 20, "--queries", 2, "--batch-size", 2, "--task", DEMO / "task.yaml", "--steps", 20, "--threads", 1,
+        DEMO / "dev.jsonl", "--dev-limit", 20, "--task", DEMO / "task.yaml", "--steps", 20, "--threads", 1,
+        "--queries", 2, "--batch-size", 2,
         "--evaluate-every", 10, "--select", "loss", "--checkpoint-every", 10, "--learning-rate", 0.01,
     ]  # fmt: skip

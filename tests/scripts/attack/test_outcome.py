@@ -34,9 +34,9 @@ def test_verdicts(ended: Ended, verdict: Verdict | None) -> None:
 def test_a_report_counts_files_and_kills_and_names_what_failed() -> None:
     report = Report(seed=3, minutes=1.0)
     cases = [
-        Case("eval: program.pte, cut", Verdict.REFUSED, part="files", number=4),
+        Case("eval: programs, cut", Verdict.REFUSED, part="files", number=4),
         Case(
-            "eval: program.pte, one bit", Verdict.SILENT, "prge eval", "loss 1", part="model_files", number=5
+            "eval: programs, one bit", Verdict.SILENT, "prge eval", "loss 1", part="model_files", number=5
         ),
         Case("run: encoder", Verdict.DIFFERENT, part="kills", number=6),
     ]

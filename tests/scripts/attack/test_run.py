@@ -25,7 +25,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("part", "cases"), [("kills", 1), ("files", 40), ("inputs", 20)])
 def test_nothing_fails(work: Path, part: str, cases: int) -> None:
-    words = ["--work", work, "--kinds", "tangent", "--only", part, "--cases", cases, "--processes", 1]
+    words = ["--work", work, "--kinds", "decoder", "--only", part, "--cases", cases, "--processes", 1]
     command = [
         sys.executable,
         "scripts/attack/run.py",
