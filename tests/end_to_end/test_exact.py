@@ -19,7 +19,7 @@ def words_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[o
     return [
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
         "--task", workshop / "task.yaml", "--out", out, "--steps", steps, "--evaluate-every", 20,
-        "--checkpoint-every", 15, "--learning-rate", 0.02, "--threads", 1, "--estimator", "exact",
+        "--checkpoint-every", 15, "--learning-rate", 0.005, "--threads", 1, "--estimator", "exact",
     ]  # fmt: skip
 
 

@@ -35,4 +35,4 @@ def test_small_steps_agree_where_there_are_no_tangents(
 ) -> None:
     found = probed(upper_bundle, workshop, tmp_path / "found.json")
     assert (found["best"]["epsilon"], found["reference"]) == (3e-3, "neighbour")
-    assert found["best"]["r"] > 0.999 and found["best"]["r_between"] > 0.99
+    assert found["best"]["r"] > 0.99 and found["best"]["r_between"] > 0.9

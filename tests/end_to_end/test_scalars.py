@@ -74,9 +74,9 @@ def test_small_differences_are_the_gradient_along_their_directions(
     directions = Directions("rademacher", 1, 0, len(exact))
     expected = [directions(query) @ exact for query in range(QUERIES)]
     engine = engines[str(2 * QUERIES)]
-    found = Differences(Antithetic(QUERIES, 3e-3)).measure(engine, step_of(engine, rows)).scalars
-    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-3)
-    assert np.abs(expected).min() > 0.02
+    found = Differences(Antithetic(QUERIES, 1e-3)).measure(engine, step_of(engine, rows)).scalars
+    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=5e-3)
+    assert np.abs(expected).max() > 0.3
 
 
 @pytest.mark.parametrize("rows", ROWS)
