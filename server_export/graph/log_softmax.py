@@ -4,7 +4,7 @@
 
 PyTorch computes it by its log-softmax, and differentiates that. A traced graph keeps it whole, so that what
 is made of the graph has a short form of it and needn't look for it: tangents (derive/tangent/rules.py), a
-backward pass (`GatherLogSoftmax`), operators of the engine (`engine_form`).
+backward pass (`GatherLogSoftmax`), operators of the engine (core.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
-
-from server_export.graph.writing import Writer
 
 aten = torch.ops.aten
 
-_LEAST_PROBABILITY = torch.finfo(torch.float32).tiny
+LEAST_PROBABILITY = torch.finfo(torch.float32).tiny
 
 torch.library.define("prge::gather_log_softmax", "(Tensor logits, Tensor index) -> Tensor")
 
@@ -31,36 +28,17 @@ def _by_pytorch(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 GATHER_LOG_SOFTMAX = torch.ops.prge.gather_log_softmax.default
 
 
-def engine_form(logits: Any, index: Any) -> Any:
-    """The same of tensors or of `torch.fx.Proxy`, looked up before the logarithm is taken.
-
-    XNNPACK has a softmax, but no log-softmax, and a portable kernel takes as long for the vocabulary as many
-    layers take. Log-probabilities end at that of the least normal float, -87.3.
-    """
-    return _looked_up(aten._softmax.default(logits, -1, False), index)
-
-
-def _looked_up(probabilities: Any, index: Any) -> Any:
-    chosen = aten.gather.default(probabilities, -1, index)
-    return aten.log.default(aten.clamp.default(chosen, _LEAST_PROBABILITY))
-
-
-def engine_form_of(writer: Writer, node: Node, logits: Node, index: Node) -> Node:
-    """A rule that writes `engine_form` in the place of a node."""
-    probabilities = writer.call(aten._softmax.default, logits, -1, False)
-    chosen = writer.call(aten.gather.default, probabilities, -1, index)
-    return writer.call(aten.log.default, writer.call(aten.clamp.default, chosen, _LEAST_PROBABILITY))
-
-
 class GatherLogSoftmax(torch.autograd.Function):
     """The same with a backward pass that adds the slopes of what was chosen at their places."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, index: torch.Tensor) -> Any:
-        """See `engine_form`."""
+        """Looked up before the logarithm is taken, which ends at that of the least normal float, -87.3."""
         probabilities = aten._softmax.default(logits, -1, False)
         ctx.save_for_backward(probabilities, index)
-        return _looked_up(probabilities, index)
+        return aten.log.default(
+            aten.clamp.default(aten.gather.default(probabilities, -1, index), LEAST_PROBABILITY)
+        )
 
     @staticmethod
     def backward(ctx: Any, slopes: torch.Tensor) -> Any:

@@ -19,9 +19,9 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from prge.chain import BACK, GRADIENT, LORA_B, STACK, TABLE, TANGENT, Bounds, Interface
-from server_export.derive.backprop.joint import SLOPE, backpropagate_block
+from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
-from server_export.derive.tangent.transform import Dense, RankOne, differentiate_block
+from server_export.derive.tangent.transform import Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
 from server_export.graph.modules import attribute, copied
@@ -103,11 +103,9 @@ def role_graphs(
         graphs[STACK] = graph_module
     if TANGENT in roles:
         seeds: dict[str, Any] = {STATE: Dense(), **dict.fromkeys(adapter, RankOne(BATCH))}
-        graphs[TANGENT] = differentiate_block(copied(one_copy), seeds, QUERIES, TOKENS)
+        graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, TOKENS)
     if BACK in roles:
-        graphs[BACK] = backpropagate_block(
-            copied(one_copy), [STATE, *adapter], adapter, TOKENS, returns_answer=is_head
-        )
+        graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], adapter, TOKENS, returns_answer=is_head)
     graphs = {role: copied(graph) for role, graph in graphs.items()}
     for graph in graphs.values():
         fill_in_values(graph)

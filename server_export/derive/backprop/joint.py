@@ -1,18 +1,18 @@
-"""The transformation: a graph in, one out that goes through it and back.
+"""The transformation: a block's graph in, one out that goes through it and back.
 
     forward    the graph as it is
-    slope      of a loss by the answer: an input of a block, of a whole program made from what describes the
-               loss (loss.py)
+    slope      of a loss by the answer: an input
     backward   what torch.autograd writes while it is traced, from the answer down to the lowest adapter
 
-Autograd follows nothing that no adapter reaches: what lies below the first adapted layer has no backward
-pass, and a frozen weight no gradient. That a training step can be compiled ahead of time into one graph is
-PockEngine's idea (Zhu et al., arXiv 2310.17752); here the graph is one that an engine for inference runs.
+Autograd follows nothing that leads to no wanted input: what lies below the first adapted layer has no
+backward pass, and a frozen weight no gradient. That a training step can be compiled ahead of time into one
+graph is PockEngine's idea (Zhu et al., arXiv 2310.17752); here the graph is one that an engine for inference
+runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +31,12 @@ from server_export.graph.writing import apply_rules
 
 # What autograd goes through instead of an operator.
 _WITH_A_BACKWARD_PASS = {GATHER_LOG_SOFTMAX: GatherLogSoftmax.apply}
-_REMEDY = "export with --estimator tangent, and please report it with the name of the model"
+_REMEDY = "leave back out of --roles, and please report it with the name of the model"
 
 SLOPE = "slope"
 
-Tensors = dict[str, torch.Tensor]
 
-
-def backpropagate_block(
+def backpropagate(
     graph_module: GraphModule,
     wanted: Sequence[str],
     adapter: Sequence[str],
@@ -67,106 +65,76 @@ def backpropagate_block(
     Raises:
         BundleError: the answer doesn't depend on what is wanted, or an operator has no derivative.
     """
-    placeholders = _placeholders(graph_module)
-    known = {str(node.target): node.meta["val"] for node in placeholders}
-    (output,) = (node for node in graph_module.graph.nodes if node.op == "output")
-    shapes = {name: (tuple(value.shape), value.dtype) for name, value in known.items() if name not in adapter}
-    shapes[ONES] = ((1, tokens, 1), torch.float32)
-    shapes |= {name: (tuple(known[name].shape[1:]), known[name].dtype) for name in adapter}
-    shapes[SLOPE] = (tuple(output.args[0][0].meta["val"].shape), torch.float32)
-    inputs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
-    result = _there_and_back(
-        copied(graph_module),
-        inputs,
-        {name: name for name in wanted},
-        lambda _, given: given[SLOPE],
-        returns_answer=returns_answer,
-    )
-    for node in _placeholders(result):
-        if node.target == ONES and not node.users:
-            result.graph.erase_node(node)
-    result.recompile()
-    return result
-
-
-def _there_and_back(
-    graph_module: GraphModule,
-    inputs: Tensors,
-    wanted: Mapping[str, str],
-    slopes: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor],
-    *,
-    returns_answer: bool,
-) -> GraphModule:
-    """The graph with its backward pass.
-
-    Args:
-        graph_module: the forward pass; it is changed.
-        inputs: of the result in order, without memory.
-        wanted: inputs whose slopes are returned, and what people call them.
-        slopes: the loss's derivative by the answer, from it and the inputs.
-        returns_answer: whether the answer is returned too, before the slopes.
-    """
+    graph_module = copied(graph_module)
+    inputs = _inputs(graph_module, adapter, tokens)
     layers = replace_layers(graph_module)
-    constants = {str(node.target): node for node in graph_module.graph.nodes if node.op == "get_attr"}
+    known = [str(node.target) for node in graph_module.graph.find_nodes(op="placeholder")]
+    constants = list(dict.fromkeys(str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")))
     tensors = [attribute(graph_module, name).detach().to("meta") for name in constants]
 
     def joint(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tensors_of = dict(zip(constants, arguments[: len(constants)], strict=True))
+        tensors_of = dict(zip(constants, arguments, strict=False))
         given = dict(zip(inputs, arguments[len(constants) :], strict=True))
         given |= {name: given[name].detach().requires_grad_() for name in wanted}
-        values: dict[Node, Any] = {
-            node: _of_shape(given[str(node.target)], node.meta["val"].shape)
-            for node in _placeholders(graph_module)
-        }
-        answer = _run(graph_module.graph, values, tensors_of)
-        slope = slopes(answer.detach(), given)
-        found = torch.autograd.grad(answer, [given[name] for name in wanted], slope, allow_unused=True)
+        values = {name: given[name].unsqueeze(0) if name in adapter else given[name] for name in known}
+        answer = _run(graph_module.graph, values | tensors_of)
+        found = torch.autograd.grad(answer, [given[name] for name in wanted], given[SLOPE], allow_unused=True)
         _check_used(wanted, found)
         return (answer, *found) if returns_answer else found
 
     with told_as_bundle_error("the program has no backward pass", _REMEDY), torch.enable_grad():
         traced = make_fx(joint)(*tensors, *inputs.values())
-    result = _rebuilt(graph_module, traced.graph, list(constants), list(inputs), layers)
+    result = _rebuilt(graph_module, traced.graph, constants, list(inputs), layers)
     fill_in_values(result)
     apply_rules(result, RULES)
     rewrite(result)
+    for node in result.graph.find_nodes(op="placeholder", target=ONES):
+        if not node.users:
+            result.graph.erase_node(node)
+    result.recompile()
     return result
 
 
-def _placeholders(graph_module: GraphModule) -> list[Node]:
-    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+def _inputs(graph_module: GraphModule, adapter: Sequence[str], tokens: int) -> dict[str, torch.Tensor]:
+    """Inputs of the result in order, without memory."""
+    known = {str(node.target): node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")}
+    (answer,) = graph_module.graph.output_node().args[0]
+    inputs = {
+        name: torch.empty_like(value, device="meta") for name, value in known.items() if name not in adapter
+    }
+    inputs[ONES] = torch.empty(1, tokens, 1, device="meta")
+    inputs |= {
+        name: torch.empty(known[name].shape[1:], dtype=known[name].dtype, device="meta") for name in adapter
+    }
+    inputs[SLOPE] = torch.empty(answer.meta["val"].shape, device="meta")
+    return inputs
 
 
-def _of_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    return tensor if tensor.shape == shape else tensor.reshape(shape)
-
-
-def _run(graph: Graph, values: dict[Node, Any], constants: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The graph's answer; what it doesn't depend on isn't computed."""
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    needed, ahead = set[Node](), [output]
-    while ahead:
-        node = ahead.pop()
-        if node not in needed:
-            needed.add(node)
-            ahead.extend(node.all_input_nodes)
+def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The graph's answer of inputs and constants by name; what it doesn't depend on isn't computed."""
+    output = graph.output_node()
+    needed = {output}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    values: dict[Node, Any] = {}
     for node in graph.nodes:
-        if node in needed and str(node.target).startswith("torchao."):
-            # Autograd would go through it, and find the slope of rounding: 0.
-            raise BundleError(f"the quantized operator {node.target} is in no layer", remedy=_REMEDY)
-        if node.op == "get_attr":
-            values[node] = constants[str(node.target)]
-        elif node.op == "call_function" and node in needed:
+        if node.op in ("placeholder", "get_attr"):
+            values[node] = given[str(node.target)]
+        elif node in needed and node is not output:
+            if str(node.target).startswith("torchao."):
+                # Autograd would go through it, and find the slope of rounding: 0.
+                raise BundleError(f"the quantized operator {node.target} is in no layer", remedy=_REMEDY)
             arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
-            target = _WITH_A_BACKWARD_PASS.get(node.target, node.target)
+            target: Any = _WITH_A_BACKWARD_PASS.get(node.target, node.target)
             values[node] = target(*arguments, **named)
     (answer,) = output.args[0]
     result: torch.Tensor = values[answer]
     return result
 
 
-def _check_used(wanted: Mapping[str, str], slopes: Sequence[torch.Tensor | None]) -> None:
-    unused = [name for name, slope in zip(wanted.values(), slopes, strict=True) if slope is None]
+def _check_used(wanted: Sequence[str], slopes: Sequence[torch.Tensor | None]) -> None:
+    unused = [name for name, slope in zip(wanted, slopes, strict=True) if slope is None]
     if unused:
         raise BundleError(
             f"the program's output doesn't depend on {', '.join(unused)}",
@@ -189,18 +157,15 @@ def _rebuilt(
                 attributes[name] = graph.get_attr(name)
         return attributes[name]
 
-    placeholders = [node for node in traced.nodes if node.op == "placeholder"]
+    placeholders = traced.find_nodes(op="placeholder")
     for node, name in zip(placeholders[len(constants) :], inputs, strict=True):
-        copies[node] = graph.placeholder(name.replace(".", "_"))
+        copies[node] = graph.placeholder(name)
         copies[node].meta["val"] = node.meta["val"]
     for node, name in zip(placeholders, constants, strict=False):
         copies[node] = constant(name)
     for node in traced.nodes:
         if node.op == "get_attr":
-            raise BundleError(
-                f"the backward pass of the program holds an unexpected constant {node.target}",
-                remedy=_REMEDY,
-            )
+            raise BundleError(f"the backward pass holds an unexpected constant {node.target}", remedy=_REMEDY)
         if node.op == "output":
             graph.output(tuple(map_arg(tuple(node.args[0]), copies.__getitem__)))
         elif node.op != "placeholder":

@@ -1,4 +1,4 @@
-"""The transformation: a graph and its differentiated inputs in, the same graph with tangents out.
+"""The transformation: a block's graph and its differentiated inputs in, the same with tangents out.
 
 Values that don't depend on a differentiated input are computed once, as before; every other one becomes a
 dual. This is forward-mode differentiation with several directions (Griewank and Walther, "Evaluating
@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import BundleError
 from server_export.derive.tangent.builder import Builder
-from server_export.derive.tangent.dual import Dual, Parts
+from server_export.derive.tangent.dual import Dual
 from server_export.derive.tangent.rules import RULES, Factors, Value
 from server_export.graph.modules import as_module
 
@@ -41,61 +41,41 @@ Seed = Dense | RankOne
 ONES = "ones"
 
 
-def differentiate(graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int) -> GraphModule:
-    """Make a graph that computes its answer and the answer's derivatives along several directions.
-
-    A layer's adapter that is shared by 8 rows, with two directions for each of them:
-
-        graph = differentiate(graph_module, {"b_layer": RankOne(rows=8)}, queries=2)
-        answer, tangents = graph(tokens, b_layer, u_b_layer, v_b_layer)
-
-    Args:
-        graph_module: rewritten, its nodes carry `meta["val"]`; it has one output. Its constants are shared.
-        seeds: by placeholder name, which inputs are differentiated. Their tangents become inputs after all
-            others, in this order.
-        queries: tangents of every value.
-
-    Returns:
-        A module that returns the output [...] and its tangents [queries, ...].
-
-    Raises:
-        BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.
-    """
-    graph = Graph()
-    copies = {node: graph.placeholder(str(node.target)) for node in _placeholders(graph_module)}
-    answer = _differentiated(Builder(graph_module, graph, queries), copies, seeds)
-    graph.output((answer.builder.reshape(answer.primal, *answer.shape), answer.tangents))
-    graph.eliminate_dead_code()
-    return as_module(graph_module, graph)
-
-
-def differentiate_block(
+def differentiate(
     graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int, tokens: int
 ) -> GraphModule:
-    """Make a graph that computes a block's answer and its derivatives, for any number of queries.
+    """Make a graph that computes a block's answer and the answer's derivatives along several directions.
+
+        graph = differentiate(block, {"state": Dense(), "lora_b": RankOne(rows=8)}, queries=2, tokens=128)
+        state, tangents = graph(state, table, ones, lora_b, d_state, u_lora_b, v_lora_b)
 
     No constant of it has a shape that depends on rows, tokens or queries, if these differ from all widths.
 
     Args:
-        graph_module: as for `differentiate`; its last inputs are the adapter's.
-        seeds: as for `differentiate`.
+        graph_module: rewritten, its nodes carry `meta["val"]`; it has one output, and its last inputs are the
+            adapter's. Its constants are shared.
+        seeds: by placeholder name, which inputs are differentiated. Their tangents become inputs after all
+            others, in the order of the graph.
         queries: tangents of every value.
         tokens: of a row; states of a decoder's head. No constant is as long as this.
 
     Returns:
         A module that returns the output [...] and its tangents [queries, ...]. It takes `ones` f32
         [1, tokens, 1] before the adapter, unless nothing reads it. Its inputs alone carry `meta["val"]`.
+
+    Raises:
+        BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.
     """
     graph = Graph()
-    placeholders = _placeholders(graph_module)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
     adapter = [node for node in placeholders if isinstance(seeds.get(str(node.target)), RankOne)]
-    tables = [node for node in placeholders if node not in adapter]
-    copies = {node: graph.node_copy(node) for node in tables}
+    copies = {node: graph.node_copy(node) for node in placeholders if node not in adapter}
     like = next(node for node in placeholders if str(node.target) in seeds)
     ones = _input(graph, ONES, like, 1, tokens, 1)
     copies |= {node: _input(graph, str(node.target), node, *node.meta["val"].shape[1:]) for node in adapter}
-    answer = _differentiated(Builder(graph_module, graph, queries, ones, tokens), copies, seeds)
-    graph.output((answer.builder.reshape(answer.primal, *answer.shape), answer.tangents))
+    builder = Builder(graph_module, graph, queries, ones)
+    answer = _differentiated(builder, copies, seeds)
+    graph.output((builder.reshape(answer.primal, *answer.shape), answer.tangents))
     graph.eliminate_dead_code()
     if not ones.users:
         graph.erase_node(ones)
@@ -105,7 +85,7 @@ def differentiate_block(
 def _differentiated(builder: Builder, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]) -> Dual:
     """Write a graph with tangents; returns its answer. `copies` are the new graph's inputs."""
     graph, values = builder.graph, dict[Node, Value]()
-    for node in _placeholders(builder.graph_module):
+    for node in builder.graph_module.graph.find_nodes(op="placeholder"):
         seed = seeds.get(str(node.target))
         values[node] = copies[node] if seed is None else _seeded(builder, node, copies[node], seed)
     for node in builder.graph_module.graph.nodes:
@@ -120,15 +100,11 @@ def _differentiated(builder: Builder, copies: Mapping[Node, Node], seeds: Mappin
     raise AssertionError("a graph ends with its output")
 
 
-def _placeholders(graph_module: GraphModule) -> list[Node]:
-    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-
-
 def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
     name, shape = str(node.target), tuple(node.meta["val"].shape)
     if isinstance(seed, Dense):
         tangents = _input(builder.graph, f"d_{name}", node, builder.queries, *shape)
-        return Parts(builder, shape, builder.reshape(copy, 1, *shape), tangents)
+        return Dual(builder, shape, builder.reshape(copy, 1, *shape), tangents)
     builder.know_shape(copy, *shape[1:])
     u, v = (
         _input(builder.graph, f"{factor}_{name}", node, builder.queries, seed.rows, width)
@@ -156,7 +132,7 @@ def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> V
         pass
     raise BundleError(
         f"the operator {node.target} in {_origin(node)} has no forward-mode derivative here",
-        remedy="export with --estimator antithetic, and please report it with the name of the model",
+        remedy="leave tangent out of --roles, and please report it with the name of the model",
     )
 
 

@@ -1,26 +1,22 @@
-"""Graphs with tangents of small modules and of programs, and what PyTorch's own forward mode says of them."""
+"""Graphs with tangents of small modules, and what PyTorch's own forward mode says of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from eager_engine import EagerEngine
 from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from prge.contract import U_PREFIX, V_PREFIX
 from server_export.derive.tangent.builder import Builder
-from server_export.derive.tangent.transform import Dense, RankOne, differentiate
-from server_export.lower.lowering import rewritten_graph
-from server_export.model.program import BuiltProgram, example_inputs
+from server_export.derive.tangent.transform import Dense, differentiate
+from server_export.graph.rewriting import rewritten_graph
 
 Tensors = tuple[torch.Tensor, ...]
 
-QUERIES = 5
+# No dimension of the modules is as large as these tokens.
+QUERIES, TOKENS = 5, 7
 
 
 class Function(nn.Module):
@@ -49,7 +45,7 @@ def with_tangents(module: nn.Module, active: Tensors, passive: Tensors = (), que
     """The graph of a module of active and passive tensors; takes tangents of the active ones too."""
     graph_module = rewritten_graph(module, (*active, *passive))
     seeds = dict.fromkeys(inputs_of(graph_module)[: len(active)], Dense())
-    graph = differentiate(graph_module, seeds, queries)
+    graph = differentiate(graph_module, seeds, queries, TOKENS)
     # Constants of rules are float32, and torch can't convert what is quantized, not even to what it is.
     return graph.double() if active[0].dtype == torch.float64 else graph
 
@@ -79,44 +75,6 @@ def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
-def program_with_tangents(built: BuiltProgram, queries: int | None = None) -> GraphModule:
-    """The graph of a tangent program before it is traced again."""
-    graph_module = rewritten_graph(built.module, example_inputs(built.module.contract))
-    seeds = inputs_of(graph_module)[-len(built.contract.modules) :]
-    contract = built.contract
-    return differentiate(
-        graph_module, dict.fromkeys(seeds, RankOne(contract.rows)), queries or contract.queries
-    )
-
-
-def tangents_by_gradients(built: BuiltProgram, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tangents of a program in float64 by backpropagation: gradients times u v^T. Converts the module.
-
-    A copy for every row tells the rows' gradients apart, and one pass for every column of the answer those.
-    """
-    contract = built.contract
-    stack = replace(built.module.contract, copies=contract.rows, batch_size=1)
-    engine = EagerEngine(built.module, stack, torch.float64)
-    named = {spec.name: tensor for spec, tensor in zip(contract.inputs, inputs, strict=True)}
-    arrays = {
-        spec.name: (
-            named[spec.name].expand(spec.shape) if "lora_b" in spec.name else named[spec.name]
-        ).numpy()
-        for spec in stack.inputs
-    }
-    rows, width = stack.outputs[0].shape
-    found = torch.zeros(contract.queries, rows, width, dtype=torch.float64)
-    for column in range(width):
-        weights = np.zeros((rows, width))
-        weights[:, column] = 1
-        gradients = engine.gradients(arrays, weights)
-        for module in contract.modules:
-            gradient = torch.from_numpy(gradients[module.input_name])
-            u, v = (named[prefix + module.name].double() for prefix in (U_PREFIX, V_PREFIX))
-            found[:, :, column] += torch.einsum("qri,rij,qrj->qr", u, gradient, v)
-    return found
-
-
 class ShapeRecorder(Interpreter):
     """Runs a graph and keeps the shape of every tensor in it, by node."""
 
@@ -143,9 +101,9 @@ def run(builder: Builder, value: Any, *inputs: torch.Tensor) -> Any:
     """What nodes of a builder's graph are for the inputs of its placeholders; ends the graph."""
     builder.graph.output(value)
     with torch.no_grad():
-        return GraphModule(builder.graph_module, builder.graph)(*inputs)
+        return GraphModule(builder.graph_module, builder.graph)(torch.ones(1, TOKENS, 1), *inputs)
 
 
 def placeholders(builder: Builder, *names: str) -> list[Node]:
-    """New inputs of a builder's graph."""
+    """New inputs of a builder's graph, after its `ones`."""
     return [builder.graph.placeholder(name) for name in names]

@@ -21,8 +21,8 @@ from torch.fx import GraphModule
 
 from server_export.derive.tangent import transform
 from server_export.derive.tangent.rules import RULES, Rule
-from server_export.derive.tangent.transform import ONES, Dense, differentiate_block
-from server_export.lower.lowering import rewritten_graph
+from server_export.derive.tangent.transform import ONES, Dense, differentiate
+from server_export.graph.rewriting import rewritten_graph
 from server_export.model.readout import log_probabilities
 from tests.server_export.derive.tangent.graphs import (
     Function,
@@ -406,7 +406,7 @@ def test_a_block_has_the_same_derivative_whatever_dimension_is_its_tokens(name: 
     case, queries = CASES[name], 2
     graph_module = rewritten_graph(case.module, (*case.active, *case.passive))
     names = inputs_of(graph_module)[: len(case.active)]
-    graph = differentiate_block(graph_module, dict.fromkeys(names, Dense()), queries, tokens).double()
+    graph = differentiate(graph_module, dict.fromkeys(names, Dense()), queries, tokens).double()
     tangents = directions(case.active, queries)
     takes_ones = ONES in inputs_of(graph)
     ones = torch.ones(1, tokens, 1).double()
