@@ -1,4 +1,4 @@
-"""`prge inspect`: what a bundle holds, whether its files are whole, and the memory that it needs."""
+"""`prge inspect`: what a bundle holds, whether its files are whole, and the least memory for its weights."""
 
 from __future__ import annotations
 
@@ -10,50 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from prge.adapter import adapter_size
-from prge.bundle import (
-    MANIFEST,
-    PROGRAM,
-    check_file,
-    read_chain,
-    read_contracts,
-    read_manifest,
-    read_shorter,
-    read_trunk,
-)
-from prge.bundle_memory import memory_of_scoring, memory_of_steps
+from prge.bundle import MANIFEST, check_file, read_chain, read_manifest
 from prge.chain import Chain
-from prge.contract import (
-    CHAIN_FORMAT,
-    GRADIENT_PREFIX,
-    LORA_B_PREFIX,
-    U_PREFIX,
-    V_PREFIX,
-    AdaptedModule,
-    Contract,
-)
+from prge.contract import AdaptedModule
 from prge.costs import bytes_text
 from prge.errors import BundleError, printable
 from prge.settings import parse_settings
 
-_PARTS = {
-    "runtime": "runtime, without a program",
-    "weights": "packed weights",
-    "arena": "planned arena",
-    "workspace": "XNNPACK's workspace",
-    "adapter": "adapter, all copies",
-    "directions": "directions",
-    "total": "in all",
-    "while_loading": "while loading, with what is packed twice",
-}
-_SECTIONS = (
-    *("lora", "readout", "quantization", "tokenizer"),
-    *("lowering", "score_lowering", "trunk_lowering", "verification", "versions"),
-)
+_SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
 _SHOWN_ELSEWHERE = {
-    *("folder", "manifest_sha256", "format", "model", "contract", "score", "trunk", "queries", "files"),
-    "lengths",
-    *("unlisted_files", "rows_per_call", "adapter_parameters", "memory", "score_memory"),
-    *("chain", "roles", "programs", "weights"),
+    *("folder", "manifest_sha256", "format", "model", "files", "unlisted_files"),
+    *("adapter_parameters", "chain", "roles", "programs", "weights"),
 }
 
 
@@ -82,10 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """The manifest with a check of every file, and what follows from it.
-
-    Of a program: the rows of a call and a memory estimate; `score_memory` is that of the method that scores,
-    where that is another one. Of a chain: its roles, programs and weights.
+    """The manifest with a check of every file, and its chain's roles, programs and weights.
 
     Raises:
         BundleError: the manifest can't be read.
@@ -93,9 +57,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     if not isinstance(manifest.get("files"), dict):
         raise BundleError(f"{folder / MANIFEST} lists no files", remedy="export the bundle again")
-    facts = (
-        _of_chain(folder, manifest) if manifest["format"] == CHAIN_FORMAT else _of_program(folder, manifest)
-    )
+    facts = _facts(folder, manifest)
     files = {
         name: {**_mapping(entry), "problem": _problem(folder, manifest, name)}
         for name, entry in manifest["files"].items()
@@ -110,20 +72,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     }
 
 
-def _of_program(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    contract, scoring = read_contracts(manifest)
-    read_shorter(manifest, contract)
-    if PROGRAM not in manifest["files"]:
-        raise BundleError(f"{folder / MANIFEST} lists no {PROGRAM}", remedy="export the bundle again")
-    return {
-        "rows_per_call": contract.rows,
-        "adapter_parameters": adapter_size(contract.modules),
-        "memory": memory_of_steps(manifest, contract),
-        "score_memory": memory_of_scoring(manifest, scoring) if scoring else None,
-    }
-
-
-def _of_chain(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     chain = read_chain(folder, manifest)
 
     def size(name: str) -> int:
@@ -163,17 +112,12 @@ def _text(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"bundle {report['folder']}"
     yield f"  manifest {report['manifest_sha256']}"
     yield from _section("model", report.get("model"))
-    yield from _chain_text(report) if "chain" in report else _program_text(report)
+    yield from _chain_text(report)
     for name in _SECTIONS:
         yield from _section(name, report.get(name))
     yield from _section(
         "other", {key: report[key] for key in report if key not in {*_SECTIONS, *_SHOWN_ELSEWHERE}}
     )
-    if "memory" in report:
-        yield from _memory("a run", report["memory"])
-        if report["score_memory"]:
-            what = "scoring, for which the program of the steps is released"
-            yield from _memory(what, report["score_memory"])
     yield "\nfiles"
     for name, entry in report["files"].items():
         state = entry["problem"] or "ok"
@@ -222,73 +166,6 @@ def _blocks(count: int) -> str:
     return "1 block" if count == 1 else f"{count} blocks"
 
 
-def _program_text(report: Mapping[str, Any]) -> Iterator[str]:
-    contract, scoring = read_contracts(report)
-    trunk = read_trunk(report, contract)
-    yield from _section("program", _program_facts(report, contract))
-    yield from _interface(contract)
-    if trunk:
-        rows = f"{trunk.rows}, once for a row of the training data"
-        yield from _section("program below the adapter", {"kind": trunk.kind, "rows a call": rows})
-        yield from _interface(trunk)
-    if scoring:
-        rows = f"{scoring.batch_size}, without derivatives"
-        yield from _section("program for scoring", {"kind": scoring.kind, "rows a call": rows})
-        yield from _interface(scoring)
-    yield from _section("programs for shorter rows", dict(_shorter_facts(report)))
-    yield from _modules(contract.modules)
-
-
-def _program_facts(report: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "kind": contract.kind,
-        "readout": contract.readout,
-        "rows a call": _rows(contract),
-        "sequence_length": contract.sequence_length,
-    }
-    if report.get("lengths"):
-        facts["shorter lengths"] = [block["sequence_length"] for block in report["lengths"]]
-    if contract.is_encoder:
-        facts["width"] = contract.width
-    else:
-        facts["positions"] = contract.positions
-    facts["vocabulary_size"] = contract.vocabulary_size
-    if contract.label_tokens:
-        facts["label_tokens"] = list(contract.label_tokens)
-    if contract.is_exact:
-        facts["candidates of an example"] = contract.candidates
-    else:
-        facts["suggested queries"] = report.get("queries")
-    facts["format"] = report["format"]
-    return facts
-
-
-def _shorter_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A line for every method of a shorter length."""
-    for block in report.get("lengths") or ():
-        for method, lowering in _mapping(block.get("lowering")).items():
-            planned = bytes_text(_mapping(lowering).get("planned_memory_bytes"))
-            yield method, f"{block['sequence_length']} tokens, planned arena {planned}"
-
-
-def _rows(contract: Contract) -> str:
-    if contract.is_tangent:
-        tangents = f"{contract.queries} derivatives of each"
-        return f"{contract.rows}, and {tangents}: as much work as {contract.computed_rows}"
-    if contract.is_exact:
-        return f"{contract.rows} forward and backward: as much work as {contract.computed_rows}"
-    return f"{contract.rows} = {contract.copies} copies x {contract.batch_size} examples"
-
-
-def _interface(contract: Contract) -> Iterator[str]:
-    """Inputs and outputs, without those that every module has."""
-    yield "\ninputs and outputs"
-    of_modules = (LORA_B_PREFIX, U_PREFIX, V_PREFIX, GRADIENT_PREFIX)
-    for arrow, specs in (("in ", contract.inputs), ("out", contract.outputs)):
-        fixed = [spec for spec in specs if not spec.name.startswith(of_modules)]
-        yield from (f"  {arrow} {spec.name:<16} {spec.dtype:<8} {list(spec.shape)}" for spec in fixed)
-
-
 def _modules(modules: Sequence[AdaptedModule]) -> Iterator[str]:
     """The adapted modules, those of one kind and shape in one line."""
     kinds = Counter(
@@ -318,12 +195,3 @@ def _section(title: str, block: Any) -> Iterator[str]:
         elif value is None:
             value = "none"
         yield f"  {name:<{width}}  {value}"
-
-
-def _memory(what: str, memory: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    yield f"\nmemory of {what}, estimated"
-    yield "".join(["  ", *(f"{engine:>12}" for engine in memory), "  engine"])
-    for name, meaning in _PARTS.items():
-        counts = [memory[engine][f"{name}_bytes"] for engine in memory]
-        if any(counts) or name in ("weights", "arena", "workspace"):
-            yield "".join(["  ", *(f"{bytes_text(count):>12}" for count in counts), f"  {meaning}"])

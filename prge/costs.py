@@ -1,43 +1,44 @@
-"""What a program costs, by arithmetic alone: numbers of a model and a contract in; bytes, operations out.
+"""What a bundle costs, by arithmetic alone: numbers of a model and of a call in; bytes, operations out.
 
-    file       weights as they are stored, and the graph
-    memory     of a run: runtime, packed weights, table of embeddings, planned values, workspace, adapter
+    files      weights as they are stored, and what the engine packs of them
+    memory     of a run: runtime, weights, planned values, workspace, states between blocks, adapter
     work       multiply-accumulates of matrix products, and numbers that pass through all other operators
 
-Weights and tables follow from shapes. The rest (workspace, planned values, passes) is modelled on what the
-engine was measured to take; `scripts/bench/estimate.py` holds all of it against the engine.
+Weights follow from shapes. The rest is modelled on what the engine was measured to take;
+`scripts/bench/estimate.py` holds all of it against the engine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 
 from prge.adapter import adapter_size
-from prge.contract import Contract
+from prge.chain import BACK, STACK, TANGENT, Bounds
+from prge.contract import AdaptedModule, Contract
 
 MIB = 1 << 20
 GROUP_SIZE = 32
-# Of weights and planned values: programs of several lengths are loaded side by side up to here by themselves.
-PROGRAM_BYTES = 1 << 30
+# Parameters of a model that an export holds as a whole against its blocks.
+MOST_COMPARED = 1 << 28
 
-# Resident memory of a process with the driver and an engine, before it loads a program: Python 3.11 and
-# ExecuTorch 1.5.1 on Linux x86_64, as `scripts/bench/device_memory.py` measures it.
-RUNTIME_BYTES = {"native": 52 * MIB, "torch": 237 * MIB}
+# Resident memory of a process with the driver and an engine, before it loads a block: Python 3.11 and
+# ExecuTorch 1.5.1 on Linux x86_64.
+RUNTIME_BYTES = {"native": 50 * MIB, "torch": 230 * MIB}
+# Of a block's method in the engine's own tables.
+_METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000}
+# Of a kind's method in its program.
+_PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 60_000}
+_PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 10_000}
+# Linux gives large arrays memory in pages of this size.
+_HUGE_PAGE = 2 * MIB
+# What the system reads of a file around a row of a table.
+_READ_AROUND = 64 << 10
 
-# Resident memory of an export besides weights: while it loads, with all of ExecuTorch's exporter, and of the
-# graph of a block in a method; logits are there up to three times while a program is verified.
-_LOADING_BYTES = 420 * 10**6
-_LOWERING_BYTES = 530 * 10**6
-_BLOCK_GRAPH_BYTES = 5 * 10**6
-_LOGITS_AT_ONCE = 2.75
-
-# Of an operator in XNNPACK's own tables.
-_OPERATOR_BYTES = 4600
-_BLOCK_OPERATORS = {"stack": 137, "trunk": 130, "tangent": 252, "exact": 318}
-# Of a block's graph in the file.
-_BLOCK_FILE_BYTES = {"stack": 13_000, "trunk": 12_000, "tangent": 17_000, "exact": 22_000}
+# Of an export: resident memory besides arrays, and seconds of two idle cores of an x86 server.
+_EXPORT_BYTES = 900 * 10**6
+_SECONDS, _SECONDS_OF_ROLE, _SECONDS_OF_BLOCK, _SECONDS_OF_NUMBER = 8.0, 16.0, 0.2, 1e-7
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,10 @@ class Layer:
 class Outline:
     """A model in numbers, as an export would use it.
 
-    `layers` are the frozen linear layers without the vocabulary head, which is `head`; `table_numbers` the
-    entries of the token embedding, `other_numbers` what stays float32: norms, biases, other tables.
-    `parameters` counts all, tied ones once. `blocks_below` lie under the first adapted layer.
+    `layers` are the frozen linear layers without the vocabulary head, which is `head`, cut to the label words
+    of a verbalizer; `table_numbers` the entries of the token embedding, `other_numbers` what stays float32:
+    norms, biases, other tables. `parameters` counts all, tied ones once. `blocks_below` lie under the first
+    adapted layer, one of `modules`. `longest` are the tokens of the longest row.
     """
 
     width: int
@@ -72,9 +74,11 @@ class Outline:
     head_width: int
     layers: tuple[Layer, ...]
     head: Layer | None
+    modules: tuple[AdaptedModule, ...]
     table_numbers: int
     other_numbers: int
     parameters: int
+    longest: int
 
     @property
     def inner(self) -> int:
@@ -87,60 +91,57 @@ class Outline:
         wide = sum(layer.count for layer in self.layers if layer.outputs == self.inner)
         return round(wide / self.blocks) + 1
 
+    @property
+    def adapted_blocks(self) -> int:
+        """Blocks from the lowest adapted one on."""
+        return self.blocks - self.blocks_below
+
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a program's weights: `layers`, which the engine packs, in the file; `packed`; the table of
-    embeddings, which is read where it lies; and what stays float32."""
+    """Bytes of the weights files: frozen layers, the same transposed for the way back, the table of
+    embeddings, which is read where it lies, and what stays float32; of both kinds of layers also what the
+    engine packs."""
 
     layers: int
-    packed: int
+    transposed: int
     table: int
     other: int
+    packed: int
+    packed_transposed: int
 
     @property
     def stored(self) -> int:
-        """Bytes in the file."""
-        return self.layers + self.table + self.other
+        """Bytes of all weights files."""
+        return self.layers + self.transposed + self.table + self.other
 
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Bytes of a run while one method is loaded, by cause; None is what isn't known.
+    """Bytes of a run while it takes steps, by cause.
 
-    `transient` is what loading takes beyond the packed weights: the file's weights, whose pages the native
-    engine gives back while it reads them and the torch engine keeps until all are packed.
+    `mapped` are pages of files, which the system takes back where memory lacks; `weights` are held. `methods`
+    are the engine's tables of loaded methods, `arena` what programs planned, `workspace` XNNPACK's.
     """
 
     runtime: int
-    weights: int | None
-    transient: int | None
-    arena: int | None
-    workspace: int | None
+    mapped: int
+    weights: int
+    methods: int
+    arena: int
+    workspace: int
+    states: int
     adapter: int
     directions: int
 
     @property
     def total(self) -> int:
-        """All that is resident while steps are taken, as far as it is known."""
-        parts = (self.weights, self.arena, self.workspace)
-        return self.runtime + self.adapter + self.directions + sum(part or 0 for part in parts)
+        """All that is resident."""
+        return sum(asdict(self).values())
 
-    @property
-    def while_loading(self) -> int:
-        """All that is resident when the last weight is packed."""
-        parts = (self.weights, self.transient, self.arena)
-        return self.runtime + self.adapter + sum(part or 0 for part in parts)
-
-    @property
-    def peak(self) -> int:
-        """The larger of the two."""
-        return max(self.total, self.while_loading)
-
-    def to_json(self) -> dict[str, int | None]:
-        """Parts and sums, each with `_bytes` after its name."""
-        named = {**asdict(self), "total": self.total, "while_loading": self.while_loading, "peak": self.peak}
-        return {f"{name}_bytes": value for name, value in named.items()}
+    def to_json(self) -> dict[str, int]:
+        """Parts and their sum, each with `_bytes` after its name."""
+        return {f"{name}_bytes": value for name, value in {**asdict(self), "total": self.total}.items()}
 
 
 @dataclass(frozen=True)
@@ -148,219 +149,159 @@ class Work:
     """What one call computes.
 
     `layers` and `products` are multiply-accumulates, of frozen layers and of two computed values; `passes`
-    are numbers that other operators write, `answers` logits that become probabilities.
+    are numbers that other operators write, `answers` logits that become probabilities; `methods` how often a
+    block's program is called.
     """
 
     layers: int
     products: int
     passes: int
     answers: int
+    methods: int
 
     @property
     def operations(self) -> int:
         """Floating point operations of all matrix products."""
         return 2 * (self.layers + self.products)
 
-    def to_json(self) -> dict[str, int]:
-        """Its numbers by name."""
-        return {**asdict(self), "operations": self.operations}
 
-
-def weights_of(outline: Outline, contract: Contract, scheme: str, int8_table: bool) -> Weights:
-    """Bytes of the weights of a program in a scheme (`fp32`, `8da8w`, `8da4w`)."""
-    layers, stored = [*outline.layers], sum(_stored(layer, scheme) for layer in outline.layers)
-    if outline.head:
-        layers.append(_used_head(outline.head, contract))
-        stored += _stored(layers[-1], "8da8w" if scheme == "8da4w" else scheme)
-    if contract.is_exact:
-        # The way back has the weights above the first adapter transposed, in int8 at least.
-        back = [
-            replace(layer, inputs=layer.outputs, outputs=layer.inputs, bias=False)
-            for layer in layers
-            if not layer.below
-        ]
-        stored += sum(_stored(layer, "fp32" if scheme == "fp32" else "8da8w") for layer in back)
-        layers += back
-    # Beside each output's values the engine keeps their sum (of integers) and a bias.
-    packed = stored + sum(layer.outputs * layer.count for layer in layers) * (4 if scheme == "fp32" else 8)
-    lora_a = sum(module.rank * module.in_features for module in contract.modules)
+def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collection[str]) -> Weights:
+    """Bytes of the weights of a bundle in a scheme (`fp32`, `8da8w`, `8da4w`) with some roles."""
+    head = [outline.head] if outline.head else []
+    of_head = "8da8w" if scheme == "8da4w" else scheme
+    schemes = [(layer, scheme) for layer in outline.layers] + [(layer, of_head) for layer in head]
+    # The way back has the weights above the first adapter transposed, in int8 at least.
+    back = [
+        (Layer(layer.outputs, layer.inputs, layer.count), of_head)
+        for layer, _ in schemes
+        if BACK in roles and not layer.below
+    ]
+    lora_a = sum(module.rank * module.in_features for module in outline.modules)
+    biases = sum(layer.outputs * layer.count for layer, _ in schemes if layer.bias)
     table = outline.table_numbers + 4 * (outline.table_numbers // outline.width)
     return Weights(
-        layers=stored,
-        packed=packed,
+        layers=sum(_stored(layer, scheme) for layer, scheme in schemes),
+        transposed=sum(_stored(layer, scheme) for layer, scheme in back),
         table=table if int8_table else 4 * outline.table_numbers,
-        other=4 * (outline.other_numbers + lora_a),
+        other=4 * (outline.other_numbers + biases + lora_a * (2 if BACK in roles else 1)),
+        packed=sum(_packed(layer, scheme) for layer, scheme in schemes),
+        packed_transposed=sum(_packed(layer, scheme) for layer, scheme in back),
     )
 
 
-def file_bytes(outline: Outline, methods: Sequence[Contract], weights: Weights) -> int:
-    """Bytes of the program file: weights once, the graph of every method."""
-    graphs = sum(_BLOCK_FILE_BYTES[method.kind] * outline.blocks for method in methods)
-    return weights.stored + graphs
+def programs_bytes(outline: Outline, roles: Collection[str]) -> int:
+    """Bytes of the programs: of the embedding, of blocks below and above the adapter, of a head."""
+    below = _PROGRAM_BYTES[STACK] if outline.blocks_below else 0
+    head = sum(_PROGRAM_BYTES_OF_HEAD[role] for role in roles) if outline.head else 0
+    return 2_000 + below + sum(_PROGRAM_BYTES[role] for role in roles) + head
 
 
 def run_memory(
+    outline: Outline,
     contract: Contract,
+    weights: Weights,
+    roles: Collection[str],
     engine: str,
-    weights: int | None,
-    arena: int | None,
-    workspace: int | None,
-    layers: int | None = None,
+    memory: int | None = None,
 ) -> RunMemory:
-    """Memory of a run on an engine (`native`, `torch`).
+    """Memory of a run on an engine (`native`, `torch`) while it takes steps.
 
     Args:
-        contract: of the method that is loaded.
+        outline: the model.
+        contract: of a call, `sequence_length` the tokens of its longest row.
+        weights: of the bundle.
+        roles: of the bundle.
         engine: which way of calling the runtime.
-        weights: bytes that all weights take in memory, packed or where they lie.
-        arena: bytes that the program planned.
-        workspace: bytes of XNNPACK's workspace.
-        layers: bytes of the weights in the file that are packed; without it all of them.
+        memory: bytes of weights that may stay loaded; by default all may.
     """
-    width = sum(module.rank + module.out_features for module in contract.modules)
-    layers = weights if layers is None else layers
+    bounds = Bounds(tokens=outline.longest)
+    role = BACK if contract.is_exact else TANGENT if contract.is_tangent else STACK
+    loaded = {STACK, BACK} if contract.is_exact else {role}
+    kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
+    kept = kept if memory is None else min(kept, memory)
+    # Rows that pass a block together.
+    copies = min(contract.copies, bounds.copies)
+    batch, queries = min(contract.batch_size, bounds.batch), min(contract.queries, bounds.queries)
+    tokens = contract.rows * contract.sequence_length
+    state = _state(outline, contract.rows * (1 + contract.queries), contract.sequence_length, bounds)
+    arena = _head_arena(outline, role, queries, min(contract.rows * contract.positions, bounds.states))
+    arena += _block_arena(outline, role, copies * batch, queries, contract.sequence_length)
+    table = min(weights.table, tokens * _READ_AROUND)
+    if engine == "torch":
+        # Each method has memory of its own for the largest call, all of it written to, and opening a program
+        # takes that of its largest method.
+        largest = {
+            name: _block_arena(outline, name, *sizes, outline.longest)
+            for name, sizes in _largest_rows(bounds).items()
+        }
+        arena = outline.blocks_below * largest[STACK]
+        arena += outline.adapted_blocks * sum(largest[name] for name in loaded)
+        arena += max(largest[name] for name in roles)
+        arena += _head_arena(outline, role, bounds.queries, bounds.states)
+    exact = outline.adapted_blocks + 1 if contract.is_exact else 0
+    width = sum(module.rank + module.out_features for module in outline.modules)
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
-        weights=weights,
-        transient=layers if engine == "torch" else None if weights is None else 0,
+        mapped=kept + table if engine == "native" else 0,
+        weights=0 if engine == "native" else kept + table,
+        methods=outline.blocks * sum(_METHOD_BYTES[name] for name in loaded),
         arena=arena,
-        workspace=workspace,
-        adapter=contract.copies * adapter_size(contract.modules) * 4,
-        # Float32 inputs of the program, and the signs that they are filled from.
+        workspace=_workspace(outline, bounds),
+        # In and out, collected, and beside it what entered; then what an exact call keeps.
+        states=3 * state + exact * state,
+        adapter=contract.copies * adapter_size(outline.modules) * 4,
+        # Float32 inputs of the call, and the signs that they are filled from.
         directions=contract.queries * contract.rows * width * (4 + 1),
     )
 
 
-def estimated_memory(outline: Outline, contract: Contract, weights: Weights, engine: str) -> RunMemory:
-    """Memory of a run of a program that isn't there yet."""
-    operators = _BLOCK_OPERATORS[contract.kind] * outline.blocks * _OPERATOR_BYTES
-    resident = weights.packed + weights.table + weights.other + operators
-    return run_memory(
-        contract,
-        engine,
-        resident,
-        arena_bytes(outline, contract),
-        workspace_bytes(outline, contract),
-        weights.layers,
-    )
-
-
-def together(memories: Sequence[RunMemory]) -> RunMemory:
-    """Memory of a run with several methods loaded, the largest last; they take turns with a workspace."""
-    largest = memories[-1]
-    return replace(
-        largest,
-        weights=_sum(memory.weights for memory in memories),
-        arena=_sum(memory.arena for memory in memories),
-    )
-
-
-def _sum(counts: Iterable[int | None]) -> int | None:
-    """The sum of numbers that are all known."""
-    total = 0
-    for count in counts:
-        if count is None:
-            return None
-        total += count
-    return total
-
-
-def arena_bytes(outline: Outline, contract: Contract) -> int:
-    """Bytes that a program plans outside the backend: inputs, then embedded tokens or, later, logits.
-
-    A decoder's way back is in another delegate, so that what is kept for it lies here.
-    """
-    inputs = sum(math.prod(spec.shape) * (8 if spec.dtype == "int64" else 4) for spec in contract.inputs)
-    states = 4 * contract.given_rows * contract.sequence_length * outline.width
-    if contract.is_encoder or contract.kind == "trunk":
-        return inputs + 2 * states
-    return inputs + _kept_bytes(outline, contract) + max(2 * states, _logits_bytes(contract))
-
-
-def _logits_bytes(contract: Contract) -> int:
-    """Bytes of a decoder's logits at all asked positions of a call."""
-    classes = 0 if contract.is_encoder else len(contract.label_tokens) or contract.vocabulary_size
-    return 4 * contract.positions * classes * contract.computed_rows
-
-
-def workspace_bytes(outline: Outline, contract: Contract) -> int:
-    """Bytes of XNNPACK's workspace: the most values that are alive at once, inside a block."""
-    rows = contract.rows if contract.is_exact else contract.computed_rows
-    tokens = rows * contract.sequence_length
-    inside = outline.inner_values * outline.inner + outline.width
-    heads = outline.heads * outline.head_width
-    scores = outline.heads * contract.sequence_length
-    # An encoder is one delegate, forward and back.
-    kept = _kept_bytes(outline, contract) if contract.is_encoder else 0
-    return kept + 4 * tokens * max(inside, outline.width + 3 * heads + 2 * scores)
-
-
-def _kept_bytes(outline: Outline, contract: Contract) -> int:
-    """Bytes of what an exact program keeps of the blocks above the first adapter until it comes back."""
-    if not contract.is_exact:
-        return 0
-    heads = outline.heads * outline.head_width
-    # Sums and norms; queries, keys, values and what is mixed of them; weights; the inner layer's results.
-    values = 4 * outline.width + 4 * heads + outline.heads * contract.sequence_length
-    values += (outline.inner_values - 1) * outline.inner
-    return 4 * contract.rows * contract.sequence_length * values * (outline.blocks - outline.blocks_below)
-
-
-def work_of(outline: Outline, contract: Contract, part: str = "whole") -> Work:
-    """What one call of a method computes.
-
-    Args:
-        outline: the model.
-        contract: of the method, as it is before it is cut.
-        part: `whole`, or of a program that is to be cut the `trunk` below the adapter or the `step` above it.
-    """
+def work_of(outline: Outline, contract: Contract) -> Work:
+    """What one call computes, without what lies in a cache."""
     length = contract.sequence_length
-    shared = contract.shared_rows or part == "trunk"
-    once = 0 if part == "step" else contract.batch_size if shared else contract.rows
-    rows = {True: once, False: 0 if part == "trunk" else contract.computed_rows}
+    # Blocks above the adapter are computed forwards twice on the way back.
+    above = contract.rows * (3 if contract.is_exact else 1 + contract.queries)
+    rows = {True: contract.batch_size, False: above}
     layers = sum(layer.numbers * rows[layer.below] * length for layer in outline.layers)
-    head = _used_head(outline.head, contract) if outline.head else None
-    if head is not None:
-        layers += head.numbers * rows[False] * contract.positions
-    products = passes = 0
+    answers = 0
+    if outline.head is not None:
+        asked = contract.positions * contract.rows * (2 if contract.is_exact else 1 + contract.queries)
+        layers += outline.head.numbers * asked
+        answers = outline.head.outputs * asked
     heads = outline.heads * outline.head_width
-    for below, blocks in ((True, outline.blocks_below), (False, outline.blocks - outline.blocks_below)):
-        # A way back costs in a product what a tangent does: two terms.
-        derivatives = 1 if contract.is_exact else contract.queries
-        tangents = 0.0 if below else derivatives / (1 + derivatives)
-        tokens = blocks * rows[below] * length
-        # Scores and mixed values; each of the two has two terms in a derivative.
-        products += round(tokens * 2 * heads * length * (1 + tangents))
-        passes += round(tokens * _passes(outline, length) * (1 + 0.5 * tangents))
-    adapted = sum(module.rank * (module.in_features + module.out_features) for module in contract.modules)
-    answers = head.outputs * rows[False] * contract.positions if head else 0
-    return Work(layers, products + adapted * rows[False] * length, passes, answers)
+    # Each of the two products of attention has two terms in a derivative.
+    terms = contract.rows * (4 if contract.is_exact else 1 + 2 * contract.queries)
+    attention = outline.blocks_below * contract.batch_size + outline.adapted_blocks * terms
+    derivatives = contract.rows * (1 if contract.is_exact else contract.queries)
+    passed = outline.blocks_below * contract.batch_size + outline.adapted_blocks * (above + derivatives / 2)
+    adapted = sum(module.rank * (module.in_features + module.out_features) for module in outline.modules)
+    methods = outline.blocks + 2 + (outline.adapted_blocks if contract.is_exact else 0)
+    return Work(
+        layers,
+        2 * attention * length * heads * length + adapted * above * length,
+        round(passed * length * _passes(outline, length)),
+        answers,
+        methods * _parts(contract, Bounds(tokens=outline.longest)),
+    )
 
 
-def export_memory(
-    outline: Outline, weights: Weights, scheme: str, stored_bytes: int, methods: Sequence[Contract]
-) -> int:
-    """Peak memory of an export's larger process.
+def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
+    """Peak memory of an export.
 
-    While it loads, the model in float32 lies beside the mapped files of `stored_bytes`. While it lowers, the
-    model, quantized to a byte a number, lies beside what one method is made from, and every method has what
-    the engine is to pack.
+    While blocks are compared, the model lies in memory beside them. While they are verified, the engine has
+    room for the largest call of a block, and the head, or the table of an encoder, is there several times.
     """
-    model = 4 * outline.parameters
-    quantized = sum(layer.numbers for layer in outline.layers) + weights.table + weights.other
-    quantized += outline.head.numbers if outline.head else 0
-    held = model if scheme == "fp32" else quantized
-    lowering = _LOWERING_BYTES + len(methods) * (weights.layers + outline.blocks * _BLOCK_GRAPH_BYTES)
-    logits = max(_logits_bytes(method) for method in methods)
-    return max(_LOADING_BYTES + model + stored_bytes, lowering + 2 * held + round(_LOGITS_AT_ONCE * logits))
+    sizes = _largest_rows(Bounds(tokens=outline.longest))
+    arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in roles)
+    numbers = outline.head.numbers if outline.head else outline.table_numbers
+    stored = numbers * (4 if scheme == "fp32" else 1) * (2 if BACK in roles else 1)
+    compared = 8 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
+    return _EXPORT_BYTES + max(compared, arena + 24 * numbers + 6 * stored)
 
 
-def export_seconds(outline: Outline, methods: int) -> float:
-    """Time of an export: lowering goes by operators, quantization and verification by weights.
-
-    As on two idle cores of an x86 server, which share the methods; a guess elsewhere.
-    """
-    return 7 + 0.2 * outline.blocks * (1 + methods) + 3.8e-8 * outline.parameters
+def export_seconds(outline: Outline, roles: Collection[str]) -> float:
+    """Time of an export on two idle cores of an x86 server; a guess elsewhere."""
+    lowering = _SECONDS_OF_ROLE * (len(roles) + (1 if outline.blocks_below else 0))
+    return _SECONDS + lowering + _SECONDS_OF_BLOCK * outline.blocks + _SECONDS_OF_NUMBER * outline.parameters
 
 
 def bytes_text(count: object) -> str:
@@ -375,20 +316,72 @@ def bytes_text(count: object) -> str:
     return f"{size:.2f} GiB"
 
 
-def _used_head(head: Layer, contract: Contract) -> Layer:
-    """The vocabulary head, cut to the label words of a verbalizer."""
-    return replace(head, outputs=len(contract.label_tokens)) if contract.label_tokens else head
-
-
 def _stored(layer: Layer, scheme: str) -> int:
-    """Bytes of layers in the file: values, their scales, biases."""
-    biases = 4 * layer.outputs * layer.count if layer.bias else 0
+    """Bytes of layers in the files: values and their scales."""
     if scheme == "fp32":
-        return 4 * layer.numbers + biases
+        return 4 * layer.numbers
     if scheme == "8da4w" and layer.inputs % GROUP_SIZE == 0:
         # Half a byte for a value, two for the scale of a group.
-        return layer.numbers // 2 + 2 * layer.numbers // GROUP_SIZE + biases
-    return layer.numbers + 4 * layer.outputs * layer.count + biases
+        return layer.numbers // 2 + 2 * layer.numbers // GROUP_SIZE
+    return layer.numbers + 4 * layer.outputs * layer.count
+
+
+def _packed(layer: Layer, scheme: str) -> int:
+    """Bytes of layers as the engine packs them: beside each output's values a bias, and sums of integers."""
+    if scheme == "fp32":
+        return 4 * layer.numbers + 4 * layer.outputs * layer.count
+    in_groups = scheme == "8da4w" and layer.inputs % GROUP_SIZE == 0
+    sums = 4 * (layer.numbers // GROUP_SIZE if in_groups else layer.outputs * layer.count)
+    return _stored(layer, scheme) + sums + 4 * layer.outputs * layer.count
+
+
+def _parts(contract: Contract, bounds: Bounds) -> int:
+    """In how many parts the rows of a call pass a block."""
+    sizes = (
+        (contract.copies, bounds.copies),
+        (contract.batch_size, bounds.batch),
+        (max(contract.queries, 1), bounds.queries),
+    )
+    return math.prod(-(-size // most) for size, most in sizes)
+
+
+def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
+    """By role: rows and queries of the largest call of a block."""
+    return {
+        STACK: (bounds.copies * bounds.batch, 0),
+        TANGENT: (bounds.batch, bounds.queries),
+        BACK: (bounds.batch, 0),
+    }
+
+
+def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
+    """Bytes that a block's program plans outside the backend: weights of attention, and some states."""
+    scores = 4 * outline.heads * length * length * rows
+    state = 4 * outline.heads * outline.head_width * length * rows
+    if role == TANGENT:
+        return scores * (1 + 3 * queries) + round(2.4 * state * (1 + queries))
+    return 2 * scores + round(1.5 * state) if role == STACK else 3 * scores + 7 * state
+
+
+def _head_arena(outline: Outline, role: str, queries: int, asked: int) -> int:
+    """Bytes that a head's program plans: logits, those of tangents twice."""
+    if outline.head is None:
+        return 0
+    return 4 * asked * outline.head.outputs * {STACK: 1, TANGENT: 1 + 2 * queries, BACK: 2}[role]
+
+
+def _workspace(outline: Outline, bounds: Bounds) -> int:
+    """Bytes of XNNPACK's workspace: of the largest call, whatever is called; all of it is written to."""
+    scores = outline.heads * bounds.tokens
+    inside = max(scores, outline.inner_values * outline.inner)
+    return 4 * bounds.copies * bounds.batch * bounds.tokens * inside
+
+
+def _state(outline: Outline, rows: int, length: int, bounds: Bounds) -> int:
+    """Bytes of the states of some rows, in the pages that they touch."""
+    size = 4 * rows * length * outline.width
+    has_huge_pages = 4 * bounds.copies * bounds.batch * bounds.tokens * outline.width > 2 * _HUGE_PAGE
+    return -(-size // _HUGE_PAGE) * _HUGE_PAGE if has_huge_pages else size
 
 
 def _passes(outline: Outline, length: int) -> int:

@@ -6,13 +6,14 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.costs import bytes_text
+from prge.contract import Contract
+from prge.costs import RUNTIME_BYTES, bytes_text, run_memory, work_of
+from prge.exact import ROWS_OF_A_STEP
 from prge.progress import duration
-from server_export.check.estimation import ENGINES, Estimate, RowLengths, estimate
+from server_export.check.estimation import Estimate, estimate
 from server_export.settings import EstimateConfig
 
 if TYPE_CHECKING:
@@ -29,16 +30,57 @@ def main(argv: Sequence[str]) -> int:
         "prge estimate",
         description="Tell what an export and its runs would cost; takes the flags of `prge export`.",
     )
-    estimated = estimate(config)
-    if config.train is not None:
-        estimated = replace(estimated, data=_row_lengths(config, estimated))
-    report = estimated.to_json(_rates(estimated) if config.calibrate else None)
+    report = report_of(config, estimate(config))
     print(json.dumps(report, indent=2) if config.json else "\n".join(_text(config, report)))
     return 0
 
 
-def _row_lengths(config: EstimateConfig, estimated: Estimate) -> RowLengths:
-    """Tokenize the training rows and put them into batches as a run does."""
+def report_of(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
+    """All that `prge estimate` tells, under names.
+
+    Raises:
+        PrgeError: the run doesn't fit the bundle, or rows can't be used.
+    """
+    rows, batches = 0, [estimated.contract(config, config.tokens, config.tokens - 1)]
+    if config.train is not None:
+        rows, batches = _calls(config, estimated)
+    step = max(batches, key=lambda contract: contract.sequence_length)
+    rates = _rates(config, estimated, step) if config.calibrate else None
+    weights, outline = estimated.weights, estimated.outline
+    computed = ROWS_OF_A_STEP * step.rows if step.is_exact else step.computed_rows
+    return {
+        "model": {
+            "name_or_path": config.model,
+            "parameters": outline.parameters,
+            "blocks": outline.blocks,
+            "adapted_layers": len(outline.modules),
+            "adapter_parameters": sum(module.rank * module.out_features for module in outline.modules),
+        },
+        "programs_bytes": estimated.programs_bytes,
+        "weights_bytes": weights.stored,
+        "packed_bytes": weights.packed + weights.packed_transposed,
+        "export": {"peak_bytes": estimated.export_bytes, "seconds": estimated.export_seconds},
+        "step": {"rows": computed, "tokens": step.sequence_length, **_cost(estimated, [step], rates)},
+        "epoch": {"rows": rows, "steps": len(batches), **_cost(estimated, batches, rates)} if rows else None,
+        "run_memory": {
+            engine: run_memory(outline, step, weights, estimated.roles, engine, config.memory).to_json()
+            for engine in RUNTIME_BYTES
+        },
+        "rates": None if rates is None else rates.to_json(),
+    }
+
+
+def _cost(estimated: Estimate, calls: Sequence[Contract], rates: Rates | None) -> dict[str, Any]:
+    """What some calls compute and take."""
+    works = [work_of(estimated.outline, contract) for contract in calls]
+    return {
+        "operations": sum(work.operations for work in works),
+        "seconds": None if rates is None else sum(map(rates.seconds, works)),
+    }
+
+
+def _calls(config: EstimateConfig, estimated: Estimate) -> tuple[int, list[Contract]]:
+    """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
     from prge.rows.example_building import BuildOptions, load_examples
     from prge.rows.task import load_task
     from prge.rows.tokenizer import load_tokenizer as load_written
@@ -46,73 +88,58 @@ def _row_lengths(config: EstimateConfig, estimated: Estimate) -> RowLengths:
     from server_export.model.tokenization import load_tokenizer, tokenizer_block, write_tokenizer
 
     assert config.train is not None
-    contract = estimated.contract
+    longest = estimated.outline.longest
     with tempfile.TemporaryDirectory() as folder:
         original = load_tokenizer(config.model, config.revision)
         write_tokenizer(original, Path(folder))
-        block = tokenizer_block(original, config.prepend_bos, contract.vocabulary_size)
+        block = tokenizer_block(original, config.prepend_bos, estimated.vocabulary_size)
         tokenizer = load_written(folder, block)
+    contract = estimated.contract(config, longest, longest - 1)
     task = load_task(config.task) if config.task else None
     options = BuildOptions(overflow="truncate")
     examples, _ = load_examples(config.train, tokenizer, contract, task, None, options)
     sampler = Sampler(examples, contract, seed=0)
-    lengths = [variant.sequence_length for variant in estimated.steps]
 
-    def chosen(step: int) -> int:
-        longest = max(len(s.tokens) for example in sampler.chosen(step) for s in example.sequences)
-        return next(length for length in lengths if longest <= length)
+    def call(step: int) -> Contract:
+        sequences = [sequence for example in sampler.chosen(step) for sequence in example.sequences]
+        learnt = sum(len(sequence.slots) for sequence in sequences)
+        tokens = max(len(sequence.tokens) for sequence in sequences)
+        return estimated.contract(config, tokens, math.ceil(learnt / config.batch_size))
 
     steps = math.ceil(len(examples) / sampler.per_step)
-    return RowLengths(len(examples), tuple(chosen(step) for step in range(steps)))
+    return len(examples), [call(step) for step in range(steps)]
 
 
-def _rates(estimated: Estimate) -> Rates:
+def _rates(config: EstimateConfig, estimated: Estimate, step: Contract) -> Rates:
     from server_export.check.calibration import calibrate
 
-    contract = estimated.contract
-    scheme = estimated.config.quantize
-    return calibrate(estimated.outline, scheme, contract.computed_rows, contract.sequence_length)
+    return calibrate(estimated.outline, config.quantize, step.computed_rows, step.sequence_length)
 
 
 def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
-    model, step, export = report["model"], report["step"], report["export"]
+    model, step, export, epoch = (report[name] for name in ("model", "step", "export", "epoch"))
     yield (
         f"{config.model}: {model['parameters']:,} parameters in {model['blocks']} blocks, "
         f"{model['adapted_layers']} layers adapted, {config.quantize}"
     )
-    yield f"\nprogram  {bytes_text(report['program_bytes'])}"
-    calls = f" in {step['calls']} calls" if step["calls"] > 1 else ""
-    for title, cost in zip(
-        ["step", *[""] * len(step["lengths"])], [step, *step["lengths"][::-1]], strict=True
-    ):
-        yield f"{title:<9}{step['rows']} rows of {cost['sequence_length']} tokens{calls}, {_work(cost)}"
-        if "cached_operations" in cost:
-            cached = {"operations": cost["cached_operations"], "seconds": cost["cached_seconds"]}
-            yield f"         {_work(cached)} for rows whose trunk is cached"
-    if report["data"]:
-        data = report["data"]
-        counts = ", ".join(f"{count} of {length} tokens" for length, count in data["steps_of_length"].items())
-        yield f"epoch    {data['rows']} rows in {data['steps']} steps: {counts}; {_work(data)}"
-    if report["scoring"]:
-        yield f"scoring  {report['scoring']['rows']} rows a call, {_work(report['scoring'])}"
-    if report["rates"] is None:
-        yield "         seconds are told with --calibrate"
+    yield f"\nbundle   programs {bytes_text(report['programs_bytes'])}, weights " + bytes_text(
+        report["weights_bytes"]
+    )
+    yield f"device   {bytes_text(report['packed_bytes'])} of packed weights beside the bundle"
     yield (
         f"export   {bytes_text(export['peak_bytes'])} of memory at its peak, "
         f"about {duration(export['seconds'])} on two cores"
     )
-    for title, memories in (("a run", report["run_memory"]), ("scoring", report["score_memory"])):
-        if memories:
-            yield f"\nmemory of {title:<14} {'':>2}{'native':>12}{'torch':>12}"
-            for name in ("runtime", "weights", "arena", "workspace", "adapter", "directions"):
-                yield _row(name, memories)
-            yield _row("total", memories)
-            yield _row("while_loading", memories)
-
-
-def _row(name: str, memories: dict[str, Any]) -> str:
-    numbers = "".join(f"{bytes_text(memories[engine][f'{name}_bytes']):>12}" for engine in ENGINES)
-    return f"  {name.replace('_', ' '):<24}{numbers}"
+    yield f"step     {config.estimator}, {step['rows']} rows of {step['tokens']} tokens, {_work(step)}"
+    if epoch:
+        yield f"epoch    {epoch['rows']} rows in {epoch['steps']} steps, {_work(epoch)}"
+    if report["rates"] is None:
+        yield "         seconds are told with --calibrate"
+    memories = report["run_memory"]
+    yield "".join([f"\n{'memory of a run':<26}", *(f"{engine:>12}" for engine in memories)])
+    for name in next(iter(memories.values())):
+        counts = "".join(f"{bytes_text(memory[name]):>12}" for memory in memories.values())
+        yield f"  {name.removesuffix('_bytes'):<24}{counts}"
 
 
 def _work(block: dict[str, Any]) -> str:

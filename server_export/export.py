@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.atomic import new_folder
+from prge.costs import MOST_COMPARED
 from prge.errors import RunError
+from server_export.check.estimation import announce
 from server_export.settings import ExportConfig
 
 if TYPE_CHECKING:
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
     from server_export.model.start import StartAdapter
 
 __all__ = ["ExportConfig", "export", "main"]
-
-# Parameters of a model that is held as a whole against its blocks.
-_MOST_COMPARED = 1 << 28
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,13 +54,14 @@ def export(config: ExportConfig) -> Path:
     out = Path(config.out)
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+    announce(config)
     with new_folder(out, overwrite=config.overwrite) as folder:
         with _stage("tracing") as note:
             source = _open_source(config)
             twin = None if config.quantize == "fp32" else copy.deepcopy(source)
             chain = source.chain(config.quantize)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
-        if source.start.parameters <= _MOST_COMPARED:
+        if source.start.parameters <= MOST_COMPARED:
             _compare(config, source, chain if twin is None else twin.chain("fp32"))
         manifest = _write(config, folder, source, chain)
     _hint_about_bos(config, source)

@@ -13,6 +13,7 @@ from prge.errors import ConfigError
 Readout = Literal["logprobs", "verbalizer", "pooled"]
 Pooling = Literal["mean", "first"]
 PrependBos = Literal["auto", "always", "never"]
+EstimatorName = Literal["tangent", "antithetic", "exact"]
 
 SCHEMES = ("fp32", "8da8w", "8da4w")
 # XNNPACK takes a weight-only linear for a float one: it multiplies the integer codes and drops their scale.
@@ -108,13 +109,29 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class EstimateConfig(ExportConfig):
-    """What to estimate: the settings of an export, which may come from its file with `--config`."""
+    """What to estimate: an export, whose settings may come from its file with `--config`, and a run."""
 
     out: Path = Path("bundle")
     """Not written; it is here so that an export's settings can be given as they are."""
 
+    estimator: EstimatorName = "tangent"
+    """Estimator of a run: `tangent`, `antithetic` or `exact`."""
+
+    queries: int = 4
+    """Random directions of a step; an exact gradient has none."""
+
+    batch_size: int = 4
+    """Sequences of one call, before copies."""
+
+    tokens: int = 64
+    """Tokens of a call's longest row, all of them learnt."""
+
+    memory: int | None = None
+    """Bytes of weights that may stay loaded in a run."""
+
     train: Path | None = None
-    """Training rows: tell what an epoch of them takes, with every batch at the length that holds it."""
+    """Training rows: tell what an epoch of them takes, every call at the length of its longest row, and a
+    step of the longest instead of `--tokens`."""
 
     task: str | None = None
     """Task of the training rows, as for `prge run`."""

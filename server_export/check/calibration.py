@@ -32,13 +32,15 @@ _MOST_TIMES = 16
 class Rates:
     """What the engine does in a second.
 
-    As `prge.costs.Work`: multiply-accumulates of `layers` and `products`, numbers of `passes` and `answers`.
+    As `prge.costs.Work`: multiply-accumulates of `layers` and `products`, numbers of `passes` and `answers`,
+    calls of `methods` that compute nothing.
     """
 
     layers: float
     products: float
     passes: float
     answers: float
+    methods: float
 
     def seconds(self, work: Work) -> float:
         """What one call of a method takes."""
@@ -122,8 +124,8 @@ class Calibration:
     """
 
     def __init__(self, outline: Outline, scheme: str, rows: int, length: int) -> None:
-        from server_export.check.verification import loaded_method
-        from server_export.lower.lowering import export_graph, lower
+        from server_export.check.engine import loaded_method
+        from server_export.lower.program import write_program
         from server_export.model.quantization import quantize_layers
 
         classes = outline.head.outputs if outline.head is not None else 2
@@ -150,15 +152,14 @@ class Calibration:
                 _Answers(),
                 (torch.randn(1, answers, classes), torch.zeros(1, answers, dtype=torch.int64)),
             ),
-            "call": (_Call(), (torch.ones(1),)),
+            "methods": (_Call(), (torch.ones(1),)),
         }
-        graphs = {name: export_graph(module, inputs) for name, (module, inputs) in modules.items()}
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "calibration.pte")
-            lower(graphs).write(path)
+            write_program(path, modules)
             self._calls = {name: loaded_method(path, name, inputs) for name, (_, inputs) in modules.items()}
         self._amounts = {name: amount * times[name] for name, amount in amounts.items()}
-        self._amounts["answers"] = answers * classes
+        self._amounts |= {"answers": answers * classes, "methods": 1}
         self._seconds: dict[str, list[float]] = {name: [] for name in modules}
         for call in self._calls.values():
             call()
@@ -173,9 +174,10 @@ class Calibration:
     def rates(self) -> Rates:
         """What the fast calls that were sampled come to, without what any call takes."""
         taken = {name: fast(seconds) for name, seconds in self._seconds.items()}
-        call = taken.pop("call")
+        call = taken["methods"]
         # A small model's products take little more than a call, and less on a machine that is busy meanwhile.
-        return Rates(**{n: self._amounts[n] / max(t - call, t / 10) for n, t in taken.items()})
+        less = {name: call if name != "methods" else 0.0 for name in taken}
+        return Rates(**{n: self._amounts[n] / max(t - less[n], t / 10) for n, t in taken.items()})
 
 
 def fast(seconds: Sequence[float]) -> float:

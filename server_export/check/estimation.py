@@ -2,185 +2,84 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
+from prge.chain import ROLE_OF, STACK
 from prge.contract import Contract
 from prge.costs import (
-    PROGRAM_BYTES,
     Outline,
-    RunMemory,
     Weights,
-    arena_bytes,
     bytes_text,
-    estimated_memory,
     export_memory,
     export_seconds,
-    file_bytes,
-    together,
+    programs_bytes,
     weights_of,
-    work_of,
 )
-from prge.errors import PrgeError
-from prge.exact import ROWS_OF_A_STEP
+from prge.errors import ConfigError, PrgeError
 from prge.memory import memory_info
 from prge.progress import duration
-from server_export.settings import ExportConfig
+from server_export.settings import EstimateConfig, ExportConfig
 
-if TYPE_CHECKING:
-    from server_export.check.calibration import Rates
-    from server_export.model.loading import LoadedModel
-
-ENGINES = ("native", "torch")
-
-
-@dataclass(frozen=True)
-class RowLengths:
-    """An epoch of training rows: how many, and by batch the length of the method that it takes."""
-
-    rows: int
-    batches: tuple[int, ...]
+# Classes of an encoder's head.
+_CLASSES = 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A program that isn't there yet, in numbers."""
+    """A bundle that isn't there yet, in numbers. `label_tokens` stand for a verbalizer's words."""
 
-    config: ExportConfig
     outline: Outline
-    contract: Contract
-    score: Contract | None
     weights: Weights
-    stored_bytes: int
-    score_weights: Weights
-    data: RowLengths | None = None
-
-    @property
-    def calls(self) -> int:
-        """Calls of the program in a step."""
-        if self.contract.kind != "stack":
-            return 1
-        return math.ceil(2 * self.config.queries / self.contract.copies)
-
-    @property
-    def steps(self) -> list[Contract]:
-        """Contracts of the methods that take steps, shortest rows first."""
-        return self._variants(self.contract)
-
-    @property
-    def methods(self) -> list[Contract]:
-        """Contracts of all methods of the program; a trunk and the step above it count as one."""
-        return [*self.steps, *([] if self.score is None else self._variants(self.score))]
+    scheme: str
+    roles: tuple[str, ...]
+    readout: str
+    vocabulary_size: int
+    label_tokens: tuple[int, ...]
 
     @property
     def export_bytes(self) -> int:
         """Peak memory of the export."""
-        return export_memory(
-            self.outline, self.weights, self.config.quantize, self.stored_bytes, self.methods
-        )
+        return export_memory(self.outline, self.scheme, self.roles)
 
     @property
     def export_seconds(self) -> float:
         """Time of the export on two cores of a server."""
-        return export_seconds(self.outline, len(self.methods))
+        return export_seconds(self.outline, self.roles)
 
     @property
-    def program_bytes(self) -> int:
-        """Bytes of the program's file."""
-        return file_bytes(self.outline, self.methods, self.weights)
+    def programs_bytes(self) -> int:
+        """Bytes of the programs."""
+        return programs_bytes(self.outline, self.roles)
 
-    def memory(self, engine: str, scoring: bool = False) -> RunMemory:
-        """Memory of a run on an engine while it takes steps, or scores with a method of its own.
+    def contract(self, config: EstimateConfig, tokens: int, learnt: int) -> Contract:
+        """Of a run's call, whose rows have so many tokens at most and are asked so many.
 
-        Methods of several lengths are loaded side by side where a run would do so by itself, each with its
-        own copy of the weights; the native engine may do with one.
+        Raises:
+            ConfigError: rows are longer than the bundle's, or it lacks the estimator's role.
         """
-        contract, weights = self.contract, self.weights
-        if scoring and self.score is not None:
-            contract, weights = self.score, self.score_weights
-        variants = self._variants(contract)
-        arenas = sum(arena_bytes(self.outline, variant) for variant in variants)
-        if weights.stored * len(variants) + arenas > PROGRAM_BYTES:
-            variants = variants[-1:]
-        return together([estimated_memory(self.outline, variant, weights, engine) for variant in variants])
-
-    def to_json(self, rates: Rates | None) -> dict[str, Any]:
-        """All of it, with seconds where rates of this machine are known."""
-        contract = self.contract
-        rows = ROWS_OF_A_STEP * contract.rows if contract.is_exact else contract.computed_rows
-        steps = [
-            {"sequence_length": variant.sequence_length, **self.cost(variant, rates)}
-            for variant in self.steps
-        ]
-        step = {
-            "calls": self.calls,
-            "rows": rows * self.calls,
-            **steps[-1],
-            "lengths": steps[:-1],
-        }
-        scoring = None
-        if self.score is not None:
-            score = work_of(self.outline, self.score)
-            scoring = {
-                "rows": self.score.rows,
-                "operations": score.operations,
-                "seconds": rates.seconds(score) if rates else None,
-            }
-        return {
-            "model": {
-                "name_or_path": self.config.model,
-                "parameters": self.outline.parameters,
-                "blocks": self.outline.blocks,
-                "adapted_layers": len(contract.modules),
-                "adapter_parameters": sum(module.rank * module.out_features for module in contract.modules),
-            },
-            "program_bytes": self.program_bytes,
-            "weights": {
-                "packed_bytes": self.weights.packed,
-                "table_bytes": self.weights.table,
-                "other_bytes": self.weights.other,
-            },
-            "step": step,
-            "scoring": scoring,
-            "data": None if self.data is None else self._data_json(self.data, rates),
-            "run_memory": {engine: self.memory(engine).to_json() for engine in ENGINES},
-            "score_memory": None
-            if self.score is None
-            else {engine: self.memory(engine, scoring=True).to_json() for engine in ENGINES},
-            "export": {"peak_bytes": self.export_bytes, "seconds": self.export_seconds},
-            "rates": None if rates is None else rates.to_json(),
-        }
-
-    def cost(self, contract: Contract, rates: Rates | None) -> dict[str, Any]:
-        """What a step of one length computes and takes, also above a trunk that is cached."""
-        parts = {"": "whole", **({"cached_": "step"} if self.config.trunk_cache else {})}
-        cost: dict[str, Any] = {}
-        for prefix, part in parts.items():
-            work = work_of(self.outline, contract, part)
-            cost[f"{prefix}operations"] = work.operations * self.calls
-            cost[f"{prefix}seconds"] = rates.seconds(work) * self.calls if rates else None
-        return cost
-
-    def _variants(self, contract: Contract) -> list[Contract]:
-        """A contract for every length, shortest first."""
-        return [*(contract.shortened(length) for length in self.config.shorter_lengths), contract]
-
-    def _data_json(self, data: RowLengths, rates: Rates | None) -> dict[str, Any]:
-        """What an epoch of the rows takes: every batch runs at the length that holds its longest row."""
-        costs = {variant.sequence_length: self.cost(variant, rates) for variant in self.steps}
-        batches = {length: data.batches.count(length) for length in costs}
-
-        def total(name: str) -> Any:
-            return sum(count * costs[length][name] for length, count in batches.items())
-
-        return {
-            "rows": data.rows,
-            "steps": len(data.batches),
-            "steps_of_length": {str(length): count for length, count in batches.items()},
-            "operations": total("operations"),
-            "seconds": total("seconds") if rates else None,
-        }
+        kind = "stack" if config.estimator == "antithetic" else config.estimator
+        problems = []
+        if tokens > self.outline.longest:
+            problems.append(f"tokens is {tokens}, rows of the bundle have up to {self.outline.longest}")
+        if ROLE_OF[kind] not in self.roles:
+            problems.append(f"estimator is {config.estimator}, but roles lack {ROLE_OF[kind]}")
+        if problems:
+            raise ConfigError("the run doesn't fit the bundle:", problems)
+        is_encoder = self.readout == "pooled"
+        return Contract(
+            kind=kind,
+            readout=self.readout,
+            copies=2 * config.queries if kind == "stack" else 1,
+            batch_size=config.batch_size,
+            sequence_length=tokens,
+            positions=0 if is_encoder else max(learnt, 1),
+            width=self.outline.width,
+            vocabulary_size=self.vocabulary_size,
+            label_tokens=self.label_tokens,
+            modules=self.outline.modules,
+            queries=config.queries if kind == "tangent" else 0,
+            classes=_CLASSES if is_encoder and kind == "exact" else 0,
+        )
 
 
 def estimate(config: ExportConfig) -> Estimate:
@@ -189,32 +88,29 @@ def estimate(config: ExportConfig) -> Estimate:
     Raises:
         PrgeError: the model or the settings can't be used, as the export itself would say.
     """
+    from server_export.model.chain import plain_layers
     from server_export.model.loading import outline_model
+    from server_export.model.outline import outline_of
+    from server_export.model.positions import longest_row
+    from server_export.model.quantization import EMBEDDING_BYTES
+    from server_export.model.readout import readout_of
+    from server_export.model.start import start_adapter
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()
     pooled = None if config.readout is None else config.readout == "pooled"
-    return estimate_of(config, outline_model(config.model, pooled=pooled, revision=config.revision))
-
-
-def estimate_of(config: ExportConfig, loaded: LoadedModel) -> Estimate:
-    """The same for a model, which may lack its weights; it is changed."""
-    from server_export.model.loading import checkpoint_bytes
-    from server_export.model.lora_fa import convert_conv1d
-    from server_export.model.outline import outline_of
-    from server_export.model.program import planned_contracts
-    from server_export.model.quantization import EMBEDDING_BYTES
-
-    convert_conv1d(loaded.model)
+    loaded = outline_model(config.model, pooled=pooled, revision=config.revision)
     # Their number is all that counts.
-    label_tokens = range(len(config.label_words or []))
-    contract, score, below = planned_contracts(config, loaded, label_tokens)
-    outline = outline_of(loaded, contract, below, config.shorter_lengths)
+    labels = tuple(range(len(config.label_words or ())))
+    readout = readout_of(config, loaded, labels)
+    longest = longest_row(loaded, config.sequence_length)
+    start = start_adapter(config, loaded, bool(plain_layers(loaded.model)))
+    outline = outline_of(start, longest, len(labels))
     int8_table = config.quantize != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
-    weights, score_weights = (
-        weights_of(outline, method, config.quantize, int8_table) for method in (contract, score or contract)
-    )
-    return Estimate(config, outline, contract, score, weights, checkpoint_bytes(loaded), score_weights)
+    roles = tuple(dict.fromkeys((STACK, *config.roles)))
+    weights = weights_of(outline, config.quantize, int8_table, roles)
+    vocabulary = outline.table_numbers // outline.width
+    return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, labels)
 
 
 def announce(config: ExportConfig) -> None:
@@ -225,7 +121,7 @@ def announce(config: ExportConfig) -> None:
         return  # the export says it better, or can do without
     print(
         f"estimated  {bytes_text(estimated.export_bytes)} of memory at the peak of the export, "
-        f"{duration(estimated.export_seconds)}, program {bytes_text(estimated.program_bytes)}",
+        f"{duration(estimated.export_seconds)}, weights {bytes_text(estimated.weights.stored)}",
         flush=True,
     )
     available = memory_info().get("MemAvailable")

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
-from prge.contract import Contract
+from prge.contract import AdaptedModule
 from prge.costs import Layer, Outline
-from server_export.graph.rotation import rotates_by_product
-from server_export.model.blocks import block_names
-from server_export.model.loading import LoadedModel, parameter_count
+from server_export.model.blocks import block_names, blocks_below
+from server_export.model.loading import parameter_count
+from server_export.model.start import StartAdapter
 
 
-def outline_of(
-    loaded: LoadedModel, contract: Contract, blocks_below: int, shorter: Sequence[int] = ()
-) -> Outline:
-    """The outline of a model, with or without its weights, as the program of a contract uses it.
+def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
+    """The outline of an adapter's model, with or without its weights.
 
-    `shorter` are the lengths that the program has methods for besides; each has its own tables of positions.
+    Args:
+        start: the adapter, and the model with linear layers.
+        longest: tokens of the longest row.
+        classes: words that a verbalizer's head answers among.
 
     Raises:
-        ConfigError: it has no list of blocks.
+        ConfigError: the model has no list of blocks.
     """
-    model, config = loaded.model, loaded.config
+    model, config = start.loaded.model, start.loaded.config
     blocks = block_names(model)
-    head = model.get_output_embeddings() if loaded.is_decoder else None
+    head = model.get_output_embeddings() if start.loaded.is_decoder else None
     table = model.get_input_embeddings().weight
     layers = {
         name: layer
@@ -34,33 +36,34 @@ def outline_of(
         if isinstance(layer, nn.Linear) and layer is not head
     }
     weights = {id(layer.weight) for layer in [*layers.values(), *([head] if head is not None else [])]}
+    biases = {id(layer.bias) for layer in layers.values()}
     other = sum(
         parameter.numel()
         for parameter in model.parameters()
-        if id(parameter) not in weights and parameter is not table
+        if id(parameter) not in weights | biases and parameter is not table
     )
     heads = int(getattr(config, "num_attention_heads", 1))
-    head_width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    lengths = (*shorter, contract.sequence_length)
+    below = blocks_below(model, list(start.lora_a))
+    head_shape = _shape(head) if isinstance(head, nn.Linear) else None
+    if head_shape and classes:
+        head_shape = replace(head_shape, outputs=classes)
     return Outline(
         width=int(config.hidden_size),
         blocks=len(blocks),
-        blocks_below=blocks_below,
+        blocks_below=below,
         heads=heads,
-        head_width=head_width,
-        layers=_grouped(layers, blocks[:blocks_below]),
-        head=_shape(head) if isinstance(head, nn.Linear) else None,
+        head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        layers=_grouped(layers, blocks[:below]),
+        head=head_shape,
+        modules=tuple(
+            AdaptedModule(name, matrix.shape[0], matrix.shape[1], len(start.lora_b[name]))
+            for name, matrix in start.lora_a.items()
+        ),
         table_numbers=table.numel(),
-        other_numbers=other + sum(_position_numbers(model, length, head_width) for length in lengths),
+        other_numbers=other,
         parameters=parameter_count(model),
+        longest=longest,
     )
-
-
-def _position_numbers(model: nn.Module, length: int, width: int) -> int:
-    """What a mask and the rotations of queries and keys take: tables of cosines and sines, or matrices."""
-    if not any("rotary" in name for name, _ in model.named_modules()):
-        return length * length
-    return length * length + 2 * length * width * (width if rotates_by_product(length, width) else 1)
 
 
 def _grouped(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[Layer, ...]:
