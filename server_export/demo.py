@@ -26,12 +26,12 @@ EXPORT = {
     "target-modules": ["o_proj", "down_proj"],
     "rank": 8,
     "alpha": 16,
-    "queries": 4,
-    "batch-size": 4,
-    "sequence-length": 32,
-    "positions": 2,
+    "roles": ["stack", "tangent"],
 }
 RUN = {
+    "estimator": "tangent",
+    "queries": 4,
+    "batch-size": 4,
     "steps": STEPS,
     "optimizer": "adam",
     "learning-rate": 0.01,
