@@ -27,6 +27,7 @@ EXPORT = {
     "rank": 8,
     "alpha": 16,
     "roles": ["stack", "tangent"],
+    "sequence-length": 32,
 }
 RUN = {
     "estimator": "tangent",
