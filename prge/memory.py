@@ -36,8 +36,18 @@ class PeakMemory:
     def __init__(self, status: Path = Path("/proc/self/status")) -> None:
         self._status = status
         self._peak: int | None = None
+        self._peak_of_loading: int | None = None
+        self._loaded = 0
         self._reason = ""
         self.sample()
+
+    def start(self) -> None:
+        """What is there now is loaded: `report` tells what comes on top."""
+        self.sample()
+        if self._peak is not None:
+            seen = _kilobytes(self._status)
+            self._peak_of_loading = self._peak
+            self._loaded = seen.get("RssAnon", 0) + seen.get("VmSwap", 0)
 
     def sample(self) -> None:
         """Look once; call it every step, since VmSwap has no high-water mark."""
@@ -52,11 +62,23 @@ class PeakMemory:
             self._peak = max(now, self._peak or 0)
 
     def report(self) -> Record:
-        """`peak_bytes` and the `method`; where it can't be known, null and the `reason`."""
+        """`peak_bytes` and the `method`; where it can't be known, null and the `reason`.
+
+        After `start` also `beyond_loaded_bytes`, without pages of files; null where loading took more.
+        """
         self.sample()
         if self._peak is None:
             return {"peak_bytes": None, "reason": self._reason}
-        return {"peak_bytes": self._peak, "method": self.method}
+        report: Record = {"peak_bytes": self._peak, "method": self.method}
+        if self._peak_of_loading is not None:
+            beyond = None
+            if self._peak > self._peak_of_loading:
+                seen = _kilobytes(self._status)
+                # Pages of mapped files only become more.
+                files = seen.get("RssFile", 0) + seen.get("RssShmem", 0)
+                beyond = max(0, self._peak - files - self._loaded)
+            report["beyond_loaded_bytes"] = beyond
+        return report
 
 
 def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:

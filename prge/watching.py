@@ -81,7 +81,8 @@ class Watcher:
         return self._earlier + time.perf_counter() - self._begin
 
     def start_clock(self) -> None:
-        """Count the seconds of this part of the run from now on."""
+        """Count the seconds of this part of the run from now on, and its memory beyond what is loaded."""
+        self.log.memory.start()
         self._begin = self._last = time.perf_counter()
 
     def stop_clock(self) -> None:

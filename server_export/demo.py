@@ -26,12 +26,13 @@ EXPORT = {
     "target-modules": ["o_proj", "down_proj"],
     "rank": 8,
     "alpha": 16,
-    "queries": 4,
-    "batch-size": 4,
+    "roles": ["stack", "tangent"],
     "sequence-length": 32,
-    "positions": 2,
 }
 RUN = {
+    "estimator": "tangent",
+    "queries": 4,
+    "batch-size": 4,
     "steps": STEPS,
     "optimizer": "adam",
     "learning-rate": 0.01,

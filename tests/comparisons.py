@@ -90,7 +90,7 @@ def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
                 False, [], learning_rate=None, search=[], failures=["ended with code 2: <no> such | thing"]
             ),
         },
-        "hashes": {"rows": {"train": "a" * 64}, "bundles": {"antithetic-q4-b4": "b" * 64}},
+        "hashes": {"rows": {"train": "a" * 64}, "bundles": {"shared": "b" * 64}},
         "meta": {
             "prge": "0.1.0",
             "python": "3.11",
@@ -163,11 +163,11 @@ def write_run(folder: Path, steps: int, status: str, rate: float = 0.01, baselin
         "training_rows": 50,
         "training_tokens": 1000,
         "seconds": 2.0 + 0.1 * steps,
-        "memory": {"peak_bytes": 100_000_000},
+        "memory": {"peak_bytes": 100_000_000, "beyond_loaded_bytes": 7_000_000},
         "trained_values": 64,
     }
     if baseline:
-        train |= {"activation_bytes": 7_000_000, "test": {"loss": 0.25, "accuracy": 0.875}}
+        train["test"] = {"loss": 0.25, "accuracy": 0.875}
         train["memory"]["baseline_bytes"] = 60_000_000
     run = {"status": status, "engine": "native"}
     (folder / "run.json").write_text(json.dumps({"run": run, "train": train, "meta": {}}))

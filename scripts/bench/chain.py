@@ -1,145 +1,137 @@
-"""Time of a step on a chain of small programs over that on one program of the whole model.
+"""Time of a step on a chain of small programs, as it is and over that on one program of the whole model.
 
     python scripts/bench/chain.py --model smollm2-135m --quantize 8da4w fp32 --json chain.json
+    python scripts/bench/chain.py --monolith CHECKOUT --json chain.json
 
-A model with random weights is exported once as a chain with all roles, and as one program for every estimator
-and shape. Both take the same steps on the same rows, in turns, in one process; figures are medians. Prints
-JSON: `chain_over_monolith` by scheme, estimator and shape (rows x tokens), the seconds of both, how far apart
-their losses are, and seconds, peak memory and sizes of the chain's export.
+A model with random weights is exported with all roles. CHECKOUT is a working tree of a commit whose exports
+make one program of the whole model for an estimator and a shape, such as 6c5eaad. Both take the same steps
+on the same rows, in turns, each in a process of its own; figures are medians. Prints JSON by scheme,
+estimator and shape (rows x tokens): seconds, with a checkout also those of the one program,
+`chain_over_monolith`, and how far apart their losses are; and by scheme seconds, peak memory and sizes of
+the chain's export.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import resource
-import shutil
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from random_model import random_model
-from reports import report
+from reports import circumstances, parser_of, report
+from timing import export, folder_bytes, timed_step
 
-from device_runner.engines.programs import Engines, open_engines
-from device_runner.session.inputs import make_estimator
-from device_runner.session.settings import RunSettings, bundle_for, settled
-from prge.adapter import Adapter
-from prge.bundle import open_bundle
-from prge.estimators import Estimator, Measurement, Step
-from prge.examples import Example, Slot, TokenSequence, make_batch
-from prge.peft import read_peft
-from prge.run_folder import environment
-from server_export.demo import DATA
-from server_export.model.random_models import CONFIGURATIONS
+from server_export.model.random_models import CONFIGURATIONS, save_random_model
 
-ESTIMATORS = {"tangent": ["--queries", "4"], "antithetic": ["--queries", "4"], "exact": []}
+ESTIMATORS: dict[Any, list[str]] = {
+    "tangent": ["--queries", "4"],
+    "antithetic": ["--queries", "4"],
+    "exact": [],
+}
+# With the modules of the other checkout.
+MONOLITH = """
+import sys
+from pathlib import Path
+from chain import timed_step
+folder, estimator, *sizes = sys.argv[1:]
+step = timed_step(Path(folder), estimator, *map(int, sizes))
+for line in sys.stdin:
+    seconds, measurement = step()
+    print(seconds, measurement.loss, flush=True)
+"""
 
-
-@dataclass
-class TimedStep:
-    """A step on an opened bundle."""
-
-    engines: Engines
-    estimator: Estimator
-    step: Step
-
-    def __call__(self) -> tuple[float, Measurement]:
-        """Take it once: seconds, and what was measured."""
-        begin = time.perf_counter()
-        measurement = self.estimator.measure(self.engines.step, self.step)
-        return time.perf_counter() - begin, measurement
+Timed = Callable[[], tuple[float, float]]
 
 
-def save_model(name: str, layers: int | None, folder: Path) -> Path:
-    """A model with random weights, and some tokenizer."""
-    random_model(name, layers).model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DATA / "model" / file, folder)
-    return folder
+@contextmanager
+def monolith(
+    checkout: Path, model: Path, folder: Path, scheme: str, estimator: str, sizes: list[int]
+) -> Iterator[Timed]:
+    """A step on one program of the whole model, made and taken by a checkout: seconds and loss of a call.
+
+    `sizes` are rows, tokens, threads.
+    """
+    rows, tokens, _ = map(str, sizes)
+    shape = [
+        "--quantize",
+        scheme,
+        "--batch-size",
+        rows,
+        "--sequence-length",
+        tokens,
+        "--estimator",
+        estimator,
+    ]
+    export(model, folder, *shape, *ESTIMATORS[estimator], checkout=checkout)
+    command = [sys.executable, "-c", MONOLITH, str(folder), estimator, *map(str, sizes)]
+    paths = f"{checkout}{os.pathsep}{checkout / 'scripts' / 'bench'}"
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        asked, told = child.stdin, child.stdout
+
+        def step() -> tuple[float, float]:
+            asked.write("\n")
+            asked.flush()
+            seconds, loss = told.readline().split()
+            return float(seconds), float(loss)
+
+        yield step
 
 
-def export(model: Path, out: Path, *flags: str) -> dict[str, float]:
-    """Call `prge export`; seconds, and the most memory that any export took so far."""
-    begin = time.monotonic()
-    words = [sys.executable, "-m", "prge.cli", "export", "--model", str(model), "--out", str(out), *flags]
-    subprocess.run([*words, "--overwrite"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return {"seconds": time.monotonic() - begin, "peak_rss_mb": peak / 1024}
-
-
-def timed_step(folder: Path, estimator: str, rows: int, tokens: int, threads: int) -> TimedStep:
-    """The same step on a bundle of any form."""
-    bundle = open_bundle(folder)
-    settings = RunSettings(
-        bundle=folder,
-        train=folder,
-        out=folder,
-        steps=1,
-        learning_rate=0.1,
-        estimator=estimator,  # type: ignore[arg-type]
-        queries=4 if ESTIMATORS[estimator] else None,
-        batch_size=rows if bundle.chain else None,
-    )
-    settings = settled(settings, bundle)
-    bundle = bundle_for(settings, bundle)
-    engines = open_engines(bundle, threads)
-    adapter: Adapter = read_peft(bundle.adapter, bundle.contract.modules, bundle.adapter)
-    random = np.random.default_rng(0)
-    adapter.values[:] = random.standard_normal(adapter.size) * 0.01
-    examples = []
-    for row in range(rows):
-        numbers = random.integers(0, bundle.contract.vocabulary_size, tokens).tolist()
-        slots = tuple(Slot(place, numbers[place + 1], 1 / (tokens - 1), 0) for place in range(tokens - 1))
-        examples.append(Example(row, (TokenSequence(tuple(numbers), slots),), 1, None))
-    step = Step(adapter, [make_batch(examples, bundle.contract)], 0, 0)
-    return TimedStep(engines, make_estimator(settings), step)
-
-
-def compared(monolith: TimedStep, chain: TimedStep, pairs: int) -> dict[str, float]:
+def compared(chain: Timed, other: Timed | None, repeats: int) -> dict[str, float]:
     """Both in turns, and in turns which goes first."""
-    seconds: tuple[list[float], list[float]] = [], []
-    (_, first), (_, second) = monolith(), chain()
-    for pair in range(pairs):
-        for which in (0, 1) if pair % 2 else (1, 0):
-            seconds[which].append((monolith, chain)[which]()[0])
-    one, other = map(statistics.median, seconds)
+    steps = [chain] if other is None else [chain, other]
+    losses = [step()[1] for step in steps]
+    seconds: list[list[float]] = [[] for _ in steps]
+    for repeat in range(repeats):
+        for index in range(len(steps)) if repeat % 2 else reversed(range(len(steps))):
+            seconds[index].append(steps[index]()[0])
+    found = {"chain_seconds": statistics.median(seconds[0])}
+    if other is None:
+        return found
     return {
-        "chain_over_monolith": statistics.median(b / a for a, b in zip(*seconds, strict=True)),
-        "monolith_seconds": one,
-        "chain_seconds": other,
-        "loss_difference": abs(first.loss - second.loss),
+        "chain_over_monolith": statistics.median(a / b for a, b in zip(*seconds, strict=True)),
+        **found,
+        "monolith_seconds": statistics.median(seconds[1]),
+        "loss_difference": abs(losses[0] - losses[1]),
     }
 
 
 def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path) -> dict[str, Any]:
     """All estimators and shapes with one scheme."""
     longest = max(tokens for _, tokens in arguments.shapes)
-    chain = folder / "chain"
-    words = ["--quantize", scheme, "--sequence-length", str(longest), "--roles", "stack", "tangent", "back"]
-    figures: dict[str, Any] = {"export": export(model, chain, *words), "estimators": {}}
-    figures["export"] |= {
-        f"{name}_bytes": sum(path.stat().st_size for path in (chain / name).iterdir())
-        for name in ("programs", "weights")
-    }
+    bundle = folder / "chain"
+    exported = export(model, bundle, "--quantize", scheme, "--sequence-length", str(longest))
+    figures: dict[str, Any] = {"export": exported, "estimators": {}}
+    exported |= {f"{name}_bytes": folder_bytes(bundle / name) for name in ("programs", "weights")}
     for estimator in arguments.estimators:
-        ratios = figures["estimators"][estimator] = {}
+        shapes = figures["estimators"][estimator] = {}
         for rows, tokens in arguments.shapes:
-            monolith = folder / "monolith"
-            words = ["--quantize", scheme, "--estimator", estimator, *ESTIMATORS[estimator]]
-            export(model, monolith, *words, "--batch-size", str(rows), "--sequence-length", str(tokens))
-            first, second = (
-                timed_step(path, estimator, rows, tokens, arguments.threads) for path in (monolith, chain)
-            )
-            ratios[f"{rows}x{tokens}"] = compared(first, second, arguments.pairs)
-            del first, second
-            gc.collect()
+            step = timed_step(bundle, estimator, rows, tokens, arguments.threads)
+
+            def chain(step: Callable[[], Any] = step) -> tuple[float, float]:
+                seconds, measurement = step()
+                return seconds, measurement.loss
+
+            if arguments.monolith is None:
+                shapes[f"{rows}x{tokens}"] = compared(chain, None, arguments.pairs)
+                continue
+            sizes = [rows, tokens, arguments.threads]
+            checkout = arguments.monolith.resolve()
+            with monolith(checkout, model, folder / "one", scheme, estimator, sizes) as other:
+                shapes[f"{rows}x{tokens}"] = compared(chain, other, arguments.pairs)
     return figures
 
 
@@ -150,24 +142,23 @@ def shape_of(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=sorted(CONFIGURATIONS), default="smollm2-135m")
-    parser.add_argument("--layers", type=int, help="makes the model shallower")
+    """Read the flags, measure, print JSON."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
     parser.add_argument("--quantize", nargs="+", default=["8da4w", "fp32"])
     parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=list(ESTIMATORS))
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=[(2, 64), (1, 16)])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--monolith", type=Path, help="checkout to compare with")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = save_model(arguments.model, arguments.layers, folder / "model")
-        schemes = {scheme: bench(arguments, scheme, model, folder) for scheme in arguments.quantize}
-    settings = {name: value for name, value in vars(arguments).items() if not isinstance(value, Path)}
-    report({"schemes": schemes, "settings": settings, "machine": environment()}, arguments.json)
+        save_random_model(folder / "model", arguments.model, arguments.layers)
+        schemes = {
+            scheme: bench(arguments, scheme, folder / "model", folder) for scheme in arguments.quantize
+        }
+    report({"schemes": schemes, **circumstances(arguments)}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ MODEL is a folder or hub id of all-MiniLM-L6-v2, SST2_FOLDER holds train.tsv, de
 A seed draws 1,000 training rows of train.tsv, another 1,000 without their labels for the frozen lora_a
 (principal_adapter.py), the directions and the order of rows. All runs compute the same number of
 rows. Settings were chosen on the 872 rows of dev.tsv with seed 42, which is none of the default ones; the
-1,821 test rows are read once per run. Training rows are phrases, the others sentences, so these go through a
-longer program of the same adapter. Prints JSON.
+1,821 test rows are read once per run. Prints JSON.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "antithetic": {"learning_rate": 6e-3, "clip": 1.0, "epsilon": 1e-2},
 }
 POINTS = 4
-TRAIN_LENGTH, TEST_LENGTH = 24, 64
-# Half of the phrases have at most 10 tokens.
-LENGTHS = (8, 12, 16)
+LENGTH = 64
 BACKPROP_RATES = (1e-2, 3e-2, 1e-1)
 BACKPROP_BATCH, BACKPROP_EPOCHS = 16, 4
 
@@ -116,7 +113,8 @@ def forward_only(arguments: argparse.Namespace, scheme: str, estimator: str, see
     if not (run / "final").exists():
         prge(
             "run",
-            bundle=bundle(arguments, scheme, estimator, seed, TRAIN_LENGTH),
+            bundle=bundle(arguments, scheme, seed),
+            estimator=estimator,
             train=arguments.data / "train.tsv",
             task="sst2",
             out=run,
@@ -127,6 +125,7 @@ def forward_only(arguments: argparse.Namespace, scheme: str, estimator: str, see
             checkpoint_every=steps // POINTS,
             threads=arguments.threads,
             **COMMON,
+            **STEP,
             **TRAINING[estimator],
         )
     records = []
@@ -158,7 +157,7 @@ def first_step(arguments: argparse.Namespace, scheme: str, seed: int) -> Path:
     if not (run / "final").exists():
         prge(
             "run",
-            bundle=bundle(arguments, scheme, "antithetic", seed, TRAIN_LENGTH),
+            bundle=bundle(arguments, scheme, seed),
             train=arguments.data / "train.tsv",
             task="sst2",
             out=run,
@@ -202,7 +201,7 @@ def baseline(arguments: argparse.Namespace, seed: int, rate: float, *, test: boo
             "baseline",
             method="backprop-lora-fa",
             model=arguments.model,
-            bundle=bundle(arguments, "fp32", "antithetic", seed, TEST_LENGTH),
+            bundle=bundle(arguments, "fp32", seed),
             task="sst2",
             out=out,
             seed=seed,
@@ -237,7 +236,7 @@ def score(arguments: argparse.Namespace, scheme: str, seed: int, adapter: Path, 
     if not result.exists():
         prge(
             "eval",
-            bundle=bundle(arguments, scheme, "antithetic", seed, TEST_LENGTH),
+            bundle=bundle(arguments, scheme, seed),
             data=arguments.data / {"dev": "dev.tsv", "test": "test-labeled.tsv"}[name],
             adapter=adapter,
             task="sst2",
@@ -253,7 +252,7 @@ def run_folder(arguments: argparse.Namespace, scheme: str, estimator: str, seed:
     return Path(arguments.out / f"run-{estimator}-{scheme}-{seed}")
 
 
-def bundle(arguments: argparse.Namespace, scheme: str, estimator: str, seed: int, length: int) -> Path:
+def bundle(arguments: argparse.Namespace, scheme: str, seed: int) -> Path:
     """The bundle of a seed, exported unless it is there."""
     adapter = Path(arguments.out / f"start-{seed}")
     if not adapter.exists():
@@ -268,13 +267,10 @@ def bundle(arguments: argparse.Namespace, scheme: str, estimator: str, seed: int
             rank=RANK,
             out=adapter,
         )
-    folder = Path(arguments.out / f"bundle-{estimator}-{scheme}-{seed}-{length}")
+    folder = Path(arguments.out / f"bundle-{scheme}-{seed}")
     if not folder.exists():
-        flags: dict[str, Any] = {"estimator": estimator, "quantize": scheme, "adapter": adapter}
-        flags["sequence_length"] = length
-        if length == TRAIN_LENGTH and estimator in arguments.estimators:
-            flags["lengths"] = LENGTHS
-        prge("export", model=arguments.model, out=folder, **flags, **STEP)
+        flags: dict[str, Any] = {"quantize": scheme, "adapter": adapter, "sequence_length": LENGTH}
+        prge("export", model=arguments.model, out=folder, roles=["stack", "tangent"], **flags)
     return folder
 
 

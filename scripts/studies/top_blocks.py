@@ -23,7 +23,7 @@ ROWS = 1000
 SEARCH_SEED = 7
 EPOCHS = 3
 BATCH = 16
-SHAPE = {"sequence-length": 64, "lengths": [16, 32], "target-modules": ["query", "value"], "rank": 8}
+SHAPE = {"sequence-length": 64, "target-modules": ["query", "value"], "rank": 8}
 FIGURES = ("dev_loss", "dev_accuracy", "test_loss", "test_accuracy", "step_milliseconds")
 
 
@@ -59,7 +59,7 @@ def export(arguments: argparse.Namespace, blocks: int) -> Path:
     """The bundle with adapters in the top blocks, exported unless it is there."""
     bundle = Path(arguments.out / f"bundle-{blocks}")
     if not bundle.exists():
-        flags = {**SHAPE, "estimator": "exact", "batch-size": BATCH, "adapt-layers": f"top:{blocks}"}
+        flags = {**SHAPE, "roles": ["stack", "back"], "adapt-layers": f"top:{blocks}"}
         prge("export", model=arguments.model, out=bundle, quantize=arguments.quantize, **flags)
     return bundle
 
@@ -71,8 +71,9 @@ def run(arguments: argparse.Namespace, bundle: Path, blocks: int, seed: int, rat
     if not (folder / "final").exists():
         rows = {"train": arguments.data / "train.tsv", "dev": arguments.data / "dev.tsv", "task": "sst2"}
         chosen = {"train_limit": ROWS, "shuffle_seed": 42, "select": "loss", "seed": seed}
+        step = {"estimator": "exact", "batch_size": BATCH}
         length = {"steps": steps, "evaluate_every": steps // 6, "learning_rate": rate, "schedule": "linear"}
-        prge("run", bundle=bundle, out=folder, threads=arguments.threads, **rows, **chosen, **length)
+        prge("run", bundle=bundle, out=folder, threads=arguments.threads, **rows, **chosen, **step, **length)
     return folder
 
 

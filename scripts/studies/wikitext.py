@@ -22,7 +22,7 @@ FIGURES = ("before", "after", "dev", "seconds")
 
 TRAIN_PASSAGES, DEV_PASSAGES, DEV_LIMIT = 800, 100, 20
 DIRECTION_PASSAGES, DIRECTION_TOKENS = 100, 128
-SHAPE = {"sequence-length": 64, "positions": 63, "prepend-bos": "always"}
+SHAPE: dict[str, Any] = {"sequence-length": 64, "prepend-bos": "always", "roles": ["stack", "tangent"]}
 TARGET, RANK = "all-linear", 1
 # Chosen on development rows with seed 42, of 8 queries for 2 windows and 16 for one, at 2e-3, 3e-3 and 5e-3.
 STEP = {
@@ -97,8 +97,8 @@ def split(data: Path, out: Path) -> dict[str, Path]:
     return files
 
 
-def export(arguments: argparse.Namespace, estimator: str, scheme: str, files: dict[str, Path]) -> Path:
-    """The bundle of an estimator and scheme, exported unless it is there."""
+def export(arguments: argparse.Namespace, scheme: str, files: dict[str, Path]) -> Path:
+    """The bundle of a scheme, exported unless it is there."""
     adapter = Path(arguments.out / "start")
     if not adapter.exists():
         principal_adapter(
@@ -110,10 +110,9 @@ def export(arguments: argparse.Namespace, estimator: str, scheme: str, files: di
             rank=RANK,
             out=adapter,
         )
-    bundle = Path(arguments.out / f"bundle-{estimator}-{scheme}")
+    bundle = Path(arguments.out / f"bundle-{scheme}")
     if not bundle.exists():
-        flags = {**SHAPE, **STEP[estimator], "adapter": adapter, "estimator": estimator, "quantize": scheme}
-        prge("export", model=arguments.model, out=bundle, **flags)
+        prge("export", model=arguments.model, out=bundle, adapter=adapter, quantize=scheme, **SHAPE)
     return bundle
 
 
@@ -121,13 +120,14 @@ def train(
     arguments: argparse.Namespace, estimator: str, scheme: str, seed: int, files: dict[str, Path]
 ) -> dict[str, Any]:
     """Export, run unless it was done, and score one seed by `prge`."""
-    bundle = export(arguments, estimator, scheme, files)
+    bundle = export(arguments, scheme, files)
     run = arguments.out / f"run-{estimator}-{scheme}-{seed}"
     steps = arguments.rows // ROWS_OF_A_STEP[estimator]
     chosen = {"overflow": "split", "shuffle-seed": 0, "dev-limit": DEV_LIMIT}
     every = {"evaluate-every": steps // POINTS, "checkpoint-every": steps // POINTS}
     length = {"steps": steps, "seed": seed, "threads": arguments.threads}
-    flags = {**chosen, **every, **COMMON, **TRAINING[estimator], **length}
+    step = {"estimator": estimator, **STEP[estimator]}
+    flags = {**chosen, **every, **step, **COMMON, **TRAINING[estimator], **length}
     if not (run / "final").exists():
         prge("run", bundle=bundle, train=files["train"], dev=files["dev"], out=run, **flags)
     records = evaluations(run)
@@ -152,7 +152,7 @@ def evaluate(arguments: argparse.Namespace, bundle: Path, data: Path, adapter: P
 
 def reference(arguments: argparse.Namespace, seed: int, files: dict[str, Path]) -> dict[str, Any]:
     """Train the same fp32 adapter by backpropagation."""
-    bundle = export(arguments, "antithetic", "fp32", files)
+    bundle = export(arguments, "fp32", files)
     out = arguments.out / f"backprop-{seed}"
     chosen = {"overflow": "split", "shuffle-seed": 0, "dev-limit": DEV_LIMIT}
     length = {"steps": arguments.backprop_steps, "seed": seed, "threads": arguments.threads}

@@ -1,7 +1,7 @@
 """The work of a comparison: bundles, searches and runs in one folder, whatever is there already left alone.
 
 config.yaml  settings     data/       the rows of all methods      runs/METHOD-SEED/           reported runs
-bundles/     exports      timing/     a few steps a method         search/METHOD-RATE/         trials
+bundles/     exports      measured/   a few steps a method         search/METHOD-RATE/         trials
 model/       random weights           result.json, report.*        figures/
 """
 
@@ -41,10 +41,10 @@ from server_export.compare.methods import (
     words_of,
 )
 from server_export.compare.records import (
-    activation_bytes,
     curve,
     is_finished,
     read_run,
+    step_memory,
     step_seconds,
     summary_of,
 )
@@ -53,7 +53,7 @@ from server_export.compare.search import search
 from server_export.compare.settings import CompareSettings
 
 CONFIG, RUN, OUTPUT, TEST = "config.yaml", "run", "output.txt", "test.json"
-TIMED_STEPS = 8
+MEASURED_STEPS = 8
 TRIAL_EVALUATIONS = 4
 # What may change between calls: the rest of a comparison stays what it was begun as.
 _FREE = ("out", "json", "preset", "methods", "seeds")
@@ -86,11 +86,11 @@ class Comparison:
         self.out = settings.out.resolve()
         self.methods = chosen_methods(settings.methods, settings.batch_size)
         check_exports(self.methods, settings)
+        self._measured = self.out / "measured"
         self.verb = verb
         self.say = say
         self.rows: dict[str, Path] = {}
         self.agenda = Agenda({method.name: self._shares() for method in self.methods})
-        self._activation: dict[Path, int | None] = {}
 
     def prepare(self) -> None:
         """Write the settings and the rows, or check that they are those of the folder.
@@ -159,21 +159,25 @@ class Comparison:
         try:
             run = self.train(method, plan, folder)
             test = self.score(method, run, folder)
-            activation = self.activation(method)
             examples = method.examples(self.settings.batch_size)
-            result["runs"].append({"seed": plan.seed, **read_run(run, examples, activation, test)})
+            memory = step_memory(self._measured / method.name / RUN)
+            result["runs"].append({"seed": plan.seed, **read_run(run, examples, memory, test)})
         except MethodError as failure:
             self.say(f"{method.name}: {failure.what}")
             result["failures"].append(f"seed {plan.seed}: {failure}")
 
+    def measured(self, method: Method) -> Path:
+        """A run of a few steps without evaluations, whose time and memory are those of steps alone."""
+        plan = Plan(MEASURED_STEPS, self._centre(method), self.settings.search_seed)
+        return self.train(method, plan, self._measured / method.name)
+
     def steps(self, method: Method) -> int:
         """Steps of a reported run."""
         settings, seconds = self.settings, None
+        measured = self.measured(method)
         if settings.budget == "seconds":
-            plan = Plan(TIMED_STEPS, self._centre(method), settings.search_seed)
-            run = self.train(method, plan, self.out / "timing" / method.name)
             # The first step warms caches up.
-            seconds = statistics.median(list(step_seconds(read_metrics(run)).values())[1:])
+            seconds = statistics.median(list(step_seconds(read_metrics(measured)).values())[1:])
         return steps_within(settings.budget, settings.budget_value, method.rows(settings.batch_size), seconds)
 
     def choose_rate(self, method: Method, steps: int, trials: list[dict[str, Any]]) -> float:
@@ -264,7 +268,7 @@ class Comparison:
             MethodError: the export failed.
         """
         flags = export_flags(method, self.settings)
-        place = self.out / "bundles" / _bundle_name(method, flags)
+        place = self.out / "bundles" / _bundle_name(method)
         if not place.is_dir():
             self.say(f"{place.relative_to(self.out)}: exporting")
             log = self.out / "bundles" / f"{place.name}.txt"
@@ -276,15 +280,6 @@ class Comparison:
                 )
         return place
 
-    def activation(self, method: Method) -> int | None:
-        """Activation memory of an engine method's bundle; None for methods whose runs measure theirs."""
-        if method.family == "pytorch":
-            return None
-        bundle = self.bundle(method)
-        if bundle not in self._activation:
-            self._activation[bundle] = activation_bytes(bundle)
-        return self._activation[bundle]
-
     def hashes(self) -> dict[str, Any]:
         """SHA-256 of the rows of each split and of each bundle's manifest."""
         bundles = sorted((self.out / "bundles").glob("*/manifest.json"))
@@ -294,11 +289,10 @@ class Comparison:
         }
 
     def _shares(self) -> list[float]:
-        """What the runs of a method take of a reported run's budget: timing, trials, reported ones."""
+        """What the runs of a method take of a reported run's budget: measured, trials, reported ones."""
         settings = self.settings
         trials = settings.search_trials if settings.search_trials > 1 else 0
-        timing = [0.0] if settings.budget == "seconds" else []
-        return [*timing, *[settings.search_share] * trials, *[1.0] * len(settings.seeds)]
+        return [0.0, *[settings.search_share] * trials, *[1.0] * len(settings.seeds)]
 
     def _centre(self, method: Method) -> float:
         return self.settings.learning_rates.get(method.name, method.learning_rate)
@@ -337,13 +331,9 @@ def _blank(method: Method) -> dict[str, Any]:
     }
 
 
-def _bundle_name(method: Method, flags: Mapping[str, Any]) -> str:
+def _bundle_name(method: Method) -> str:
     """A name that tells the bundles of one comparison apart."""
-    parts = [str(flags["estimator"])]
-    parts += [f"{name[0]}{flags[name]}" for name in ("queries", "copies", "batch-size") if name in flags]
-    extra = method.export or {}
-    parts += [str(value).replace(":", "") for value in extra.values() if value is not True]
-    return "-".join(parts)
+    return method.name if method.export else "shared"
 
 
 def _stored(cost: float, quality: str) -> float | None:

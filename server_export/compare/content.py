@@ -285,9 +285,9 @@ def _how(result: Result) -> Iterator[Block]:
             ),
             "The schedule spans a run's whole budget: what a curve reaches on the way, a shorter run may "
             "reach sooner.",
-            "A run is a process of its own; its peak is max(VmHWM, VmRSS + VmSwap). Activation memory of "
-            "engine programs is their planned arena and XNNPACK's workspace, of PyTorch what is kept for the "
-            "backward pass.",
+            "A run is a process of its own; its peak is max(VmHWM, VmRSS + VmSwap). Memory over the loaded "
+            "model is of a run of a few steps without evaluations: its peak less what was there before the "
+            "first step, without pages of files; it isn't known where loading took more.",
             "A step right after an evaluation counts at most as the median step: a program may be loaded "
             "again for it.",
         )

@@ -109,7 +109,10 @@ def _logarithmic(axes: Any) -> None:
 
 
 def _memory(result: Result, outcome: Outcome) -> str:
-    parts = (("peak_mb", "peak over an idle runner", 1.0), ("activation_mb", "activations of a step", 0.45))
+    parts = (
+        ("peak_mb", "peak over an idle runner", 1.0),
+        ("activation_mb", "steps, over the loaded model", 0.4),
+    )
     columns = {key: outcome.column(key) for key, _, _ in parts}
     names = [name for name in result["methods"] if any(columns[key][name].mean for key in columns)]
     if not names:

@@ -22,8 +22,9 @@ class Method:
 
     `forward_only` says whether its gradients come from forward passes. An engine method has an `estimator`
     of `prge run` and the number of `queries` of a step, which share the batch: batch_size / queries
-    examples a step; `directions` where a step has another number of them. `copies` as in `prge export`.
-    `learning_rate` is the centre of its search, `optimizer` the only one that it has.
+    examples a step; `directions` where a step has another number of them; `copies` of the adapter in a call,
+    where not all are. `export` and `run` are flags of its own: with some for `prge export` it has a bundle of
+    its own. `learning_rate` is the centre of its search, `optimizer` the only one that it has.
     `title` says in a report what the method is.
     """
 
@@ -84,7 +85,7 @@ METHODS: dict[str, Method] = {
             "MeZO on the same adapter: a pair of perturbed adapters, one in a call", 5e-3,
             estimator="antithetic", queries=1, copies=1,
         ),
-        # Seven perturbed copies and a clean one fill the program of p-rge.
+        # Seven perturbed copies and a clean one: as many as p-rge has.
         Method(
             "fzoo", "engine", True,
             "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation", 5e-3,
@@ -98,7 +99,8 @@ METHODS: dict[str, Method] = {
         Method(
             "exact-top2", "engine", False,
             "backpropagation on the engine, top 2 blocks alone; what lies below is computed once a row", 1e-2,
-            estimator="exact", export={"adapt-layers": "top:2", "trunk-cache": True},
+            estimator="exact", export={"adapt-layers": "top:2", "roles": ["stack", "back"]},
+            run={"trunk-cache-bytes": 1 << 30},
         ),
         _pytorch("backprop-lora-fa", "backpropagation through the same adapter", 1e-2),
         _pytorch("backprop-lora", "backpropagation through a whole LoRA: lora_A learns too", 3e-3),
@@ -141,29 +143,15 @@ def chosen_methods(names: Iterable[str], batch_size: int) -> list[Method]:
 def export_flags(method: Method, settings: CompareSettings) -> dict[str, Any]:
     """Flags of `prge export` for the bundle that a method runs on, but for its folder.
 
-    Methods with equal flags share a bundle. PyTorch's read the frozen base and lora_a of p-rge's.
+    All methods without flags of their own share one; PyTorch's read its frozen base and lora_a.
     """
-    if method.family == "pytorch":
-        method = METHODS["p-rge"]
-        while settings.batch_size % method.queries:
-            method = METHODS["p-rge-q1"]
-    estimator = "antithetic" if method.estimator == "one-sided" else method.estimator
     flags: dict[str, Any] = {
         "model": settings.model_path,
-        "estimator": estimator,
         "quantize": settings.quantize,
-        "batch-size": method.examples(settings.batch_size),
-        "sequence-length": settings.sequence_length,
         "prepend-bos": settings.prepend_bos,
     }
-    if estimator != "exact":
-        flags["queries"] = method.queries
-    if method.copies:
-        flags["copies"] = method.copies
-    if settings.positions is not None:
-        flags["positions"] = settings.positions
-    if settings.lengths is not None:
-        flags["lengths"] = settings.lengths
+    if settings.sequence_length is not None:
+        flags["sequence-length"] = settings.sequence_length
     own = method.export or {}
     if settings.adapter is not None and "adapt-layers" not in own:
         flags["adapter"] = settings.adapter
@@ -210,7 +198,6 @@ def run_words(
     flags: dict[str, Any] = {
         "bundle": bundle,
         "train": rows["train"],
-        "dev": rows["dev"],
         "out": out,
         "steps": plan.steps,
         "optimizer": method.optimizer or settings.optimizer,
@@ -223,6 +210,8 @@ def run_words(
         "select": "loss" if settings.quality == "loss" else "metric",
         "threads": settings.threads,
     }
+    if plan.evaluate_at:
+        flags["dev"] = rows["dev"]
     if settings.task_path:
         flags["task"] = settings.task_path
     flags |= _overflow(settings)
@@ -233,11 +222,14 @@ def run_words(
         return ["baseline", *words_of(flags)]
     flags |= {
         "estimator": method.estimator,
+        "batch-size": method.examples(settings.batch_size),
         "engine": settings.engine,
         **(method.run or {}),
     }
     if method.estimator != "exact":
         flags["queries"] = method.directions or method.queries
+    if method.copies:
+        flags["copies"] = method.copies
     return ["run", *words_of(flags)]
 
 

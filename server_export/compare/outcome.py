@@ -60,7 +60,15 @@ FIGURES = (
     Figure(
         "own_peak_mb", "peak memory over its own process idle", "MB", True, True, noise=0.02, of_quality=False
     ),
-    Figure("activation_mb", "activation memory of a step", "MB", True, True, noise=0.02, of_quality=False),
+    Figure(
+        "activation_mb",
+        "memory of steps over the loaded model",
+        "MB",
+        True,
+        True,
+        noise=0.02,
+        of_quality=False,
+    ),
     Figure("tokens_per_second", "tokens of training rows a second", "", False, True, of_quality=False),
 )
 

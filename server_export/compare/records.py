@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prge.bundle import read_contracts, read_manifest
-from prge.bundle_memory import memory_of_steps
 from prge.run_folder import SUMMARY, read_metrics
 
 Record = dict[str, Any]
@@ -97,7 +95,7 @@ def read_run(
     Args:
         run: folder that `prge run` or `prge baseline` wrote.
         examples: training rows of a step.
-        activation_bytes: of an engine run's bundle; without it the run's own.
+        activation_bytes: what steps of its method take beyond the loaded model; see `step_memory`.
         test: figures on test rows; without them the run's own.
     """
     summary, records = summary_of(run), read_metrics(run)
@@ -105,8 +103,6 @@ def read_run(
     memory = train.get("memory") or {}
     taken = step_seconds(records)
     points = curve(records)
-    # PyTorch's runs count what is kept for the backward pass; without one, that isn't what a step takes.
-    activations = activation_bytes or train.get("activation_bytes") or None
     median = statistics.median(taken.values()) if taken else None
     tokens = examples * train["training_tokens"] / train["training_rows"]
     return {
@@ -119,7 +115,7 @@ def read_run(
         "tokens_per_second": tokens / median if median else None,
         "peak_bytes": memory.get("peak_bytes"),
         "own_idle_bytes": memory.get("baseline_bytes"),
-        "activation_bytes": activations,
+        "activation_bytes": activation_bytes,
         "trained_values": train.get("trained_values"),
         "engine": summary.get("run", {}).get("engine"),
         # JSON has no NaN.
@@ -138,9 +134,8 @@ def read_curve(run: Mapping[str, Any]) -> list[Point]:
     ]
 
 
-def activation_bytes(bundle: Path) -> int | None:
-    """Memory that a bundle's steps take for values: the planned arena and XNNPACK's measured workspace."""
-    manifest = read_manifest(bundle)
-    memory = memory_of_steps(manifest, read_contracts(manifest)[0])["native"]
-    parts = [memory["arena_bytes"], memory["workspace_bytes"]]
-    return None if None in parts else sum(parts)
+def step_memory(run: Path) -> int | None:
+    """Bytes that the steps of a run without evaluations took beyond the loaded model; None if not known."""
+    memory = summary_of(run).get("train", {}).get("memory") or {}
+    found: int | None = memory.get("beyond_loaded_bytes")
+    return found

@@ -63,7 +63,7 @@ class CompareSettings:
     shuffle_seed: int | None = None
     """Shuffle the training file before its start and limit."""
     overflow: Literal["error", "truncate", "split"] = TrainingFlags.overflow
-    """What to do with a row that is too long for the programs."""
+    """What to do with a row that is too long."""
 
     methods: list[str] = field(default_factory=lambda: ["backprop-lora-fa", "p-rge", "tangent"])
     """Methods to compare, by name."""
@@ -89,12 +89,8 @@ class CompareSettings:
     """LoRA alpha."""
     batch_size: int = 16
     """Examples of a step of a method with one query or an exact gradient; queries share them."""
-    sequence_length: int = ExportConfig.sequence_length
-    """Tokens of the longest row."""
-    positions: int | None = None
-    """Log-probabilities that can be read of every row; default: as `prge export` has it."""
-    lengths: list[int] | None = None
-    """Shorter lengths that engine programs get methods for."""
+    sequence_length: int | None = ExportConfig.sequence_length
+    """Most tokens of a row; without it 512, or as many as the model has positions."""
     prepend_bos: PrependBos = ExportConfig.prepend_bos
     """Whether the begin-of-sequence token comes first."""
 

@@ -25,6 +25,17 @@ def test_peak_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
     assert memory.report() == {"peak_bytes": 900 * 1024, "method": PeakMemory.method}
 
 
+@pytest.mark.parametrize(("peak", "beyond"), [(500, None), (700, 250 * 1024)])
+def test_memory_beyond_what_is_loaded(tmp_path: Path, peak: int, beyond: int | None) -> None:
+    status = tmp_path / "status"
+    status.write_text(STATUS.format(rss=400, swap=50) + "RssAnon:\t 300 kB\n", encoding="utf-8")
+    memory = PeakMemory(status)
+    memory.start()
+    later = STATUS.format(rss=450, swap=0).replace("500", str(peak)) + "RssFile:\t 100 kB\n"
+    status.write_text(later, encoding="utf-8")
+    assert memory.report()["beyond_loaded_bytes"] == beyond
+
+
 def test_present_memory_counts_what_was_swapped_out(tmp_path: Path) -> None:
     status = tmp_path / "status"
     assert resident_bytes(status) is None

@@ -34,8 +34,8 @@ def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
     result = run(tmp_path / "cmp", verbs, *BOTH)
     # Both methods run on one bundle.
     assert verbs.verbs().count("export") == 1
-    # Three trials and one beyond the edge at 0.03, then two seeds.
-    assert verbs.verbs().count("baseline") == 6
+    # The measured one, three trials and one beyond the edge at 0.03, then two seeds.
+    assert verbs.verbs().count("baseline") == 7
     backprop, p_rge = result["methods"]["backprop-lora-fa"], result["methods"]["p-rge"]
     assert backprop["learning_rate"] == p_rge["learning_rate"] == 0.03
     assert [trial["learning_rate"] for trial in backprop["search"]] == [0.00333, 0.01, 0.03, 0.09]
@@ -44,7 +44,7 @@ def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
     assert backprop["runs"][0]["test"]["accuracy"] == 0.875
     assert backprop["runs"][0]["activation_bytes"] == 7_000_000
     assert (p_rge["runs"][0]["steps"], backprop["runs"][0]["steps"]) == (24000 // 32, 24000 // 48)
-    assert result["hashes"]["bundles"].keys() == {"antithetic-q4-b4"}
+    assert result["hashes"]["bundles"].keys() == {"shared"}
     assert result["idle_bytes"] is None or result["idle_bytes"] > 10_000_000
 
 
@@ -57,9 +57,9 @@ def test_it_says_which_of_how_many_runs_begins(tmp_path: Path) -> None:
     comparison.measure()
     begun = [re.match(r"\[(\d+) of (\d+)(, about .+ left)?\] (\S+): \d+ steps at ", line) for line in told]
     counts = [(int(found[1]), int(found[2])) for found in begun if found]
-    # Three trials and two seeds for each of two methods, and one trial beyond the edge.
-    assert counts == [*[(number, 10) for number in (1, 2, 3)], *[(number, 11) for number in range(4, 12)]]
-    assert all(found[3] for found in begun[2:] if found)
+    # A measured run, three trials and two seeds for each of two methods, and one trial beyond the edge.
+    assert counts == [*[(number, 12) for number in range(1, 5)], *[(number, 13) for number in range(5, 14)]]
+    assert all(found[3] for found in begun[3:] if found)
 
 
 def test_all_methods_are_evaluated_at_the_same_rows(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_unfinished_runs_are_resumed(tmp_path: Path) -> None:
     compare(settings, "prge compare", verbs)
     assert ["run", "--resume", str(out / "runs/p-rge-1/run")] in verbs.calls
     assert ["baseline", "--resume", str(out / "runs/backprop-lora-fa-1/run")] in verbs.calls
-    assert sum(words[0] == "baseline" for words in verbs.calls) == 2
+    assert sum(words[0] == "baseline" for words in verbs.calls) == 3
 
 
 def test_a_broken_method_leaves_the_others_alone(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_broken_method_leaves_the_others_alone(tmp_path: Path) -> None:
     result = run(tmp_path / "cmp", verbs, *BOTH)
     assert result["methods"]["backprop-lora-fa"]["runs"] == []
     assert "baseline said this" in result["methods"]["backprop-lora-fa"]["failures"][0]
-    # What can't start isn't tried at another rate.
+    # What can't be measured isn't tried at any rate.
     assert verbs.verbs().count("baseline") == 1
     assert len(result["methods"]["p-rge"]["runs"]) == 2
 
@@ -134,7 +134,8 @@ def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
     result = run(tmp_path / "cmp", verbs, *words, "--budget", "seconds", "--budget-value", 4)
     # A pretended step takes 0.1 s.
     assert result["methods"]["p-rge"]["runs"][0]["steps"] == 40
-    assert "/timing/" in " ".join(verbs.calls[1])
+    assert "/measured/" in " ".join(verbs.calls[1])
+    assert "--dev" not in verbs.calls[1]
 
 
 def test_another_comparison_is_refused(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from device_runner.evaluate import EvaluateSettings
 from device_runner.session.settings import RunSettings
+from prge.chain import ROLE_OF
 from prge.settings import parse_settings
 from server_export.baselines.settings import BaselineSettings
 from server_export.compare.methods import (
@@ -22,10 +22,10 @@ from server_export.compare.methods import (
 from server_export.compare.methods import (
     test_words as words_of_test,
 )
-from server_export.settings import Estimator, ExportConfig
+from server_export.settings import ExportConfig
 from tests.comparisons import settings_for
 
-KNOWN = {"one-sided", *get_args(Estimator)}
+KINDS = {"antithetic": "stack", "one-sided": "stack"}
 ROWS = {split: Path(f"{split}.jsonl") for split in ("train", "dev", "test")}
 
 
@@ -53,25 +53,19 @@ def test_rows_of_a_step(name: str, rows: int) -> None:
     assert METHODS[name].rows(16) == rows
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name, method in METHODS.items() if method.family == "engine" and method.estimator in KNOWN],
-)
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.family == "engine"])
 def test_engine_methods_have_command_lines_that_parse(name: str, tmp_path: Path) -> None:
-    settings, method = settings_for(tmp_path / "out", "--lengths", 8, 16), METHODS[name]
+    settings, method = settings_for(tmp_path / "out", "--sequence-length", 16), METHODS[name]
     words = words_of({**export_flags(method, settings), "out": tmp_path / "bundle"})
     config = parse_settings(ExportConfig, words, "prge export")
-    assert config.batch_size == method.examples(16)
-    assert config.lengths == [8, 16]
-    if method.estimator in ("antithetic", "one-sided"):
-        # A call has no rows that nobody reads.
-        directions = method.directions or method.queries
-        variants = 2 * directions if method.estimator == "antithetic" else 1 + directions
-        assert variants % config.stack_copies == 0
+    assert config.sequence_length == 16
+    assert ROLE_OF[KINDS.get(method.estimator, method.estimator)] in config.roles
     plan = Plan(10, 1.25e-3, 3, (0, 2, 7, 10))
     verb, *words = run_words(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     run = parse_settings(RunSettings, words, "prge run")
     assert (verb, run.estimator, run.learning_rate, run.steps) == ("run", method.estimator, 1.25e-3, 10)
+    assert (run.batch_size, run.copies) == (method.examples(16), method.copies)
+    assert run.queries == (None if name.startswith("exact") else method.directions or method.queries)
     assert run.select == "loss"
     assert (run.evaluate_at, run.evaluate_every, run.checkpoint_every) == ([0, 2, 7, 10], 0, 7)
     verb, *words = words_of_test(
@@ -85,7 +79,7 @@ def test_a_run_that_is_only_timed_is_neither_evaluated_on_its_way_nor_kept(tmp_p
     for name, kind in (("tangent", RunSettings), ("mezo", BaselineSettings)):
         words = run_words(METHODS[name], settings, Plan(8, 1e-3, 3), tmp_path / "b", ROWS, tmp_path / "run")
         run = parse_settings(kind, words[1:], "prge run")
-        assert (run.evaluate_at, run.evaluate_every, run.checkpoint_every) == ([], 0, 0)
+        assert (run.dev, run.evaluate_at, run.evaluate_every, run.checkpoint_every) == (None, [], 0, 0)
 
 
 def test_top_blocks_are_adapted_wherever_the_others_are(tmp_path: Path) -> None:
@@ -101,10 +95,12 @@ def test_top_blocks_are_adapted_wherever_the_others_are(tmp_path: Path) -> None:
     assert export_flags(METHODS["exact-top2"], plain)["target-modules"] == ["value"]
 
 
-def test_pytorch_methods_share_the_base_of_p_rge(tmp_path: Path) -> None:
+def test_all_methods_but_those_with_flags_of_their_own_share_a_bundle(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out")
     method = METHODS["backprop-lora"]
-    assert export_flags(method, settings) == export_flags(METHODS["p-rge"], settings)
+    shared = export_flags(method, settings)
+    assert "roles" not in shared
+    assert {name for name, one in METHODS.items() if export_flags(one, settings) != shared} == {"exact-top2"}
     plan = Plan(10, 1e-3, 3, (0, 5, 10))
     words = run_words(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     assert words[0] == "baseline"

@@ -148,7 +148,7 @@ def test_a_range_is_told_only_where_there_is_one(tmp_path: Path) -> None:
     summary = Page((tmp_path / "report.html").read_text()).tables[1]
     backprop, p_rge = summary[1], summary[2]
     # Peaks differ by a byte; the third seed of p-rge ends at 0.334.
-    assert backprop[summary[0].index("activation memory of a step, MB")] == "30"
+    assert backprop[summary[0].index("memory of steps over the loaded model, MB")] == "30"
     assert p_rge[summary[0].index("rows computed to the target")] == "[1,214, 1,260], not reached: 1 of 3"
 
 

@@ -1,0 +1,76 @@
+"""Which loops of P-RGE to run in one call: queries, the two copies of a query, both, or none as MeZO does.
+
+    python scripts/bench/loops.py --model smollm2-135m --quantize 8da4w --json loops.json
+
+A step of q queries takes 2q copies of the adapter. `both` computes all in one call, `outer` the queries in
+one call and the signs one after the other, `inner` both signs of a query in one call and the queries one
+after the other, `mezo` one copy a call. It is `--copies` of `prge run`, on one bundle; a step's scalars are
+the same. All four take turns in one process. Prints JSON by scheme, queries and tokens of a row: median
+seconds of each.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from reports import circumstances, parser_of, report
+from timing import export, timed_step
+
+from server_export.model.random_models import CONFIGURATIONS, save_random_model
+
+
+def copies_of(queries: int) -> dict[str, int]:
+    """Copies in one call, by which loops run in it."""
+    return {"both": 2 * queries, "outer": queries, "inner": 2, "mezo": 1}
+
+
+def step_seconds(bundle: Path, batch: int, tokens: int, queries: int, threads: int, repeats: int) -> Any:
+    """Median seconds of a step by which loops run in one call."""
+    # What is the same call is measured once.
+    steps = {
+        copies: timed_step(bundle, "antithetic", batch, tokens, threads, queries, copies)
+        for copies in set(copies_of(queries).values())
+    }
+    # The first call of each warms caches up.
+    rounds = [{copies: step()[0] for copies, step in steps.items()} for _ in range(repeats + 1)][1:]
+    return {
+        loops: statistics.median(seconds[copies] for seconds in rounds)
+        for loops, copies in copies_of(queries).items()
+    }
+
+
+def main() -> None:
+    """Read the flags, measure, print JSON."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
+    parser.add_argument("--quantize", nargs="+", default=["8da4w", "fp32"])
+    parser.add_argument("--queries", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--seq-lens", nargs="+", type=int, default=[16, 64, 256])
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    schemes: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name, "model")
+        save_random_model(model, arguments.model, arguments.layers)
+        for scheme in arguments.quantize:
+            bundle = Path(name, scheme)
+            length = str(max(arguments.seq_lens))
+            export(model, bundle, "--quantize", scheme, "--roles", "stack", "--sequence-length", length)
+            shape = (arguments.threads, arguments.repeats)
+            schemes[scheme] = {
+                f"q={queries}": {
+                    str(tokens): step_seconds(bundle, arguments.batch_size, tokens, queries, *shape)
+                    for tokens in arguments.seq_lens
+                }
+                for queries in arguments.queries
+            }
+    report({"schemes": schemes, **circumstances(arguments)}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What the benchmarks share: exports in processes of their own, and a training step to be timed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from device_runner.engines.opening import Engines, open_engines
+from device_runner.session.inputs import make_estimator
+from device_runner.session.settings import EstimatorName, RunSettings, bundle_for, settled
+from prge.bundle import open_bundle
+from prge.estimators import Estimator, Measurement, Step
+from prge.examples import Example, Slot, TokenSequence, make_batch
+from prge.peft import read_peft
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def export(model: Path, out: Path, *flags: str, checkout: Path = ROOT) -> dict[str, float]:
+    """Call `prge export` of a checkout; its seconds and the most memory that it took."""
+    begin = time.monotonic()
+    words = [sys.executable, "-m", "prge.cli", "export", "--model", str(model), "--out", str(out), *flags]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    process = subprocess.Popen([*words, "--overwrite"], stdout=sys.stderr, env=environment, cwd=checkout)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"prge export ended with code {os.waitstatus_to_exitcode(status)}")
+    return {"seconds": time.monotonic() - begin, "peak_rss_mb": usage.ru_maxrss / 1024}
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+@dataclass
+class TimedStep:
+    """A step on an opened bundle, always the same."""
+
+    engines: Engines
+    estimator: Estimator
+    step: Step
+
+    def __call__(self) -> tuple[float, Measurement]:
+        """Take it once: seconds, and what was measured."""
+        begin = time.perf_counter()
+        measurement = self.estimator.measure(self.engines.step, self.step)
+        return time.perf_counter() - begin, measurement
+
+
+def timed_step(
+    folder: Path,
+    estimator: EstimatorName,
+    rows: int,
+    tokens: int,
+    threads: int | None = None,
+    queries: int = 4,
+    copies: int | None = None,
+    memory: int | None = None,
+) -> TimedStep:
+    """A step on random rows, all of whose tokens are targets.
+
+    Args:
+        folder: of a bundle.
+        estimator: as of `prge run`.
+        rows: of one copy.
+        tokens: of a row.
+        threads: of the engine.
+        queries: of an estimator that has any.
+        copies: of the adapter in one call; by default all of a step.
+        memory: bytes of weights that may stay loaded.
+    """
+    settings = RunSettings(
+        bundle=folder,
+        train=folder,
+        out=folder,
+        estimator=estimator,
+        queries=None if estimator == "exact" else queries,
+        copies=copies,
+        batch_size=rows,
+    )
+    bundle = open_bundle(folder)
+    settings = settled(settings, bundle)
+    bundle = bundle_for(settings, bundle)
+    engines = open_engines(bundle, threads, memory=memory)
+    adapter = read_peft(bundle.adapter, bundle.contract.modules, bundle.adapter)
+    random = np.random.default_rng(0)
+    adapter.values[:] = random.standard_normal(adapter.size) * 0.01
+    examples = []
+    for row in range(rows):
+        numbers = random.integers(0, bundle.contract.vocabulary_size, tokens).tolist()
+        slots = tuple(Slot(place, numbers[place + 1], 1 / (tokens - 1), 0) for place in range(tokens - 1))
+        examples.append(Example(row, (TokenSequence(tuple(numbers), slots),), 1, None))
+    step = Step(adapter, [make_batch(examples, bundle.contract)], 0, 0)
+    return TimedStep(engines, make_estimator(settings), step)
