@@ -99,7 +99,8 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
     from server_export.publishing.inference import InferenceSpec, attach_fixed, build_inference
 
     manifest = trained.bundle.manifest if trained.bundle is not None else {}
-    scheme = config.quantize or manifest.get("quantization", {}).get("scheme", "fp32")
+    scheme = config.quantize or (trained.bundle.quantization if trained.bundle is not None else None)
+    scheme = scheme or "fp32"
     length = config.sequence_length
     if length is None:
         if trained.bundle is None:
@@ -115,7 +116,7 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
     pooling = (trained.bundle.pooling if trained.bundle is not None else None) or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
     with new_folder(out, overwrite=config.overwrite) as folder:
-        spec = InferenceSpec(length, trained.modules, pooling, scheme)
+        spec = InferenceSpec(length, pooling, scheme)
         built = build_inference(folder, loaded, spec, head)
         if trained.bundle is not None:
             shutil.copytree(trained.bundle.tokenizer, folder / TOKENIZER)

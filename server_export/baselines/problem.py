@@ -27,7 +27,7 @@ from server_export.model import readout
 from server_export.model.base import content_problems, model_problems
 from server_export.model.loading import LoadedModel, load_model
 from server_export.model.lora_fa import convert_conv1d
-from server_export.model.program import position_numbers
+from server_export.model.positions import position_numbers
 from server_export.model.quantization import round_base
 
 
@@ -218,7 +218,7 @@ def open_problem(
 
 def single_contract(contract: Contract, rows: int) -> Contract:
     """What a program reads of its rows, with one copy and `rows` of them."""
-    return replace(contract, kind="stack", copies=1, queries=0, batch_size=rows, shared_rows=False, cut=())
+    return replace(contract, kind="stack", copies=1, queries=0, batch_size=rows)
 
 
 def _check_model(bundle: Bundle, loaded: LoadedModel) -> None:

@@ -56,10 +56,8 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
     entry = find_method(settings.method)
     importlib.import_module(entry.module)
     facts = _Facts(settings, inputs, resident_bytes())
-    contract = inputs.bundle.contract
-    batch_rows = settings.batch_size or contract.batch_size
-    if settings.batch_size is None and contract.by_run:
-        batch_rows = max([batch_rows, *(len(example.sequences) for example in inputs.train)])
+    widest = max(len(example.sequences) for example in inputs.train)
+    batch_rows = settings.batch_size or max(inputs.bundle.contract.batch_size, widest)
     problem = open_problem(
         inputs.bundle,
         settings.model,

@@ -133,6 +133,28 @@ def _share_quantizations(graph: Graph) -> None:
                 graph.erase_node(node)
 
 
+def quantize_apart(graph: Graph) -> None:
+    """Let every layer quantize what it multiplies: partitions of layers that share it would be circular."""
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        restored = node.args[0]
+        if not is_dequantization(restored) or len(restored.users) == 1:
+            continue
+        codes = restored.args[0]
+        scale, zero_point = codes.args[2:4]
+        own: dict[Node, Node] = {source: source for source in scale.args[0].all_input_nodes}
+        with graph.inserting_before(node):
+            for shared in (scale.args[0], scale, zero_point, codes, restored):
+                own |= {source: source for source in shared.all_input_nodes if source not in own}
+                own[shared] = graph.node_copy(shared, own.__getitem__)
+        node.replace_input_with(restored, own[restored])
+    graph.eliminate_dead_code()
+
+
+def is_dequantization(node: Node) -> bool:
+    """Whether a node restores quantized numbers."""
+    return str(node.target) == "torchao.dequantize_affine.default"
+
+
 RULES: dict[Any, Rule] = {}
 _rule = registrar(RULES)
 

@@ -8,7 +8,6 @@ file of constants tells how they are laid out there. A block's weights file is t
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from prge.errors import BundleError, told_as_bundle_error
-from server_export.lower.program import collector_paused
+from prge.errors import BundleError
+from server_export.graph.rewriting import is_dequantization, quantize_apart
+from server_export.lower.program import lowered
 
 aten = torch.ops.aten
 
@@ -128,10 +128,8 @@ def lower_kind(methods: Mapping[str, ExportedProgram]) -> LoweredKind:
     Raises:
         BundleError: ExecuTorch refuses a method, or stores a constant in a way that isn't known here.
     """
-    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
-
-    from server_export.lower.xnnpack import BlockPartitioner
 
     constants = _Constants(methods)
     config = ExecutorchBackendConfig(
@@ -139,20 +137,12 @@ def lower_kind(methods: Mapping[str, ExportedProgram]) -> LoweredKind:
         external_constants=lambda node: node.meta.get("custom", {}).get(_TAG),
         memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False),
     )
-    refusal = told_as_bundle_error("ExecuTorch can't lower the program", _REMEDY)
+    standing = {method: constants.as_placeholders(program) for method, program in methods.items()}
     with TemporaryDirectory() as folder:
-        with refusal, collector_paused(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
-            edge = to_edge_transform_and_lower(
-                {method: constants.as_placeholders(program) for method, program in methods.items()},
-                partitioner=[BlockPartitioner()],
-                # Both cost time: the program is checked by running it, and no tensor has an odd layout.
-                compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-            )
-            executorch = edge.to_executorch(config)
-            executorch.write_tensor_data_to_file(folder)
+        executorch = lowered(standing, config)
+        executorch.write_tensor_data_to_file(folder)
         program = bytes(executorch.buffer)
-        del edge, executorch
+        del executorch
         (path,) = Path(folder).iterdir()
         weights = constants.explain(path.read_bytes(), config.segment_alignment)
     constants.refuse_inlined(weights)
@@ -186,9 +176,9 @@ class _Constants:
         for node, name, _ in _constants_of(program):
             if name in self.random:
                 # XNNPACK looks at a constant, and at what restores a quantized one.
-                for marked in (node, *filter(_is_dequantization, node.users)):
+                for marked in (node, *filter(is_dequantization, node.users)):
                     copies[marked].meta["custom"] = {_TAG: _WEIGHTS}
-        _quantize_apart(graph)
+        quantize_apart(graph)
         return ExportedProgram(
             root=program.graph_module,
             graph=graph,
@@ -264,31 +254,10 @@ def _constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.T
             yield nodes[spec.arg.name], name, value
 
 
-def _is_dequantization(node: Node) -> bool:
-    return str(node.target) == "torchao.dequantize_affine.default"
-
-
 def _belongs_to_the_program(node: Node) -> bool:
     """Zero points, which XNNPACK's layers don't read, and numbers that ExecuTorch takes for code."""
-    is_zero_point = any(_is_dequantization(user) and user.args[3] is node for user in node.users)
+    is_zero_point = any(is_dequantization(user) and user.args[3] is node for user in node.users)
     return is_zero_point or "lifted_tensor" in node.name
-
-
-def _quantize_apart(graph: Graph) -> None:
-    """Let every layer quantize what it multiplies: partitions of layers that share it would be circular."""
-    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-        restored = node.args[0]
-        if not _is_dequantization(restored) or len(restored.users) == 1:
-            continue
-        codes = restored.args[0]
-        scale, zero_point = codes.args[2:4]
-        own: dict[Node, Node] = {source: source for source in scale.args[0].all_input_nodes}
-        with graph.inserting_before(node):
-            for shared in (scale.args[0], scale, zero_point, codes, restored):
-                own |= {source: source for source in shared.all_input_nodes if source not in own}
-                own[shared] = graph.node_copy(shared, own.__getitem__)
-        node.replace_input_with(restored, own[restored])
-    graph.eliminate_dead_code()
 
 
 def _refuse_packed_and_read(node: Node, name: str) -> None:

@@ -7,13 +7,18 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from prge.errors import told_as_bundle_error
 from server_export.graph.core import write_core_operators
-from server_export.graph.rewriting import rewritten_graph
+from server_export.graph.rewriting import quantize_apart, rewritten_graph
+
+if TYPE_CHECKING:
+    from executorch.exir import ExecutorchBackendConfig
 
 
 def write_program(path: Path, methods: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
@@ -24,33 +29,49 @@ def write_program(path: Path, methods: Mapping[str, tuple[nn.Module, tuple[torch
     Raises:
         BundleError: torch.export can't trace one, or ExecuTorch refuses it.
     """
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-
-    from server_export.lower.xnnpack import BlockPartitioner
-
     programs = {}
     for name, (module, inputs) in methods.items():
         graph_module = rewritten_graph(module, inputs)
         write_core_operators(graph_module)
+        quantize_apart(graph_module.graph)
+        graph_module.recompile()
         with torch.no_grad():
             programs[name] = torch.export.export(graph_module, inputs, strict=False)
+    executorch = lowered(programs)
+    with path.open("wb") as stream:
+        executorch.write_to_file(stream)
+
+
+def lowered(programs: Mapping[str, ExportedProgram], config: ExecutorchBackendConfig | None = None) -> Any:
+    """ExecuTorch's program manager of the methods of one `.pte`, with all that XNNPACK takes in delegates.
+
+    Args:
+        programs: in core operators, by method.
+        config: of what comes after delegation.
+
+    Raises:
+        BundleError: ExecuTorch refuses one.
+    """
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    from server_export.lower.xnnpack import BlockPartitioner
+
     refusal = told_as_bundle_error(
         "ExecuTorch can't lower the program", "please report it with the name of the model"
     )
-    with refusal, collector_paused(), warnings.catch_warnings():
+    with refusal, _collector_paused(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
         edge = to_edge_transform_and_lower(
-            programs,
+            dict(programs),
             partitioner=[BlockPartitioner()],
             # Both cost time: the program is checked by running it, and no tensor has an odd layout.
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         )
-        with path.open("wb") as stream:
-            edge.to_executorch().write_to_file(stream)
+        return edge.to_executorch(config)
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def _collector_paused() -> Iterator[None]:
     """Keep Python's garbage collector from walking millions of live graph objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,8 @@ import numpy as np
 from prge.adapter import Adapter
 from prge.bundle import MANIFEST, Bundle, open_bundle
 from prge.checkpoint import HEAD
-from prge.contract import LORA_B_PREFIX, AdaptedModule
+from prge.contract import AdaptedModule
 from prge.documents import read_yaml
-from prge.engine import Array
 from prge.errors import AdapterError, BundleError, ConfigError
 from prge.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
 from server_export.model.base import (
@@ -29,10 +28,6 @@ from server_export.model.base import (
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
     from server_export.publishing.settings import PublishConfig
-
-# Eager and engine differ by 1e-5 in float32; another model of the same shapes by far more.
-_TOLERANCE = 1e-3
-_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -119,10 +114,8 @@ def load_base(trained: Trained) -> LoadedModel:
     problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []
     if not problems:
         problems = _layer_problems(loaded.model, trained.modules)
-    if not problems and trained.bundle is not None and trained.bundle.chain is not None:
+    if not problems and trained.bundle is not None:
         problems = _record_problems(loaded, trained)
-    elif not problems and trained.bundle is not None:
-        problems = _answer_problems(loaded, trained, trained.bundle)
     elif not problems and trained.recorded is not None:
         problems = content_problems(loaded, trained.recorded.sha256)
     if problems:
@@ -150,60 +143,13 @@ def _layer_problems(model: Any, modules: Sequence[AdaptedModule]) -> list[str]:
 
 
 def _record_problems(loaded: LoadedModel, trained: Trained) -> list[str]:
-    """Whether a model is the one that a chain was exported from, by hash, or by the revision of one name."""
+    """Whether a model is the one that a bundle was exported from, by hash, or by the revision of one name."""
     recorded = trained.recorded
     if recorded is None or trained.base == recorded:
         return []
     if recorded.sha256 is None or loaded.sha256 is None:
         return [f"nothing tells that it is {recorded.name}: their contents have no hashes to compare"]
     return content_problems(loaded, recorded.sha256)
-
-
-def _answer_problems(loaded: LoadedModel, trained: Trained, bundle: Bundle) -> list[str]:
-    """Whether model and program answer alike without adapter, on random rows."""
-    import torch
-
-    from server_export.check.verification import run_program
-    from server_export.model.program import example_inputs
-    from server_export.publishing.inference import padded_tokens
-
-    contract = bundle.score_contract
-    inputs = dict(zip((spec.name for spec in contract.inputs), example_inputs(contract, 7, 0.0), strict=True))
-    if contract.is_encoder:
-        inputs["tokens"] = padded_tokens(inputs["tokens"], inputs["attention_mask"], loaded.config)
-    (answers,) = run_program(bundle.program, tuple(inputs.values()), bundle.score_method)
-    rows = min(_ROWS, contract.rows)
-    with torch.no_grad():
-        # One row at a time: full logits of all rows may be gigabytes.
-        expected = torch.cat([_model_answer(loaded, bundle, inputs, row) for row in range(rows)])
-    scheme = bundle.manifest.get("quantization", {}).get("scheme", "fp32")
-    return answer_problems(answers[:rows].numpy(), expected.numpy(), scheme)
-
-
-def answer_problems(answers: Array, expected: Array, scheme: str) -> list[str]:
-    """What a program's answers say against a model's; quantized ones differ a little from the right's."""
-    difference = np.abs(answers - expected)
-    if scheme == "fp32":
-        alike = bool(difference.max() <= _TOLERANCE * max(1.0, float(np.abs(expected).max())))
-    else:
-        # Answers of an unrelated model are off by 1.1 standard deviations in the mean.
-        alike = bool(difference.mean() <= 0.6 * expected.std())
-    return [] if alike else [f"its outputs differ from the bundle's program by up to {difference.max():.3g}"]
-
-
-def _model_answer(loaded: LoadedModel, bundle: Bundle, inputs: Mapping[str, Any], row: int) -> Any:
-    """The plain model's answer to one row of a program's inputs."""
-    from server_export.model import readout
-
-    one = {name: value[row : row + 1] for name, value in inputs.items() if not name.startswith(LORA_B_PREFIX)}
-    if bundle.contract.is_encoder:
-        mask = one["attention_mask"]
-        output = loaded.model(input_ids=one["tokens"], attention_mask=mask, return_dict=True)
-        pool = readout.pooling_of(bundle.pooling)
-        return pool(output.last_hidden_state, mask)
-    logits = loaded.model(input_ids=one["tokens"], return_dict=True).logits[:, one["positions"][0]]
-    labels = list(bundle.contract.label_tokens)
-    return readout.log_probabilities(logits[..., labels] if labels else logits, one["targets"])
 
 
 def load_peft(loaded: LoadedModel, trained: Trained) -> Any:
