@@ -24,7 +24,7 @@ from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import reported
-from prge.settings import parse_settings
+from prge.settings import Bytes, parse_settings
 
 DESCRIPTION = "Score an adapter on rows of a file; prints the loss and the metric of the task."
 
@@ -60,8 +60,8 @@ class EvaluateSettings:
     it is built or can be."""
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
-    memory: int | None = None
-    """Bytes of weights that may stay loaded; the others are loaded when their turn comes.
+    memory: Bytes | None = None
+    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
     The same bits. Default: all stay."""
 
 

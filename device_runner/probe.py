@@ -48,7 +48,7 @@ from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import reported
 from prge.sampling import Sampler
-from prge.settings import parse_settings
+from prge.settings import Bytes, parse_settings
 from prge.tangents import Tangents
 
 Float64Array = NDArray[np.float64]
@@ -73,8 +73,8 @@ class ProbeSettings:
     """Random directions a step; default: 4."""
     batch_size: int | None = None
     """Sequences of one call, before copies; default: 4, or as many as a row needs."""
-    memory: int | None = None
-    """Bytes of weights that may stay loaded; the others are loaded when their turn comes.
+    memory: Bytes | None = None
+    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
     The same bits. Default: all stay."""
     batches: int = 4
     """Batches to measure, each along every query's direction."""
@@ -194,7 +194,7 @@ class Report:
             lines += [
                 "r and slope: of differences with the exact derivatives along the same directions, which are "
                 "products u v^T;",
-                "the directions of a P-RGE program have independent signs",
+                "the directions of copies have independent signs",
             ]
         else:
             lines += [

@@ -1,8 +1,8 @@
-"""The trained adapter: every module's `lora_b` in one vector, and as the inputs of a program.
+"""The trained adapter: every module's `lora_b` in one vector, and as inputs of calls.
 
 values  [ module 0: rank x out | module 1: rank x out | ... ]       one float32 vector, contract order
 named   {module name: view [rank, out]}                             views into it
-stack   {"lora_b.<module>": [copies, rank, out]}                    what a program takes
+stack   {"lora_b.<module>": [copies, rank, out]}                    what a call takes
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Adapter:
         return dict(self._named)
 
     def inputs(self) -> dict[str, FloatArray]:
-        """The same views by the names of program inputs, `lora_b.<module>`."""
+        """The same views by the names of inputs, `lora_b.<module>`."""
         return {LORA_B_PREFIX + name: view for name, view in self._named.items()}
 
     def copy(self) -> Adapter:
@@ -55,9 +55,9 @@ class Adapter:
 
 
 class LoraBStack:
-    """Buffers for the `lora_b` inputs of a P-RGE program, allocated once and filled copy by copy.
+    """Buffers for the `lora_b` inputs of a stack, allocated once and filled copy by copy.
 
-    `inputs` maps every program input name to its f32 [copies, rank, out] buffer, contiguous. The engine reads
+    `inputs` maps every input name to its f32 [copies, rank, out] buffer, contiguous. The engine reads
     them in place, so fill all copies before a forward.
     """
 

@@ -1,9 +1,9 @@
-"""Differences of losses on a P-RGE program: from losses of perturbed copies to a gradient.
+"""Differences of losses between copies of the adapter: from losses of perturbed copies to a gradient.
 
     variants (query, +-eps) -> losses -> scalar per query -> gradient = mean_i scalar_i * z_i
 
-The variants of a step are laid out in one list and run `copies` at a time, so the number of copies that a
-program was exported with changes its speed and nothing else:
+The variants of a step are laid out in one list and run `copies` at a time, so the number of copies of a call
+changes its speed and nothing else:
 
     copies = 2q   the paper's P-RGE, one call        copies = 2   inner loop parallel, q calls
     copies = q    outer loop parallel, two calls     copies = 1   MeZO's sequence, 2q calls
@@ -100,7 +100,7 @@ class OneSided:
 
 
 class Differences:
-    """Implements prge.estimators.Estimator on P-RGE programs: one scalar per query.
+    """Implements prge.estimators.Estimator on stacks of copies: one scalar per query.
 
     The gradient of a trained head is the mean over the variants.
     """

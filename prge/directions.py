@@ -99,7 +99,7 @@ class RankOneDirections:
         return self._cut(self._signs)
 
     def fill(self, inputs: Mapping[str, FloatArray], owner: IntArray) -> None:
-        """Write the directions of a call's rows into its program inputs `u.<module>` and `v.<module>`.
+        """Write the directions of a call's rows into its inputs `u.<module>` and `v.<module>`.
 
         Args:
             inputs: f32 [queries, rows, width] by input name, written in place.

@@ -18,15 +18,15 @@ EngineName = Literal["auto", "native", "torch"]
 
 
 class Engine(Protocol):
-    """Runs one program: arrays for `contract.inputs` go in, arrays for `contract.outputs` come out."""
+    """Computes calls: arrays for `contract.inputs` go in, arrays for `contract.outputs` come out."""
 
     @property
     def contract(self) -> Contract:
-        """Shapes, names and adapted modules of the loaded program."""
+        """Shapes, names and adapted modules."""
         ...
 
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Run the program once.
+        """Compute a call.
 
         Args:
             inputs: an array of the contract's dtype and shape for every input name.

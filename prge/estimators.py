@@ -4,8 +4,8 @@
     gradient   scalars -> mean of scalar * direction, or the gradient as it is
 
 `gradient` needs no engine: directions are made again from (seed, step). So what a journal keeps of a step is
-enough to replay a run. prge/differences.py estimates on P-RGE programs, prge/tangents.py on tangent programs;
-prge/exact.py has the gradient from the program.
+enough to replay a run. prge/differences.py estimates with copies of the adapter, prge/tangents.py with
+tangents; prge/exact.py has the gradient from the engine.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Calls:
         self._head_gradient = np.zeros(0 if head is None else head.size)
 
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Run the program once."""
+        """Compute a call."""
         begin = time.perf_counter()
         outputs = self.engine.forward(inputs)
         self.seconds += time.perf_counter() - begin
@@ -113,10 +113,10 @@ class Calls:
 
 
 class Estimator(Protocol):
-    """How a step gets its gradient from calls of a program."""
+    """How a step gets its gradient from calls of an engine."""
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Run the programs of one step, on an engine of the kind that the estimator is for."""
+        """Make the calls of one step, on an engine of the kind that the estimator is for."""
         ...
 
     def rows(self, contract: Contract, batches: int) -> int:

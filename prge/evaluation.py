@@ -1,4 +1,4 @@
-"""Scoring examples on a P-RGE program: all copies equal, every row another sequence."""
+"""Scoring examples with one adapter: every row is another sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scores:
-    """What a program thinks of some examples.
+    """What a model thinks of some examples.
 
     `scores`: f64 [candidates] per example; `losses` f64 [examples]; `predictions` i64 [examples].
     """
@@ -44,7 +44,7 @@ def score(
 ) -> Scores:
     """Score every candidate of every example with one adapter: ceil(sequences / rows) calls.
 
-    Sequences of about one length go together, so that a program with methods of several takes short ones.
+    Sequences of about one length go together: a call is as long as its longest row.
     """
     contract = engine.contract
     lora_b = stack(adapter, contract.copies)

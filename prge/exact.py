@@ -1,8 +1,8 @@
-"""Backpropagation on an exact program: the gradient itself, in one call per batch.
+"""Backpropagation on the engine: the gradient itself, in one call per batch.
 
-    batch, classifier -> what describes the loss -> program -> answers and gradient by the adapter
+    batch, classifier -> what describes the loss -> engine -> answers and gradient by the adapter
 
-The program sums its examples' losses with the weights that it is given, so that batches add up to the
+The engine sums its examples' losses with the weights that it is given, so that batches add up to the
 gradient of the step's mean loss. A journal keeps the gradient: nothing smaller would do to make it again.
 """
 
@@ -27,7 +27,7 @@ ROWS_OF_A_STEP = 3
 
 
 class Exact:
-    """Implements prge.estimators.Estimator on exact programs. `clip` bounds the norm of a step's gradient."""
+    """Implements prge.estimators.Estimator with the gradient itself. `clip` bounds the norm of a step's gradient."""
 
     def __init__(self, clip: float = 0.0) -> None:
         self.clip = clip
@@ -77,7 +77,7 @@ def shortened(gradient: Float64Array, limit: float) -> Float64Array:
 def loss_inputs(
     contract: Contract, batch: Batch, examples: int, classifier: Classifier | None = None
 ) -> dict[str, Array]:
-    """What an exact program is told of its loss: the batch's part of the mean over the step's `examples`.
+    """What an exact call is told of its loss: the batch's part of the mean over the step's `examples`.
 
     A completion's loss is minus its score, that of a candidate the log-sum-exp of all scores minus its own.
     """
@@ -126,13 +126,13 @@ def _by_score(scores: Array, inputs: Mapping[str, Array]) -> Array:
 
 
 def check_candidates(contract: Contract, examples: Sequence[Example]) -> None:
-    """Raise ConfigError if an example has more candidates than the program's loss has room for."""
+    """Raise ConfigError if an example has more candidates than the loss of a call has room for."""
     most = max(examples, key=lambda example: example.candidates)
     if most.candidates > contract.candidates:
         raise ConfigError(
             "the rows don't fit the bundle:",
             [
-                f"row {most.row} has {most.candidates} candidates, the loss in the program has room for "
+                f"row {most.row} has {most.candidates} candidates, the loss of a call has room for "
                 f"{contract.candidates}"
             ],
             remedy=f"give a larger --batch-size than {contract.batch_size}",

@@ -1,6 +1,6 @@
 """Examples as sequences with slots to read, and batches of them as the rows of one call.
 
-A slot is one (position, target) of a sequence: the program returns its log-probability. Slots are summed
+A slot is one (position, target) of a sequence: the bundle returns its log-probability. Slots are summed
 with their weights into the score of a candidate:
 
     score[example, candidate] = sum over the slots of that candidate of weight * logprob
@@ -48,7 +48,7 @@ class Example:
     `row` is its number in the file, counted from 1. `candidates` is the number of scores; `label` is the
     index of the right one, or None for a completion (one candidate, whose score is to rise).
     `answers` are the gold texts and `choices` the candidate texts of a task whose metric compares texts.
-    `cut`: a part of the row was left out because it didn't fit the program.
+    `cut`: a part of the row was left out because it didn't fit the bundle.
     """
 
     row: int
@@ -128,7 +128,7 @@ def make_batch(
         for sequence in example.sequences:
             length = len(sequence.tokens)
             if n >= size or length > contract.sequence_length or len(sequence.slots) > slots:
-                raise ValueError(f"row {example.row} doesn't fit the program")
+                raise ValueError(f"row {example.row} doesn't fit the bundle")
             tokens[n, :length] = sequence.tokens
             mask[n, :length] = 1
             for k, slot in enumerate(sequence.slots):

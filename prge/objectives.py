@@ -1,4 +1,4 @@
-"""Losses of what a program answers: completion cross-entropy and candidate cross-entropy.
+"""Losses of what an engine answers: completion cross-entropy and candidate cross-entropy.
 
     answers -> scores [copies, examples, candidates] -> losses [copies, examples]
     tangents -> slopes of the scores [queries, examples, candidates]

@@ -119,7 +119,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
     """Read a folder that PEFT or prge wrote, in float32, float16 or bfloat16.
 
     Raises:
-        AdapterError: it is damaged, or uses a variant of LoRA that a program doesn't compute.
+        AdapterError: it is damaged, or uses a variant of LoRA that a bundle doesn't compute.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -161,12 +161,12 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 def read_peft(
     folder: Path | str, modules: Sequence[AdaptedModule], template_folder: Path | str | None = None
 ) -> Adapter:
-    """Read the adapter of a program from a PEFT folder.
+    """Read the adapter of a bundle from a PEFT folder.
 
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors`, float32.
-        modules: what the program adapts.
-        template_folder: the bundle's own adapter. Its `lora_A` and its scale are inside the program; an
+        modules: what the bundle adapts.
+        template_folder: the bundle's own adapter. Its `lora_A` and its scale are inside the bundle; an
             adapter trained with others would silently mean something else, and given this it is refused.
 
     Raises:
@@ -179,14 +179,14 @@ def read_peft(
     problems = _variant_problems(config)
     ranks = sorted({module.rank for module in modules})
     if config.get("r") not in ranks:
-        problems.append(f"{CONFIG} has rank r = {shown(config.get('r'))}, the program has {ranks}")
+        problems.append(f"{CONFIG} has rank r = {shown(config.get('r'))}, the bundle has {ranks}")
     frozen: Mapping[str, Array] = {}
     if template_folder is not None:
         template = Path(template_folder)
         expected = read_config(template).get("lora_alpha")
         if config.get("lora_alpha") != expected:
             problems.append(
-                f"{CONFIG} has lora_alpha {shown(config.get('lora_alpha'))}, the program was exported with "
+                f"{CONFIG} has lora_alpha {shown(config.get('lora_alpha'))}, the bundle was exported with "
                 f"{shown(expected)}"
             )
         frozen = read_arrays(template / WEIGHTS)
@@ -202,10 +202,10 @@ def read_peft(
                 lora_a = weights.get_tensor(name)
                 problems += _infinite(name, lora_a)
                 if template_folder is not None and not np.array_equal(lora_a, frozen.get(name, ())):
-                    problems.append(f"{name} differs from the one inside the program")
+                    problems.append(f"{name} differs from the one inside the bundle")
         if problems:
             raise AdapterError(
-                f"the adapter {folder} doesn't fit the program",
+                f"the adapter {folder} doesn't fit the bundle",
                 problems,
                 remedy="give an adapter of this bundle, or export a bundle from it with --adapter",
             )
@@ -224,7 +224,7 @@ def write_peft(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapter of a program as a PEFT folder, whole or not at all; equal arrays give equal bytes.
+    """Write the adapter of a bundle as a PEFT folder, whole or not at all; equal arrays give equal bytes.
 
     Args:
         folder: the new folder; it appears by one rename after everything is on storage.
@@ -374,15 +374,15 @@ def _variant_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"{CONFIG} has peft_type {shown(config['peft_type'])}, must be 'LORA'")
     for name in ("use_dora", "use_rslora", "use_qalora", "lora_bias", "alora_invocation_tokens"):
         if config.get(name):
-            problems.append(f"{name} is set: the program computes plain LoRA with the scale alpha / rank")
+            problems.append(f"{name} is set: the bundle computes plain LoRA with the scale alpha / rank")
     for name in ("rank_pattern", "alpha_pattern"):
         if config.get(name):
-            problems.append(f"{name} is set: the program has one rank and one alpha")
+            problems.append(f"{name} is set: the bundle has one rank and one alpha")
     for name in ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices"):
         if config.get(name):
-            problems.append(f"{name} is set: the program adapts linear layers only")
+            problems.append(f"{name} is set: the bundle adapts linear layers only")
     if config.get("bias", "none") != "none":
-        problems.append(f"bias is {shown(config['bias'])}: the program's biases are frozen")
+        problems.append(f"bias is {shown(config['bias'])}: the bundle's biases are frozen")
     if config.get("init_lora_weights", True) not in _PLAIN_INITIALIZATIONS:
         problems.append(
             f"init_lora_weights is {shown(config['init_lora_weights'])}: it changes the base weights, "
@@ -468,7 +468,7 @@ def _tensor_problems(weights: Any, modules: Sequence[AdaptedModule]) -> dict[str
         tensor = weights.get_slice(name)
         shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
         if name not in expected:
-            problems[name] = f"{name} {dtype} {shape} is unexpected: the program doesn't adapt it"
+            problems[name] = f"{name} {dtype} {shape} is unexpected: the bundle doesn't adapt it"
         elif shape != expected[name] or dtype != "F32":
             problems[name] = f"{name} is {dtype} {shape}, must be F32 {expected[name]}"
     return problems

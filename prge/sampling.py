@@ -38,7 +38,7 @@ def check_batch(contract: Contract, examples: Sequence[Example]) -> int:
 
 
 class Sampler:
-    """Batches of a step: `calls` batches of as many whole examples as fit the program's rows.
+    """Batches of a step: `calls` batches of as many whole examples as fit the bundle's rows.
 
     Every epoch is a new permutation; a step may span the end of one and the start of the next.
     """

@@ -24,21 +24,25 @@ import difflib
 import inspect
 import itertools
 import json
+import re
 import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from prge.bounds import bound_problems, flag
 from prge.documents import DocumentError, parse_yaml, read_yaml
 from prge.errors import ConfigError, shortened, shown
 
 Settings = TypeVar("Settings")
+# A number of bytes, which may be given with a unit: 200MB.
+Bytes = NewType("Bytes", int)
 
 _OWN_KINDS = {"config": Path, "print_config": bool, "help": bool}
 _SWITCH = {"true": True, "false": False}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kMG])(i?)B|B?)", re.IGNORECASE)
 _MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
 
 
@@ -52,6 +56,7 @@ class _Type(NamedTuple):
 
 _TYPES = {
     int: _Type("a whole number", "N", (int, str)),
+    Bytes: _Type("a number of bytes, such as 200MB", "BYTES", (int, str)),
     float: _Type("a number", "X", (int, float, str)),
     bool: _Type("true or false", "", (bool,)),
     str: _Type("a text", "TEXT", (str,)),
@@ -259,7 +264,17 @@ def _converted(value: Any, kind: Any) -> Any:
         raise TypeError
     if kind is Path and not value:  # which would be the folder that one stands in
         raise TypeError
-    return kind(value)
+    return _bytes_of(str(value)) if kind is Bytes else kind(value)
+
+
+def _bytes_of(text: str) -> int:
+    """Bytes of a number with a unit: kB is 1,000 bytes, KiB 1,024; raises ValueError."""
+    match = _BYTES.fullmatch(text)
+    if match is None:
+        return int(text)
+    number, prefix, binary = match.groups()
+    power = " kmg".index((prefix or " ").lower())
+    return int(float(number) * (1024 if binary else 1000) ** power) if prefix else int(number)
 
 
 def _help(settings_type: type[Any], prog: str, positional: Sequence[str], description: str) -> str:

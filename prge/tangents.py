@@ -1,9 +1,9 @@
-"""Exact derivatives on a tangent program: one scalar per query and example.
+"""Exact derivatives along directions: one scalar per query and example.
 
     u v^T per (query, example) -> tangents of the answers -> chain rule -> scalar[query, example]
     gradient = mean over queries and examples of scalar * u v^T
 
-A scalar is the derivative of its example's loss along its direction, without an epsilon. The program returns
+A scalar is the derivative of its example's loss along its direction, without an epsilon. The engine returns
 how log-probabilities or states change; from there to the loss the chain rule needs a few sums.
 """
 
@@ -22,7 +22,7 @@ from prge.objectives import largest_tangent, losses, score_gradient, score_slope
 
 
 class Tangents:
-    """Implements prge.estimators.Estimator on tangent programs; the program fixes the number of queries.
+    """Implements prge.estimators.Estimator on tangents; the contract has the number of queries.
 
     `shared`: one direction a query for all examples, instead of one for each. `clip` bounds the norm of every
     example's gradient.
@@ -88,7 +88,7 @@ class Tangents:
         return self._directions
 
     def _factors_of(self, contract: Contract) -> dict[str, FloatArray]:
-        """Buffers of the program inputs `u.<module>` and `v.<module>`, allocated once."""
+        """Buffers of the inputs `u.<module>` and `v.<module>`, allocated once."""
         if contract is self._contract:
             return self._factors
         self._contract = contract

@@ -52,7 +52,7 @@ class TrainingFlags:
     shuffle_seed: int | None = None
     """Shuffle the training and development files before start and limit; the same rows on every machine."""
     overflow: Literal["error", "truncate", "split"] = "truncate"
-    """What to do with a row that is too long for the program; whatever is cut is reported."""
+    """What to do with a row that is too long for the bundle; whatever is cut is reported."""
     max_dropped: float = 0.05
     """Largest share of target tokens that may be left out because rows are too long."""
     append_eos: bool = True

@@ -79,7 +79,7 @@ def neighbours_agree(
 
     Args:
         estimators: the same one at an epsilon and at NEIGHBOUR times that.
-        engine: runs a P-RGE program.
+        engine: runs stacks of copies.
         adapter: where the gradient is asked for.
         steps: the batches of each step to measure.
         seed: of the directions.

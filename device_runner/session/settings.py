@@ -16,6 +16,7 @@ from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.examples import Example
 from prge.optimizers import OptimizerName
+from prge.settings import Bytes
 from prge.training_flags import TrainingFlags
 
 EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
@@ -74,10 +75,10 @@ class RunSettings(TrainingFlags):
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
     The same bits. auto: native where it is built or can be, else torch."""
-    memory: int | None = None
-    """Bytes of weights that may stay loaded; the others are loaded when their turn comes.
+    memory: Bytes | None = None
+    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
     The same bits. Default: all stay."""
-    trunk_cache_bytes: int = 0
+    trunk_cache_bytes: Bytes = Bytes(0)
     """Adapters in upper blocks only: bytes of the run folder that may keep what the blocks below them make of
     training rows, so that it is computed once; 0: every time."""
     trunk_cache_dtype: Precision = "float32"

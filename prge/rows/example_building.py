@@ -1,4 +1,4 @@
-"""Rows of a data file to the examples of one program: what is context, what is learnt, what had to be cut.
+"""Rows of a data file to the examples of one bundle: what is context, what is learnt, what had to be cut.
 
     text                  every token after the first is learnt; `begin` is context
     prompt, completion    the completion is learnt, with the end-of-sequence token after it
@@ -8,7 +8,7 @@
     a task's answers      the first answer is learnt; an evaluation searches the passage (spans.py)
     a task, encoder       one sequence without slots, and a class
 
-What doesn't fit a program is cut, split or refused as `overflow` says, and told in a `DataReport`:
+What doesn't fit a bundle is cut, split or refused as `overflow` says, and told in a `DataReport`:
 a prompt loses its beginning, as in MeZO (arXiv 2305.17333); a candidate is never cut.
 """
 
@@ -49,7 +49,7 @@ class BuildOptions:
     """How rows become examples."""
 
     overflow: Overflow = "error"
-    """What is too long for the program: `error`, `truncate`, or `split` (not candidates) it."""
+    """What is too long for the bundle: `error`, `truncate`, or `split` (not candidates) it."""
     append_eos: bool = True
     """Learn an end-of-sequence token after completions and answers, where the model has one."""
     max_dropped: float | None = None
@@ -92,7 +92,7 @@ def build_examples(
     training: bool = True,
     source: str = "the data",
 ) -> tuple[list[Example], DataReport]:
-    """Tokenize rows for a program.
+    """Tokenize rows for a bundle.
 
     Args:
         training: build a task of objective `completion` with its right candidate alone; an evaluation
@@ -200,7 +200,7 @@ class _Builder:
         if self.contract.readout != "logprobs":
             raise DataError(
                 what,
-                [f"the program's readout is {self.contract.readout}: it compares classes, learns no texts"],
+                [f"the bundle's readout is {self.contract.readout}: it compares classes, learns no texts"],
                 remedy="give a task (a name or a task file)",
             )
         kinds = {row_kind(row.fields) for row in rows} - {None}
@@ -234,20 +234,20 @@ class _Builder:
         return ChatTemplate(source, self.tokenizer.special_tokens)
 
     def check_task(self, task: Task) -> None:
-        """What a task asks of a program, whatever the rows are."""
+        """What a task asks of a bundle, whatever the rows are."""
         problems = []
         if self.contract.is_encoder and not task.classes:
             problems.append(
-                f"an encoder's program knows classes only; the task {task.name} has no label_words"
+                f"an encoder knows classes only; the task {task.name} has no label_words"
             )
         if self.contract.readout == "verbalizer" and not task.classes:
-            problems.append(f"a verbalizer program compares label words only; the task {task.name} has none")
+            problems.append(f"a verbalizer compares label words only; the task {task.name} has none")
         if self.options.overflow == "split" and not task.is_completion:
             problems.append(
                 "overflow split is for texts, completions and messages: a prompt with candidates is one"
             )
         if problems:
-            raise DataError(f"the task {task.name} doesn't fit the program", problems)
+            raise DataError(f"the task {task.name} doesn't fit the bundle", problems)
 
     def examples(self, kind: str, row: Row) -> list[Example]:
         if self.task is not None:
@@ -314,7 +314,7 @@ class _Builder:
         if self.options.overflow == "truncate":
             learnt = learnt[: self.length + 1]
         after = np.array([eos] if ends else [], np.int32)
-        # What lies further back than the program is long is never read.
+        # What lies further back than the longest row is never read.
         begin = len(self.tokenizer.begin)
         dropped = max(len(pair.prompt) - begin - self.length, 0)
         before = [pair.prompt[:begin], pair.prompt[begin + dropped :]]
@@ -324,7 +324,7 @@ class _Builder:
         return [replace(each, answers=answers, choices=(passage,) if passage else ()) for each in examples]
 
     def learnt(self, row: Row, tokens: Ids, mask: Mask, begin: int, dropped: int = 0) -> list[Example]:
-        """Examples of a sequence whose masked tokens are learnt, cut or split to fit the program.
+        """Examples of a sequence whose masked tokens are learnt, cut or split to fit the bundle.
 
         `begin` is how many tokens every example keeps, `dropped` how many were left out after them.
         """
@@ -344,7 +344,7 @@ class _Builder:
         """Where the tokens of each example start, `begin` aside, and the targets that it has and ends with.
 
         Every target is in at most one window and keeps at least the token before it. A cut completion leaves
-        its prompt up to half of the program; a split text is learnt entirely.
+        its prompt up to half of the bundle; a split text is learnt entirely.
         """
         room, limit = self.length, self.contract.positions
         count, end = int(np.count_nonzero(mask[1:])), len(mask) - int(mask[::-1].argmax())
@@ -355,7 +355,7 @@ class _Builder:
         if overflow == "error":
             raise RowError(
                 f"has {end + dropped} tokens, {count} to learn; "
-                f"the program takes {room} and has room for {limit} target tokens: "
+                f"the bundle takes {room} and has room for {limit} target tokens: "
                 "shorten it, export with a larger --sequence-length, or set overflow to truncate or split"
             )
         done, first, windows = 0, 1, 0
@@ -365,7 +365,7 @@ class _Builder:
             chosen = (first + np.flatnonzero(mask[first : first + room - context])[:limit]).tolist()
             if not chosen:
                 raise RowError(
-                    f"the program takes {room} tokens, too few to learn anything: export a longer one"
+                    f"the bundle takes {room} tokens, too few to learn anything: export a longer one"
                 )
             start = max(begin, chosen[-1] + 1 - (room - begin))
             if not windows and (start > begin or dropped):
@@ -451,13 +451,13 @@ class _Builder:
         if self.options.overflow == "error":
             raise RowError(
                 f"has a prompt of {len(prompt)} tokens and {after} after it, "
-                f"the program takes {self.length}: "
+                f"the bundle takes {self.length}: "
                 "shorten it, export with a larger --sequence-length, or set overflow to truncate"
             )
         kept = room - len(begin)
         if kept < 1:
             raise RowError(
-                f"has a candidate of {after} tokens, the program takes {self.length}: "
+                f"has a candidate of {after} tokens, the bundle takes {self.length}: "
                 "export with a larger --sequence-length"
             )
         self.report.note(PROMPT_CUT, row.number)
@@ -466,14 +466,14 @@ class _Builder:
     def check_label_words(self, texts: Sequence[str], pairs: Sequence[Pair]) -> None:
         if any(len(pair.completion) > 1 for pair in pairs):
             raise RowError(
-                "a verbalizer program needs label words of one token each; "
+                "a verbalizer needs label words of one token each; "
                 f"they are {self.spelled(texts, pairs)}: choose shorter words"
             )
         lacking = [pair for pair in pairs if int(pair.completion[0]) not in self.label_index]
         if lacking:
             exported = ", ".join(repr(self.tokenizer.token(token)) for token in self.contract.label_tokens)
             raise RowError(
-                f"the program was exported with the label tokens {exported}; the task's words are "
+                f"the bundle was exported with the label tokens {exported}; the task's words are "
                 f"{self.spelled(texts, pairs)}: export again with the task's words"
             )
 
@@ -490,7 +490,7 @@ class _Builder:
         if largest >= self.contract.vocabulary_size:
             raise RowError(
                 f"has the token {self.tokenizer.token(largest)!r} ({largest}), "
-                f"the program knows {self.contract.vocabulary_size}: the tokenizer is not this program's"
+                f"the bundle knows {self.contract.vocabulary_size}: the tokenizer is not this bundle's"
             )
 
     def encoder_example(self, task: Task, row: Row) -> Example:
@@ -503,12 +503,12 @@ class _Builder:
         room = self.length - len(begin) - len(end)
         if room < 1:
             raise RowError(
-                f"the program takes {self.length} tokens, too few for any text: export a longer one"
+                f"the bundle takes {self.length} tokens, too few for any text: export a longer one"
             )
         if len(tokens) > room:
             if self.options.overflow != "truncate":
                 raise RowError(
-                    f"has {len(begin) + len(tokens) + len(end)} tokens, the program takes {self.length}: "
+                    f"has {len(begin) + len(tokens) + len(end)} tokens, the bundle takes {self.length}: "
                     "shorten it, export with a larger --sequence-length, or set overflow to truncate"
                 )
             self.report.note(ENCODER_CUT, row.number)

@@ -48,16 +48,16 @@ class DataReport:
         return any(row in self.notes.get(event, ())[-1:] for event in CUTS)
 
     def text(self) -> str:
-        """A few lines: rows, lengths against the program's, learnt tokens, classes, cuts with row numbers."""
+        """A few lines: rows, lengths against the bundle's, learnt tokens, classes, cuts with row numbers."""
         lines = [
             f"{self.kind}: {self.rows} rows, {self.examples} examples, {len(self.lengths)} sequences",
             f"  tokens in a sequence: {min(self.lengths)} to {max(self.lengths)}, "
-            f"mean {sum(self.lengths) / len(self.lengths):.1f}; the program takes {self.sequence_length}",
+            f"mean {sum(self.lengths) / len(self.lengths):.1f}; the bundle takes {self.sequence_length}",
         ]
         if any(self.slots):
             lines.append(
                 f"  target tokens: {sum(self.slots)} of {sum(self.lengths)} tokens, "
-                f"at most {max(self.slots)} in a sequence; the program has room for {self.positions}"
+                f"at most {max(self.slots)} in a sequence; the bundle has room for {self.positions}"
                 + (f"; {self.dropped} more don't fit" if self.dropped else "")
             )
         if self.classes:
@@ -76,7 +76,7 @@ def show_sample(example: Example, tokenizer: Tokenizer, label_tokens: Sequence[i
     """A decoded example: context as it reads, each learnt token in [brackets], candidates after an arrow.
 
     Args:
-        label_tokens: the contract's, for a verbalizer program, whose targets are indices into it.
+        label_tokens: the contract's, for a verbalizer, whose targets are indices into it.
     """
     lines = [f"row {example.row}"]
     for sequence in example.sequences:

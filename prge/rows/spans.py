@@ -80,7 +80,7 @@ def answer_by_span(
 
     Args:
         example: a built row of a task with `answers` and `passage`; the gold answer in it is left out.
-        sequence_length: the program's; a longer prompt loses its beginning.
+        sequence_length: the bundle's; a longer prompt loses its beginning.
 
     Raises:
         ValueError: the example names no passage.

@@ -155,7 +155,7 @@ def test_adapter_with_other_frozen_matrices(fails: Run, workshop: Path, tmp_path
         tensors[name] = tensors[name] + 1
 
     message = fails("--adapter", _adapter(workshop, tmp_path / "frozen", other))
-    assert "differs from the one inside the program" in message
+    assert "differs from the one inside the bundle" in message
 
 
 def test_tokenizer_of_another_model(fails: Run, bundle: Path) -> None:

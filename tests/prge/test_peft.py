@@ -143,7 +143,7 @@ def test_one_error_lists_every_bad_tensor(tmp_path: Path) -> None:
         read_peft(folder, MODULES)
     text = "\n".join(caught.value.problems)
     for part in (
-        "rank r = 3, the program has [2]",
+        "rank r = 3, the bundle has [2]",
         f"{q}.lora_A.weight is missing, must be F32 [2, 5]",
         f"{q}.lora_B.weight is F32 [3, 9], must be F32 [3, 2]",
         f"{v}.lora_A.weight is F16 [2, 5], must be F32 [2, 5]",
@@ -160,8 +160,8 @@ def test_an_adapter_of_another_lora_a_or_scale_is_refused(tmp_path: Path, templa
     with pytest.raises(AdapterError) as caught:
         read_peft(other, MODULES, template)
     assert len(caught.value.problems) == 3
-    assert "lora_alpha 8, the program was exported with 4" in caught.value.problems[0]
-    assert "differs from the one inside the program" in caught.value.problems[1]
+    assert "lora_alpha 8, the bundle was exported with 4" in caught.value.problems[0]
+    assert "differs from the one inside the bundle" in caught.value.problems[1]
 
 
 def test_other_kinds_of_adapter_are_refused(tmp_path: Path) -> None:

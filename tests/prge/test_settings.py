@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from prge.errors import ConfigError
-from prge.settings import field_help, parse_settings, read_settings, settings_to_yaml
+from prge.settings import Bytes, field_help, parse_settings, read_settings, settings_to_yaml
 
 
 @dataclass(frozen=True)
@@ -244,3 +244,25 @@ def test_yaml_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, setting
     path.write_bytes(settings_to_yaml(settings).encode())
     assert list(yaml.safe_load(path.read_bytes())) == [item.name for item in dataclasses.fields(Sample)]
     assert read_settings(Sample, path, "prge sample") == settings
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """Has a number of bytes."""
+
+    memory: Bytes | None = None
+    """What may be held."""
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("512", 512), ("200MB", 200_000_000), ("1.5 GB", 1_500_000_000), ("64KiB", 65536), ("2kb", 2000)],
+)
+def test_bytes_may_have_a_unit(text: str, count: int) -> None:
+    assert parse_settings(Bounded, ["--memory", text], "prge").memory == count
+
+
+@pytest.mark.parametrize("text", ["1.5", "MB", "2 TB", "-1MB", "many", ""])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as 200MB"):
+        parse_settings(Bounded, [f"--memory={text}"], "prge")

@@ -72,8 +72,8 @@ def test_text(tokenizer: Tokenizer, contract: MakeContract) -> None:
     assert [slot.weight for slot in example.sequences[0].slots] == [1 / 4] * 4
     assert report.text() == (
         "the data (text): 1 rows, 1 examples, 1 sequences\n"
-        "  tokens in a sequence: 5 to 5, mean 5.0; the program takes 48\n"
-        "  target tokens: 4 of 5 tokens, at most 4 in a sequence; the program has room for 16"
+        "  tokens in a sequence: 5 to 5, mean 5.0; the bundle takes 48\n"
+        "  target tokens: 4 of 5 tokens, at most 4 in a sequence; the bundle has room for 16"
     )
 
 
@@ -234,15 +234,15 @@ def test_verbalizer_errors(tokenizer: Tokenizer, contract: MakeContract) -> None
     great = tokenizer.encode(" great")[0]
     verbalizer = contract(readout="verbalizer", label_tokens=(great,), positions=2)
     assert problems_of(rows({"text": "a", "label": 0}), tokenizer, verbalizer, LONG_WORDS) == [
-        "row 1: a verbalizer program needs label words of one token each; they are ' bad good' = 'Ġbad' "
+        "row 1: a verbalizer needs label words of one token each; they are ' bad good' = 'Ġbad' "
         "+ 'Ġgood', ' great' = 'Ġgreat': choose shorter words"
     ]
     assert problems_of(rows(FILM), tokenizer, verbalizer, load_task("sst2")) == [
-        "row 1: the program was exported with the label tokens 'Ġgreat'; the task's words are "
+        "row 1: the bundle was exported with the label tokens 'Ġgreat'; the task's words are "
         "' terrible' = 'Ġterrible', ' great' = 'Ġgreat': export again with the task's words"
     ]
     assert problems_of(rows({"text": "a"}), tokenizer, verbalizer) == [
-        "the program's readout is verbalizer: it compares classes, learns no texts"
+        "the bundle's readout is verbalizer: it compares classes, learns no texts"
     ]
 
 
@@ -265,13 +265,13 @@ def test_encoder_cuts_the_end_and_keeps_its_special_tokens(
     assert encoder_tokenizer.decode(example.sequences[0].tokens) == "<s>the film was</s>"
     assert "texts cut at the end: 1 row (1)" in report.text()
     [problem] = problems_of(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"))
-    assert problem.startswith("row 1: has 7 tokens, the program takes 5: shorten it")
+    assert problem.startswith("row 1: has 7 tokens, the bundle takes 5: shorten it")
 
 
 def test_encoder_without_classes(encoder_tokenizer: Tokenizer, contract: MakeContract) -> None:
     row = {"premise": "a", "question": "cause", "choice1": "b", "choice2": "c", "label": 0}
     [problem] = problems_of(rows(row), encoder_tokenizer, contract(readout="pooled"), load_task("copa"))
-    assert problem == "an encoder's program knows classes only; the task copa has no label_words"
+    assert problem == "an encoder knows classes only; the task copa has no label_words"
 
 
 # What doesn't fit
@@ -285,7 +285,7 @@ def test_prompt_loses_its_beginning_and_keeps_bos(tokenizer: Tokenizer, contract
     assert tokenizer.decode(examples[0].sequences[0].tokens) == "<s> a cat It was"
     assert "prompts cut at the beginning: 1 row (7)" in report.text()
     assert problems_of(data, tokenizer, contract(sequence_length=5), load_task("sst2")) == [
-        "row 7: has a prompt of 8 tokens and 0 after it, the program takes 5: shorten it, "
+        "row 7: has a prompt of 8 tokens and 0 after it, the bundle takes 5: shorten it, "
         "export with a larger --sequence-length, or set overflow to truncate"
     ]
 
@@ -307,7 +307,7 @@ def test_prompt_is_cut_alike_for_every_candidate(tokenizer: Tokenizer, contract:
 def test_candidates_are_never_cut(tokenizer: Tokenizer, contract: MakeContract) -> None:
     data = rows({"text": "a", "label": 0})
     assert problems_of(data, tokenizer, contract(sequence_length=3), LONG_WORDS, TRUNCATE) == [
-        "row 1: has a candidate of 2 tokens, the program takes 3: export with a larger --sequence-length"
+        "row 1: has a candidate of 2 tokens, the bundle takes 3: export with a larger --sequence-length"
     ]
 
 
@@ -315,7 +315,7 @@ def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeC
     data = rows({"text": "the film was a cat on a mat and a dog"})
     small = contract(sequence_length=6, positions=3)
     assert problems_of(data, tokenizer, small) == [
-        "row 1: has 12 tokens, 11 to learn; the program takes 6 and has room for 3 target tokens: "
+        "row 1: has 12 tokens, 11 to learn; the bundle takes 6 and has room for 3 target tokens: "
         "shorten it, export with a larger --sequence-length, or set overflow to truncate or split"
     ]
     cut, report = build_examples(data, tokenizer, small, options=TRUNCATE)
@@ -362,7 +362,7 @@ def test_program_that_is_too_small_for_anything(tokenizer: Tokenizer, contract: 
             contract(sequence_length=2),
             options=options,
         )
-        assert problem == "row 1: the program takes 2 tokens, too few to learn anything: export a longer one"
+        assert problem == "row 1: the bundle takes 2 tokens, too few to learn anything: export a longer one"
 
 
 # Rows that can't be used
@@ -440,7 +440,7 @@ def test_candidates_that_are_one_token(tokenizer: Tokenizer, contract: MakeContr
 
 def test_tokenizer_of_another_program(tokenizer: Tokenizer, contract: MakeContract) -> None:
     [problem] = problems_of(rows(FILM), tokenizer, contract(vocabulary_size=310), load_task("sst2"))
-    assert problem.endswith("(335), the program knows 310: the tokenizer is not this program's")
+    assert problem.endswith("(335), the bundle knows 310: the tokenizer is not this bundle's")
 
 
 # Properties
