@@ -77,6 +77,7 @@ def monolith(
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
+        cwd=checkout,
     ) as child:
         assert child.stdin is not None and child.stdout is not None
         asked, told = child.stdin, child.stdout

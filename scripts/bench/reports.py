@@ -22,13 +22,12 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
     """Settings and machine of a benchmark."""
-    settings = {name: value for name, value in vars(arguments).items() if not isinstance(value, Path)}
-    return {"settings": settings, "machine": environment()}
+    return {"settings": vars(arguments), "machine": environment()}
 
 
 def report(figures: dict[str, Any], file: Path | None) -> None:
     """Print figures as JSON; write them to `file` too."""
-    text = json.dumps(figures, indent=2)
+    text = json.dumps(figures, indent=2, default=str)
     if file:
         file.write_text(text + "\n", encoding="utf-8")
     print(text)
