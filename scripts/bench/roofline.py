@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from limit import Product, matrix_products
-from torch.export import ExportedProgram
-
 from server_export.lower.lowering import lower
+from torch.export import ExportedProgram
 
 _CALLS = 60
 

@@ -35,7 +35,7 @@ class ModelProblem:
     """A bundle's model with its training rows; implements `Problem`, and the engine that scores with it.
 
     Args:
-        bundle: gives the adapter, the quantization, and what the program reads of a row.
+        bundle: gives the adapter, the quantization, and what its programs read of a row.
         loaded: the model that it was exported from; it is changed in place.
         train: training rows as examples of the bundle's `contract`.
         pad: token to fill rows up with.
@@ -217,7 +217,7 @@ def open_problem(
 
 
 def single_contract(contract: Contract, rows: int) -> Contract:
-    """What a program reads of its rows, with one copy and `rows` of them."""
+    """What a bundle's programs read of their rows, with one copy and `rows` of them."""
     return replace(contract, kind="stack", copies=1, queries=0, batch_size=rows)
 
 

@@ -18,9 +18,9 @@ import pytest
 pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 
+from device_runner.engines.executorch_engine import ExecutorchEngine  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from device_runner.engines.executorch_engine import ExecutorchEngine  # noqa: E402
 from prge.adapter import Adapter, stack  # noqa: E402
 from prge.bundle import Bundle, file_sha256, open_bundle, read_manifest  # noqa: E402
 from prge.contract import AdaptedModule  # noqa: E402
@@ -63,9 +63,10 @@ def trained_folder(
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders llama, gpt2 and bert with a base model, and llama-trained and so on with an adapter of it."""
+    from server_export.model.program import build_program
+
     from server_export.bundle import write_adapter
     from server_export.model.loading import load_model
-    from server_export.model.program import build_program
     from server_export.settings import ExportConfig
 
     root = tmp_path_factory.mktemp("publish")

@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("torchao")
 
 import torch
+from server_export.lower.lowering import export_graph
+from server_export.model.program import STEP_METHOD, example_inputs
 from torch import nn
 
 from prge.errors import ConfigError
-from server_export.lower.lowering import export_graph
 from server_export.model import quantization
-from server_export.model.program import STEP_METHOD, example_inputs
 from server_export.model.quantization import Int8Embedding
 from tests.server_export.programs import build, make_export_config
 
