@@ -16,7 +16,7 @@ from prge.chain import STACK, Block, Bounds, Chain, Interface, Kind
 from prge.contract import AdaptedModule, Contract
 from prge.engine import Array
 from prge.examples import Example
-from server_export.baselines.problem import ModelProblem, single_contract
+from server_export.baselines.problem import ModelProblem
 from server_export.bundle import write_adapter
 from server_export.model.loading import prepare_model
 from server_export.model.lora_fa import convert_conv1d
@@ -97,7 +97,7 @@ def build_problem(
     program.model = loaded.model
     quantize(program, scheme)
     dequantize(program)
-    engine = ModelEngine(start, single_contract(contract, 4), pooling)
+    engine = ModelEngine(start, contract, pooling)
     return ModelProblem(bundle, again, train, 0, 4, 7, head_folds=3), engine, adapter
 
 
