@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from device_runner.engines.programs import Engines, open_engines
 from random_model import random_model
 from reports import report
 
+from device_runner.engines.programs import Engines, open_engines
 from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import RunSettings, bundle_for, settled
 from prge.adapter import Adapter

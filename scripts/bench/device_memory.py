@@ -126,10 +126,10 @@ def export_demo(folder: Path) -> None:
 def export_large(folder: Path, layers: int | None, copies: int = 8) -> None:
     """Write a program of SmolLM2-135M's shape with random int4 weights, and its contract."""
     from random_model import random_model
+
     from server_export.lower.lowering import lower
     from server_export.lower.method_graphs import export_programs
     from server_export.model.program import build_program
-
     from server_export.settings import ExportConfig
 
     config = ExportConfig(

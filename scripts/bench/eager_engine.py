@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from server_export.model.program import StackProgram
-from server_export.model.reference import exact_answers
 from torch.overrides import TorchFunctionMode
 
 from prge.contract import Contract
 from prge.engine import Array
 from prge.errors import EngineError
+from server_export.model.program import StackProgram
+from server_export.model.reference import exact_answers
 
 
 class _KeepDouble(TorchFunctionMode):

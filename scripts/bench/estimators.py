@@ -22,14 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from device_runner.engines.executorch_engine import ExecutorchEngine
 from eager_engine import EagerEngine
 from random_model import random_model
 from reports import report_schemes
-from server_export.lower.lowering import lower
-from server_export.lower.method_graphs import export_programs
-from server_export.model.program import STEP_METHOD, BuiltProgram, build_program
 
+from device_runner.engines.executorch_engine import ExecutorchEngine
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import Contract
@@ -38,7 +35,10 @@ from prge.directions import RankOneDirections
 from prge.engine import Array, Engine
 from prge.examples import Batch, Example, Slot, TokenSequence, make_batch
 from prge.objectives import losses, score_gradient, score_slopes, scores
+from server_export.lower.lowering import lower
+from server_export.lower.method_graphs import export_programs
 from server_export.model.loading import load_model
+from server_export.model.program import STEP_METHOD, BuiltProgram, build_program
 from server_export.model.quantization import dequantize
 from server_export.model.random_models import CONFIGURATIONS
 from server_export.settings import ExportConfig

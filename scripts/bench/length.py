@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from device_runner.engines.length_engine import row_lengths
-from device_runner.engines.programs import Programs, open_programs
 from reports import report
 
 from device_runner.engines.choice import choose
+from device_runner.engines.length_engine import row_lengths
+from device_runner.engines.programs import Programs, open_programs
 from prge.adapter import Adapter
 from prge.bundle import Bundle, open_bundle
 from prge.differences import Antithetic, Differences

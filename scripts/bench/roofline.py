@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from limit import Product, matrix_products
-from server_export.lower.lowering import lower
 from torch.export import ExportedProgram
+
+from server_export.lower.lowering import lower
 
 _CALLS = 60
 

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from device_runner.engines.executorch_engine import ExecutorchEngine
 from random_model import random_model
 from reports import report_schemes
 
+from device_runner.engines.executorch_engine import ExecutorchEngine
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.contract import Contract
@@ -67,10 +67,10 @@ def export_program(arguments: argparse.Namespace, scheme: str, copies: int, fold
     """Write `program.pte` and its contract, and its matrix products' programs."""
     from limit import matrix_products
     from roofline import Cost, LargestLayer, ProductProgram
+
     from server_export.lower.lowering import lower
     from server_export.lower.method_graphs import export_programs
     from server_export.model.program import STEP_METHOD, build_program
-
     from server_export.settings import ExportConfig
 
     is_tangent = copies == TANGENT

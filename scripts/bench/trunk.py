@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from device_runner.engines.executorch_engine import ExecutorchEngine
-from device_runner.engines.trunk_engine import TrunkEngine
 from random_model import random_model
 from reports import report_schemes
 
+from device_runner.engines.executorch_engine import ExecutorchEngine
 from device_runner.engines.trunk_cache import TrunkCache
+from device_runner.engines.trunk_engine import TrunkEngine
 from prge.adapter import Adapter
 from prge.bundle import STEP_METHOD, TRUNK_METHOD, UPPER_METHOD, Bundle
 from prge.contract import Contract
@@ -42,7 +42,6 @@ def export_program(arguments: argparse.Namespace, scheme: str, folder: Path, cut
     from server_export.lower.lowering import lower
     from server_export.lower.method_graphs import cut_of, export_programs
     from server_export.model.program import build_program
-
     from server_export.settings import ExportConfig
 
     folder.mkdir(parents=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_runner.engines.programs import Programs
 
+from device_runner.engines.programs import Programs
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.bundle import ADAPTER, PROGRAM, TOKENIZER, Bundle, file_sha256
 from prge.contract import FORMAT

@@ -12,12 +12,9 @@ from prge.estimators import Step
 pytest.importorskip("torch")
 
 import torch
-from device_runner.engines.executorch_engine import ExecutorchEngine
 from eager_engine import EagerEngine
-from server_export.lower.lowering import lower
-from server_export.lower.method_graphs import export_programs
-from server_export.model.program import BuiltProgram
 
+from device_runner.engines.executorch_engine import ExecutorchEngine
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.differences import Antithetic, Differences, OneSided, Rule
@@ -25,6 +22,9 @@ from prge.directions import Directions
 from prge.engine import Engine
 from prge.examples import Example
 from prge.sampling import Sampler
+from server_export.lower.lowering import lower
+from server_export.lower.method_graphs import export_programs
+from server_export.model.program import BuiltProgram
 from tests.rows import choice, completion
 from tests.server_export.programs import build
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from server_export.model.program import BuiltProgram, build_program
-
 from server_export.model.loading import prepare_model
+from server_export.model.program import BuiltProgram, build_program
 from server_export.settings import ExportConfig
 from tests.tiny_models import DECODERS, LENGTH, make_model
 

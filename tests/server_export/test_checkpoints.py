@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from server_export.model.program import build_program, example_inputs
 from transformers import AutoModelForCausalLM
 
+from server_export.model.program import build_program, example_inputs
 from tests.server_export.programs import make_export_config
 
 torch.set_num_threads(1)

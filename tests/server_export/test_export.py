@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("executorch")
 
 import torch
-from server_export.check.verification import run_program
-from server_export.model.program import build_program, example_inputs
 
 from prge.bundle import open_bundle
 from prge.errors import BundleError, ConfigError, RunError
+from server_export.check.verification import run_program
 from server_export.export import export, main
 from server_export.lower import lowering
+from server_export.model.program import build_program, example_inputs
 from tests.server_export.programs import make_export_config
 from tests.tiny_models import SHALLOW, save_model
 

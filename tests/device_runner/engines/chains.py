@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from device_runner.engines.programs import ChainPrograms, open_chain
 from safetensors.numpy import load_file
 from torch.func import functional_call
 
+from device_runner.engines.programs import ChainPrograms, open_chain
 from prge.bundle import Bundle, open_bundle
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.engine import Array

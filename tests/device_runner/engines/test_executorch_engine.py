@@ -23,9 +23,8 @@ from prge.errors import BundleError, EngineError
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
-from device_runner.engines.executorch_engine import ExecutorchEngine  # noqa: E402
-
 from device_runner.engines.choice import Backend  # noqa: E402
+from device_runner.engines.executorch_engine import ExecutorchEngine  # noqa: E402
 from prge.run_folder import run_lock  # noqa: E402
 from tests.compilers import needs_compiler  # noqa: E402
 
@@ -425,9 +424,8 @@ def test_a_program_that_is_gone_is_told(backend: Backend, bundle: Bundle) -> Non
 
 
 def test_a_child_that_hangs_is_ended(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    import device_runner.engines.executorch_engine as module
-
     import device_runner.engines.child_check
+    import device_runner.engines.executorch_engine as module
 
     monkeypatch.setattr(device_runner.engines.child_check, "CHECK_SECONDS", 0.2)
     monkeypatch.setattr(module, "Program", lambda *_: __import__("time").sleep(60))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_runner.engines.programs import Programs
 
+from device_runner.engines.programs import Programs
 from prge.bundle import Bundle
 from prge.contract import Contract
 from prge.engine import Array

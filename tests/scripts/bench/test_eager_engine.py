@@ -9,9 +9,9 @@ pytest.importorskip("torch")
 
 import torch
 from eager_engine import EagerEngine
-from server_export.model.program import example_inputs
 
 from prge.errors import EngineError
+from server_export.model.program import example_inputs
 from tests.server_export.programs import build
 
 

@@ -10,11 +10,11 @@ pytest.importorskip("executorch")
 
 import torch
 from limit import Product, matrix_products
+
 from server_export.check.verification import run_program
 from server_export.lower.lowering import export_graph, lower
 from server_export.lower.method_graphs import export_programs
 from server_export.model.program import STEP_METHOD, example_inputs
-
 from tests.server_export.programs import build
 from tests.tiny_models import DECODERS, ENCODERS, LENGTH, SHALLOW, VOCABULARY, WIDTH
 

@@ -8,15 +8,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from server_export.lower.lowering import rewritten_graph
-from server_export.model.program import BuiltProgram, example_inputs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
+from server_export.lower.lowering import rewritten_graph
 from server_export.model import attention
 from server_export.model.lora_fa import CallInputs
+from server_export.model.program import BuiltProgram, example_inputs
 from server_export.model.readout import log_probabilities, pool_mean
 from tests.server_export.derive.sizes import Sizes
 from tests.server_export.programs import build

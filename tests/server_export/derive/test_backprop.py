@@ -15,11 +15,6 @@ pytest.importorskip("executorch")
 import torch
 import torch.nn.functional as F
 from eager_engine import EagerEngine
-from server_export.check.verification import run_program, run_step, verify
-from server_export.lower.lowering import lower, rewritten_graph
-from server_export.lower.method_graphs import export_programs
-from server_export.model.loss import answer_slopes
-from server_export.model.program import BuiltProgram, example_inputs
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -30,10 +25,15 @@ from prge.exact import loss_inputs
 from prge.examples import Batch, Example, make_batch
 from prge.head import CrossFittedHeads, Head
 from prge.objectives import losses, scores
+from server_export.check.verification import run_program, run_step, verify
 from server_export.derive.backprop.joint import backpropagate
 from server_export.derive.backprop.rules import RULES
 from server_export.graph.shapes import fill_in_values
 from server_export.graph.writing import apply_rules
+from server_export.lower.lowering import lower, rewritten_graph
+from server_export.lower.method_graphs import export_programs
+from server_export.model.loss import answer_slopes
+from server_export.model.program import BuiltProgram, example_inputs
 from tests.rows import choice, classified, completion, long_choice
 from tests.server_export.programs import build
 from tests.tiny_models import ARCHITECTURES, LENGTH, SHALLOW

@@ -11,9 +11,6 @@ pytest.importorskip("executorch")
 
 import torch
 from eager_engine import EagerEngine
-from server_export.lower.lowering import rewritten_graph
-from server_export.model.loss import answer_slopes
-from server_export.model.program import example_inputs
 from torch.fx import GraphModule
 
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
@@ -21,6 +18,9 @@ from prge.errors import BundleError
 from server_export.derive.backprop.joint import backpropagate, backpropagate_block
 from server_export.derive.backprop.layers import TRANSPOSED
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate_block
+from server_export.lower.lowering import rewritten_graph
+from server_export.model.loss import answer_slopes
+from server_export.model.program import example_inputs
 from tests.server_export.derive.blocks import Block, Blocks, Tensors, call
 from tests.server_export.derive.sizes import FIRST, SECOND, Sizes, described
 from tests.server_export.derive.tangent.graphs import (

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from server_export.lower.lowering import rewritten_graph
 from torch import nn
 from torch.fx import GraphModule
 
 from server_export.graph.cutting import Block, cut, kinds
+from server_export.lower.lowering import rewritten_graph
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 5, 8, 16
 

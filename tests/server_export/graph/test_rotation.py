@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("executorch")
 
 import torch
+
+from server_export.graph import rotation
+from server_export.graph.rotation import find_rotations, turn_by_layers
 from server_export.lower.lowering import export_graph
 from server_export.lower.method_graphs import export_programs
 from server_export.model.program import example_inputs
 from server_export.model.reference import exact_answers
-
-from server_export.graph import rotation
-from server_export.graph.rotation import find_rotations, turn_by_layers
 from tests.server_export.programs import build
 from tests.tiny_models import DECODERS
 

@@ -11,12 +11,12 @@ pytest.importorskip("executorch")
 
 import torch
 import torch.nn.functional as F
-from server_export.lower.lowering import rewritten_graph
 from torch import nn
 from torch.export import ExportedProgram
 
 from prge.errors import BundleError
 from server_export.lower.kind import LAYOUTS, LoweredKind, lower_kind
+from server_export.lower.lowering import rewritten_graph
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.quantization import Int8Embedding, quantize_layers
 

@@ -13,14 +13,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
-from device_runner.engines.native.engine import NativeEngine  # noqa: E402
-from server_export.lower.lowering import lower  # noqa: E402
-from server_export.lower.method_graphs import export_programs  # noqa: E402
-
 from device_runner.engines.base import probing_inputs  # noqa: E402
 from device_runner.engines.choice import Backend, choose  # noqa: E402
+from device_runner.engines.native.engine import NativeEngine  # noqa: E402
 from prge.bundle import Bundle  # noqa: E402
 from prge.contract import AdaptedModule, Contract  # noqa: E402
+from server_export.lower.lowering import lower  # noqa: E402
+from server_export.lower.method_graphs import export_programs  # noqa: E402
 from tests.compilers import needs_compiler  # noqa: E402
 from tests.server_export.programs import build  # noqa: E402
 from tests.tiny_models import SHALLOW  # noqa: E402

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from eager_engine import EagerEngine
-from server_export.lower.lowering import rewritten_graph
-from server_export.model.program import BuiltProgram, example_inputs
 from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from prge.contract import U_PREFIX, V_PREFIX
 from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
+from server_export.lower.lowering import rewritten_graph
+from server_export.model.program import BuiltProgram, example_inputs
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis.extra.numpy import BroadcastableShapes, array_shapes, mutually_broadcastable_shapes
-from server_export.lower.lowering import rewritten_graph
 from torch import nn
 from torch.fx import GraphModule
 
 from server_export.derive.tangent import transform
 from server_export.derive.tangent.rules import RULES, Rule
 from server_export.derive.tangent.transform import ONES, Dense, differentiate_block
+from server_export.lower.lowering import rewritten_graph
 from server_export.model.readout import log_probabilities
 from tests.server_export.derive.tangent.graphs import (
     Function,

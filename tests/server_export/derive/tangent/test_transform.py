@@ -11,14 +11,14 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
-from server_export.lower.lowering import rewritten_graph
-from server_export.lower.method_graphs import export_programs
-from server_export.model.program import BuiltProgram, example_inputs
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from prge.errors import BundleError
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
+from server_export.lower.lowering import rewritten_graph
+from server_export.lower.method_graphs import export_programs
+from server_export.model.program import BuiltProgram, example_inputs
 from tests.server_export.derive.tangent.graphs import (
     Function,
     inputs_of,
