@@ -2,13 +2,15 @@
 
 `executorch.extension.training` runs the joint graph that torch.export makes of a loss; its SGD changes the
 parameters in the engine's memory. The program is exported here, in this process, with the layers, the
-attention and the loss of a bundle's program. Its SGD has a velocity that can't be read, so it runs without.
+attention and the loss of a bundle's programs, for the widest of the training rows. Its SGD has a velocity
+that can't be read, so it runs without.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +66,12 @@ class LossProgram(nn.Module):
         compared f32 [E]             1 for candidates, 0 for a completion, whose score has no normalizer
     """
 
-    def __init__(self, problem: ModelProblem) -> None:
+    def __init__(self, problem: ModelProblem, contract: Contract) -> None:
         super().__init__()
         self.model = problem.model
-        self.labels = list(problem.contract.label_tokens)
+        self.labels = list(contract.label_tokens)
         self.accepted = problem.accepted
-        self.register_buffer("position_ids", problem.positions[:, : problem.contract.sequence_length])
+        self.register_buffer("position_ids", problem.positions[:, : contract.sequence_length])
         self.asked: torch.Tensor | None = None
         self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
 
@@ -123,6 +125,12 @@ class ExecutorchTraining:
         self._examples = problem.contract.batch_size // most
         self._rows = self._examples * most
         self._candidates = max(example.candidates for example in problem.train)
+        sequences = [sequence for example in problem.train for sequence in example.sequences]
+        self._contract = replace(
+            problem.contract,
+            sequence_length=max(len(sequence.tokens) for sequence in sequences),
+            positions=max(len(sequence.slots) for sequence in sequences),
+        )
         self._parameters: dict[str, nn.Parameter] = {}
         for module in problem.modules:
             layer = AdaptedLinear(
@@ -134,7 +142,7 @@ class ExecutorchTraining:
             self._parameters[f"model.{module.name}.lora_b"] = layer.lora_b
         example = self.inputs(problem.train[: self._examples])
         # The engine reads the program where it lies.
-        self._buffer, self._planned = _export(LossProgram(problem), example)
+        self._buffer, self._planned = _export(LossProgram(problem, self._contract), example)
         from executorch.extension.training import _load_for_executorch_for_training_from_buffer
 
         with quiet_engine(), warnings.catch_warnings():
@@ -188,7 +196,7 @@ class ExecutorchTraining:
         """What the program takes for a step's examples; see `LossProgram`."""
         if len(examples) != self._examples:
             raise EngineError(f"a step has {len(examples)} examples, the program takes {self._examples}")
-        return loss_inputs(examples, self.problem.contract, self._rows, self._candidates, self.problem.pad)
+        return loss_inputs(examples, self._contract, self._rows, self._candidates, self.problem.pad)
 
 
 def prepare(problem: Problem, settings: BaselineSettings) -> ExecutorchTraining:

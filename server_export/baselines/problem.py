@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import nn
 
 from prge.adapter import Adapter
 from prge.bundle import Bundle
+from prge.chain import STACK
 from prge.contract import AdaptedModule, Contract
 from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Array
@@ -35,7 +35,7 @@ class ModelProblem:
     """A bundle's model with its training rows; implements `Problem`, and the engine that scores with it.
 
     Args:
-        bundle: gives the adapter, the quantization, and what the program reads of a row.
+        bundle: gives the adapter, the quantization, and what its programs read of a row.
         loaded: the model that it was exported from; it is changed in place.
         train: training rows as examples of the bundle's `contract`.
         pad: token to fill rows up with.
@@ -59,9 +59,8 @@ class ModelProblem:
     ) -> None:
         _check_model(bundle, loaded)
         # Evaluations take no more rows at once than steps, so that none of them is what memory peaks at.
-        self.contract = single_contract(bundle.contract, batch_rows)
-        self.score_contract = single_contract(bundle.score_contract, batch_rows)
-        self.positions = position_numbers(loaded, self.score_contract.sequence_length)
+        self.contract = bundle.chain.contract(STACK, batch_rows)
+        self.positions = position_numbers(loaded, self.contract.sequence_length)
         convert_conv1d(loaded.model)
         round_base(loaded.model, bundle.quantization or "fp32")
         start = read_lora(bundle.adapter)
@@ -182,7 +181,7 @@ class ModelEngine:
     @property
     def contract(self) -> Contract:
         """One copy of as many rows as a step has."""
-        return self._problem.score_contract
+        return self._problem.contract
 
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Answers of the model as it is; `lora_b` inputs are not read."""
@@ -214,11 +213,6 @@ def open_problem(
     revision = recorded.get("revision") if recorded.get("name_or_path") == model else None
     loaded = load_model(model, pooled=bundle.contract.is_encoder, revision=revision)
     return ModelProblem(bundle, loaded, train, pad, batch_rows, seed, head_folds)
-
-
-def single_contract(contract: Contract, rows: int) -> Contract:
-    """What a program reads of its rows, with one copy and `rows` of them."""
-    return replace(contract, kind="stack", copies=1, queries=0, batch_size=rows)
 
 
 def _check_model(bundle: Bundle, loaded: LoadedModel) -> None:

@@ -16,7 +16,7 @@ from server_export.baselines.methods import METHODS, BaselineOptimizer, find_met
 class BaselineSettings(TrainingFlags):
     """Train the model of a bundle by another method, in PyTorch.
 
-    Of the bundle its adapter, tokenizer, lengths and quantization are used.
+    Of the bundle its adapter, tokenizer, longest row and quantization are used.
     """
 
     method: str
@@ -62,7 +62,7 @@ class BaselineSettings(TrainingFlags):
     calibration_rows: int = 16
     """quantized-training: rows that the units of layer inputs are measured on."""
     batch_size: int | None = None
-    """Sequences of a step; default: the bundle's, and as many as a row needs where a run chooses."""
+    """Sequences of a step; default: 4, or as many as the widest row has."""
     optimizer: BaselineOptimizer | None = None
     """sgd, momentum, adam or adamw; default: adam, or what the method alone has."""
 

@@ -19,17 +19,16 @@ def loaded_method(path: Path, method: str, inputs: Sequence[torch.Tensor]) -> Ca
     Raises:
         BundleError: the engine refuses the program, or, when it is called, the inputs.
     """
-    from executorch.extension.pybindings import _C
+    from executorch.runtime import Runtime
 
     arguments = [tensor.contiguous() for tensor in inputs]
     refusal = "the engine refuses the program that was just lowered"
     remedy = "please report it with the name of the model"
     with told_as_bundle_error(refusal, remedy), quiet_engine():
-        program = _C._load_program(str(path), program_verification=_C.Verification.InternalConsistency)
-        loaded = program.load_method(method)
+        loaded = Runtime.get().load_program(path).load_method(method)
 
     def call() -> Answers:
         with told_as_bundle_error(refusal, remedy):
-            return tuple(loaded.call(arguments))
+            return tuple(loaded.execute(arguments))
 
     return call

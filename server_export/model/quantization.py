@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from server_export.model.lora_fa import replace_module
-from server_export.model.readout import PositionHead
 
 GROUP_SIZE = 32
 # Below this an int8 table saves nothing that anybody would notice.
@@ -89,7 +88,7 @@ def quantize(module: nn.Module, scheme: str) -> QuantizationReport:
     return QuantizationReport(
         scheme,
         GROUP_SIZE if scheme == "8da4w" else None,
-        tuple(name.replace(".base", "").replace(".head", "") for name in per_channel),
+        tuple(name.replace(".base", "") for name in per_channel),
         _quantize_embedding(module.model),
     )
 
@@ -111,8 +110,7 @@ def quantize_layers(model: nn.Module, scheme: str) -> list[str]:
 def _vocabulary_head(model: nn.Module) -> nn.Module | None:
     """The layer that returns logits, if the model has one."""
     find = getattr(model, "get_output_embeddings", None)
-    head: nn.Module | None = find() if find is not None else None
-    return head.head if isinstance(head, PositionHead) else head
+    return find() if find is not None else None
 
 
 def dequantize(module: nn.Module) -> None:

@@ -1,8 +1,4 @@
-"""From hidden states to the program's one answer.
-
-The vocabulary head runs on the asked positions only: full logits never exist. It is replaced inside the
-model, so that what an architecture does to its logits afterwards (scaling, soft caps) still happens.
-"""
+"""From hidden states to what is asked of them: log-probabilities of tokens, or an encoder's pooled states."""
 
 from __future__ import annotations
 
@@ -14,24 +10,10 @@ from torch import nn
 from prge.errors import ConfigError
 from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX
 from server_export.model.loading import LoadedModel
-from server_export.model.lora_fa import CallInputs, replace_module
+from server_export.model.lora_fa import replace_module
 from server_export.settings import ExportConfig
 
 Pooling = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class PositionHead(nn.Module):
-    """The vocabulary head on the hidden states at `inputs.positions` instead of on all of them."""
-
-    def __init__(self, head: nn.Module, inputs: CallInputs) -> None:
-        super().__init__()
-        self.head = head
-        self.inputs = inputs
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """states [rows, length, width] -> logits [rows, positions, tokens]."""
-        assert self.inputs.positions is not None
-        return self.head(at_positions(states, self.inputs.positions))
 
 
 def at_positions(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -65,13 +47,6 @@ def pool_first(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def pooling_of(name: str | None) -> Pooling:
     """The pooling of that name; the mean where there is none."""
     return pool_first if name == "first" else pool_mean
-
-
-def insert_head(model: nn.Module, inputs: CallInputs, label_tokens: Sequence[int] = ()) -> str:
-    """Wrap the model's vocabulary head, cut to `label_tokens` if there are any; returns the head's name."""
-    name = cut_head(model, label_tokens) if label_tokens else _head_name(model)
-    replace_module(model, name, PositionHead(model.get_submodule(name), inputs))
-    return name
 
 
 def _head_name(model: nn.Module) -> str:

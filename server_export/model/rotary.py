@@ -32,9 +32,7 @@ class ConstantRotary(nn.Module):
             self.tables[layer_type] = len(self.tables)
             for name, table in zip(("cos", "sin"), self.rotary(x, position_ids, *arguments), strict=True):
                 self.register_buffer(f"{name}_{self.tables[layer_type]}", table.clone(), persistent=False)
-        number, length = self.tables[layer_type], position_ids.shape[-1]
-        # Shorter rows have the same positions, from the first on.
-        return tuple(getattr(self, f"{name}_{number}")[..., :length, :] for name in ("cos", "sin"))
+        return tuple(getattr(self, f"{name}_{self.tables[layer_type]}") for name in ("cos", "sin"))
 
 
 def make_rotary_constant(model: nn.Module) -> int:

@@ -18,12 +18,11 @@ pytestmark = pytest.mark.export
 
 @pytest.mark.parametrize("kind", ["tangent", "antithetic"])
 def test_a_run_is_published_after_its_model_was_compared(
-    run_words: list[object], workshop: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+    run_words: list[object], workshop: Path, tmp_path: Path, kind: str
 ) -> None:
-    bundle = workshop / "bundle" if kind == "tangent" else request.getfixturevalue("stack_bundle")
     run, out = tmp_path / "run", tmp_path / "adapter"
-    prge("run", *run_words, "--bundle", bundle)
-    # Naming the model has it compared with what the bundle's program answers.
+    prge("run", *run_words, "--estimator", kind)
+    # Naming the model has its content compared with what the bundle was exported from.
     assert main(["publish", str(run), "--model", str(workshop / "model"), "--out", str(out)]) == 0
     published, trained = (
         read_arrays(folder / "adapter_model.safetensors") for folder in (out, run / "final")

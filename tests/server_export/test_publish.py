@@ -20,29 +20,22 @@ torch = pytest.importorskip("torch")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from device_runner.engines.executorch_engine import ExecutorchEngine  # noqa: E402
+from device_runner.engines.opening import open_engines  # noqa: E402
 from prge.adapter import Adapter, stack  # noqa: E402
-from prge.bundle import Bundle, file_sha256, open_bundle, read_manifest  # noqa: E402
+from prge.bundle import Bundle, file_sha256, open_bundle  # noqa: E402
+from prge.chain import STACK  # noqa: E402
 from prge.contract import AdaptedModule  # noqa: E402
 from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
 from prge.peft import find_adapter, read_lora, read_peft, run_of, write_peft  # noqa: E402
 from server_export.publish import main, publish  # noqa: E402
 from server_export.publishing.settings import PublishConfig  # noqa: E402
-from server_export.publishing.trained import answer_problems  # noqa: E402
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model  # noqa: E402
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.export
 ROOT = Path(__file__).parents[2]
 RANK = 4
-SETTINGS: dict[str, Any] = {
-    "estimator": "antithetic",
-    "rank": RANK,
-    "copies": 2,
-    "batch_size": 2,
-    "sequence_length": LENGTH,
-    "positions": 3,
-}
+SETTINGS: dict[str, Any] = {"roles": ["stack"], "rank": RANK, "sequence_length": LENGTH}
 HEAD = {
     "weight": np.random.default_rng(5).standard_normal((3, 64)).astype(np.float32),
     "bias": np.array([0.5, -1, 2], np.float32),
@@ -63,20 +56,25 @@ def trained_folder(
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders llama, gpt2 and bert with a base model, and llama-trained and so on with an adapter of it."""
+
     from server_export.bundle import write_adapter
     from server_export.model.loading import load_model
-    from server_export.model.program import build_program
+    from server_export.model.lora_fa import convert_conv1d
+    from server_export.model.start import start_adapter
     from server_export.settings import ExportConfig
 
     root = tmp_path_factory.mktemp("publish")
     for architecture in ("llama", "gpt2", "bert"):
         base = save_model(root / architecture, architecture)
         config = ExportConfig(str(base), root / "unused", **SETTINGS)
-        built = build_program(config, load_model(str(base)))
-        write_adapter(root / f"{architecture}-start", built)
+        loaded = load_model(str(base))
+        write_adapter(
+            root / f"{architecture}-start", start_adapter(config, loaded, convert_conv1d(loaded.model) > 0)
+        )
+        modules = read_lora(root / f"{architecture}-start").modules
         trained_folder(
             root / f"{architecture}-trained",
-            built.contract.modules,
+            modules,
             root / f"{architecture}-start",
             head=architecture == "bert",
         )
@@ -168,14 +166,14 @@ def test_peft_and_merged_folders_give_the_trained_logits(
 def test_program_peft_and_merged_model_agree(
     saved: Path, bundle: Bundle, trained: Path, tmp_path: Path
 ) -> None:
-    """The bundle's program with the adapter as input, against the two published forms."""
+    """The bundle's programs with the adapter as input, against the two published forms."""
     from peft import PeftModel
 
-    contract = bundle.contract
     tokens, _ = rows(3)
     positions = torch.tensor([[0, 5, 11], [3, 10, 11]])
     targets = torch.tensor([[1, 2, 3], [4, 5, 127]])
-    engine = ExecutorchEngine.load(bundle)
+    contract = replace(bundle.chain.contract(STACK, 2, copies=2), positions=3)
+    engine = open_engines(bundle.for_steps(contract)).step
     inputs = {"tokens": tokens, "positions": positions, "targets": targets}
     adapter = read_peft(trained, contract.modules, bundle.adapter)
     answers = engine.forward(
@@ -195,10 +193,15 @@ def test_program_peft_and_merged_model_agree(
 
 
 def run(program: Path, inputs: list[Any]) -> Any:
-    from server_export.check.verification import run_program
+    from server_export.check.engine import loaded_method
 
-    (answer,) = run_program(program / "program.pte", inputs)
+    (answer,) = loaded_method(program / "program.pte", "forward", inputs)()
     return answer
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return manifest
 
 
 def test_an_inference_program_gives_the_logits_of_the_asked_position(
@@ -213,7 +216,7 @@ def test_an_inference_program_gives_the_logits_of_the_asked_position(
         actual = run(folder, [tokens[:1], torch.tensor([[position]])])
         torch.testing.assert_close(actual[0], expected[position], atol=1e-4, rtol=0)
 
-    manifest = read_manifest(folder)
+    manifest = manifest_of(folder)
     assert manifest["inputs"][1] == {"name": "positions", "dtype": "int64", "shape": [1, 1]}
     assert manifest["outputs"] == [{"name": "logits", "dtype": "float32", "shape": [1, 128]}]
     for name, entry in manifest["files"].items():
@@ -240,7 +243,7 @@ def test_an_encoders_program_gives_class_scores(saved: Path, tmp_path: Path) -> 
     for row in range(2):
         actual = run(folder, [tokens[row : row + 1], mask[row : row + 1]])
         torch.testing.assert_close(actual[0], expected[row], atol=1e-4, rtol=0)
-    assert read_manifest(folder)["outputs"][0]["name"] == "scores"
+    assert manifest_of(folder)["outputs"][0]["name"] == "scores"
 
 
 @pytest.mark.slow
@@ -253,11 +256,9 @@ def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tm
         expected = by_hand(saved, "llama")(input_ids=tokens[:1]).logits[0, -1]
     actual = run(folder, [tokens[:1], torch.tensor([[LENGTH - 1]])])[0]
     assert torch.corrcoef(torch.stack([actual, expected]))[0, 1] > 0.95
-    manifest = read_manifest(folder)
+    manifest = manifest_of(folder)
     assert manifest["quantization"]["scheme"] == "8da4w" and not manifest["lora"]["merged"]
-    checks = manifest["verification"]
-    assert checks["quantized_difference"] < 0.1 and 0.01 < checks["float_difference"] < 0.5
-    assert not (set(manifest["lowering"]["outside"]) & {"linear", "mm", "bmm", "addmm"})
+    assert 0.01 < manifest["verification"]["float_difference"] < 0.5
 
 
 def refused(error: type[PrgeError], match: str, **settings: Any) -> PrgeError:
@@ -270,7 +271,7 @@ def refused(error: type[PrgeError], match: str, **settings: Any) -> PrgeError:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 9}, r"its outputs differ from the bundle's program by"),
+        ({"seed": 9}, "its content is another, its SHA-256 differs"),
         ({"num_hidden_layers": 1}, r"its parameters is \d+, the bundle's \d+"),
         ({"tie_word_embeddings": False}, r"its parameters is"),
     ],
@@ -302,16 +303,6 @@ def test_a_base_model_of_another_shape_is_refused_without_a_bundle(saved: Path, 
         model=str(other),
     )
     assert "q_proj has a weight [32, 32], the adapter is for [64, 64]" in str(error)
-
-
-@pytest.mark.parametrize("scheme", ["fp32", "8da8w", "8da4w"])
-def test_another_models_answers_are_told_from_rounding(scheme: str) -> None:
-    generator = np.random.default_rng(0)
-    expected, other = generator.standard_normal((2, 8, 3)) - 5
-    rounding = 1e-5 if scheme == "fp32" else 0.2
-    assert answer_problems(expected + rounding * generator.standard_normal((8, 3)), expected, scheme) == []
-    assert answer_problems(other, expected, scheme) != []
-    assert answer_problems(np.full((8, 3), np.nan), expected, scheme) != []
 
 
 @pytest.mark.parametrize("model", ["gone", "/nowhere/model"])

@@ -1,52 +1,26 @@
-"""Bundles of tiny models with rows, made without lowering a program: baselines read all but that."""
+"""Bundles of tiny models with rows, of the one role that a baseline needs nothing of."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+pytest.importorskip("executorch")
 
-from prge.bundle import ADAPTER, MANIFEST, TOKENIZER, file_sha256
 from server_export.baselines.settings import BaselineSettings
-from server_export.bundle import write_adapter
-from server_export.model.loading import load_model
-from server_export.model.program import build_program
-from server_export.model.tokenization import load_tokenizer, tokenizer_block, write_tokenizer
-from tests.bundles import make_bundle, read_json, write_manifest
-from tests.server_export.programs import make_export_config
-from tests.tiny_models import SHALLOW, save_model
+from server_export.export import ExportConfig, export
+from tests.tiny_models import LENGTH, save_model
 
 
 def make_workplace(folder: Path, architecture: str, **changes: Any) -> Path:
     """A folder with `model`, `bundle`, `train.jsonl`, `dev.jsonl` and `task.yaml`."""
-    save_model(folder / "model", architecture, **SHALLOW[architecture])
-    config = make_export_config(str(folder / "model"), batch_size=4, **changes)
-    built = build_program(config, load_model(config.model))
-    bundle = make_bundle(folder / "bundle", contract=built.contract.to_json())
-    for name in (ADAPTER, TOKENIZER):
-        shutil.rmtree(bundle / name)
-    write_adapter(bundle / ADAPTER, built)
-    tokenizer = load_tokenizer(config.model, None)
-    write_tokenizer(tokenizer, bundle / TOKENIZER)
-    manifest = read_json(bundle)
-    paths = [path for path in bundle.rglob("*") if path.is_file() and path.name != MANIFEST]
-    manifest["files"] = {
-        path.relative_to(bundle).as_posix(): {"sha256": file_sha256(path), "bytes": path.stat().st_size}
-        for path in paths
-    }
-    manifest["model"] = {
-        "name_or_path": str(folder / "model"),
-        "architecture": type(built.loaded.model).__name__,
-    }
-    manifest["quantization"] = built.quantization.to_json()
-    manifest["tokenizer"] = tokenizer_block(tokenizer, "auto", built.contract.vocabulary_size)
-    write_manifest(bundle, manifest)
+    model = save_model(folder / "model", architecture)
+    settings: dict[str, Any] = {"roles": ["stack"], "rank": 4, "sequence_length": LENGTH, **changes}
+    export(ExportConfig(model=str(model), out=folder / "bundle", **settings))
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"text": f"{words[i % 4]} {words[i // 4 % 4]}", "label": i % 4 // 2} for i in range(40)]
     for name, chosen in (("train", rows[:24]), ("dev", rows[24:])):

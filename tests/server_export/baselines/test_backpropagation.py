@@ -23,7 +23,7 @@ BACKPROPAGATION = [name for name in METHODS if name.startswith("backprop-")]
 
 def make(method: str, folder: Path, rows: Any = ROWS, architecture: str = "llama", **changes: Any) -> Any:
     settings = BaselineSettings(folder, folder, folder, method=method, model="", **changes)
-    problem, _, _ = build_problem(folder, architecture, rows, positions=4)
+    problem, _, _ = build_problem(folder, architecture, rows)
     return problem, prepare(problem, settings)
 
 

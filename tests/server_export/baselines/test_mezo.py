@@ -82,7 +82,7 @@ def test_it_keeps_nothing_for_a_backward_and_no_second_copy(tmp_path: Path) -> N
 
 def test_it_learns(tmp_path: Path) -> None:
     rows = bigram_completions(8)
-    problem, _, _ = build_problem(tmp_path, "llama", rows, positions=4)
+    problem, _, _ = build_problem(tmp_path, "llama", rows)
     method = MeZO(problem, 1e-3)
     with torch.no_grad():
         before = problem.loss(rows).item()

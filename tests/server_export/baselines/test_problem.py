@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from eager_engine import EagerEngine
 
 from prge.adapter import Adapter, stack
+from prge.engine import Engine
 from prge.errors import BundleError
 from prge.evaluation import pooled_states, score
 from prge.examples import Example, make_batch
@@ -20,7 +20,7 @@ from prge.head import fit_cross_fitted, fit_head
 from server_export.baselines.lora import insert_adapter
 from server_export.baselines.problem import ModelProblem
 from server_export.model.loading import prepare_model
-from server_export.model.quantization import dequantize
+from server_export.model.quantization import Int8Embedding
 from tests.rows import choice, completion, long_choice, random_completions
 from tests.server_export.baselines.problems import build_problem, classified_rows
 from tests.tiny_models import make_model
@@ -30,15 +30,15 @@ CHOICES = [choice(1, [5, 6, 7, 8], [10, 11, 12], 2), choice(2, [9, 8], [10, 11],
 LONG_CHOICES = [long_choice(1, [5, 6, 7], [[8, 9], [3, 4, 5], [6]], 1)]
 
 
-def driver_loss(engine: EagerEngine, adapter: Adapter, examples: list[Example]) -> float:
+def driver_loss(engine: Engine, adapter: Adapter, examples: list[Example]) -> float:
     return score(engine, adapter, examples).loss
 
 
 @pytest.mark.parametrize("examples", [COMPLETIONS, CHOICES, LONG_CHOICES], ids=["text", "words", "answers"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "opt"])
 def test_a_decoder(tmp_path: Path, architecture: str, examples: list[Example]) -> None:
-    problem, built, adapter = build_problem(tmp_path, architecture, examples)
-    expected = driver_loss(EagerEngine(built.module, built.contract), adapter, examples)
+    problem, engine, adapter = build_problem(tmp_path, architecture, examples)
+    expected = driver_loss(engine, adapter, examples)
     assert problem.loss(examples).item() == pytest.approx(expected, abs=1e-5)
     scored = score(problem.engine(), adapter, examples).loss
     assert scored == pytest.approx(expected, abs=1e-5)
@@ -47,16 +47,15 @@ def test_a_decoder(tmp_path: Path, architecture: str, examples: list[Example]) -
 
 def test_label_words_alone(tmp_path: Path) -> None:
     examples = [choice(1, [5, 6, 7, 8], [0, 1, 2], 2), choice(2, [9, 8], [2, 1], 0)]
-    problem, built, adapter = build_problem(tmp_path, "llama", examples, label_tokens=(10, 11, 12))
-    expected = driver_loss(EagerEngine(built.module, built.contract), adapter, examples)
+    problem, engine, adapter = build_problem(tmp_path, "llama", examples, label_tokens=(10, 11, 12))
+    expected = driver_loss(engine, adapter, examples)
     assert problem.loss(examples).item() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(("architecture", "pooling"), [("bert", "mean"), ("roberta", "first")])
 def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, pooling: str) -> None:
     examples = classified_rows()
-    problem, built, adapter = build_problem(tmp_path, architecture, examples, pooling=pooling)
-    engine = EagerEngine(built.module, built.contract)
+    problem, engine, adapter = build_problem(tmp_path, architecture, examples, pooling=pooling)
     states = pooled_states(engine, adapter, examples)
     labels, rows = np.array([e.label for e in examples]), [e.row for e in examples]
     heads = fit_cross_fitted(states, labels, rows, 2, 3)
@@ -72,8 +71,7 @@ def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, p
 @pytest.mark.parametrize("place", ["merged", "inserted"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_trained_adapter_to_start_from(tmp_path: Path, architecture: str, place: str) -> None:
-    problem, built, adapter = build_problem(tmp_path, architecture, COMPLETIONS, lora_b=0.3)
-    engine = EagerEngine(built.module, built.contract)
+    problem, engine, adapter = build_problem(tmp_path, architecture, COMPLETIONS, lora_b=0.3)
     expected = driver_loss(engine, adapter, COMPLETIONS)
     assert abs(expected - driver_loss(engine, Adapter.zeros(adapter.modules), COMPLETIONS)) > 1e-3
     problem.merge_adapter() if place == "merged" else insert_adapter(problem)
@@ -86,27 +84,28 @@ def test_a_quantized_base_has_the_rounded_weights(
 ) -> None:
     # So that the tiny table counts as a large one.
     monkeypatch.setattr("server_export.model.quantization.EMBEDDING_BYTES", 1)
-    problem, built, adapter = build_problem(tmp_path, "llama", COMPLETIONS, quantize=scheme)
-    assert built.quantization.embedding == "int8"
-    dequantize(built.module)
-    expected = driver_loss(EagerEngine(built.module, built.contract), adapter, COMPLETIONS)
+    problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, scheme=scheme)
+    assert isinstance(engine.model.get_input_embeddings(), Int8Embedding)
+    expected = driver_loss(engine, adapter, COMPLETIONS)
     assert problem.loss(COMPLETIONS).item() == pytest.approx(expected, abs=1e-5)
     plain, _, _ = build_problem(tmp_path / "plain", "llama", COMPLETIONS)
     assert abs(problem.loss(COMPLETIONS).item() - plain.loss(COMPLETIONS).item()) > 1e-4
 
 
 def test_gradients_are_the_drivers(tmp_path: Path) -> None:
-    problem, built, adapter = build_problem(tmp_path, "llama", COMPLETIONS, lora_b=0.3, copies=1)
-    batch = make_batch(COMPLETIONS, built.contract)
-    inputs = {**batch.inputs(1, False), **stack(adapter, 1)}
-    exact = EagerEngine(built.module, built.contract).gradients(inputs, -batch.weights / batch.examples)
+    problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, lora_b=0.3)
+    batch = make_batch(COMPLETIONS, engine.contract)
+    arrays = {**batch.inputs(1, False), **stack(adapter, 1)}
+    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    exact = [inputs[module.input_name].requires_grad_(True) for module in adapter.modules]
+    (engine.answer(inputs) * torch.from_numpy(-batch.weights / batch.examples)).sum().backward()
     _, _, lora_b = insert_adapter(problem)
     for parameter in lora_b:
         parameter.requires_grad_(True)
     problem.loss(COMPLETIONS).backward()
-    for module, parameter in zip(adapter.modules, lora_b, strict=True):
-        assert parameter.grad is not None
-        assert np.allclose(exact[module.input_name][0], parameter.grad.numpy().T, atol=1e-6)
+    for expected, parameter in zip(exact, lora_b, strict=True):
+        assert expected.grad is not None and parameter.grad is not None
+        assert torch.allclose(expected.grad[0], parameter.grad.T, atol=1e-6)
 
 
 def test_full_logits_never_exist(tmp_path: Path) -> None:

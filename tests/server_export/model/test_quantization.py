@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torchao")
@@ -10,40 +13,58 @@ import torch
 from torch import nn
 
 from prge.errors import ConfigError
-from server_export.lower.lowering import export_graph
+from server_export.check.engine import loaded_method
+from server_export.export import ExportConfig
+from server_export.graph.rewriting import rewritten_graph
+from server_export.lower.program import write_program
 from server_export.model import quantization
-from server_export.model.program import STEP_METHOD, example_inputs
-from server_export.model.quantization import Int8Embedding
-from tests.server_export.programs import build, make_export_config
+from server_export.model.loading import prepare_model
+from server_export.model.quantization import Int8Embedding, QuantizationReport, quantize
+from server_export.publishing.inference import InferenceProgram, InferenceSpec
+from tests.tiny_models import DECODERS, LENGTH, SHALLOW, make_model
 
 torch.set_num_threads(1)
+INPUTS = (torch.arange(3, 3 + LENGTH).reshape(1, LENGTH), torch.tensor([[LENGTH - 1]]))
+
+
+def quantized(architecture: str, scheme: str, **changes: Any) -> tuple[InferenceProgram, QuantizationReport]:
+    """An inference program of a tiny model, quantized, and what was."""
+    model = make_model(architecture, **{**SHALLOW[architecture], **changes})
+    loaded = prepare_model(model, architecture, architecture in DECODERS)
+    program = InferenceProgram(loaded, InferenceSpec(LENGTH, "mean", scheme)).eval()
+    with torch.no_grad():
+        program(*inputs_of(program))
+    return program, quantize(program, scheme)
+
+
+def inputs_of(program: InferenceProgram) -> tuple[torch.Tensor, ...]:
+    return INPUTS if program.is_decoder else (INPUTS[0], torch.ones_like(INPUTS[0]))
 
 
 @pytest.mark.parametrize("scheme", ["int8wo", "8w", "4w", "int4wo", "INT8_WEIGHT_ONLY"])
 def test_weight_only_is_refused_with_the_reason(scheme: str) -> None:
     with pytest.raises(ConfigError, match="drops their scales"):
-        make_export_config("llama", quantize=scheme)
+        ExportConfig("llama", Path("unused"), quantize=scheme)
 
 
 def test_unknown_scheme_is_refused() -> None:
     with pytest.raises(ConfigError, match="fp32, 8da8w, 8da4w"):
-        make_export_config("llama", quantize="int3")
+        ExportConfig("llama", Path("unused"), quantize="int3")
 
 
 def test_layers_that_groups_do_not_divide_fall_back_and_are_listed() -> None:
-    built = build("llama", model={"intermediate_size": 80}, quantize="8da4w", target_modules=["down_proj"])
-    ragged = tuple(f"model.layers.{i}.mlp.down_proj" for i in range(2))
-    assert built.quantization.per_channel == (*ragged, "lm_head")
-    assert built.quantization.to_json()["group_size"] == 32
-    layers = built.module.model.model.layers[0].mlp
-    assert layers.down_proj.base.weight.block_size == (1, 80)
+    program, report = quantized("llama", "8da4w", intermediate_size=80)
+    assert report.per_channel == ("model.layers.0.mlp.down_proj", "lm_head")
+    assert report.to_json()["group_size"] == 32
+    layers = program.model.model.layers[0].mlp
+    assert layers.down_proj.weight.block_size == (1, 80)
     assert layers.up_proj.weight.block_size == (1, 32)
 
 
 def test_vocabulary_head_is_int8_beside_int4_layers() -> None:
-    built = build("llama", quantize="8da4w")
-    assert built.quantization.per_channel == ("lm_head",)
-    head = built.module.model.lm_head.head
+    program, report = quantized("llama", "8da4w")
+    assert report.per_channel == ("lm_head",)
+    head = program.model.lm_head
     assert head.weight.target_dtype == torch.int8
     assert head.weight.block_size == (1, head.in_features)
 
@@ -60,51 +81,41 @@ def test_int4_scales_fit_the_weights_better_than_ones_that_span_them() -> None:
     assert error < 0.95 * (rounded.reshape(weight.shape) - weight).pow(2).mean()
 
 
-def test_only_the_base_is_quantized() -> None:
-    built = build("llama", quantize="8da8w")
-    layer = built.module.model.model.layers[0].self_attn.q_proj
-    assert type(layer.base.weight).__name__ == "IntxUnpackedToInt8Tensor"
-    assert type(layer.lora_a) is torch.Tensor
-    assert layer.lora_a.dtype == torch.float32
-
-
 def test_tied_head_is_quantized_and_the_embedding_is_not() -> None:
-    built = build("llama", quantize="8da8w")
-    model = built.module.model
-    assert type(model.lm_head.head.weight).__name__ == "IntxUnpackedToInt8Tensor"
-    assert type(model.get_input_embeddings().weight) is nn.Parameter
-    assert built.quantization.embedding == "fp32"
+    program, report = quantized("llama", "8da8w")
+    assert type(program.model.lm_head.weight).__name__ == "IntxUnpackedToInt8Tensor"
+    assert type(program.model.get_input_embeddings().weight) is nn.Parameter
+    assert report.embedding == "fp32"
 
 
-def test_large_embedding_becomes_int8_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])  # Gemma's embedding scales what it looks up
+def test_large_embedding_becomes_int8_rows(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "EMBEDDING_BYTES", 0)
-    for architecture in ("llama", "gemma3"):  # Gemma's embedding scales what it looks up
-        plain = build(architecture)
-        vectors = plain.module.model.get_input_embeddings()(torch.arange(128))
-        built = build(architecture, quantize="8da8w")
-        table = built.module.model.get_input_embeddings()
-        assert isinstance(table, Int8Embedding)
-        assert built.quantization.embedding == "int8"
-        step = vectors.abs().amax(1, keepdim=True) / 127
-        assert bool(((table(torch.arange(128)) - vectors).abs() <= step * 0.501).all())
+    vectors = make_model(architecture, **SHALLOW[architecture]).get_input_embeddings()(torch.arange(128))
+    program, report = quantized(architecture, "8da8w")
+    table = program.model.get_input_embeddings()
+    assert isinstance(table, Int8Embedding)
+    assert report.embedding == "int8"
+    step = vectors.abs().amax(1, keepdim=True) / 127
+    assert bool(((table(torch.arange(128)) - vectors).abs() <= step * 0.501).all())
 
 
+@pytest.mark.export
 @pytest.mark.parametrize("scheme", ["8da8w", "8da4w"])
-def test_answers_stay_near_the_float_ones(scheme: str) -> None:
-    plain = build("llama")
-    built = build("llama", quantize=scheme)
-    inputs = example_inputs(plain.contract)
+def test_the_engine_answers_near_the_float_model(tmp_path: Path, scheme: str) -> None:
+    plain, _ = quantized("llama", "fp32")
+    program, _ = quantized("llama", scheme)
     with torch.no_grad():
-        expected, actual = plain.module(*inputs), built.module(*inputs)
-    (kept,) = built.float_answers[STEP_METHOD]
-    torch.testing.assert_close(kept, expected, atol=1e-5, rtol=0)
-    error = float((actual - expected).pow(2).mean().sqrt() / expected.std())
-    assert error < (0.1 if scheme == "8da8w" else 0.5)
+        exact, expected = plain(*INPUTS), program(*INPUTS)
+    write_program(tmp_path / "program.pte", {"forward": (program, INPUTS)})
+    (answers,) = loaded_method(tmp_path / "program.pte", "forward", INPUTS)()
+    assert float((expected - exact).pow(2).mean().sqrt() / exact.std()) < (0.1 if scheme == "8da8w" else 0.5)
+    torch.testing.assert_close(answers, expected, atol=1e-3, rtol=0)
 
 
 def test_layers_share_zero_points_that_are_all_zero() -> None:
-    built = build("llama", quantize="8da8w")
-    constants = export_graph(built.module, example_inputs(built.contract)).state_dict
+    program, _ = quantized("llama", "8da8w", num_hidden_layers=2)
+    constants = dict(rewritten_graph(program, INPUTS).named_buffers())
     zeros = [tensor for name, tensor in constants.items() if name.endswith("zero_point")]
     assert not any(bool(tensor.any()) for tensor in zeros)
     assert len({tensor.shape for tensor in zeros}) == len(zeros)
@@ -114,15 +125,15 @@ def test_layers_share_zero_points_that_are_all_zero() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "bert"])
 def test_an_activation_is_quantized_once_for_all_layers_that_read_it(architecture: str) -> None:
-    built = build(architecture, quantize="8da8w")
-    program = export_graph(built.module, example_inputs(built.contract))
-    targets = [(str(node.target), node) for node in program.graph.nodes]
-    quantized = [node.args[0] for target, node in targets if target == "torchao.quantize_affine.default"]
-    assert len(set(quantized)) == len(quantized)
+    program, _ = quantized(architecture, "8da8w")
+    graph = rewritten_graph(program, inputs_of(program)).graph
+    targets = [(str(node.target), node) for node in graph.nodes]
+    rounded = [node.args[0] for target, node in targets if target == "torchao.quantize_affine.default"]
+    assert len(set(rounded)) == len(rounded)
     layers = [
         node
         for target, node in targets
         if target == "aten.linear.default" and "dequantize" in str(node.args[1].target)
     ]
     # Of a block: queries, keys and values read one, the attention's output another.
-    assert 0 < len(quantized) <= len(layers) - 2
+    assert 0 < len(rounded) <= len(layers) - 2

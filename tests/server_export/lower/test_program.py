@@ -1,0 +1,59 @@
+"""Whole modules as methods of one program, in the stock engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("executorch")
+
+import torch
+from torch import nn
+
+from prge.errors import BundleError
+from server_export.check.engine import loaded_method
+from server_export.lower.program import write_program
+from server_export.model.quantization import quantize_layers
+
+torch.set_num_threads(1)
+X = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    """Layers that share what they multiply, then one that reads what all of them answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x f32 [1, tokens, 64] -> the same shape."""
+        weights = torch.softmax(torch.bmm(self.q(x), self.k(x).transpose(1, 2)), -1)
+        return self.o(torch.bmm(weights, self.v(x)))
+
+
+@pytest.mark.parametrize(("scheme", "tolerance"), [("fp32", 1e-5), ("8da8w", 2e-3), ("8da4w", 2e-3)])
+def test_methods_answer_what_their_modules_do(tmp_path: Path, scheme: str, tolerance: float) -> None:
+    whole, path = Attention().eval().requires_grad_(False), tmp_path / "program.pte"
+    if scheme != "fp32":
+        quantize_layers(whole, scheme)
+    inputs = {"whole": (X,), "layer": (X[:, :2],)}
+    modules = {"whole": whole, "layer": whole.o}
+    write_program(path, {name: (module, inputs[name]) for name, module in modules.items()})
+    calls = {name: loaded_method(path, name, inputs[name]) for name in modules}
+    for name in ("whole", "layer", "whole"):
+        (answer,) = calls[name]()
+        torch.testing.assert_close(answer, modules[name](*inputs[name]), atol=tolerance, rtol=0)
+
+
+def test_what_the_engine_refuses_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "program.pte"
+    write_program(path, {"forward": (nn.ReLU().eval(), (X,))})
+    with pytest.raises(BundleError, match="the engine refuses"):
+        loaded_method(path, "backward", (X,))
+    with pytest.raises(BundleError, match="the engine refuses"):
+        loaded_method(path, "forward", (X[:, :2],))()
+    with pytest.raises(BundleError, match="can't trace"):
+        write_program(path, {"forward": (nn.ReLU().eval(), (X, X))})
