@@ -7,7 +7,9 @@ A block's weights are mapped from its packed file where the engine can have one,
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,6 +60,7 @@ class Blocks:
         self._loaded: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
         self._memory = memory
+        self._before = 0
         self._bytes = [bundle.file(block.weights).stat().st_size for block in self.chain.blocks]
         if memory is not None and memory < max(self._bytes):
             raise EngineError(
@@ -111,11 +114,24 @@ class Blocks:
         interface = self.chain.kinds[kind].methods[role]
         signature = self._programs[kind].signature(role)
         outputs = [self._room(tensor) for tensor in signature.outputs]
-        shapes = self._method(number, role).run([inputs[name] for name in interface.inputs], outputs)
+        method = self._method(number, role)
+        self._read_ahead(number)
+        shapes = method.run([inputs[name] for name in interface.inputs], outputs)
         return {
             name: output[: math.prod(shape)].reshape(shape)
             for name, output, shape in zip(interface.outputs, outputs, shapes, strict=True)
         }
+
+    def _read_ahead(self, number: int) -> None:
+        """Have the system read the next block's packed file, where it isn't loaded, while this one computes."""
+        following = 2 * number - self._before
+        self._before = number
+        if self._memory is None or not 0 <= following < len(self._files) or self._loaded.get(following):
+            return
+        path = self._files[following].packed
+        if path is not None and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError), path.open("rb") as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def release(self, array: Array) -> None:
         """Let the memory of an output be used again."""

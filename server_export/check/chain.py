@@ -91,7 +91,6 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None,
     # RoBERTa numbers its positions by what isn't the padding token.
     tokens[tokens == padding] = 0 if padding else 1
     with torch.no_grad():
-        found = _answers(chain, tokens, targets if is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS))
         output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         if is_decoder:
             rows = next(iter(chain.head_rows.values()), slice(None))
@@ -99,10 +98,14 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None,
             expected = torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1))
         else:
             expected = output.last_hidden_state
+        name = type(model).__name__
+        # The blocks need its memory.
+        del model, output
+        found = _answers(chain, tokens, targets if is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS))
     difference = float((found.reshape(expected.shape) - expected).abs().max())
     if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
         raise BundleError(
-            f"the blocks don't compute what the model {type(model).__name__} computes: their outputs differ "
+            f"the blocks don't compute what the model {name} computes: their outputs differ "
             f"by {difference:.3g}",
             remedy="this architecture isn't supported; take another checkpoint, and please report it",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -309,3 +310,30 @@ def test_another_number_of_threads_is_refused_while_engines_live(bundle: Bundle)
     with pytest.raises(EngineError, match="threads is 0, must be at least 1"):
         open_engines(bundle, threads=0, engine="native")
     assert programs.threads >= 1
+
+
+def test_with_little_memory_the_next_block_is_read_while_one_computes(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contract = contract_of(bundle, "exact", 2)
+    largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
+    engine = opened(bundle, contract, memory=largest).step
+    blocks: Any = engine._blocks  # type: ignore[attr-defined]
+    given = inputs_of(contract)
+    engine.forward(given)
+    advised: list[int] = []
+    order = [(file.stat().st_dev, file.stat().st_ino) for file in (each.packed for each in blocks._files)]
+
+    def advise(descriptor: int, *_: int) -> None:
+        facts = os.fstat(descriptor)
+        advised.append(order.index((facts.st_dev, facts.st_ino)))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    engine.forward(given)
+    last = len(order) - 1
+    # Forward to the last block, and back from it.
+    assert last in advised
+    assert (
+        advised
+        == sorted(advised[: advised.index(last) + 1]) + sorted(advised[advised.index(last) + 1 :])[::-1]
+    )
