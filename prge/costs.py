@@ -37,7 +37,7 @@ _HUGE_PAGE = 2 * MIB
 _READ_AROUND = 64 << 10
 
 # Of an export: resident memory besides arrays, and seconds of two idle cores of an x86 server.
-_EXPORT_BYTES = 900 * 10**6
+_EXPORT_BYTES, _EXPORT_BYTES_OF_ROLE = 480 * 10**6, 85 * 10**6
 _SECONDS, _SECONDS_OF_ROLE, _SECONDS_OF_BLOCK, _SECONDS_OF_NUMBER = 8.0, 16.0, 0.2, 1e-7
 
 
@@ -290,12 +290,14 @@ def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
     While blocks are compared, the model lies in memory beside them. While they are verified, the engine has
     room for the largest call of a block, and the head, or the table of an encoder, is there several times.
     """
-    sizes = _largest_rows(Bounds(tokens=outline.longest))
+    bounds = Bounds(tokens=outline.longest)
+    sizes = _largest_rows(bounds)
     arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in roles)
     numbers = outline.head.numbers if outline.head else outline.table_numbers
     stored = numbers * (4 if scheme == "fp32" else 1) * (2 if BACK in roles else 1)
-    compared = 8 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
-    return _EXPORT_BYTES + max(compared, arena + 24 * numbers + 6 * stored)
+    verified = arena + _workspace(outline, bounds) + 20 * numbers + 5 * stored
+    compared = 10 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
+    return _EXPORT_BYTES + _EXPORT_BYTES_OF_ROLE * len(roles) + max(compared, verified)
 
 
 def export_seconds(outline: Outline, roles: Collection[str]) -> float:

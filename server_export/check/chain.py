@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from prge.chain import TABLE
 from prge.errors import BundleError
 from server_export.graph.cutting import TABLE_PREFIX
-from server_export.graph.shapes import with_one
+from server_export.graph.shapes import with_size
 from server_export.lower.chain import LoweredChain
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.chain import Chain
@@ -116,7 +116,7 @@ def _answers(chain: Chain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.
     """What the blocks compute one after the other; `beside` is of a head, or of an encoder's attention."""
     sizes = {"batch": Size(BATCH, 2, 1, _ROWS), "tokens": Size(TOKENS, 5, 2, _TOKENS)}
     programs = {
-        number: dynamic_program(with_one(kind.graph_module, COPIES), sizes)
+        number: dynamic_program(with_size(kind.graph_module, COPIES, 1), sizes)
         for number, kind in chain.kinds.items()
     }
     shapes = {module.name: (1, module.rank, module.out_features) for module in chain.modules}

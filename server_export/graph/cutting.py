@@ -55,12 +55,12 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     answer = output.args[0][0]
     points = [point for point in _points(nodes, source, flow) if point is not answer]
     stretches = list(zip([source, *points], [*points, answer], strict=True))
-    shapes = [_frozen_shapes(end, start, flow, adapter) for start, end in stretches]
+    shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
     has_head = answer.meta["val"].dim() != _STATE_DIMENSIONS
     ends = [stretches[last][1] for last in _last_of_blocks(shapes, has_head)]
     starts = [source, *ends[:-1]]
     return [
-        _block(graph_module, start, end, flow, adapter, table, is_first=start is source)
+        _block(graph_module, start, end, adapter, table, is_first=start is source)
         for start, end in zip(starts, ends, strict=True)
     ]
 
@@ -108,7 +108,7 @@ def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
     return points
 
 
-def _between(end: Node, start: Node, flow: set[Node]) -> set[Node]:
+def _between(end: Node, start: Node) -> set[Node]:
     """What is computed of `start` on the way to `end`, with all that it needs besides."""
     found: set[Node] = set()
     ahead = [end]
@@ -120,9 +120,9 @@ def _between(end: Node, start: Node, flow: set[Node]) -> set[Node]:
     return found
 
 
-def _frozen_shapes(end: Node, start: Node, flow: set[Node], adapter: Collection[str]) -> tuple[Any, ...]:
+def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[Any, ...]:
     """Shapes of the weights that a stretch reads, but for those of an adapter, in the order of their use."""
-    needed = _between(end, start, flow)
+    needed = _between(end, start)
     by_adapter = {node for node in needed if node.op == "placeholder" and str(node.target) in adapter}
     shapes = []
     for node in end.graph.nodes:
@@ -172,12 +172,11 @@ def _block(
     graph_module: GraphModule,
     start: Node,
     end: Node,
-    flow: set[Node],
     adapter: Collection[str],
     table: Any,
     is_first: bool,
 ) -> Block:
-    needed = _between(end, start, flow)
+    needed = _between(end, start)
     graph = Graph()
     values: dict[Node, Node] = {}
 

@@ -22,20 +22,25 @@ def turn_by_layers(graph_module: GraphModule) -> None:
     """
     writer = Writer(graph_module)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.cat.default):
-        source = _source_of_turned(node)
+        source = _turned(node)
         if source is not None:
             writer.replace(node, _turned_halves, source)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
 
 
-def _source_of_turned(node: Node) -> Node | None:
-    """What a node turns the halves of; None if it doesn't."""
-    part: Any = node.args[0][1]
-    if part.target is not aten.slice.Tensor or part.args[0].meta["val"].dim() != 4:
+def _turned(node: Node) -> Node | None:
+    """x of cat(-x[half:], x[:half]) in its last dimension, [rows, heads, length, width]; None if it isn't."""
+    parts: Any = node.args[0]
+    if len(parts) != 2 or parts[0].target is not aten.neg.default:
         return None
-    source: Node = part.args[0]
-    return source if _is_turned(node, source, source.meta["val"].shape[-1]) else None
+    source: Node = parts[1].args[0] if parts[1].target is aten.slice.Tensor else parts[1]
+    shape = source.meta["val"].shape
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if len(shape) != 4 or dim % 4 != 3 or shape[-1] % 2:
+        return None
+    bounds = [_bounds(part, source, shape[-1]) for part in (parts[0].args[0], parts[1])]
+    return source if bounds == [(shape[-1] // 2, shape[-1]), (0, shape[-1] // 2)] else None
 
 
 def _turned_halves(writer: Writer, source: Node) -> Node:
@@ -44,18 +49,6 @@ def _turned_halves(writer: Writer, source: Node) -> Node:
     none = torch.zeros_like(unit)
     rows = torch.cat([torch.cat([none, -unit], 1), torch.cat([unit, none], 1)])
     return writer.call(aten.linear.default, source, writer.constant(rows))
-
-
-def _is_turned(node: Node, source: Node, width: int) -> bool:
-    """Whether this is cat(-x[half:], x[:half]) of the last dimension."""
-    if node.target is not aten.cat.default or width % 2:
-        return False
-    parts = node.args[0]
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if len(parts) != 2 or dim % 4 != 3 or parts[0].target is not aten.neg.default:
-        return False
-    bounds = [_bounds(part, source, width) for part in (parts[0].args[0], parts[1])]
-    return bounds == [(width // 2, width), (0, width // 2)]
 
 
 def _bounds(node: Any, source: Node, width: int) -> tuple[int, int] | None:

@@ -62,18 +62,18 @@ def fill_in_values(graph_module: GraphModule) -> None:
             node.meta["val"] = shapes.of(node.target, arguments, named)
 
 
-def with_one(graph_module: GraphModule, marker: int) -> GraphModule:
-    """The same graph with 1 in the place of a size that every number that is made of it is a multiple of.
+def with_size(graph_module: GraphModule, marker: int, size: int) -> GraphModule:
+    """The same graph of another size, where every number that is made of a size is a multiple of it.
 
     Args:
         graph_module: its placeholders carry `meta["val"]`. Not changed; the constants are shared.
-        marker: a large prime.
+        marker: a large prime, which is the graph's size.
+        size: what takes its place.
     """
 
-    def smaller(number: Any) -> Any:
-        if type(number) is int and 0 < number < sys.maxsize:
-            while number % marker == 0:
-                number //= marker
+    def changed(number: Any) -> Any:
+        if type(number) is int and 0 < number < sys.maxsize and number % marker == 0:
+            return changed(number // marker) * size
         return number
 
     graph, copies = Graph(), dict[Node, Node]()
@@ -81,10 +81,10 @@ def with_one(graph_module: GraphModule, marker: int) -> GraphModule:
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "placeholder":
             value = node.meta["val"]
-            shape = [smaller(size) for size in value.shape]
+            shape = [changed(number) for number in value.shape]
             copy.meta["val"] = torch.empty(shape, dtype=value.dtype, device="meta")
         elif node.op == "call_function":
-            copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), smaller)
+            copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), changed)
             del copy.meta["val"]
     result = as_module(graph_module, graph)
     fill_in_values(result)

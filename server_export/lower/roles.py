@@ -25,7 +25,7 @@ from server_export.derive.tangent.transform import Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
 from server_export.graph.modules import attribute, copied
-from server_export.graph.shapes import fill_in_values, with_one
+from server_export.graph.shapes import fill_in_values, with_size
 from server_export.lower.kind import LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.traced import BATCH, COPIES, TOKENS
@@ -95,9 +95,9 @@ def role_graphs(
     graph_module: GraphModule, adapter: Sequence[str], roles: Collection[str], is_head: bool
 ) -> dict[str, GraphModule]:
     """The graphs of a kind's roles, in marker sizes."""
-    one_copy = with_one(graph_module, COPIES)
+    one_copy = with_size(graph_module, COPIES, 1)
     if is_head:
-        graph_module = one_copy = with_one(one_copy, BATCH)
+        graph_module = one_copy = with_size(one_copy, BATCH, 1)
     graphs = {}
     if STACK in roles:
         graphs[STACK] = graph_module

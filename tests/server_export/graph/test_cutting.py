@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from server_export.graph.cutting import Block, cut, kinds
-from server_export.lower.lowering import rewritten_graph
+from server_export.graph.rewriting import rewritten_graph
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 5, 8, 16
 

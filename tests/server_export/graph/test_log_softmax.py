@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.extra.numpy import array_shapes
 
-from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, GatherLogSoftmax, engine_form
+from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, GatherLogSoftmax
 
 SHAPES = array_shapes(min_dims=1, max_dims=3, max_side=5)
 
@@ -30,7 +30,7 @@ def by_pytorch(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 @settings(deadline=None, derandomize=True)
 def test_all_forms_are_the_log_softmax_at_the_index(shape: tuple[int, ...]) -> None:
     logits, index = drawn(shape)
-    for form in (GATHER_LOG_SOFTMAX, engine_form, GatherLogSoftmax.apply):
+    for form in (GATHER_LOG_SOFTMAX, GatherLogSoftmax.apply):
         torch.testing.assert_close(form(logits, index), by_pytorch(logits, index))
 
 

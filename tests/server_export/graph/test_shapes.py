@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from server_export.graph.shapes import Shapes, with_one, without_memory
+from server_export.graph.shapes import Shapes, with_size, without_memory
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ def test_several_results_have_no_memory_either() -> None:
     assert without_memory([torch.ones(2), torch.ones(3)])[1].device.type == "meta"
 
 
-def test_a_marker_becomes_one_wherever_it_is_a_factor() -> None:
+def test_a_size_changes_wherever_it_is_a_factor() -> None:
     copies, rows = 5003, 7919
 
     class Stack(torch.nn.Module):
@@ -85,12 +85,13 @@ def test_a_marker_becomes_one_wherever_it_is_a_factor() -> None:
     with torch.device("meta"):
         inputs = torch.empty(copies * rows, 4), torch.empty(copies, 4, 3)
     graph_module = torch.export.export(Stack(), inputs, strict=False).module(check_guards=False)
-    one = with_one(graph_module, copies)
-    assert [tuple(node.meta["val"].shape) for node in one.graph.nodes if node.op == "placeholder"] == [
-        (rows, 4),
-        (1, 4, 3),
+    two = with_size(graph_module, copies, 2)
+    assert [tuple(node.meta["val"].shape) for node in two.graph.nodes if node.op == "placeholder"] == [
+        (2 * rows, 4),
+        (2, 4, 3),
     ]
-    state, matrices = torch.randn(rows, 4), torch.randn(1, 4, 3)
-    torch.testing.assert_close(one(state, matrices)[0], state * 2 @ matrices[0])
+    state, matrices = torch.randn(2 * rows, 4), torch.randn(2, 4, 3)
+    expected = (state * 2).reshape(2, rows, 4) @ matrices
+    torch.testing.assert_close(two(state, matrices)[0], expected.reshape(2 * rows, 3))
     # The graph that it was made of still has copies.
     assert tuple(graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape) == (copies * rows, 4)

@@ -15,7 +15,8 @@ from prge.errors import ConfigError  # noqa: E402
 from server_export.bundle import write_adapter  # noqa: E402
 from server_export.model.blocks import block_names, blocks_below, in_top_blocks  # noqa: E402
 from server_export.model.lora_fa import convert_conv1d  # noqa: E402
-from tests.server_export.programs import build, make_export_config  # noqa: E402
+from server_export.settings import ExportConfig  # noqa: E402
+from tests.server_export.model.starts import start  # noqa: E402
 from tests.tiny_models import ARCHITECTURES, make_model  # noqa: E402
 
 torch.set_num_threads(1)
@@ -94,7 +95,7 @@ def test_whole_blocks_below_some_layers_are_counted() -> None:
 
 def test_an_adapter_that_brings_its_layers_has_no_others() -> None:
     with pytest.raises(ConfigError, match="adapter is given and brings its layers"):
-        make_export_config("llama", adapter=Path("adapter"), adapt_layers="top:1")
+        ExportConfig(model="llama", out=Path("unused"), adapter=Path("adapter"), adapt_layers="top:1")
 
 
 @pytest.mark.parametrize(
@@ -106,17 +107,16 @@ def test_peft_adapts_the_same_layers(
 ) -> None:
     from peft import PeftModel
 
-    built = build(architecture, adapt_layers="top:1", target_modules=targets)
-    blocks = block_names(built.loaded.model)
-    assert all(module.name.startswith(f"{blocks[-1]}.") for module in built.contract.modules)
-    write_adapter(tmp_path / "adapter", built)
-    # The model that was built on is changed: PEFT gets the untouched one.
+    begun = start(architecture, adapt_layers="top:1", target_modules=targets)
+    blocks = block_names(begun.loaded.model)
+    assert all(name.startswith(f"{blocks[-1]}.") for name in begun.lora_a)
+    write_adapter(tmp_path / "adapter", begun)
     loaded = PeftModel.from_pretrained(make_model(architecture), str(tmp_path / "adapter"))
     adapted = {
         name.removeprefix("base_model.model.").removesuffix(".lora_A.default"): module.weight
         for name, module in loaded.named_modules()
         if name.endswith(".lora_A.default")
     }
-    assert set(adapted) == {module.name for module in built.contract.modules}
+    assert set(adapted) == set(begun.lora_a)
     for name, weight in adapted.items():
-        assert torch.equal(weight, built.lora_a[name])
+        assert torch.equal(weight, begun.lora_a[name])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from prge.contract import AdaptedModule
 from prge.errors import AdapterError, ConfigError
 from prge.peft import read_lora, read_peft
 from server_export.bundle import write_adapter
@@ -25,7 +26,7 @@ from server_export.model.lora_fa import (
     initial_lora_a,
     match_target_modules,
 )
-from tests.server_export.programs import build
+from tests.server_export.model.starts import start
 from tests.tiny_models import ARCHITECTURES, make_model
 
 
@@ -106,15 +107,18 @@ def test_lora_a_depends_on_the_seed_alone() -> None:
 def test_adapter_folder_loads_in_peft_and_here(architecture: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    built = build(architecture)
-    write_adapter(tmp_path / "adapter", built)
+    begun = start(architecture)
+    write_adapter(tmp_path / "adapter", begun)
     model = PeftModel.from_pretrained(make_model(architecture), str(tmp_path / "adapter"))
     layers = dict(model.named_modules())
-    for name, matrix in built.lora_a.items():
+    for name, matrix in begun.lora_a.items():
         layer = layers[f"base_model.model.{name}"]
         assert torch.equal(layer.lora_A["default"].weight, matrix)
-        assert layer.scaling["default"] == built.alpha / built.rank
-    assert not read_peft(tmp_path / "adapter", built.contract.modules).values.any()
+        assert layer.scaling["default"] == begun.alpha / begun.rank
+    modules = [
+        AdaptedModule(name, 4, a.shape[1], len(begun.lora_b[name])) for name, a in begun.lora_a.items()
+    ]
+    assert not read_peft(tmp_path / "adapter", modules).values.any()
 
 
 def train(adapter: Path) -> None:
@@ -128,29 +132,27 @@ def train(adapter: Path) -> None:
 
 def test_export_starts_from_an_adapter(tmp_path: Path) -> None:
     write_adapter(
-        tmp_path / "adapter", build("llama", rank=3, alpha=7.5, target_modules=["k_proj", "up_proj"])
+        tmp_path / "adapter", start("llama", rank=3, alpha=7.5, target_modules=["k_proj", "up_proj"])
     )
     train(tmp_path / "adapter")
-    built = build("llama", adapter=tmp_path / "adapter")
-    assert (built.rank, built.alpha, built.target_modules) == (3, 7.5, ["k_proj", "up_proj"])
+    begun = start("llama", adapter=tmp_path / "adapter")
+    assert (begun.rank, begun.alpha, begun.target_modules) == (3, 7.5, ["k_proj", "up_proj"])
     weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    for name in built.lora_a:
-        assert torch.equal(built.lora_a[name], weights[f"base_model.model.{name}.lora_A.weight"])
-        assert torch.equal(built.lora_b[name], weights[f"base_model.model.{name}.lora_B.weight"])
-        layer = built.module.model.get_submodule(name)
-        torch.testing.assert_close(layer.lora_a, built.lora_a[name] * 2.5)
+    for name in begun.lora_a:
+        assert torch.equal(begun.lora_a[name], weights[f"base_model.model.{name}.lora_A.weight"])
+        assert torch.equal(begun.lora_b[name], weights[f"base_model.model.{name}.lora_B.weight"])
 
 
 def test_adapter_of_a_model_with_a_head_fits_the_encoder(tmp_path: Path) -> None:
-    write_adapter(tmp_path / "adapter", build("bert"))
+    write_adapter(tmp_path / "adapter", start("bert"))
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     weights = {
         name.replace("model.encoder", "model.bert.encoder"): tensor
         for name, tensor in load_file(path).items()
     }
     save_file(weights, path)
-    built = build("bert", adapter=tmp_path / "adapter")
-    assert next(module.name for module in built.contract.modules) == "encoder.layer.0.attention.self.query"
+    begun = start("bert", adapter=tmp_path / "adapter")
+    assert next(iter(begun.lora_a)) == "encoder.layer.0.attention.self.query"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_adapter_of_a_model_with_a_head_fits_the_encoder(tmp_path: Path) -> None
     ],
 )
 def test_other_kinds_of_adapter_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_adapter(tmp_path / "adapter", build("llama"))
+    write_adapter(tmp_path / "adapter", start("llama"))
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
     with pytest.raises(AdapterError, match=message):
@@ -175,9 +177,9 @@ def test_other_kinds_of_adapter_are_refused(change: dict[str, Any], message: str
 
 
 def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    write_adapter(tmp_path / "adapter", build("gpt2"))
+    write_adapter(tmp_path / "adapter", start("gpt2"))
     with pytest.raises(AdapterError, match=r"the model has no linear layer transformer\.h\.0"):
-        build("llama", adapter=tmp_path / "adapter")
+        start("llama", adapter=tmp_path / "adapter")
 
 
 def test_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:

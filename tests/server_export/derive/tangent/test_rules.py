@@ -125,7 +125,6 @@ case("linear of one row with bias", linear(4, 5), FLAT)
 case("linear with weight and bias from outside", F.linear, X, passive=(random(5, 4), random(5)))
 case("linear with one output", linear(4, 1, bias=False), X)
 case("linear with one output and bias", linear(4, 1), X)
-case("linear with one output of a stack", nn.Sequential(linear(4, 5), linear(5, 1, bias=False)), X)
 
 # Sums, products and quotients
 OPERATORS: dict[str, Callable[[Any, Any], torch.Tensor]] = {
@@ -151,19 +150,6 @@ for sign, operate in OPERATORS.items():
     case(f"small {sign} large constant", operate, FLAT, passive=(positive(2, 3, 4),))
     case(f"large {sign} small", operate, X, positive(4))
     case(f"small {sign} large", operate, FLAT, positive(2, 3, 4))
-    case(
-        f"two stacks, {sign}",
-        lambda x, w, v, operate=operate: operate(F.linear(x, w), F.linear(x, v)),
-        X,
-        passive=(random(5, 4), random(5, 4, seed=3)),
-    )
-    case(
-        f"stack {sign} small",
-        lambda x, y, w, operate=operate: operate(F.linear(x, w), y),
-        X,
-        positive(5),
-        passive=(random(5, 4),),
-    )
 case(
     "x with a factor times its layer",
     lambda x, w: F.linear(hidden := torch.exp(x), w) * hidden,
@@ -191,18 +177,6 @@ case("cat of two", lambda x, y: torch.cat([x, y]), X, Y)
 case("cat at the end", lambda x, y: torch.cat([x, y[..., 1:]], -1), X, Y)
 case("cat with a constant", lambda x, c: torch.cat([c, x, c], dim=1), X, passive=(Y,))
 case("cat with itself", lambda x: torch.cat([x, x], 2), X)
-case(
-    "cat of stacks with biases",
-    lambda x, w, b: torch.cat([F.linear(x, w, b), F.linear(x, w)], -1),
-    X,
-    passive=(random(5, 4), random(5)),
-)
-case(
-    "cat of a stack and parts",
-    lambda x, w: torch.cat([F.linear(x, w), x], -1),
-    X,
-    passive=(random(5, 4),),
-)
 case("where", lambda x, y, m: torch.where(m, x, y), X, Y, passive=(MASK,))
 case("where with a constant left", lambda x, c, m: torch.where(m, c, x), X, passive=(Y, MASK))
 case("where with a constant right", lambda x, c, m: torch.where(m, x, c), X, passive=(Y, MASK))
@@ -212,7 +186,7 @@ case("where with a small constant", lambda x, m, c: torch.where(m, x, c), X, pas
 case("masked_fill", lambda x, m: x.masked_fill(m, -3.0), X, passive=(MASK,))
 case("masked_fill that spreads", lambda x, m: x.masked_fill(m, 2.0), ROW, passive=(MASK,))
 
-# Elementwise functions, bare and where factors and biases are put off
+# Elementwise functions, bare and where factors are put off
 ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": torch.exp,
     "log": torch.log,
@@ -237,13 +211,8 @@ for name, function in ELEMENTWISE.items():
     def after_factors(x: torch.Tensor, f: Any = function, middle: float = middle) -> torch.Tensor:
         return f(torch.tanh(x) * 0.8 + middle) * 3 * x
 
-    def after_bias(x: torch.Tensor, w: Any, b: Any, f: Any = function, middle: float = middle) -> Any:
-        hidden = f(torch.tanh(F.linear(x, w, b)) * 0.8 + middle)
-        return F.linear(hidden * hidden, w.t(), b[:4])
-
     case(name, function, positive(2, 3) if name in NEEDS_POSITIVE else random(2, 3))
     case(f"{name} after a factor", after_factors, X)
-    case(f"{name} after a bias", after_bias, X, passive=(random(5, 4), random(5)))
 case("tanh form of gelu", lambda x: F.gelu(x, approximate="tanh"), X)
 
 # Functions of a row
@@ -302,7 +271,7 @@ def with_random_scale(norm: nn.LayerNorm) -> nn.LayerNorm:
 
 
 def shared(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """One stack with a bias that is asked for whole, in parts, and reshaped."""
+    """One layer that is asked for whole, in parts, and reshaped."""
     hidden = F.linear(x, w, b)
     return hidden.reshape(6, 5).sum(0) + torch.cat([hidden[:, 1:], hidden[:, :1]], 1) * F.silu(hidden)
 
@@ -388,8 +357,7 @@ def test_any_number_of_queries(name: str, queries: int) -> None:
     "name",
     [
         "x * x",
-        "two stacks, *",
-        "stack * small",
+        "large * small",
         "softmax over 0",
         "log-probabilities",
         "attention",
