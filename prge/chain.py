@@ -40,6 +40,8 @@ _MOST_BLOCKS = 1024
 _SHOWN = 8
 # torch.export takes a size of 1 for another program.
 FEWEST_TOKENS = 2
+# Of a batch in one call.
+_MOST_TOKENS = 1024
 # Classes of an encoder's head that a step has room for.
 _CLASSES = 32
 # What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
@@ -56,7 +58,12 @@ class Bounds:
     batch: int = 4
     queries: int = 8
     tokens: int = 512
-    states: int = 128
+    states: int = 32
+
+    @classmethod
+    def for_rows(cls, tokens: int) -> Bounds:
+        """What is usual for rows of so many tokens: memory is planned for a call of all bounds at once."""
+        return cls(batch=max(1, min(cls.batch, _MOST_TOKENS // tokens)), tokens=tokens)
 
 
 @dataclass(frozen=True)

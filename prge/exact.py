@@ -27,7 +27,7 @@ ROWS_OF_A_STEP = 3
 
 
 class Exact:
-    """Implements prge.estimators.Estimator with the gradient itself. `clip` bounds the norm of a step's gradient."""
+    """Implements prge.estimators.Estimator with the gradient itself, whose norm `clip` bounds."""
 
     def __init__(self, clip: float = 0.0) -> None:
         self.clip = clip

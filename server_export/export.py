@@ -142,7 +142,7 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
     from server_export.check.chain import verify_chain
     from server_export.lower.chain import lower_chain
 
-    bounds = manifest.Bounds(tokens=source.longest)
+    bounds = manifest.Bounds.for_rows(source.longest)
     with _stage("lowering") as note:
         lowered = lower_chain(chain, folder, config.roles, bounds, source.outline.is_decoder, note)
     with _stage("verifying") as note:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -123,7 +124,7 @@ class Blocks:
         }
 
     def _read_ahead(self, number: int) -> None:
-        """Have the system read the next block's packed file, where it isn't loaded, while this one computes."""
+        """Have the system read the next block's packed file while this one computes, unless it is loaded."""
         following = 2 * number - self._before
         self._before = number
         if self._memory is None or not 0 <= following < len(self._files) or self._loaded.get(following):
@@ -143,7 +144,7 @@ class Blocks:
         """Memory of an output of any size: pages that nothing was written to take none."""
         size = math.prod(tensor[1])
         spare = self._spare.setdefault(size, [])
-        return spare.pop() if spare else np.empty(size, np.float32)
+        return spare.pop() if spare else _untouched(size)
 
     def _method(self, number: int, role: str) -> Any:
         methods = self._loaded[number] = self._loaded.pop(number, {})
@@ -245,3 +246,12 @@ class Blocks:
             return 0.1 * random.standard_normal(shape, np.float32)
 
         return [one(name) for name in chain.kinds[block.kind].methods[role].inputs]
+
+
+def _untouched(size: int) -> Array:
+    """Memory of float32 numbers, of which only pages that are written to take any."""
+    memory = mmap.mmap(-1, max(4 * size, 1))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.float32, size)

@@ -78,9 +78,9 @@ class RunSettings(TrainingFlags):
     memory: Bytes | None = None
     """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
     The same bits. Default: all stay."""
-    trunk_cache_bytes: Bytes = Bytes(0)
+    trunk_cache_bytes: Bytes | None = None
     """Adapters in upper blocks only: bytes of the run folder that may keep what the blocks below them make of
-    training rows, so that it is computed once; 0: every time."""
+    training rows, so that it is computed once. Default: none, every time."""
     trunk_cache_dtype: Precision = "float32"
     """Precision of what is kept. float16 takes half the room and rounds the states."""
     pause_above_celsius: float | None = None

@@ -237,9 +237,7 @@ class _Builder:
         """What a task asks of a bundle, whatever the rows are."""
         problems = []
         if self.contract.is_encoder and not task.classes:
-            problems.append(
-                f"an encoder knows classes only; the task {task.name} has no label_words"
-            )
+            problems.append(f"an encoder knows classes only; the task {task.name} has no label_words")
         if self.contract.readout == "verbalizer" and not task.classes:
             problems.append(f"a verbalizer compares label words only; the task {task.name} has none")
         if self.options.overflow == "split" and not task.is_completion:

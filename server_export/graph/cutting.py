@@ -54,6 +54,9 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     flow = reached([source])
     answer = output.args[0][0]
     points = [point for point in _points(nodes, source, flow) if point is not answer]
+    # Logits are alone alive too, and no head begins behind them.
+    while points and not _frozen_shapes(answer, points[-1], adapter):
+        points.pop()
     stretches = list(zip([source, *points], [*points, answer], strict=True))
     shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
     has_head = answer.meta["val"].dim() != _STATE_DIMENSIONS

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from prge.errors import BundleError
 from server_export.graph.rewriting import is_dequantization, quantize_apart
 from server_export.lower.program import lowered
+from server_export.lower.sizes import Size
 
 aten = torch.ops.aten
 
@@ -115,7 +116,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def lower_kind(methods: Mapping[str, ExportedProgram]) -> LoweredKind:
+def lower_kind(methods: Mapping[str, ExportedProgram], sizes: Iterable[Size] = ()) -> LoweredKind:
     """Lower the methods of a kind of block.
 
         kind = lower_kind({"stack": stack, "back": back})
@@ -124,6 +125,7 @@ def lower_kind(methods: Mapping[str, ExportedProgram]) -> LoweredKind:
 
     Args:
         methods: by name; what several of them read has one name. Not changed.
+        sizes: that a call chooses; memory of values outside of delegates is planned for the largest.
 
     Raises:
         BundleError: ExecuTorch refuses a method, or stores a constant in a way that isn't known here.
@@ -131,11 +133,14 @@ def lower_kind(methods: Mapping[str, ExportedProgram]) -> LoweredKind:
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
 
+    from server_export.lower.planning import largest_shapes
+
     constants = _Constants(methods)
     config = ExecutorchBackendConfig(
         # What portable kernels read goes to the file that XNNPACK is told too.
         external_constants=lambda node: node.meta.get("custom", {}).get(_TAG),
         memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False),
+        sym_shape_eval_pass=largest_shapes(sizes),
     )
     standing = {method: constants.as_placeholders(program) for method, program in methods.items()}
     with TemporaryDirectory() as folder:

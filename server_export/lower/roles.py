@@ -88,7 +88,7 @@ def lower_roles(
         }
     sizes = sizes_of(bounds, is_head)
     programs = {role: dynamic_program(graph, sizes) for role, graph in graphs.items()}
-    return LoweredRoles(lower_kind(programs), methods, constants, programs)
+    return LoweredRoles(lower_kind(programs, sizes.values()), methods, constants, programs)
 
 
 def role_graphs(

@@ -109,7 +109,8 @@ class _Markers:
         self._examples: dict[int, int] = {}
         for name, size in sizes.items():
             self.names[size.marker] = name
-            self.dimensions[size.marker] = Dim(name, min=size.minimum, max=size.maximum)
+            # Without a maximum ExecuTorch tells XNNPACK of the example, and of no larger workspace.
+            self.dimensions[size.marker] = Dim(name, min=size.minimum)
             self._examples[size.marker] = size.example
 
     def factors(self, number: int) -> tuple[list[int], int]:

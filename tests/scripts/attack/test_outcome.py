@@ -35,9 +35,7 @@ def test_a_report_counts_files_and_kills_and_names_what_failed() -> None:
     report = Report(seed=3, minutes=1.0)
     cases = [
         Case("eval: programs, cut", Verdict.REFUSED, part="files", number=4),
-        Case(
-            "eval: programs, one bit", Verdict.SILENT, "prge eval", "loss 1", part="model_files", number=5
-        ),
+        Case("eval: programs, one bit", Verdict.SILENT, "prge eval", "loss 1", part="model_files", number=5),
         Case("run: encoder", Verdict.DIFFERENT, part="kills", number=6),
     ]
     report.add(cases, Counter(kills=12))
