@@ -96,7 +96,8 @@ class Block:
 class Table:
     """What blocks are given beside the state, made for the length of a call.
 
-    `causal`: a mask f32 [tokens, tokens] that lets a token see itself and `window` - 1 tokens before;
+    `causal`: a mask f32 [members, tokens, tokens] that lets a token see itself and `window` - 1 tokens before,
+    once for each query of a group of heads;
     `rotary`: f32 [1, tokens, width], rows of the tensor of the table's number in the tables file;
     `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens].
     """
@@ -104,6 +105,7 @@ class Table:
     kind: str
     window: int | None = None
     first: int = 0
+    members: int = 1
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,12 @@ class Chain:
                 yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
         for table in self.tables:
             window = 1 if table.window is None else table.window
-            if table.kind not in TABLES or not 0 <= table.first <= LARGEST_SIZE or window < 1:
+            if (
+                table.kind not in TABLES
+                or not 0 <= table.first <= LARGEST_SIZE
+                or not 1 <= table.members <= _MOST_BLOCKS
+                or window < 1
+            ):
                 yield f"a table is {shown(table)}"
         used = sorted(number for block in self.blocks for number in block.modules)
         if not used:
@@ -291,6 +298,7 @@ class Chain:
                     _get(t, "kind", str),
                     None if t.get("window") is None else _get(t, "window", int),
                     _get(t, "first", int),
+                    _get(t, "members", int),
                 )
                 for t in _all(block, "tables", Mapping)
             ),

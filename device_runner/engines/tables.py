@@ -13,6 +13,8 @@ from prge.chain import MASKED, Chain
 from prge.engine import Array, FloatArray
 from prge.errors import BundleError
 
+# Tables of one length, of which masks of long rows take megabytes.
+_KEPT = 8
 _REMEDY = "export the bundle again"
 
 
@@ -42,14 +44,16 @@ class Tables:
                     f"{chain.bounds.tokens}",
                     remedy=_REMEDY,
                 )
-        self.of = lru_cache(maxsize=64)(self._of)
+        self.of = lru_cache(maxsize=_KEPT)(self._of)
 
     def tensor(self, number: int, length: int) -> tuple[str, tuple[int, ...]]:
         """dtype and shape of the table of that number, which isn't made for that."""
         table = self._tables[number]
         if table.kind == "rotary":
             return "float32", (1, length, self._values[str(number)].shape[1])
-        return ("float32", (length, length)) if table.kind == "causal" else ("int64", (1, length))
+        if table.kind == "causal":
+            return "float32", (table.members, length, length)
+        return "int64", (1, length)
 
     def _of(self, number: int, length: int) -> Array:
         """The table of that number for rows of `length` tokens."""
@@ -63,4 +67,4 @@ class Tables:
         mask = np.triu(np.full((length, length), MASKED, np.float32), 1)
         if table.window is not None and table.window < length:
             mask += np.tril(np.full((length, length), MASKED, np.float32), -table.window)
-        return mask
+        return np.repeat(mask[None], table.members, 0)

@@ -95,7 +95,9 @@ def lower_chain(
         adapter = tuple(modules[chain.adapter[name]] for name in block.adapter)
         blocks.append(manifest.Block(kind_number, path, block.tables, adapter))
     _write_tables(folder / TABLES, chain.tables.all)
-    tables = tuple(manifest.Table(table.kind, table.window, table.first) for table in chain.tables.all)
+    tables = tuple(
+        manifest.Table(table.kind, table.window, table.first, table.members) for table in chain.tables.all
+    )
     return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered))
 
 

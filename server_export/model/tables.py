@@ -36,20 +36,21 @@ TABLE = torch.ops.prge.table.default
 class Table:
     """What a table holds for sequences of some length.
 
-    `kind` is `causal`, a mask f32 [length, length] that lets a token see itself and `window` - 1 tokens
-    before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width]; `positions`,
+    `kind` is `causal`, a mask f32 [members, length, length] that lets a token see itself and `window` - 1
+    tokens before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width]; `positions`,
     i64 [1, length] counted from `first`; or `zeros`, i64 [1, length].
     """
 
     kind: str
     window: int | None = None
     first: int = 0
+    members: int = 1
     values: torch.Tensor | None = None
 
     def of(self, length: int) -> torch.Tensor:
         """The table for sequences of `length` tokens."""
         if self.kind == "causal":
-            return causal_mask(length, self.window, torch.float32)
+            return causal_mask(length, self.window, self.members, torch.float32)
         if self.kind == "positions":
             return torch.arange(self.first, self.first + length).reshape(1, length)
         if self.kind == "zeros":
@@ -70,10 +71,15 @@ class Tables:
         self.all: list[Table] = []
         self._numbers: dict[Hashable, int] = {}
 
-    def causal(self, length: int, window: int | None) -> torch.Tensor:
-        """A causal mask f32 [length, length]."""
+    def causal(self, length: int, window: int | None, members: int) -> torch.Tensor:
+        """A causal mask f32 [members, length, length], for the queries of a group of heads."""
         window = None if window is None or window >= self.longest else window
-        return self.ask(("causal", window), lambda: Table("causal", window), (length, length), torch.float32)
+        return self.ask(
+            ("causal", window, members),
+            lambda: Table("causal", window, members=members),
+            (members, length, length),
+            torch.float32,
+        )
 
     def positions(self, length: int, first: int) -> torch.Tensor:
         """Numbers of positions i64 [1, length]."""
