@@ -96,8 +96,8 @@ class Block:
 class Table:
     """What blocks are given beside the state, made for the length of a call.
 
-    `causal`: a mask f32 [members, tokens, tokens] that lets a token see itself and `window` - 1 tokens before,
-    once for each query of a group of heads;
+    `causal`: a mask f32 [members, tokens, tokens], once for each query of a group of heads, that lets a token
+    see itself and `window` - 1 tokens before;
     `rotary`: f32 [1, tokens, width], rows of the tensor of the table's number in the tables file;
     `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens].
     """

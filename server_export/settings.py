@@ -9,6 +9,7 @@ from typing import Literal
 from prge.bounds import bound_problems
 from prge.chain import ROLES
 from prge.errors import ConfigError
+from prge.settings import Bytes
 
 Readout = Literal["logprobs", "verbalizer", "pooled"]
 Pooling = Literal["mean", "first"]
@@ -126,7 +127,7 @@ class EstimateConfig(ExportConfig):
     tokens: int = 64
     """Tokens of a call's longest row, all of them learnt."""
 
-    memory: int | None = None
+    memory: Bytes | None = None
     """Bytes of weights that may stay loaded in a run."""
 
     train: Path | None = None

@@ -37,8 +37,8 @@ class Table:
     """What a table holds for sequences of some length.
 
     `kind` is `causal`, a mask f32 [members, length, length] that lets a token see itself and `window` - 1
-    tokens before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width]; `positions`,
-    i64 [1, length] counted from `first`; or `zeros`, i64 [1, length].
+    tokens before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width];
+    `positions`, i64 [1, length] counted from `first`; or `zeros`, i64 [1, length].
     """
 
     kind: str

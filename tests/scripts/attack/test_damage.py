@@ -33,7 +33,7 @@ def test_a_bundle_whose_hashes_were_made_to_fit_opens(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle")
     (bundle / PROGRAM).write_bytes(b"another program")
     damage.rehash_bundle(bundle)
-    assert open_bundle(bundle).program.read_bytes() == b"another program"
+    assert open_bundle(bundle).file(PROGRAM).read_bytes() == b"another program"
 
 
 def test_a_changed_record_keeps_its_checksum(tmp_path: Path) -> None:
