@@ -31,8 +31,6 @@ _METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000}
 # Of a kind's method in its program.
 _PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 60_000}
 _PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 10_000}
-# Linux gives large arrays memory in pages of this size.
-_HUGE_PAGE = 2 * MIB
 # What the system reads of a file around a row of a table.
 _READ_AROUND = 64 << 10
 
@@ -214,7 +212,7 @@ def run_memory(
         engine: which way of calling the runtime.
         memory: bytes of weights that may stay loaded; by default all may.
     """
-    bounds = Bounds(tokens=outline.longest)
+    bounds = Bounds.for_rows(outline.longest)
     role = BACK if contract.is_exact else TANGENT if contract.is_tangent else STACK
     loaded = {STACK, BACK} if contract.is_exact else {role}
     kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
@@ -223,7 +221,7 @@ def run_memory(
     copies = min(contract.copies, bounds.copies)
     batch, queries = min(contract.batch_size, bounds.batch), min(contract.queries, bounds.queries)
     tokens = contract.rows * contract.sequence_length
-    state = _state(outline, contract.rows * (1 + contract.queries), contract.sequence_length, bounds)
+    state = 4 * tokens * (1 + contract.queries) * outline.width
     arena = _head_arena(outline, role, queries, min(contract.rows * contract.positions, bounds.states))
     arena += _block_arena(outline, role, copies * batch, queries, contract.sequence_length)
     table = min(weights.table, tokens * _READ_AROUND)
@@ -246,7 +244,7 @@ def run_memory(
         weights=0 if engine == "native" else kept + table,
         methods=outline.blocks * sum(_METHOD_BYTES[name] for name in loaded),
         arena=arena,
-        workspace=_workspace(outline, bounds),
+        workspace=_workspace(outline, role, copies * batch, queries, contract.sequence_length),
         # In and out, collected, and beside it what entered; then what an exact call keeps.
         states=3 * state + exact * state,
         adapter=contract.copies * adapter_size(outline.modules) * 4,
@@ -280,7 +278,7 @@ def work_of(outline: Outline, contract: Contract) -> Work:
         2 * attention * length * heads * length + adapted * above * length,
         round(passed * length * _passes(outline, length)),
         answers,
-        methods * _parts(contract, Bounds(tokens=outline.longest)),
+        methods * _parts(contract, Bounds.for_rows(outline.longest)),
     )
 
 
@@ -290,12 +288,12 @@ def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
     While blocks are compared, the model lies in memory beside them. While they are verified, the engine has
     room for the largest call of a block, and the head, or the table of an encoder, is there several times.
     """
-    bounds = Bounds(tokens=outline.longest)
+    bounds = Bounds.for_rows(outline.longest)
     sizes = _largest_rows(bounds)
     arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in roles)
     numbers = outline.head.numbers if outline.head else outline.table_numbers
     stored = numbers * (4 if scheme == "fp32" else 1) * (2 if BACK in roles else 1)
-    verified = arena + _workspace(outline, bounds) + 20 * numbers + 5 * stored
+    verified = arena + 20 * numbers + 5 * stored
     compared = 10 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
     return _EXPORT_BYTES + _EXPORT_BYTES_OF_ROLE * len(roles) + max(compared, verified)
 
@@ -357,12 +355,12 @@ def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
 
 
 def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
-    """Bytes that a block's program plans outside the backend: weights of attention, and some states."""
+    """Bytes that a block's program plans outside the backend: states, and scores that leave a delegate."""
     scores = 4 * outline.heads * length * length * rows
     state = 4 * outline.heads * outline.head_width * length * rows
     if role == TANGENT:
         return scores * (1 + 3 * queries) + round(2.4 * state * (1 + queries))
-    return 2 * scores + round(1.5 * state) if role == STACK else 3 * scores + 7 * state
+    return round(6.5 * state) if role == STACK else 3 * scores + 7 * state
 
 
 def _head_arena(outline: Outline, role: str, queries: int, asked: int) -> int:
@@ -372,18 +370,11 @@ def _head_arena(outline: Outline, role: str, queries: int, asked: int) -> int:
     return 4 * asked * outline.head.outputs * {STACK: 1, TANGENT: 1 + 2 * queries, BACK: 2}[role]
 
 
-def _workspace(outline: Outline, bounds: Bounds) -> int:
-    """Bytes of XNNPACK's workspace: of the largest call, whatever is called; all of it is written to."""
-    scores = outline.heads * bounds.tokens
+def _workspace(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
+    """Bytes of XNNPACK's workspace: of what the largest delegate of a block holds at once."""
+    scores = 2 * outline.heads * length if role == STACK else 0
     inside = max(scores, outline.inner_values * outline.inner)
-    return 4 * bounds.copies * bounds.batch * bounds.tokens * inside
-
-
-def _state(outline: Outline, rows: int, length: int, bounds: Bounds) -> int:
-    """Bytes of the states of some rows, in the pages that they touch."""
-    size = 4 * rows * length * outline.width
-    has_huge_pages = 4 * bounds.copies * bounds.batch * bounds.tokens * outline.width > 2 * _HUGE_PAGE
-    return -(-size // _HUGE_PAGE) * _HUGE_PAGE if has_huge_pages else size
+    return 4 * rows * (1 + queries) * length * inside
 
 
 def _passes(outline: Outline, length: int) -> int:

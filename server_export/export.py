@@ -101,7 +101,7 @@ class _Source:
 def _open_source(config: ExportConfig) -> _Source:
     from server_export.model.chain import plain_layers
     from server_export.model.files import fetch_weights, find_files
-    from server_export.model.loading import outline_model
+    from server_export.model.loading import check_size, outline_model
     from server_export.model.positions import longest_row
     from server_export.model.readout import readout_of
     from server_export.model.start import start_adapter
@@ -113,6 +113,7 @@ def _open_source(config: ExportConfig) -> _Source:
     files = find_files(config.model, config.revision)
     outline = outline_model(config.model, pooled=pooled, revision=config.revision)
     fetch_weights(files)
+    check_size(files, outline.model)
     if not files.revision:
         outline = replace(outline, sha256=files.sha256())
     tokenizer = load_tokenizer(config.model, outline.revision)

@@ -13,6 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,13 +70,7 @@ class Blocks:
                 f"{max(self._bytes)}",
                 remedy=f"give at least {max(self._bytes)}, or leave --memory out",
             )
-        with captured_stderr() as log:
-            try:
-                self._programs = [
-                    self._runtime.Program(bundle.file(kind.program)) for kind in self.chain.kinds
-                ]
-            except RuntimeError as error:
-                raise load_error(bundle.folder, RefusedError(str(error), log())) from None
+        self._programs = [self._opened(bundle.file(kind.program)) for kind in self.chain.kinds]
         self._shapes = Shapes(self.chain, self.tables, read_widths(self.chain, self._programs))
         for number, block in enumerate(self.chain.blocks):
             if problems := [*problems_of(self.chain, self._shapes, self._programs, number)]:
@@ -184,14 +179,24 @@ class Blocks:
                 refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
                 raise load_error(self._bundle.file(self.chain.blocks[number].weights), refused) from None
 
+    def _opened(self, path: Path) -> Any:
+        with captured_stderr() as log:
+            try:
+                return self._runtime.Program(path)
+            except RuntimeError as error:
+                refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
+                raise load_error(path, refused) from None
+
     def _new_arena(self) -> Any:
-        return self._runtime.Arena(
-            max(
-                program.arena_bytes(role)
-                for program, kind in zip(self._programs, self.chain.kinds, strict=True)
-                for role in kind.methods
-            )
+        size = max(
+            program.arena_bytes(role)
+            for program, kind in zip(self._programs, self.chain.kinds, strict=True)
+            for role in kind.methods
         )
+        try:
+            return self._runtime.Arena(size)
+        except RefusedError as error:
+            raise load_error(self._bundle.folder, error) from None
 
     def _weights(self, number: int) -> Any:
         """A block's weights file, of which and of whose program it is known that the engine can run them."""

@@ -25,12 +25,12 @@ def register() -> None:
     AttentionInterface.register(NAME, grouped_attention)
 
 
-def causal_mask(length: int, window: int | None, members: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [members, length, length]: a token sees itself and at most `window` - 1 tokens before."""
+def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [length, length]: a token sees itself and at most `window` - 1 tokens before."""
     mask = torch.full((length, length), MASKED, dtype=dtype).triu(1)
     if window is not None and window < length:
         mask = mask + torch.full((length, length), MASKED, dtype=dtype).tril(-window)
-    return mask.repeat(members, 1, 1)
+    return mask
 
 
 def padding_mask(mask: torch.Tensor) -> torch.Tensor:
@@ -65,19 +65,23 @@ def grouped_attention(
     )
     if softcap is not None:
         scores = torch.tanh(scores * (1.0 / softcap)) * softcap
-    if getattr(module, "is_causal", False):
-        tables = getattr(module, "tables", None)
-        mask = (
-            causal_mask(length, sliding_window, members, scores.dtype)
-            if tables is None
-            else tables.causal(length, sliding_window, members)
-        )
-        # Once for each query of a group: scores stay in the shape that products have, and in one delegate.
-        scores = scores + mask.reshape(members * length, length)
-    if attention_mask is not None:
-        # Once for every group, for the same reason.
-        mask = attention_mask.expand(rows, groups, 1, length)
-        scores = scores + mask.reshape(rows * groups, 1, length)
+    is_causal = getattr(module, "is_causal", False)
+    tables = getattr(module, "tables", None)
+    if tables is None:
+        by_head = scores.reshape(rows, heads, length, length)
+        if is_causal:
+            by_head = by_head + causal_mask(length, sliding_window, scores.dtype)
+        if attention_mask is not None:
+            by_head = by_head + attention_mask
+        scores = by_head.reshape(scores.shape)
+    else:
+        # Of unknown sizes a reshape of the scores would leave the delegate: masks have their shape instead,
+        # once for each query of a group, or once for each group.
+        if is_causal:
+            scores = scores + tables.causal(length, sliding_window, members).reshape(-1, length)
+        if attention_mask is not None:
+            padding = attention_mask.expand(rows, groups, 1, length)
+            scores = scores + padding.reshape(rows * groups, 1, length)
     weights = torch.softmax(scores, dim=-1)
     mixed = torch.bmm(weights, value.reshape(rows * groups, length, value_width))
     return mixed.reshape(rows, heads, length, value_width).transpose(1, 2), None

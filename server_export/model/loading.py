@@ -68,7 +68,7 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
     config, is_decoder = _open_config(files, pooled)
     outline = _outline(files, config, is_decoder)
     fetch_weights(files)
-    _check_size(files, outline)
+    check_size(files, outline)
     try:
         model, report = _loader(is_decoder).from_pretrained(
             str(files.folder),
@@ -184,7 +184,7 @@ def _outline(files: ModelFiles, config: Any, is_decoder: bool) -> Any:
     return model
 
 
-def _check_size(files: ModelFiles, outline: nn.Module) -> None:
+def check_size(files: ModelFiles, outline: nn.Module) -> None:
     """Raise BundleError before a configuration makes memory be taken that no weights are there for."""
     needed = sum(
         math.prod(parameter.shape)

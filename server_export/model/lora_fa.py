@@ -34,12 +34,6 @@ class CallInputs:
 
     def __init__(self) -> None:
         self.lora_b: dict[str, torch.Tensor] = {}
-        self.positions: torch.Tensor | None = None
-
-    def clear(self) -> None:
-        """Forget the call's tensors."""
-        self.lora_b = {}
-        self.positions = None
 
 
 class StackedLoraLinear(nn.Module):

@@ -50,7 +50,7 @@ class Table:
     def of(self, length: int) -> torch.Tensor:
         """The table for sequences of `length` tokens."""
         if self.kind == "causal":
-            return causal_mask(length, self.window, self.members, torch.float32)
+            return causal_mask(length, self.window, torch.float32).repeat(self.members, 1, 1)
         if self.kind == "positions":
             return torch.arange(self.first, self.first + length).reshape(1, length)
         if self.kind == "zeros":

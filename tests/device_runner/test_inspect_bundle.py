@@ -10,11 +10,11 @@ import pytest
 from device_runner.inspect_bundle import inspect, main
 from prge.bundle import ADAPTER, open_bundle
 from prge.errors import BundleError
-from tests.bundles import make_chain_bundle, make_small_chain
+from tests.bundles import make_bundle, make_small_chain
 
 
 def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_chain_bundle(tmp_path / "bundle", provenance={"made_by": "a test"})
+    folder = make_bundle(tmp_path / "bundle", provenance={"made_by": "a test"})
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
     for words in (
@@ -42,14 +42,14 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_whole_manifest_has_nothing_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(make_chain_bundle(tmp_path / "bundle"))]) == 0
+    assert main([str(make_bundle(tmp_path / "bundle"))]) == 0
     assert "\nother" not in capsys.readouterr().out
 
 
 def test_json_is_the_manifest_and_what_follows_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_chain_bundle(tmp_path / "bundle")
+    folder = make_bundle(tmp_path / "bundle")
     assert main(["--json", "--bundle", str(folder)]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["chain"] == json.loads(json.dumps(make_small_chain().to_json()))
@@ -64,7 +64,7 @@ def test_json_is_the_manifest_and_what_follows_from_it(
 def test_every_damaged_file_is_shown_and_the_code_is_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_chain_bundle(tmp_path / "bundle")
+    folder = make_bundle(tmp_path / "bundle")
     (folder / "programs/block.pte").write_bytes(b"short")
     (folder / ADAPTER / "adapter_config.json").unlink()
     (folder / "stranger.bin").write_bytes(b"?")
@@ -81,7 +81,7 @@ def test_every_damaged_file_is_shown_and_the_code_is_2(
 def test_other_content_is_told_in_the_json_too(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_chain_bundle(tmp_path / "bundle")
+    folder = make_bundle(tmp_path / "bundle")
     path = folder / name
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(BundleError):
@@ -93,16 +93,16 @@ def test_folder_that_is_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="is not a bundle"):
         inspect(tmp_path)
     with pytest.raises(BundleError, match="lists no files"):
-        inspect(make_chain_bundle(tmp_path / "bundle", files=None))
+        inspect(make_bundle(tmp_path / "bundle", files=None))
 
 
 def test_a_chain_whose_program_is_not_listed(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"lists no 'programs/block\.pte'"):
-        inspect(make_chain_bundle(tmp_path / "bundle", files={"programs/embedding.pte": {}}))
+        inspect(make_bundle(tmp_path / "bundle", files={"programs/embedding.pte": {}}))
 
 
 def test_an_encoders_chain_has_a_pooling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_chain_bundle(tmp_path / "bundle", make_small_chain(readout="pooled", pooling="first"))
+    folder = make_bundle(tmp_path / "bundle", make_small_chain(readout="pooled", pooling="first"))
     assert main([str(folder)]) == 0
     assert "pooling          first" in capsys.readouterr().out
     assert open_bundle(folder).pooling == "first"

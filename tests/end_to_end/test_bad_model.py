@@ -63,7 +63,7 @@ WEIGHTS = {
     "pickled": pickled,
     "led away": led_away,
     "wider than its weights": configured(hidden_size=1 << 20),
-    "one layer more": configured(num_hidden_layers=2, layer_types=None),
+    "one layer more": configured(num_hidden_layers=3, layer_types=None),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a trunk made of rows comes back as it went in, or not at all."""
+"""What lower blocks made of rows comes back as it went in, or is made again."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import numpy as np
 import pytest
 
 from device_runner.engines.trunk_cache import TrunkCache
-from prge.contract import TensorSpec
+from prge.engine import FloatArray
 
-SPECS = (TensorSpec("trunk.0", "float32", (2, 3, 4)), TensorSpec("trunk.1", "float32", (2, 5)))
-BYTES = 32 + 1 + 4 * (12 + 5)
-
-
-def values(seed: int = 0, scale: float = 1.0) -> list[np.ndarray]:  # type: ignore[type-arg]
-    random = np.random.default_rng(seed)
-    return [(random.normal(size=spec.shape[1:]) * scale).astype(np.float32) for spec in SPECS]
+SHAPE = (3, 4)
+BYTES = 32 + 1 + 4 * 12
 
 
-def row(number: int) -> list[np.ndarray]:  # type: ignore[type-arg]
-    return [np.full(6, number)]
+def values(seed: int = 0, scale: float = 1.0) -> FloatArray:
+    return (np.random.default_rng(seed).normal(size=SHAPE) * scale).astype(np.float32)
 
 
-def same(left: object, right: object) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))  # type: ignore[call-overload]
+def asked(cache: TrunkCache, row: int, made: FloatArray | None = None, bundle: str = "bundle") -> FloatArray:
+    """The states of a row, made of `made` where they aren't kept; without it they must be."""
+
+    def compute() -> FloatArray:
+        assert made is not None, "it isn't kept"
+        return made
+
+    return cache.states(bundle, [np.full(6, row)], SHAPE, compute)
 
 
 @pytest.fixture
@@ -34,56 +35,41 @@ def cache(tmp_path: Path) -> TrunkCache:
     return TrunkCache(tmp_path / "cache", 1 << 20)
 
 
-def test_values_come_back_with_the_same_bits(cache: TrunkCache) -> None:
-    key = cache.key("program", row(1))
-    assert cache.get(key, SPECS) is None
-    cache.put(key, values())
-    found = cache.get(key, SPECS)
-    assert found is not None and same(found, values())
-    assert (len(cache), cache.bytes_kept) == (1, BYTES)
+def test_states_come_back_with_the_same_bits(cache: TrunkCache) -> None:
+    assert np.array_equal(asked(cache, 1, values()), values())
+    assert np.array_equal(asked(cache, 1), values())
+    assert (len(cache), cache.bytes_kept, cache.computed, cache.reused) == (1, BYTES, 1, 1)
     assert sum(path.stat().st_size for path in cache.folder.iterdir()) == BYTES
 
 
 def test_another_process_finds_them(cache: TrunkCache) -> None:
-    key = cache.key("program", row(1))
-    cache.put(key, values())
-    again = TrunkCache(cache.folder, 1 << 20)
-    found = again.get(again.key("program", row(1)), SPECS)
-    assert found is not None and same(found, values())
+    asked(cache, 1, values())
+    assert np.array_equal(asked(TrunkCache(cache.folder, 1 << 20), 1), values())
 
 
-def test_keys_tell_programs_rows_and_precisions_apart(cache: TrunkCache, tmp_path: Path) -> None:
-    half = TrunkCache(tmp_path / "half", 1 << 20, "float16")
-    mask = [*row(1), np.ones(6, np.int64)]
-    keys = [
-        cache.key("program", row(1)),
-        cache.key("other", row(1)),
-        cache.key("program", row(2)),
-        cache.key("program", mask),
-        half.key("program", row(1)),
-    ]
-    assert len(set(keys)) == len(keys)
+def test_bundles_rows_and_precisions_are_told_apart(cache: TrunkCache) -> None:
+    half = TrunkCache(cache.folder, 1 << 20, "float16")
+    for number, (of, bundle, row) in enumerate(
+        [(cache, "bundle", 1), (cache, "other", 1), (cache, "bundle", 2), (half, "bundle", 1)]
+    ):
+        asked(of, row, values(number), bundle)
+    assert len(TrunkCache(cache.folder, 1 << 20)) == 4
 
 
 def test_float16_takes_half_the_room_and_gives_what_it_says(tmp_path: Path) -> None:
+    """The first time too: what a run learns doesn't depend on what is kept."""
     cache = TrunkCache(tmp_path / "cache", 1 << 20, "float16")
-    key = cache.key("program", row(1))
-    cache.put(key, values())
-    found = cache.get(key, SPECS)
-    assert found is not None and same(found, cache.rounded(values()))
-    assert all(value.dtype == np.float32 for value in found)
-    assert not same(found, values())
-    assert cache.bytes_kept == 32 + 1 + 2 * 17
+    first, second = asked(cache, 1, values()), asked(cache, 1)
+    assert first.dtype == second.dtype == np.float32
+    assert np.array_equal(first, second) and not np.array_equal(first, values())
+    assert cache.bytes_kept == 32 + 1 + 2 * 12
 
 
-def test_values_beyond_float16_stay_as_they_are(tmp_path: Path) -> None:
+def test_states_beyond_float16_stay_as_they_are(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 1 << 20, "float16")
     large = values(scale=1e6)
-    key = cache.key("program", row(1))
-    cache.put(key, large)
-    found = cache.get(key, SPECS)
-    assert found is not None and same(found, large)
-    assert same(cache.rounded(large), large)
+    assert np.array_equal(asked(cache, 1, large), large)
+    assert np.array_equal(asked(cache, 1), large)
 
 
 @pytest.mark.parametrize(
@@ -98,56 +84,51 @@ def test_values_beyond_float16_stay_as_they_are(tmp_path: Path) -> None:
     ],
     ids=["empty", "shorter", "longer", "another bit", "zeros", "gone"],
 )
-def test_a_damaged_file_is_forgotten_and_made_again(cache: TrunkCache, damage: object) -> None:
-    key = cache.key("program", row(1))
-    cache.put(key, values())
+def test_a_damaged_file_is_forgotten_and_made_again(
+    cache: TrunkCache, damage: Callable[[Path], object]
+) -> None:
+    asked(cache, 1, values())
     (path,) = cache.folder.iterdir()
-    damage(path)  # type: ignore[operator]
-    assert cache.get(key, SPECS) is None
-    assert (len(cache), list(cache.folder.iterdir())) == (0, [])
-    cache.put(key, values())
-    assert cache.get(key, SPECS) is not None
+    damage(path)
+    assert np.array_equal(asked(cache, 1, values(1)), values(1))
+    assert np.array_equal(asked(cache, 1), values(1))
+    assert len(cache) == 1
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 @pytest.mark.timeout(10)
 def test_what_is_no_file_is_not_waited_for(cache: TrunkCache, make: Callable[[str], None]) -> None:
-    key = cache.key("program", row(1))
-    make(str(cache.folder / f"{key}.states"))
-    make(str(cache.folder / f".{key}.states.partial"))
+    asked(cache, 1, values())
+    (path,) = cache.folder.iterdir()
+    path.unlink()
+    make(str(path))
+    make(str(path.with_name(f".{path.name}.partial")))
     again = TrunkCache(cache.folder, 1 << 20)
-    assert again.get(key, SPECS) is None
-    again.put(key, values())
+    assert np.array_equal(asked(again, 1, values()), values())
     assert len(again) <= 1
 
 
 def test_a_file_under_another_name_is_not_believed(cache: TrunkCache) -> None:
-    first, second = (cache.key("program", row(number)) for number in (1, 2))
-    cache.put(first, values(1))
-    cache.put(second, values(2))
-    os.replace(cache.folder / f"{first}.states", cache.folder / f"{second}.states")
-    assert cache.get(second, SPECS) is None
-
-
-def test_values_of_another_cut_are_not_believed(cache: TrunkCache) -> None:
-    key = cache.key("program", row(1))
-    cache.put(key, values())
-    assert cache.get(key, SPECS[:1]) is None
+    asked(cache, 1, values(1))
+    (first,) = cache.folder.iterdir()
+    asked(cache, 2, values(2))
+    (second,) = (path for path in cache.folder.iterdir() if path != first)
+    os.replace(first, second)
+    assert np.array_equal(asked(cache, 2, values(2)), values(2))
+    assert cache.reused == 0
 
 
 def test_a_full_cache_keeps_what_it_holds(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 2 * BYTES)
-    keys = [cache.key("program", row(number)) for number in range(3)]
-    for number, key in enumerate(keys):
-        cache.put(key, values(number))
-    assert [cache.get(key, SPECS) is not None for key in keys] == [True, True, False]
-    assert cache.bytes_kept == 2 * BYTES
+    for number in (0, 1, 2, 0, 1, 2):
+        asked(cache, number, values(number))
+    assert (cache.computed, cache.reused, cache.bytes_kept) == (4, 2, 2 * BYTES)
 
 
 def test_files_leave_when_the_bound_is_lowered(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 1 << 20)
     for number in range(4):
-        cache.put(cache.key("program", row(number)), values(number))
+        asked(cache, number, values(number))
     (cache.folder / "note.txt").write_text("left alone")
     (cache.folder / ".abc.states.partial").write_bytes(b"left by a killed process")
     smaller = TrunkCache(cache.folder, 2 * BYTES + 1)
@@ -159,12 +140,15 @@ def test_files_leave_when_the_bound_is_lowered(tmp_path: Path) -> None:
 
 def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 0)
-    cache.put(cache.key("program", row(1)), values())
+    asked(cache, 1, values())
     assert len(cache) == 0
 
 
 def test_a_storage_that_refuses_only_costs_the_cache(cache: TrunkCache) -> None:
-    key = cache.key("program", row(1))
-    (cache.folder / f".{key}.states.partial").mkdir()
-    cache.put(key, values())
-    assert cache.get(key, SPECS) is None
+    asked(cache, 1, values())
+    (path,) = cache.folder.iterdir()
+    path.unlink()
+    path.with_name(f".{path.name}.partial").mkdir()
+    assert np.array_equal(asked(cache, 1, values()), values())
+    assert np.array_equal(asked(cache, 1, values()), values())
+    assert cache.reused == 0

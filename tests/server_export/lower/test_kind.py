@@ -151,7 +151,7 @@ def answer(
 @pytest.mark.parametrize("scheme", ["fp32", "8da8w", "8da4w"])
 def test_a_kind_runs_with_the_weights_of_its_blocks(scheme: str, tmp_path: Path) -> None:
     first, second = (quantized(Block(seed), scheme) for seed in (1, 2))
-    kind = lower_kind({"score": block_program(first)})
+    kind = lower_kind({"score": block_program(first)}, SIZES.values())
     assert len(kind.program) < 20_000
     for block in (first, second):
         weights = tensors(block_program(block))
@@ -167,7 +167,7 @@ def test_a_kind_runs_with_the_weights_of_its_blocks(scheme: str, tmp_path: Path)
 def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path) -> None:
     first, second = (Embedding(seed, is_quantized) for seed in (1, 2))
     ids = meta(*STATE[:2], dtype=torch.int64)
-    kind = lower_kind({"score": program(first, ids)})
+    kind = lower_kind({"score": program(first, ids)}, SIZES.values())
     for block in (first, second):
         weights = tensors(program(block, ids))
         for shape in SHAPES:
@@ -180,7 +180,7 @@ def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path)
 def test_a_head_runs_with_other_weights(scheme: str, tmp_path: Path) -> None:
     first, second = (quantized(Head(seed), scheme) for seed in (1, 2))
     inputs = meta(STATE[0], WIDTH), meta(STATE[0], 1, dtype=torch.int64)
-    kind = lower_kind({"score": program(first, *inputs)})
+    kind = lower_kind({"score": program(first, *inputs)}, SIZES.values())
     for block in (first, second):
         weights = tensors(program(block, *inputs))
         for rows in (1, 3, 8):
@@ -200,7 +200,10 @@ def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) ->
         "back": program(back.eval().requires_grad_(False), meta(*STATE)),
     }
     weights = tensors(methods["score"]) | tensors(methods["back"])
-    together, alone = lower_kind(methods), lower_kind({"score": methods["score"]})
+    together, alone = (
+        lower_kind(methods, SIZES.values()),
+        lower_kind({"score": methods["score"]}, SIZES.values()),
+    )
     # Without `back`, the file lacks what it alone reads.
     names = ({entry.name for entry in kind.weights.entries} for kind in (together, alone))
     own = {name for name in weights if name.startswith("transposed_up") and "zero" not in name}
@@ -217,7 +220,7 @@ def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) ->
 def lowered() -> tuple[LoweredKind, dict[str, torch.Tensor]]:
     """A kind of int4 layers, and the constants of a block."""
     exported = program(quantized(Layer(), "8da4w"), meta(*STATE))
-    return lower_kind({"score": exported}), tensors(exported)
+    return lower_kind({"score": exported}, SIZES.values()), tensors(exported)
 
 
 def test_layouts_are_known(lowered: tuple[LoweredKind, dict[str, torch.Tensor]]) -> None:
@@ -240,7 +243,7 @@ def test_scales_of_float32_are_stored_as_bfloat16() -> None:
         weight_dtype=torch.int4, weight_granularity=PerGroup(32), weight_scale_dtype=torch.float32
     )
     quantize_(layer, settings)
-    kind = lower_kind({"score": program(layer.eval().requires_grad_(False), meta(*STATE))})
+    kind = lower_kind({"score": program(layer.eval().requires_grad_(False), meta(*STATE))}, SIZES.values())
     layouts = {entry.name: entry.layout for entry in kind.weights.entries}
     assert layouts["layer_weight_scale"] == "bfloat16"
 
@@ -249,7 +252,7 @@ def test_a_layout_that_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(LAYOUTS, "int4")
     exported = program(quantized(Layer(), "8da4w"), meta(*STATE))
     with pytest.raises(BundleError, match=r"constant \w+ \(256 bytes\) is none that is known here"):
-        lower_kind({"score": exported})
+        lower_kind({"score": exported}, SIZES.values())
 
 
 def test_two_constants_with_one_key_are_told() -> None:
@@ -266,7 +269,7 @@ def test_two_constants_with_one_key_are_told() -> None:
             return torch.logical_or(torch.logical_xor(positive, self.a), positive == self.b) & self.c
 
     with pytest.raises(BundleError, match=r"is that of . and ."):
-        lower_kind({"score": program(Chosen(), meta(*STATE))})
+        lower_kind({"score": program(Chosen(), meta(*STATE))}, SIZES.values())
 
 
 def test_a_missing_constant_is_named(
@@ -307,4 +310,4 @@ def test_a_weight_that_another_operator_reads_is_refused() -> None:
             return F.linear(state, self.weight) * self.weight
 
     with pytest.raises(BundleError, match=r"constant weight is read by a linear layer and"):
-        lower_kind({"score": program(Tied().requires_grad_(False), meta(*STATE))})
+        lower_kind({"score": program(Tied().requires_grad_(False), meta(*STATE))}, SIZES.values())

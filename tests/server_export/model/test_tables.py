@@ -28,6 +28,7 @@ def test_rotary_tables_are_the_models(architecture: str) -> None:
 
 
 def test_masks_positions_and_types_follow_the_length() -> None:
-    assert torch.equal(Table("causal", 4, members=2).of(LENGTH), causal_mask(LENGTH, 4, 2, torch.float32))
+    mask = causal_mask(LENGTH, 4, torch.float32)
+    assert torch.equal(Table("causal", 4, members=2).of(LENGTH), torch.stack([mask, mask]))
     assert Table("positions", first=2).of(3).tolist() == [[2, 3, 4]]
     assert Table("zeros").of(3).tolist() == [[0, 0, 0]]
