@@ -58,7 +58,7 @@ class Bounds:
     batch: int = 4
     queries: int = 8
     tokens: int = 512
-    states: int = 32
+    states: int = 128
 
     @classmethod
     def for_rows(cls, tokens: int) -> Bounds:

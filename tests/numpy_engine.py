@@ -69,11 +69,11 @@ class NumpyEngine:
         return {"logprobs": np.take_along_axis(read, inputs["targets"][..., None], 2)[..., 0]}
 
     def tangent(self, queries: int) -> NumpyTangentEngine:
-        """The same model as a tangent program."""
+        """The same model with tangents."""
         return NumpyTangentEngine(self, queries)
 
     def exact(self, classes: int = 0) -> NumpyExactEngine:
-        """The same model as an exact program."""
+        """The same model with a way back."""
         return NumpyExactEngine(self, classes)
 
     def with_copies(self, copies: int) -> NumpyEngine:
@@ -92,7 +92,7 @@ class NumpyEngine:
 
 
 class NumpyTangentEngine:
-    """Implements prge.engine.Engine as a tangent program of the model, with derivatives in closed form."""
+    """Implements prge.engine.Engine for tangent calls of the model, with derivatives in closed form."""
 
     def __init__(self, model: NumpyEngine, queries: int) -> None:
         self.model = model
@@ -125,7 +125,7 @@ class NumpyTangentEngine:
 
 
 class NumpyExactEngine:
-    """Implements prge.engine.Engine as an exact program of the model, with the gradient in closed form."""
+    """Implements prge.engine.Engine for exact calls of the model, with the gradient in closed form."""
 
     def __init__(self, model: NumpyEngine, classes: int = 0) -> None:
         self.model = model

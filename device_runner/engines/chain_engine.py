@@ -276,7 +276,7 @@ class ChainEngine(CheckedEngine):
     def _read_tangents(self, call: _Call, states: FloatArray, tangents: FloatArray) -> list[Array]:
         asked, queries = call.asked, len(tangents)
         logprobs, changes = np.empty(asked.count, np.float32), np.empty((queries, asked.count), np.float32)
-        for mine in self._pieces(asked.count):
+        for mine in self._pieces(asked.count, 1 + min(queries, self._bounds.queries)):
             count = mine.stop - mine.start
             for some in _slices(queries, self._bounds.queries):
                 moved = np.stack([asked.states(tangent, mine) for tangent in tangents[some]])
@@ -302,7 +302,7 @@ class ChainEngine(CheckedEngine):
         slopes = asked.gathered(answer_slopes(self._contract, answers, call.given))
         slope_of_states = np.zeros_like(states)
         logprobs = np.empty(asked.count, np.float32)
-        for mine in self._pieces(asked.count):
+        for mine in self._pieces(asked.count, 2):
             count = mine.stop - mine.start
             slope = np.zeros((1, max(count, FEWEST_TOKENS)), np.float32)
             slope[0, :count] = slopes[mine]
@@ -320,8 +320,9 @@ class ChainEngine(CheckedEngine):
     def _head(self, role: str, values: Arrays) -> Arrays:
         return self._blocks.run(self._end, role, values)
 
-    def _pieces(self, count: int) -> Iterator[slice]:
-        return _slices(count, self._bounds.states)
+    def _pieces(self, count: int, slots: int = 1) -> Iterator[slice]:
+        """Questions for the head, fewer at once where each takes several rows of logits."""
+        return _slices(count, max(FEWEST_TOKENS, self._bounds.states // slots))
 
 
 class _Call:

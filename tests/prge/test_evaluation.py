@@ -1,4 +1,4 @@
-"""Scoring examples on a P-RGE program."""
+"""Scoring examples with one adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of an exact program: that of the loss that prge.objectives computes, whatever the rows."""
+"""The gradient of an exact call: that of the loss that prge.objectives computes, whatever the rows."""
 
 from __future__ import annotations
 
