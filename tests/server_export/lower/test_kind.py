@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +89,17 @@ class Layer(nn.Module):
         return self.layer(state)
 
 
+class Wide(nn.Module):
+    """Two layers with much between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4096, bias=False), nn.Linear(4096, WIDTH, bias=False)
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(state))
+
+
 class Head(nn.Module):
     """States to the log-probabilities of a token each."""
 
@@ -101,12 +114,13 @@ class Head(nn.Module):
         return torch.log(torch.gather(chances, 1, targets))
 
 
-def program(module: nn.Module, *inputs: torch.Tensor) -> ExportedProgram:
+def program(module: nn.Module, *inputs: torch.Tensor, sizes: Mapping[str, Size] = SIZES) -> ExportedProgram:
     """The program of a module of any size, by way of a graph with markers.
 
     Args:
         module: as it is.
         inputs: on the meta device, with markers in their shapes.
+        sizes: that a call chooses.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -114,7 +128,7 @@ def program(module: nn.Module, *inputs: torch.Tensor) -> ExportedProgram:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs)
     graph_module = rewritten_graph(module, fake)
-    return dynamic_program(graph_module, SIZES)
+    return dynamic_program(graph_module, sizes)
 
 
 def tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
@@ -139,12 +153,15 @@ def answer(
     folder: Path, kind: LoweredKind, weights: Mapping[str, torch.Tensor], method: str, *inputs: torch.Tensor
 ) -> torch.Tensor:
     """What the engine answers with a block's weights, all in one file of each name."""
+    return engine_of(folder, kind, weights).run_method(method, inputs)[0]
+
+
+def engine_of(folder: Path, kind: LoweredKind, weights: Mapping[str, torch.Tensor]) -> Any:
     from executorch.extension.pybindings.portable_lib import _load_for_executorch
 
     (folder / "kind.pte").write_bytes(kind.program)
     kind.weights.write(folder / "block.ptd", weights)
-    engine = _load_for_executorch(str(folder / "kind.pte"), str(folder / "block.ptd"))
-    return engine.run_method(method, inputs)[0]
+    return _load_for_executorch(str(folder / "kind.pte"), str(folder / "block.ptd"))
 
 
 @pytest.mark.export
@@ -160,6 +177,24 @@ def test_a_kind_runs_with_the_weights_of_its_blocks(scheme: str, tmp_path: Path)
             difference = answer(tmp_path, kind, weights, "score", *inputs) - block(*inputs)
             assert difference.abs().max() < TOLERANCE[scheme]
             assert difference.abs().median() < 1e-6
+
+
+def anonymous_megabytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) // 1000 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.export
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system doesn't tell")
+def test_a_call_takes_memory_for_its_own_sizes_whatever_the_bounds(tmp_path: Path) -> None:
+    """XNNPACK writes to all of its workspace, which is at least as large as its program says."""
+    bounds = {**SIZES, "tokens": replace(SIZES["tokens"], maximum=4096)}
+    exported = program(quantized(Wide(), "fp32"), meta(*STATE), sizes=bounds)
+    kind, before = lower_kind({"score": exported}, bounds.values()), anonymous_megabytes()
+    engine = engine_of(tmp_path, kind, tensors(exported))
+    engine.run_method("score", (torch.randn(3, 5, WIDTH),))
+    # What lies between the layers takes 537 MB in the largest call.
+    assert anonymous_megabytes() - before < 100
 
 
 @pytest.mark.export
