@@ -53,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     With PRGE_DEBUG=1 in the environment every error keeps its traceback.
     """
-    open_standard_files()
-    with one_interrupt(restored=argv is not None):
-        return _main(list(sys.argv[1:] if argv is None else argv))
+    try:
+        open_standard_files()
+        with one_interrupt(restored=argv is not None):
+            return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # before a verb has begun
+        return _interrupted("prge")
 
 
 def _main(words: list[str]) -> int:
@@ -109,9 +112,7 @@ def _outcome(prog: str, work: Callable[[], int]) -> int:
             return stop.code or 0
         return _tell(prog, str(stop.code), 1)
     except KeyboardInterrupt:
-        if os.environ.get("PRGE_DEBUG"):
-            raise
-        return _tell(prog, "interrupted", INTERRUPTED)
+        return _interrupted(prog)
     except BrokenPipeError:
         silence(sys.stdout)
         return BROKEN_PIPE
@@ -130,6 +131,12 @@ def _outcome(prog: str, work: Callable[[], int]) -> int:
         if not isinstance(error, OSError) or (error.filename is None and error.errno != errno.ENOSPC):
             raise
         return _tell(prog, f"error: {error.filename or 'a write'}: {error.strerror}", RunError.exit_code)
+
+
+def _interrupted(prog: str) -> int:
+    if os.environ.get("PRGE_DEBUG"):
+        raise  # what its caller has caught
+    return _tell(prog, "interrupted", INTERRUPTED)
 
 
 def _tell(prog: str, message: str, code: int) -> int:

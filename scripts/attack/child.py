@@ -168,11 +168,12 @@ class Child:
                 self.prepare()
             self._limit()
             sys.argv = ["prge", *map(str, self.words)]
-            if signal.SIGINT in signal.sigpending():  # before its first line, as while Python starts
-                os._exit(_STOPPED)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             code = prge.cli.main()
-        except BaseException:
+        except BaseException as error:
+            begun = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            if isinstance(error, KeyboardInterrupt) and not begun:  # as while Python starts
+                os._exit(_STOPPED)
             traceback.print_exc()
         finally:
             for stream in (sys.stdout, sys.stderr):

@@ -65,3 +65,15 @@ def test_the_command_line_tells_of_an_interrupt_whatever_follows(
     monkeypatch.setattr("device_runner.doctor.main", impatient)
     assert main(["doctor"]) == INTERRUPTED
     assert capsys.readouterr().err == "prge doctor: interrupted\n"
+
+
+def test_the_command_line_tells_of_one_that_comes_before_a_verb_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_slowly() -> None:
+        interrupt()
+
+    monkeypatch.setattr("prge.cli.open_standard_files", open_slowly)
+    monkeypatch.delenv("PRGE_DEBUG", raising=False)
+    assert main(["doctor"]) == INTERRUPTED
+    assert capsys.readouterr().err == "prge: interrupted\n"
