@@ -200,11 +200,6 @@ class Contract:
         return self.classes or self.rows * self.positions
 
     @property
-    def can_score(self) -> bool:
-        """Whether every row that it returns can be another example."""
-        return self.kind == "stack"
-
-    @property
     def is_encoder(self) -> bool:
         """Whether a call returns pooled states instead of log-probabilities."""
         return self.readout == "pooled"

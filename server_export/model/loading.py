@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,16 +106,6 @@ def outline_model(
 def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:
     """Whether a model's own configuration has it keep keys and values; `prepare_model` switches that off."""
     return bool(read_config(find_files(name_or_path, revision)).get("use_cache", True))
-
-
-def checkpoint_bytes(loaded: LoadedModel) -> int:
-    """Bytes of a model's weights as they are stored: of its files, or of its configuration's dtype."""
-    folder = Path(loaded.name_or_path)
-    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    if sizes:
-        return sum(sizes)
-    dtype = getattr(loaded.config, "dtype", None)
-    return parameter_count(loaded.model) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 4)
 
 
 def prepare_model(

@@ -234,7 +234,7 @@ def test_a_contract_is_of_any_size_and_reads_every_position() -> None:
     chain = make_chain()
     stack = chain.contract("stack", 5, copies=7)
     assert (stack.copies, stack.batch_size, stack.sequence_length, stack.positions) == (7, 5, 16, 15)
-    assert stack.can_score and stack.modules == chain.modules and stack.readout == "logprobs"
+    assert stack.modules == chain.modules and stack.readout == "logprobs"
     tangent = chain.contract("tangent", 5, queries=9, length=1)
     assert (tangent.queries, tangent.sequence_length, tangent.positions) == (9, 2, 1)
     exact = chain.contract("exact", 5)
@@ -255,7 +255,7 @@ def test_a_bundle_opens_with_a_contract_for_steps_and_one_for_scoring(tmp_path: 
     bundle = open_bundle(make_bundle(tmp_path / "bundle", make_chain()))
     assert bundle.chain == make_chain()
     assert (bundle.contract.kind, bundle.contract.batch_size) == ("stack", Bounds().batch)
-    assert bundle.score_contract.rows == Bounds().copies * Bounds().batch and bundle.score_contract.can_score
+    assert bundle.score_contract.rows == Bounds().copies * Bounds().batch
 
 
 def test_files_that_the_chain_names_are_in_the_manifest(tmp_path: Path) -> None:

@@ -60,11 +60,6 @@ def test_outputs_of_a_tangent_encoder() -> None:
     ]
 
 
-def test_only_a_stack_can_score() -> None:
-    assert make_contract().can_score
-    assert not make_contract(kind="tangent", copies=1, queries=3).can_score
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
