@@ -6,7 +6,6 @@ block's weights -> verify in the engine -> write the manifest
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 from collections.abc import Iterator, Sequence
@@ -58,11 +57,10 @@ def export(config: ExportConfig) -> Path:
     with new_folder(out, overwrite=config.overwrite) as folder:
         with _stage("tracing") as note:
             source = _open_source(config)
-            twin = None if config.quantize == "fp32" else copy.deepcopy(source)
             chain = source.chain(config.quantize)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         if source.start.parameters <= MOST_COMPARED:
-            _compare(config, source, chain if twin is None else twin.chain("fp32"))
+            _compare(config, chain)
         manifest = _write(config, folder, source, chain)
     _hint_about_bos(config, source)
     _summarize(out, manifest)
@@ -126,11 +124,11 @@ def _open_source(config: ExportConfig) -> _Source:
     return _Source(files, outline, tokenizer, readout, labels, longest, transposed, start)
 
 
-def _compare(config: ExportConfig, source: _Source, chain: Chain) -> None:
+def _compare(config: ExportConfig, chain: Chain) -> None:
     from server_export.check.chain import difference_from_model
 
     with _stage("comparing") as note:
-        part = difference_from_model(chain, config.model, config.revision, source.outline.is_decoder)
+        part = difference_from_model(chain.in_scheme("fp32"), config.model, config.revision)
         note(f"the blocks in float32 and the whole model differ by {part:.2g}")
     # Its graphs refer to each other, and to weights.
     gc.collect()
@@ -145,7 +143,7 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
 
     bounds = manifest.Bounds.for_rows(source.longest)
     with _stage("lowering") as note:
-        lowered = lower_chain(chain, folder, config.roles, bounds, source.outline.is_decoder, note)
+        lowered = lower_chain(chain, folder, config.roles, bounds, note)
     with _stage("verifying") as note:
         verification = verify_chain(chain, lowered, folder, config.quantize)
         differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())

@@ -73,7 +73,7 @@ def verify_chain(chain: Chain, lowered: LoweredChain, folder: Path, scheme: str)
     return ChainVerification(differences, tolerance)
 
 
-def difference_from_model(chain: Chain, name_or_path: str, revision: str | None, is_decoder: bool) -> float:
+def difference_from_model(chain: Chain, name_or_path: str, revision: str | None) -> float:
     """Largest difference between the blocks of a float chain, in PyTorch, and transformers' own model.
 
     Of log-probabilities or states, of two rows without adapter. The model is in memory as a whole.
@@ -81,7 +81,7 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None,
     Raises:
         BundleError: they differ by more than `MODEL_TOLERANCE`, so that the model was cut or traced wrongly.
     """
-    model: Any = load_model(name_or_path, pooled=not is_decoder, revision=revision).model
+    model: Any = load_model(name_or_path, pooled=not chain.is_decoder, revision=revision).model
     generator = torch.Generator().manual_seed(0)
     tokens, targets = (
         torch.randint(0, most, (_ROWS, _TOKENS), generator=generator)
@@ -92,7 +92,7 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None,
     tokens[tokens == padding] = 0 if padding else 1
     with torch.no_grad():
         output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-        if is_decoder:
+        if chain.is_decoder:
             rows = next(iter(chain.head_rows.values()), slice(None))
             logits = output.logits[..., rows]
             expected = torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1))
@@ -101,7 +101,7 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None,
         name = type(model).__name__
         # The blocks need its memory.
         del model, output
-        found = _answers(chain, tokens, targets if is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS))
+        found = _answers(chain, tokens, targets if chain.is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS))
     difference = float((found.reshape(expected.shape) - expected).abs().max())
     if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
         raise BundleError(

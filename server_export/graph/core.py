@@ -6,17 +6,20 @@ value, and a reshape needs no copy of its own.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
+import torch.ao.quantization.fx._decomposed
 from torch.fx import GraphModule, Node
 
 from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, LEAST_PROBABILITY
 from server_export.graph.writing import Rule, Writer, apply_rules, registrar
 
 aten = torch.ops.aten
+quantized = torch.ops.quantized_decomposed
 
-RULES: dict[Any, Rule] = {}
+RULES: dict[str, Rule] = {}
 _rule = registrar(RULES)
 
 
@@ -73,3 +76,17 @@ def _gather_log_softmax(writer: Writer, node: Node, logits: Node, index: Node) -
     probabilities = writer.call(aten._softmax.default, logits, -1, False)
     chosen = writer.call(aten.gather.default, probabilities, -1, index)
     return writer.call(aten.log.default, writer.call(aten.clamp.default, chosen, LEAST_PROBABILITY))
+
+
+@_rule("torchao.dequantize_affine.default")
+def _rounded_activation(writer: Writer, node: Node, codes: Node, *_: Any) -> Node | None:
+    """Of an activation, row by row. A trace takes torchao's own operators apart each time that it meets one,
+    which was a quarter of an export."""
+    if str(codes.target) != "torchao.quantize_affine.default":
+        return None
+    limits = (-128, 127, torch.int8)
+    source = codes.args[0]
+    chosen = writer.call(quantized.choose_qparams_per_token_asymmetric.default, source, torch.int8)
+    parameters = [writer.call(operator.getitem, chosen, index) for index in range(2)]
+    rounded = writer.call(quantized.quantize_per_token.default, source, *parameters, *limits)
+    return writer.call(quantized.dequantize_per_token.default, rounded, *parameters, *limits, torch.float32)

@@ -27,6 +27,7 @@ from server_export.graph.writing import Rule, Writer, apply_rules, registrar
 
 aten = torch.ops.aten
 
+_ROUNDED = "quantized_decomposed.dequantize_per_token.default"
 _IDENTITIES = {aten.alias.default, aten.detach.default, aten.dropout.default, aten.lift_fresh_copy.default}
 _CASTS = {
     aten.to.dtype,
@@ -137,10 +138,10 @@ def quantize_apart(graph: Graph) -> None:
     """Let every layer quantize what it multiplies: partitions of layers that share it would be circular."""
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         restored = node.args[0]
-        if not is_dequantization(restored) or len(restored.users) == 1:
+        if str(restored.target) != _ROUNDED or len(restored.users) == 1:
             continue
         codes = restored.args[0]
-        scale, zero_point = codes.args[2:4]
+        scale, zero_point = codes.args[1:3]
         own: dict[Node, Node] = {source: source for source in scale.args[0].all_input_nodes}
         with graph.inserting_before(node):
             for shared in (scale.args[0], scale, zero_point, codes, restored):
@@ -151,11 +152,11 @@ def quantize_apart(graph: Graph) -> None:
 
 
 def is_dequantization(node: Node) -> bool:
-    """Whether a node restores quantized numbers."""
+    """Whether a node restores a quantized weight."""
     return str(node.target) == "torchao.dequantize_affine.default"
 
 
-RULES: dict[Any, Rule] = {}
+RULES: dict[str, Rule] = {}
 _rule = registrar(RULES)
 
 

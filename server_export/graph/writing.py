@@ -17,10 +17,8 @@ Rule = Callable[..., Node | None]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def registrar(
-    rules: dict[Any, F], key: Callable[[Any], Any] = lambda target: target
-) -> Callable[..., Callable[[F], F]]:
-    """A decorator that notes rules by their operators.
+def registrar(rules: dict[str, F]) -> Callable[..., Callable[[F], F]]:
+    """A decorator that notes rules by the names of their operators, some of which a library brings later.
 
     rule = registrar(RULES)
 
@@ -30,7 +28,7 @@ def registrar(
 
     def rule(*targets: Any) -> Callable[[F], F]:
         def register(function: F) -> F:
-            rules.update(dict.fromkeys(map(key, targets), function))
+            rules.update(dict.fromkeys(map(str, targets), function))
             return function
 
         return register
@@ -90,19 +88,19 @@ class Writer:
 
 
 def apply_rules(
-    graph_module: GraphModule, rules: Mapping[Any, Rule], constants: Constants | None = None
+    graph_module: GraphModule, rules: Mapping[str, Rule], constants: Constants | None = None
 ) -> None:
     """Rewrite a graph in place; its nodes carry `meta["val"]`.
 
     Args:
         graph_module: whose graph is rewritten.
-        rules: by operator. A rule gets a writer, the node, and the operator's arguments, and returns what
-            takes the node's place; None keeps it.
+        rules: by an operator's name. A rule gets a writer, the node, and the operator's arguments, and
+            returns what takes the node's place; None keeps it.
         constants: of the graph module, if it has got some already.
     """
     writer = Writer(graph_module, constants)
     for node in list(graph_module.graph.nodes):
-        rule = rules.get(node.target) if node.op == "call_function" else None
+        rule = rules.get(str(node.target)) if node.op == "call_function" else None
         if rule is not None:
             writer.replace(node, rule, node, *node.args, **node.kwargs)
     graph_module.graph.eliminate_dead_code()

@@ -35,7 +35,6 @@ def lower_chain(
     folder: Path,
     roles: Collection[str],
     bounds: Bounds,
-    is_decoder: bool,
     tell: Callable[[str], object] = lambda text: None,
 ) -> LoweredChain:
     """Write the programs, weights files and tables of a model into a folder.
@@ -45,7 +44,6 @@ def lower_chain(
         folder: of the bundle.
         roles: of prge.chain.ROLES; `stack` is always there.
         bounds: sizes of one call.
-        is_decoder: whether the last block is a head.
         tell: is told of every kind and of the weights when they are written.
 
     Raises:
@@ -53,7 +51,7 @@ def lower_chain(
             blocks between the embedding and the head.
     """
     last = len(chain.blocks) - 1
-    for number in (0, last) if is_decoder else (0,):
+    for number in (0, last) if chain.is_decoder else (0,):
         if adapted := [chain.adapter[name] for name in chain.blocks[number].adapter]:
             raise BundleError(
                 f"{', '.join(adapted)} can't be adapted: it belongs to the "
@@ -68,7 +66,7 @@ def lower_chain(
     lowered: list[LoweredRoles] = []
     place: dict[int, int] = {}
     for first, kind in chain.kinds.items():
-        is_head = is_decoder and first == last
+        is_head = chain.is_decoder and first == last
         name = EMBEDDING if first == 0 else HEAD if is_head else BLOCK
         if name == BLOCK and any(known.program == f"{PROGRAMS}/{BLOCK}.pte" for known in kinds):
             name = f"{BLOCK}-{len(kinds)}"
@@ -89,7 +87,7 @@ def lower_chain(
     blocks = []
     for number, block in enumerate(chain.blocks):
         kind_number = place[chain.kind_of[number]]
-        names = {0: EMBEDDING, last: HEAD if is_decoder else f"{last - 1:03d}"}
+        names = {0: EMBEDDING, last: HEAD if chain.is_decoder else f"{last - 1:03d}"}
         path = f"{WEIGHTS}/{names.get(number, f'{number - 1:03d}')}.ptd"
         lowered[kind_number].write(folder / path, chain.tensors(number))
         adapter = tuple(modules[chain.adapter[name]] for name in block.adapter)

@@ -6,7 +6,7 @@ outline -> adapter inserted -> traced -> cut into blocks -> a quantized, rewritt
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule
@@ -56,6 +56,7 @@ class Chain:
     head_rows: Mapping[str, Sequence[int]]
     vocabulary_size: int
     scheme: str
+    is_decoder: bool
 
     @property
     def classes(self) -> int:
@@ -82,6 +83,10 @@ class Chain:
             tuple(per_channel),
             "int8" if embeddings else "fp32",
         )
+
+    def in_scheme(self, scheme: str) -> Chain:
+        """The same blocks, whose frozen weights are of another scheme."""
+        return replace(self, kinds=_kinds(self.blocks, self.kind_of, scheme, self.is_decoder), scheme=scheme)
 
     def tensors(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors that a block's kind reads, made of the block's weights.
@@ -141,19 +146,31 @@ def build_chain(
     traced = trace(model, inputs, tables, shapes, outline.is_decoder, first_position(model), copies)
     blocks = cut(traced.graph_module, set(traced.adapter.values()), TABLE)
     kind_of = kinds(blocks)
+    return Chain(
+        blocks,
+        kind_of,
+        _kinds(blocks, kind_of, scheme, outline.is_decoder),
+        tables,
+        modules,
+        {placeholder: layer for layer, placeholder in traced.adapter.items()},
+        weights,
+        lora_a,
+        head_rows,
+        int(model.get_input_embeddings().weight.shape[0]),
+        scheme,
+        outline.is_decoder,
+    )
+
+
+def _kinds(blocks: Sequence[Block], kind_of: Sequence[int], scheme: str, is_decoder: bool) -> dict[int, Kind]:
     made = {}
     for number in sorted(set(kind_of)):
-        is_head = outline.is_decoder and number == len(blocks) - 1
-        graph_module, frozen = freeze(blocks[number], scheme, is_head)
+        graph_module, frozen = freeze(blocks[number], scheme, is_decoder and number == len(blocks) - 1)
         rewrite(graph_module)
         turn_by_layers(graph_module)
         give_memory(graph_module)
         made[number] = Kind(graph_module, frozen)
-    adapter = {placeholder: layer for layer, placeholder in traced.adapter.items()}
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    return Chain(
-        blocks, kind_of, made, tables, modules, adapter, weights, lora_a, head_rows, vocabulary, scheme
-    )
+    return made
 
 
 def _layer(weight: str) -> str:

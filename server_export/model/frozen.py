@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from server_export.graph.cutting import Block
-from server_export.graph.modules import as_module, remove_unused_attributes
+from server_export.graph.modules import as_module, copied, remove_unused_attributes
 from server_export.graph.rewriting import remove_identities
 from server_export.graph.shapes import without_memory
 from server_export.model.quantization import EMBEDDING_BYTES, GROUP_SIZE, int4_weight, int8_rows, int8_weight
@@ -91,11 +91,11 @@ def freeze(block: Block, scheme: str, is_head: bool = False) -> tuple[GraphModul
     """The graph of a block's kind, quantized, and how its tensors are made.
 
     Args:
-        block: any of the kind; its graph is changed.
+        block: any of the kind.
         scheme: `fp32`, `8da8w` or `8da4w`; a head's layers have int8 weights in the last one too.
         is_head: whether the block answers log-probabilities.
     """
-    graph_module = block.graph_module
+    graph_module = copied(block.graph_module)
     remove_identities(graph_module.graph)
     _add_biases(graph_module.graph)
     frozen = _computed(graph_module, block.weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class Weights:
     """The tensors of a checkpoint by the names that transformers' model has for them.
 
     Args:
-        files: of the checkpoint; each is opened when it is read first.
+        files: of the checkpoint.
         model: without weights, whose parameters are asked for.
         transposed: names of weights that the files have as [in, out], GPT-2's way.
 
@@ -36,12 +36,11 @@ class Weights:
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
         self._tied = _tied_names(model)
         self._buffers = _buffers(model)
-        self._open = ExitStack()
-        self._readers: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         for path in files.weights:
             try:
-                reader = self._open.enter_context(safe_open(str(path), framework="pt"))
-                self._readers.update(dict.fromkeys(reader.keys(), reader))
+                with safe_open(str(path), framework="pt") as reader:
+                    self._paths.update(dict.fromkeys(reader.keys(), path))
             except (OSError, ValueError, RuntimeError) as error:
                 raise BundleError(
                     f"{path} can't be read: {first_line(error)}", remedy="copy the model again"
@@ -58,7 +57,9 @@ class Weights:
             return self._buffers[name]
         if stored is None:
             raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
-        tensor: torch.Tensor = self._readers[stored].get_tensor(stored).to(torch.float32)
+        # Opened again and again: pages that were read stay in memory as long as a file is open.
+        with safe_open(str(self._paths[stored]), framework="pt") as reader:
+            tensor: torch.Tensor = reader.get_tensor(stored).to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             raise BundleError(
                 f"{name} of {self.files.name} has numbers that aren't finite",
@@ -71,15 +72,9 @@ class Weights:
         for known in (name, self._tied.get(name, name)):
             for old in (known, *(known.replace(*pair) for pair in _OLD_NAMES)):
                 for candidate in (old, old.removeprefix(self._prefix), self._prefix + old):
-                    if candidate in self._readers:
+                    if candidate in self._paths:
                         return candidate
         return None
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
 
 
 class _WithoutParameters(TorchFunctionMode):

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 ONES = "ones"
 
-RULES: dict[Any, Rule] = {}
+RULES: dict[str, Rule] = {}
 rule = registrar(RULES)
 
 

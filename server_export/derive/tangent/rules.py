@@ -38,9 +38,8 @@ class Factors:
 
 Value = Any
 Rule = Callable[..., Dual | tuple[Dual, ...]]
-RULES: dict[Any, Rule] = {}
-# By name: torchao registers its operators only when it is imported.
-rule = registrar(RULES, key=str)
+RULES: dict[str, Rule] = {}
+rule = registrar(RULES)
 
 
 def _shape(node: Node) -> tuple[int, ...]:

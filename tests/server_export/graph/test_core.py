@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-pytest.importorskip("torch")
+pytest.importorskip("torchao")
 
 import torch
 from torch import nn
 
 from server_export.graph.core import write_core_operators
 from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX
+from server_export.graph.rewriting import rewrite
 from server_export.graph.shapes import fill_in_values
 
 aten = torch.ops.aten
@@ -65,3 +66,22 @@ def test_what_reorders_numbers_leaves_them_contiguous() -> None:
     write_core_operators(graph_module)
     (permuted,) = graph_module.graph.find_nodes(op="call_function", target=aten.permute_copy.default)
     assert permuted.meta["val"].is_contiguous()
+
+
+def test_an_activation_is_rounded_by_operators_that_a_trace_keeps_whole() -> None:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+
+    layer = nn.Linear(4, 8).requires_grad_(False)
+    quantize_(layer, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8))
+    graph_module = torch.export.export(Function(layer), (X,), strict=False).module(check_guards=False)
+    rewrite(graph_module)
+    write_core_operators(graph_module)
+    names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
+    assert [name.split(".")[1] for name in names if name.startswith("quantized_decomposed")] == [
+        "choose_qparams_per_token_asymmetric",
+        "quantize_per_token",
+        "dequantize_per_token",
+    ]
+    # Of torchao's own there is the weight's.
+    assert [name for name in names if name.startswith("torchao")] == ["torchao.dequantize_affine.default"]
+    torch.testing.assert_close(graph_module(X), layer(X), atol=1e-5, rtol=1e-5)

@@ -125,7 +125,7 @@ def test_a_graph_has_other_operators_and_the_same_answer(name: str) -> None:
 
 def test_every_rule_has_a_case() -> None:
     tried = {
-        node.target
+        str(node.target)
         for case in CASES.values()
         for node in traced(Function(case.function), case.x).graph.nodes
         if node.op == "call_function"

@@ -45,7 +45,7 @@ def written(model: Path, folder: Path, adapted: list[int], roles: list[str]) -> 
     lora_a = {name: torch.randn(4, WIDTH, generator=generator) * 0.1 for name in names}
     chain = build_chain(outline, find_files(str(model)), lora_a, longest=LONGEST)
     folder.mkdir()
-    return Written(chain, lower_chain(chain, folder, roles, Bounds(tokens=LONGEST), True), folder)
+    return Written(chain, lower_chain(chain, folder, roles, Bounds(tokens=LONGEST)), folder)
 
 
 @pytest.fixture(scope="module")

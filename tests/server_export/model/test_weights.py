@@ -27,20 +27,20 @@ def test_every_parameter_is_that_of_the_loaded_model(architecture: str, tmp_path
     folder = save_model(tmp_path / "model", architecture)
     model = load_model(str(folder)).model
     transposed = {f"{name}.weight" for name in conv1d_names(model)}
-    with weights_of(folder) as weights:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            found = weights.read(name)
-            assert torch.equal(found.t() if name in transposed else found, parameter), name
+    weights = weights_of(folder)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found = weights.read(name)
+        assert torch.equal(found.t() if name in transposed else found, parameter), name
 
 
 def test_a_tied_head_is_the_table(tmp_path: Path) -> None:
-    with weights_of(save_model(tmp_path / "model", "llama")) as weights:
-        assert torch.equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight"))
+    weights = weights_of(save_model(tmp_path / "model", "llama"))
+    assert torch.equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight"))
 
 
 def test_numbers_that_an_architecture_computes_are_in_no_file(tmp_path: Path) -> None:
-    with weights_of(save_model(tmp_path / "model", "gemma3")) as weights:
-        assert float(weights.read("model.embed_tokens.embed_scale")) == 8.0
+    weights = weights_of(save_model(tmp_path / "model", "gemma3"))
+    assert float(weights.read("model.embed_tokens.embed_scale")) == 8.0
 
 
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
@@ -49,9 +49,9 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path / "model")
     files = find_files(str(tmp_path / "model"))
     assert len(files.weights) > 1
-    with weights_of(tmp_path / "model") as weights:
-        for name, parameter in model.named_parameters():
-            assert torch.equal(weights.read(name), parameter)
+    weights = weights_of(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.read(name), parameter)
 
 
 def test_a_missing_weight_and_one_that_is_no_number_are_refused(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_a_missing_weight_and_one_that_is_no_number_are_refused(tmp_path: Path) 
     del tensors["model.norm.weight"]
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.inf
     save_file(tensors, folder / "model.safetensors")
-    with weights_of(folder) as weights:
-        with pytest.raises(BundleError, match=r"lacks model\.norm\.weight"):
-            weights.read("model.norm.weight")
-        with pytest.raises(BundleError, match=r"up_proj\.weight .* aren't finite"):
-            weights.read("model.layers.0.mlp.up_proj.weight")
+    weights = weights_of(folder)
+    with pytest.raises(BundleError, match=r"lacks model\.norm\.weight"):
+        weights.read("model.norm.weight")
+    with pytest.raises(BundleError, match=r"up_proj\.weight .* aren't finite"):
+        weights.read("model.layers.0.mlp.up_proj.weight")
