@@ -71,9 +71,9 @@ def test_what_reorders_numbers_leaves_them_contiguous() -> None:
 def test_an_activation_is_rounded_by_operators_that_a_trace_keeps_whole() -> None:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
 
-    layer = nn.Linear(4, 8).requires_grad_(False)
+    layer, x = nn.Linear(32, 8).requires_grad_(False), X.repeat(1, 1, 8)
     quantize_(layer, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8))
-    graph_module = torch.export.export(Function(layer), (X,), strict=False).module(check_guards=False)
+    graph_module = torch.export.export(Function(layer), (x,), strict=False).module(check_guards=False)
     rewrite(graph_module)
     write_core_operators(graph_module)
     names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
@@ -84,4 +84,4 @@ def test_an_activation_is_rounded_by_operators_that_a_trace_keeps_whole() -> Non
     ]
     # Of torchao's own there is the weight's.
     assert [name for name in names if name.startswith("torchao")] == ["torchao.dequantize_affine.default"]
-    torch.testing.assert_close(graph_module(X), layer(X), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(graph_module(x), layer(x), atol=1e-5, rtol=1e-5)
