@@ -1,6 +1,6 @@
 """A model as a chain: its blocks in order, the kinds whose programs compute them, and what these take.
 
-    embedding   tokens -> state        block   state -> state        head   state -> logprobs
+    embedding   tokens -> state        block   state -> state        head   state -> parts
 
 A program has a method for each role of its kind, whose sizes a call chooses:
 
@@ -11,9 +11,12 @@ A program has a method for each role of its kind, whose sizes a call chooses:
     back      state, slope, lora_b.<n> [rank, out] -> slope of the state that entered,
               gradient.<n> [rank, out]
 
-A decoder's head takes picked states [1, n, width] and `targets` i64 [1, n], and answers logprobs [1, n], in
-the role back before the slope. `table.<n>` are the block's tables, `padding` f32 [..., 1, 1, tokens] is added
-to an encoder's attention, `ones` is f32 [1, tokens, 1]. `<n>` counts the block's adapted modules.
+A decoder's head is one or more blocks of a kind, each with a piece of the vocabulary. It takes picked states
+[1, n, width], `targets` i64 [1, n] as the piece counts them, and `shift` f32 [1, n, 1], and answers `parts`
+f32 [1, n, 2], for `prge.vocabulary` to add up; `slope` is theirs.
+
+`table.<n>` are the block's tables, `padding` f32 [..., 1, 1, tokens] is added to an encoder's attention,
+`ones` is f32 [1, tokens, 1]. `<n>` counts the block's adapted modules.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ POOLINGS = ("mean", "first")
 LORA_B, U, V, TABLE, GRADIENT = "lora_b.", "u.", "v.", "table.", "gradient."
 _STATES = {STACK: ("state",), TANGENT: ("state", "d_state"), BACK: ("state", "slope")}
 _ANSWERS = {STACK: ("state",), TANGENT: ("state", "d_state"), BACK: ("slope",)}
-_ANSWERS_OF_HEAD = {STACK: ("logprobs",), TANGENT: ("logprobs", "d_logprobs"), BACK: ("logprobs", "slope")}
+_ANSWERS_OF_HEAD = {STACK: ("parts",), TANGENT: ("parts", "d_parts"), BACK: ("slope",)}
 _MOST_BLOCKS = 1024
 # Of what is wrong with a chain: one mistake can show in every block.
 _SHOWN = 8
@@ -143,6 +146,9 @@ class Chain:
             yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
+        words, pieces = len(self.label_tokens) or self.vocabulary_size, len(self.blocks) - self.end
+        if pieces and words % pieces:
+            yield f"its head has {pieces} pieces, of {words} words"
         if self.width < 1:
             yield f"width is {shown(self.width)}, must be at least 1"
         if any(not 0 <= token < self.vocabulary_size for token in self.label_tokens):
@@ -188,7 +194,7 @@ class Chain:
                 continue
             needed, given, answers = {*_STATES[role]}, set[str](), _ANSWERS[role]
             if self.is_head(number):
-                needed, answers = needed | {"targets"}, _ANSWERS_OF_HEAD[role]
+                needed, answers = needed | {"targets", "shift"}, _ANSWERS_OF_HEAD[role]
             else:
                 needed = {"tokens"} if number == 0 else needed
                 given = {"ones", *(f"{TABLE}{n}" for n in range(len(block.tables)))}
@@ -206,7 +212,20 @@ class Chain:
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""
-        return not self.is_encoder and number == len(self.blocks) - 1
+        return number >= self.end
+
+    @property
+    def end(self) -> int:
+        """Number of the first block that answers no state: the first piece of a decoder's head."""
+        kinds = [block.kind for block in self.blocks]
+        if self.is_encoder:
+            return len(kinds)
+        return next((n + 1 for n in reversed(range(len(kinds))) if kinds[n] != kinds[-1]), 0)
+
+    @property
+    def piece_words(self) -> int:
+        """Words of a piece of a decoder's vocabulary."""
+        return (len(self.label_tokens) or self.vocabulary_size) // (len(self.blocks) - self.end)
 
     @property
     def is_encoder(self) -> bool:

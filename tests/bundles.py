@@ -51,9 +51,9 @@ def _methods(is_encoder: bool) -> tuple[dict[str, Interface], dict[str, Interfac
         ),
     }
     head = {
-        STACK: Interface(("state", "targets"), ("logprobs",)),
-        TANGENT: Interface(("state", "targets", "d_state"), ("logprobs", "d_logprobs")),
-        BACK: Interface(("state", "targets", "slope"), ("logprobs", "slope")),
+        STACK: Interface(("state", "targets", "shift"), ("parts",)),
+        TANGENT: Interface(("state", "targets", "shift", "d_state"), ("parts", "d_parts")),
+        BACK: Interface(("state", "targets", "shift", "slope"), ("slope",)),
     }
     return block, head
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# A process whose threads have computed can't be forked, and engines are tried in forked ones.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def shared() -> Path:

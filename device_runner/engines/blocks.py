@@ -237,14 +237,13 @@ class Blocks:
         # Positions are indices: the program of the first block may have fewer than the manifest says.
         tokens = bounds.tokens if number == 0 else min(TRIED.tokens, bounds.tokens)
         sizes = replace(TRIED, tokens=tokens, states=min(TRIED.states, bounds.states))
-        labels = {"targets": len(chain.label_tokens)}
 
         def one(name: str) -> Array:
             dtype, shape = self._shapes.of(number, role, name, sizes)
             if name.startswith(TABLE):
                 return self.tables.of(block.tables[int(name.removeprefix(TABLE))], shape[1])
             if dtype == "int64":
-                most = labels.get(name) or chain.vocabulary_size
+                most = chain.piece_words if name == "targets" else chain.vocabulary_size
                 indices = random.integers(0, most, shape)
                 indices[..., -1] = most - 1
                 return indices

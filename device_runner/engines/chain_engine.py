@@ -9,7 +9,7 @@ is larger than the bundle's bounds runs in parts; all of them pass a block befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
+from device_runner.engines.head import Asked, Head, slices
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.chain import BACK, FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, STACK, TABLE, TANGENT, U, V
 from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
@@ -64,7 +65,8 @@ class ChainEngine(CheckedEngine):
         self._chain = blocks.chain
         self._bounds = blocks.chain.bounds
         self._first = blocks.chain.lowest_adapted
-        self._end = len(blocks.chain.blocks) - (0 if blocks.chain.is_encoder else 1)
+        self._end = blocks.chain.end
+        self._head = Head(blocks)
 
     def _call(self, inputs: Arrays) -> Sequence[Array]:
         call = _Call(inputs, self._contract)
@@ -82,8 +84,8 @@ class ChainEngine(CheckedEngine):
             below = self._below(call, numbers[:1] if call.has_equal_copies else numbers)
             parts = [
                 self._part(call, numbers[mine, rows], below, {n: a[mine] for n, a in call.adapter.items()})
-                for mine in _slices(copies, self._bounds.copies)
-                for rows in _slices(batch, self._bounds.batch)
+                for mine in slices(copies, self._bounds.copies)
+                for rows in slices(batch, self._bounds.batch)
             ]
         self._pass(parts, STACK, range(self._first, self._end))
         return self._answer(call, self._collected(parts, call))
@@ -93,9 +95,9 @@ class ChainEngine(CheckedEngine):
         queries, rows = self._contract.queries, self._contract.batch_size
         below = self._below(call, np.arange(rows)[None])
         states, tangents = None, None
-        for mine in _slices(queries, self._bounds.queries):
+        for mine in slices(queries, self._bounds.queries):
             parts = []
-            for batch in _slices(rows, self._bounds.batch):
+            for batch in slices(rows, self._bounds.batch):
                 adapter = {
                     name: np.ascontiguousarray(array[mine, batch])
                     if name.startswith((U_PREFIX, V_PREFIX))
@@ -116,7 +118,8 @@ class ChainEngine(CheckedEngine):
         assert states is not None and tangents is not None
         if self._chain.is_encoder:
             return [call.pooled(states, self._chain.pooling), call.pooled(tangents, self._chain.pooling)]
-        return self._read_tangents(call, states, tangents)
+        reading = self._head.read(call.asked, states, tangents)
+        return [call.asked.told(reading.logprobs), call.asked.told(reading.changes)]
 
     def _exact(self, call: _Call) -> list[Array]:
         """Answers of all rows, and the gradient of the loss that the call describes."""
@@ -127,7 +130,7 @@ class ChainEngine(CheckedEngine):
         }
         parts = [
             self._part(call, rows[None, batch], below, stacked)
-            for batch in _slices(len(rows), self._bounds.batch)
+            for batch in slices(len(rows), self._bounds.batch)
         ]
         self._pass(parts, STACK, range(self._first, self._end), keep=True)
         states = self._collected(parts, call)
@@ -137,7 +140,10 @@ class ChainEngine(CheckedEngine):
                 answer_slopes(self._contract, answers, call.given), self._chain.pooling
             )
         else:
-            answers, slope = self._read_and_back(call, states)
+            reading = self._head.read(call.asked, states)
+            answers = call.asked.told(reading.logprobs)
+            slopes = call.asked.gathered(answer_slopes(self._contract, answers, call.given))
+            slope = self._head.back(call.asked, states, reading, slopes)
         for part in parts:
             part.values = {"slope": np.ascontiguousarray(slope[part.rows[0]])}
             part.adapter = call.adapter
@@ -204,7 +210,7 @@ class ChainEngine(CheckedEngine):
             )
             for group in groups
             if group.size
-            for mine in _slices(len(group), self._bounds.copies)
+            for mine in slices(len(group), self._bounds.copies)
         ]
 
     def _part(self, call: _Call, rows: IntArray, below: FloatArray | None, adapter: Arrays) -> Part:
@@ -265,64 +271,7 @@ class ChainEngine(CheckedEngine):
     def _answer(self, call: _Call, states: FloatArray) -> Array:
         if self._chain.is_encoder:
             return call.pooled(states, self._chain.pooling)
-        asked = call.asked
-        logprobs = np.empty(asked.count, np.float32)
-        for mine in self._pieces(asked.count):
-            found = self._head(STACK, {"state": asked.states(states, mine), "targets": asked.targets(mine)})
-            logprobs[mine] = found["logprobs"][0, : mine.stop - mine.start]
-            self._release(found)
-        return asked.told(logprobs)
-
-    def _read_tangents(self, call: _Call, states: FloatArray, tangents: FloatArray) -> list[Array]:
-        asked, queries = call.asked, len(tangents)
-        logprobs, changes = np.empty(asked.count, np.float32), np.empty((queries, asked.count), np.float32)
-        for mine in self._pieces(asked.count, 1 + min(queries, self._bounds.queries)):
-            count = mine.stop - mine.start
-            for some in _slices(queries, self._bounds.queries):
-                moved = np.stack([asked.states(tangent, mine) for tangent in tangents[some]])
-                values: Arrays = {
-                    "state": asked.states(states, mine),
-                    "targets": asked.targets(mine),
-                    "d_state": moved,
-                }
-                found = self._head(TANGENT, values)
-                logprobs[mine] = found["logprobs"][0, :count]
-                changes[some, mine] = found["d_logprobs"][:, 0, :count]
-                self._release(found)
-        return [asked.told(logprobs), asked.told(changes)]
-
-    def _read_and_back(self, call: _Call, states: FloatArray) -> tuple[Array, FloatArray]:
-        """Answers, and the loss's slope by the states."""
-        asked = call.asked
-        # What a completion's answers are worth doesn't depend on them; that of candidates does.
-        is_known = not call.given["shares"].any()
-        answers = (
-            np.zeros(call.given["targets"].shape, np.float32) if is_known else self._answer(call, states)
-        )
-        slopes = asked.gathered(answer_slopes(self._contract, answers, call.given))
-        slope_of_states = np.zeros_like(states)
-        logprobs = np.empty(asked.count, np.float32)
-        for mine in self._pieces(asked.count, 2):
-            count = mine.stop - mine.start
-            slope = np.zeros((1, max(count, FEWEST_TOKENS)), np.float32)
-            slope[0, :count] = slopes[mine]
-            values: Arrays = {
-                "state": asked.states(states, mine),
-                "targets": asked.targets(mine),
-                "slope": slope,
-            }
-            found = self._head(BACK, values)
-            logprobs[mine] = found["logprobs"][0, :count]
-            asked.add(slope_of_states, found["slope"][0, :count], mine)
-            self._release(found)
-        return asked.told(logprobs), slope_of_states
-
-    def _head(self, role: str, values: Arrays) -> Arrays:
-        return self._blocks.run(self._end, role, values)
-
-    def _pieces(self, count: int, slots: int = 1) -> Iterator[slice]:
-        """Questions for the head, fewer at once where each takes several rows of logits."""
-        return _slices(count, max(FEWEST_TOKENS, self._bounds.states // slots))
+        return call.asked.told(self._head.read(call.asked, states).logprobs)
 
 
 class _Call:
@@ -376,9 +325,9 @@ class _Call:
         return all(bool((array == array[:1]).all()) for array in arrays)
 
     @cached_property
-    def asked(self) -> _Asked:
+    def asked(self) -> Asked:
         """The positions that a decoder's head is asked at."""
-        return _Asked(self.given["positions"], self.given["targets"], self.length)
+        return Asked(self.given["positions"], self.given["targets"], self.length)
 
     def pooled(self, states: FloatArray, pooling: str) -> FloatArray:
         """Encoders: one vector for each row, [..., rows, width] of states [..., rows, tokens, width]."""
@@ -396,48 +345,3 @@ class _Call:
         else:
             share = self.mask / self.mask.sum(-1, keepdims=True)
         return share[:, :, None] * slope[:, None, :]
-
-
-class _Asked:
-    """The different questions of a call: row, position, target. Padding asks the same one again and again."""
-
-    def __init__(self, positions: IntArray, targets: IntArray, length: int) -> None:
-        places = (np.arange(len(positions)) * length)[:, None] + positions
-        self._shape = positions.shape
-        most = int(targets.max()) + 1
-        keys, self._inverse = np.unique(places * most + targets, return_inverse=True)
-        self._inverse = self._inverse.reshape(-1)
-        self._places, self._targets = keys // most, keys % most
-        self.count = len(keys)
-
-    def states(self, states: FloatArray, mine: slice) -> FloatArray:
-        """Picked states [1, n, width] of states [rows, tokens, width]."""
-        return states.reshape(-1, states.shape[-1])[_enough(self._places[mine])][None]
-
-    def targets(self, mine: slice) -> IntArray:
-        """Targets i64 [1, n]."""
-        return _enough(self._targets[mine])[None]
-
-    def told(self, answers: FloatArray) -> FloatArray:
-        """Answers [..., questions] as the call asked, [..., rows, positions]."""
-        return answers[..., self._inverse].reshape(*answers.shape[:-1], *self._shape)
-
-    def gathered(self, slopes: FloatArray) -> FloatArray:
-        """Slopes [rows, positions] of each question, [questions]."""
-        return np.bincount(self._inverse, slopes.ravel(), self.count).astype(np.float32)
-
-    def add(self, states: FloatArray, picked: FloatArray, mine: slice) -> None:
-        """Add what is meant for picked states at their places."""
-        np.add.at(states.reshape(-1, states.shape[-1]), self._places[mine], picked)
-
-
-def _enough(numbers: IntArray) -> IntArray:
-    """At least as many as a program takes; what is added repeats the last."""
-    return np.concatenate([numbers, numbers[-1:]]) if len(numbers) < FEWEST_TOKENS else numbers
-
-
-def _slices(count: int, most: int) -> Iterator[slice]:
-    """0 to `count` in as few pieces of at most `most` as there can be, of about one size."""
-    pieces = -(-count // most)
-    for piece in range(pieces):
-        yield slice(piece * count // pieces, (piece + 1) * count // pieces)

@@ -53,11 +53,12 @@ class Shapes:
             "targets": (1, length),
             "state": state,
             "d_state": (sizes.queries, *state),
-            "slope": (1, length) if is_head and not is_output else state,
+            "slope": (1, length, 2) if is_head and not is_output else state,
             "padding": (*lead, 1, 1, length),
             "ones": (1, length, 1),
-            "logprobs": (1, length),
-            "d_logprobs": (sizes.queries, 1, length),
+            "shift": (1, length, 1),
+            "parts": (1, length, 2),
+            "d_parts": (sizes.queries, 1, length, 2),
         }
         return "int64" if name in ("tokens", "targets") else "float32", shapes[name]
 
@@ -95,8 +96,9 @@ def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: i
     """What the program of a block's kind has otherwise than the manifest says of the block."""
     widths, block = shapes.widths, chain.blocks[number]
     program = programs[block.kind]
-    if number and widths[number][0] != widths[number - 1][1]:
-        yield f"it takes states of width {widths[number][0]}, the block before gives {widths[number - 1][1]}"
+    before = min(number, chain.end) - 1
+    if number and widths[number][0] != widths[before][1]:
+        yield f"it takes states of width {widths[number][0]}, the block before gives {widths[before][1]}"
     if chain.is_encoder and number == len(widths) - 1 and widths[number][1] != chain.width:
         yield f"it gives states of width {widths[number][1]}, the manifest says {chain.width}"
     for role, method in chain.kinds[block.kind].methods.items():

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from prge.costs import Outline, Work
-from server_export.model.readout import log_probabilities
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 
 _SECONDS = 2.0
 _LARGEST_LAYER = 1 << 23
@@ -107,10 +107,11 @@ class _Call(nn.Module):
 
 
 class _Answers(nn.Module):
-    """logits f32 [1, count, tokens], targets i64 [1, count] -> log p(target) [1, count]."""
+    """logits f32 [1, count, tokens], shift f32 and targets i64 [1, count, 1] -> what a head answers."""
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return log_probabilities(logits, targets)
+    def forward(self, logits: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        parts: torch.Tensor = SOFTMAX_PARTS(logits, shift, targets)
+        return parts
 
 
 class Calibration:
@@ -150,7 +151,11 @@ class Calibration:
             "passes": (_Passes(times["passes"]), (torch.randn(rows, length, inner),)),
             "answers": (
                 _Answers(),
-                (torch.randn(1, answers, classes), torch.zeros(1, answers, dtype=torch.int64)),
+                (
+                    torch.randn(1, answers, classes),
+                    torch.zeros(1, answers, 1),
+                    torch.zeros(1, answers, 1, dtype=torch.int64),
+                ),
             ),
             "methods": (_Call(), (torch.ones(1),)),
         }

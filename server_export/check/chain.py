@@ -11,13 +11,16 @@ import torch
 from torch.export import ExportedProgram
 
 from prge.chain import TABLE
+from prge.engine import FloatArray
 from prge.errors import BundleError
+from prge.vocabulary import Reading
 from server_export.graph.cutting import TABLE_PREFIX
 from server_export.graph.shapes import with_size
 from server_export.lower.chain import LoweredChain
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.chain import Chain
 from server_export.model.loading import load_model
+from server_export.model.readout import log_probabilities
 from server_export.model.traced import BATCH, COPIES, TOKENS
 from server_export.quiet import quiet_engine
 
@@ -85,7 +88,7 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = (
         torch.randint(0, most, (_ROWS, _TOKENS), generator=generator)
-        for most in (chain.vocabulary_size, chain.classes)
+        for most in (chain.vocabulary_size, max(chain.classes, 1))
     )
     padding = getattr(model.config, "pad_token_id", None)
     # RoBERTa numbers its positions by what isn't the padding token.
@@ -93,9 +96,8 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None)
     with torch.no_grad():
         output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         if chain.is_decoder:
-            rows = next(iter(chain.head_rows.values()), slice(None))
-            logits = output.logits[..., rows]
-            expected = torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1))
+            words = [word for rows in chain.head_rows for word in rows]
+            expected = log_probabilities(output.logits[..., words], targets)
         else:
             expected = output.last_hidden_state
         name = type(model).__name__
@@ -120,9 +122,9 @@ def _answers(chain: Chain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.
         for number, kind in chain.kinds.items()
     }
     shapes = {module.name: (1, module.rank, module.out_features) for module in chain.modules}
-    state = tokens
-    for number, block in enumerate(chain.blocks):
-        kind = chain.kinds[chain.kind_of[number]]
+
+    def computed(number: int, **given: torch.Tensor) -> torch.Tensor:
+        block, kind = chain.blocks[number], chain.kinds[chain.kind_of[number]]
         inputs = []
         for node in block.graph_module.graph.find_nodes(op="placeholder"):
             name = str(node.target)
@@ -132,11 +134,27 @@ def _answers(chain: Chain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.
             elif name in chain.adapter:
                 inputs.append(torch.zeros(shapes[chain.adapter[name]]))
             else:
-                inputs.append(beside if name == "beside" else state)
-        program = programs[chain.kind_of[number]]
+                inputs.append(given.get(name, state))
         constants = dict(kind.graph_module.named_buffers()) | dict(kind.graph_module.named_parameters())
-        (state,) = _eager(program, {**constants, **chain.tensors(number)}, inputs)
-    return state
+        (answer,) = _eager(programs[chain.kind_of[number]], {**constants, **chain.tensors(number)}, inputs)
+        return answer
+
+    state = tokens
+    for number in range(chain.end):
+        state = computed(number, beside=beside)
+    if not chain.is_decoder:
+        return state
+    every = slice(None)
+    reading = Reading(beside.numpy().ravel(), len(chain.head_rows[0]))
+    for piece in range(len(chain.head_rows)):
+        within = torch.from_numpy(reading.within(piece, every)[0]).reshape(beside.shape)
+
+        def parts(shift: FloatArray, number: int = chain.end + piece, within: torch.Tensor = within) -> Any:
+            shifts = torch.from_numpy(shift).reshape(*beside.shape, 1)
+            return computed(number, beside=within, shift=shifts).reshape(-1, 2).numpy(), None
+
+        reading.add(piece, every, *reading.ask(every, parts))
+    return torch.from_numpy(reading.logprobs)
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -153,7 +171,7 @@ def _example(
     values = []
     for name, like in zip(names, program.example_inputs[0], strict=True):
         if name in ("tokens", "targets"):
-            most = chain.classes if name == "targets" else chain.vocabulary_size
+            most = len(chain.head_rows[0]) if name == "targets" else chain.vocabulary_size
             values.append(torch.randint(0, most, like.shape, generator=generator))
         elif name == "ones":
             values.append(torch.ones(like.shape))

@@ -13,7 +13,7 @@ import torch
 import torch.ao.quantization.fx._decomposed
 from torch.fx import GraphModule, Node
 
-from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, LEAST_PROBABILITY
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Rule, Writer, apply_rules, registrar
 
 aten = torch.ops.aten
@@ -66,16 +66,12 @@ def _reversed_difference(writer: Writer, node: Node, source: Node, other: float,
     return writer.plus(writer.times(source, -1.0), other)
 
 
-@_rule(GATHER_LOG_SOFTMAX)
-def _gather_log_softmax(writer: Writer, node: Node, logits: Node, index: Node) -> Node:
-    """Looked up before the logarithm is taken, which ends at that of the least normal float, -87.3.
-
-    XNNPACK has a softmax, but no log-softmax, and a portable kernel takes as long for the vocabulary as many
-    layers take.
-    """
-    probabilities = writer.call(aten._softmax.default, logits, -1, False)
-    chosen = writer.call(aten.gather.default, probabilities, -1, index)
-    return writer.call(aten.log.default, writer.call(aten.clamp.default, chosen, LEAST_PROBABILITY))
+@_rule(SOFTMAX_PARTS)
+def _softmax_parts(writer: Writer, node: Node, logits: Node, shift: Node, index: Node) -> Node:
+    """The shift is taken from what was chosen once more: there are far fewer of these than of all."""
+    total = writer.total(writer.call(aten.exp.default, writer.minus(logits, shift)))
+    chosen = writer.minus(writer.call(aten.gather.default, logits, -1, index), shift)
+    return writer.call(aten.cat.default, [chosen, total], -1)
 
 
 @_rule("torchao.dequantize_affine.default")

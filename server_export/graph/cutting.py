@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from server_export.graph.modules import as_module, attribute
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 
 STATE, TABLE_PREFIX = "state", "table_"
 _STATE_DIMENSIONS = 3
@@ -59,7 +60,7 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
         points.pop()
     stretches = list(zip([source, *points], [*points, answer], strict=True))
     shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
-    has_head = answer.meta["val"].dim() != _STATE_DIMENSIONS
+    has_head = answer.target is SOFTMAX_PARTS
     ends = [stretches[last][1] for last in _last_of_blocks(shapes, has_head)]
     starts = [source, *ends[:-1]]
     return [

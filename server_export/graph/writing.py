@@ -13,6 +13,10 @@ from server_export.graph.shapes import Shapes, without_memory
 
 aten = torch.ops.aten
 
+# Numbers that are added up in one step, and those that are worth one of their own.
+_LONGEST_SUM = 1024
+_SHORTEST_SUM = 32
+
 Rule = Callable[..., Node | None]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,6 +89,27 @@ class Writer:
     def reshape(self, source: Node, shape: Sequence[int]) -> Node:
         """The same numbers in another shape."""
         return self.call(aten.reshape.default, source, list(shape))
+
+    def total(self, source: Node) -> Node:
+        """Sum over the last dimension, kept as 1: layers of ones stay in the delegate."""
+        *lead, width = source.meta["val"].shape
+        part = part_of_sum(width)
+        if part < width:
+            parts = self.total(self.reshape(source, [*lead, width // part, part]))
+            return self.total(self.reshape(parts, [*lead, width // part]))
+        return self.call(aten.linear.default, source, self.constant(torch.ones(1, width)))
+
+
+def part_of_sum(count: int) -> int:
+    """How many of so many numbers to add up first; all if there are few.
+
+    XNNPACK adds up by a layer of ones. It pads a layer's outputs to as many as a vector holds, and would read
+    megabytes of weights for one of a vocabulary.
+    """
+    if count <= _LONGEST_SUM:
+        return count
+    part = max(size for size in range(1, _LONGEST_SUM + 1) if count % size == 0)
+    return part if part >= _SHORTEST_SUM else count
 
 
 def apply_rules(

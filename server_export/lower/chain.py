@@ -51,7 +51,7 @@ def lower_chain(
             blocks between the embedding and the head.
     """
     last = len(chain.blocks) - 1
-    for number in (0, last) if chain.is_decoder else (0,):
+    for number in (0, *range(chain.end, len(chain.blocks))):
         if adapted := [chain.adapter[name] for name in chain.blocks[number].adapter]:
             raise BundleError(
                 f"{', '.join(adapted)} can't be adapted: it belongs to the "
@@ -66,7 +66,7 @@ def lower_chain(
     lowered: list[LoweredRoles] = []
     place: dict[int, int] = {}
     for first, kind in chain.kinds.items():
-        is_head = chain.is_decoder and first == last
+        is_head = first >= chain.end
         name = EMBEDDING if first == 0 else HEAD if is_head else BLOCK
         if name == BLOCK and any(known.program == f"{PROGRAMS}/{BLOCK}.pte" for known in kinds):
             name = f"{BLOCK}-{len(kinds)}"
@@ -87,8 +87,10 @@ def lower_chain(
     blocks = []
     for number, block in enumerate(chain.blocks):
         kind_number = place[chain.kind_of[number]]
-        names = {0: EMBEDDING, last: HEAD if chain.is_decoder else f"{last - 1:03d}"}
-        path = f"{WEIGHTS}/{names.get(number, f'{number - 1:03d}')}.ptd"
+        name = EMBEDDING if number == 0 else f"{number - 1:03d}"
+        if number >= chain.end:
+            name = HEAD if chain.end == last else f"{HEAD}-{number - chain.end:02d}"
+        path = f"{WEIGHTS}/{name}.ptd"
         lowered[kind_number].write(folder / path, chain.tensors(number))
         adapter = tuple(modules[chain.adapter[name]] for name in block.adapter)
         blocks.append(manifest.Block(kind_number, path, block.tables, adapter))

@@ -4,7 +4,7 @@
     tangent   state, d_state -> state, d_state          of one copy, for any number of queries
     back      state, slope -> slope, gradient.<n>       of one copy; computes what it needs again
 
-A decoder's head takes picked states [1, n, width] instead, and answers `logprobs`, in the role back too.
+A decoder's head takes picked states [1, n, width] instead, and answers `parts`; see prge.chain.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def role_graphs(
         seeds: dict[str, Any] = {STATE: Dense(), **dict.fromkeys(adapter, RankOne(BATCH))}
         graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, TOKENS)
     if BACK in roles:
-        graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], adapter, TOKENS, returns_answer=is_head)
+        graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], adapter, TOKENS)
     graphs = {role: copied(graph) for role, graph in graphs.items()}
     for graph in graphs.values():
         fill_in_values(graph)
@@ -138,11 +138,11 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, str], is_hea
             return "targets" if is_head else "padding"
         return name
 
-    answer = "logprobs" if is_head else STATE
+    answer = "parts" if is_head else STATE
     outputs = {
         STACK: (answer,),
         TANGENT: (answer, f"d_{answer}"),
-        BACK: ((answer,) if is_head else ()) + (SLOPE, *(f"{GRADIENT}{n}" for n in range(len(adapter)))),
+        BACK: (SLOPE, *(f"{GRADIENT}{n}" for n in range(len(adapter)))),
     }
     return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), outputs[role])
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from prge.contract import AdaptedModule
+from prge.vocabulary import pieces_of
 from server_export.graph.cutting import Block, cut, kinds
 from server_export.graph.modules import give_memory
 from server_export.graph.rewriting import rewrite
@@ -42,7 +43,8 @@ class Kind:
 class Chain:
     """A model's blocks in order.
 
-    `kind_of` has each block's number in `kinds`; `adapter` the layer of each placeholder for `lora_b`.
+    `kind_of` has each block's number in `kinds`; `adapter` the layer of each placeholder for `lora_b`;
+    `head_rows` the rows of a head's tensors that each of its blocks has: a piece of the vocabulary.
     """
 
     blocks: list[Block]
@@ -53,15 +55,25 @@ class Chain:
     adapter: dict[str, str]
     weights: Weights
     lora_a: Mapping[str, torch.Tensor]
-    head_rows: Mapping[str, Sequence[int]]
+    head_rows: Sequence[Sequence[int]]
+    head: str
     vocabulary_size: int
     scheme: str
-    is_decoder: bool
 
     @property
     def classes(self) -> int:
         """Tokens that a decoder's head answers among."""
-        return min(map(len, self.head_rows.values()), default=self.vocabulary_size)
+        return sum(map(len, self.head_rows))
+
+    @property
+    def end(self) -> int:
+        """Number of the first block that answers no state."""
+        return len(self.blocks) - len(self.head_rows)
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether it has a head."""
+        return bool(self.head_rows)
 
     @property
     def quantization(self) -> QuantizationReport:
@@ -80,13 +92,13 @@ class Chain:
         return QuantizationReport(
             self.scheme,
             GROUP_SIZE if self.scheme == "8da4w" else None,
-            tuple(per_channel),
+            tuple(dict.fromkeys(per_channel)),
             "int8" if embeddings else "fp32",
         )
 
     def in_scheme(self, scheme: str) -> Chain:
         """The same blocks, whose frozen weights are of another scheme."""
-        return replace(self, kinds=_kinds(self.blocks, self.kind_of, scheme, self.is_decoder), scheme=scheme)
+        return replace(self, kinds=_kinds(self.blocks, self.kind_of, scheme, self.end), scheme=scheme)
 
     def tensors(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors that a block's kind reads, made of the block's weights.
@@ -94,16 +106,15 @@ class Chain:
         Raises:
             BundleError: the files lack a weight, or it isn't finite.
         """
-        read = [self._read(name.removeprefix(WHOLE_PREFIX)) for name in self.blocks[number].weights]
+        rows = self.head_rows[number - self.end] if number >= self.end else None
+        read = [self._read(name.removeprefix(WHOLE_PREFIX), rows) for name in self.blocks[number].weights]
         return dict(self.kinds[self.kind_of[number]].frozen.tensors(read))
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str, rows: Sequence[int] | None) -> torch.Tensor:
         layer, _, part = name.rpartition(".")
         if part == ADAPTER_WEIGHT:
             return self.lora_a[layer]
-        plain = name.replace(_BASE, ".")
-        tensor = self.weights.read(plain)
-        return tensor[list(self.head_rows[plain])] if plain in self.head_rows else tensor
+        return self.weights.read(name.replace(_BASE, "."), rows if layer == self.head else None)
 
 
 def build_chain(
@@ -136,36 +147,44 @@ def build_chain(
     model = outline.model
     transposed = {*transposed, *plain_layers(model)}
     weights = Weights(files, model, transposed)
-    head_rows = {}
-    if label_tokens:
-        head_rows[f"{cut_head(model, label_tokens)}.weight"] = label_tokens
+    head_rows, head = _head_rows(model, label_tokens) if outline.is_decoder else ([], "")
     inputs, tables = CallInputs(), Tables(longest)
     modules = insert_lora(model, {name: matrix.to("meta") for name, matrix in lora_a.items()}, 1.0, inputs)
     make_rotary_tables(model, tables)
     shapes = {module.name: (module.rank, module.out_features) for module in modules}
     traced = trace(model, inputs, tables, shapes, outline.is_decoder, first_position(model), copies)
     blocks = cut(traced.graph_module, set(traced.adapter.values()), TABLE)
+    blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
     return Chain(
         blocks,
         kind_of,
-        _kinds(blocks, kind_of, scheme, outline.is_decoder),
+        _kinds(blocks, kind_of, scheme, len(blocks) - len(head_rows)),
         tables,
         modules,
         {placeholder: layer for layer, placeholder in traced.adapter.items()},
         weights,
         lora_a,
         head_rows,
+        head,
         int(model.get_input_embeddings().weight.shape[0]),
         scheme,
-        outline.is_decoder,
     )
 
 
-def _kinds(blocks: Sequence[Block], kind_of: Sequence[int], scheme: str, is_decoder: bool) -> dict[int, Kind]:
+def _head_rows(model: torch.nn.Module, label_tokens: Sequence[int]) -> tuple[list[Sequence[int]], str]:
+    """Rows of each piece of a model's head, which is left as many as one has, and its name."""
+    words = int(model.get_output_embeddings().weight.shape[0])
+    size = words // pieces_of(words)
+    rows: list[Sequence[int]] = [range(start, start + size) for start in range(0, words, size)]
+    rows = [label_tokens] if label_tokens else rows
+    return rows, cut_head(model, len(rows[0]))
+
+
+def _kinds(blocks: Sequence[Block], kind_of: Sequence[int], scheme: str, end: int) -> dict[int, Kind]:
     made = {}
     for number in sorted(set(kind_of)):
-        graph_module, frozen = freeze(blocks[number], scheme, is_decoder and number == len(blocks) - 1)
+        graph_module, frozen = freeze(blocks[number], scheme, number >= end)
         rewrite(graph_module)
         turn_by_layers(graph_module)
         give_memory(graph_module)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from prge.errors import ConfigError
-from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX
 from server_export.model.loading import LoadedModel
 from server_export.model.lora_fa import replace_module
 from server_export.settings import ExportConfig
@@ -26,7 +25,7 @@ def at_positions(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """logits [rows, count, tokens], targets i64 [rows, count] -> log p(target) [rows, count]."""
-    return GATHER_LOG_SOFTMAX(logits, targets.unsqueeze(-1)).squeeze(-1)
+    return torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def pool_mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -54,14 +53,11 @@ def _head_name(model: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is head)
 
 
-def cut_head(model: nn.Module, tokens: Sequence[int]) -> str:
-    """Leave a model's vocabulary head the rows of some tokens only; returns its name."""
-    name, rows = _head_name(model), list(tokens)
+def cut_head(model: nn.Module, rows: int) -> str:
+    """Leave the vocabulary head of a model without weights so many rows; returns its name."""
+    name = _head_name(model)
     head: nn.Linear = model.get_submodule(name)
-    cut = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
-    cut.weight = nn.Parameter(head.weight.detach()[rows].clone(), requires_grad=False)
-    if head.bias is not None:
-        cut.bias = nn.Parameter(head.bias.detach()[rows].clone(), requires_grad=False)
+    cut = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
     replace_module(model, name, cut)
     return name
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from server_export.graph.modules import remove_unused_attributes
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
 from server_export.model.lora_fa import CallInputs
-from server_export.model.readout import log_probabilities
 from server_export.model.tables import Tables
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.
@@ -30,7 +30,8 @@ WHOLE_PREFIX = "model."
 @dataclass(frozen=True)
 class Traced:
     """A graph whose placeholders are tokens i64 [rows, tokens]; an encoder's padding f32 [rows, 1, 1, tokens]
-    or a decoder's targets i64 [rows, tokens]; and lora_b f32 [copies, rank, out] of every adapted layer.
+    or a decoder's targets i64 [rows, tokens]; a decoder's shift f32 [rows, tokens, 1]; and lora_b f32
+    [copies, rank, out] of every adapted layer.
 
     `adapter` names these placeholders by layer, in order.
     """
@@ -40,7 +41,7 @@ class Traced:
 
 
 class _Whole(nn.Module):
-    """The model with its readout at every position."""
+    """The model with its readout at every position: `softmax_parts` of logits, or states."""
 
     def __init__(
         self,
@@ -58,7 +59,9 @@ class _Whole(nn.Module):
         self.first_position = first_position
         self.accepted = frozenset(inspect.signature(model.forward).parameters)
 
-    def forward(self, tokens: torch.Tensor, beside: torch.Tensor, *lora_b: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, beside: torch.Tensor, shift: torch.Tensor, *lora_b: torch.Tensor
+    ) -> torch.Tensor:
         self.inputs.lora_b = dict(zip(self.adapted, lora_b, strict=True))
         length = tokens.shape[1]
         is_decoder = beside.dim() == 2
@@ -74,7 +77,8 @@ class _Whole(nn.Module):
             input_ids=tokens, attention_mask=None if is_decoder else beside, return_dict=True, **arguments
         )
         if is_decoder:
-            return log_probabilities(output.logits, beside)
+            parts: torch.Tensor = SOFTMAX_PARTS(output.logits, shift, beside.unsqueeze(-1))
+            return parts
         states: torch.Tensor = output.last_hidden_state
         return states
 
@@ -95,7 +99,7 @@ def trace(
         inputs: of its adapted layers.
         tables: of its blocks.
         adapter: rank and outputs of each adapted layer, in order.
-        is_decoder: whether it answers log-probabilities; an encoder answers states.
+        is_decoder: whether it answers what it reads of logits; an encoder answers states.
         first_position: the number of a row's first position.
         copies: 1, or COPIES.
 
@@ -113,8 +117,9 @@ def trace(
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
         beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
         lora_b = [torch.empty(copies, *shape) for shape in adapter.values()]
-        exported = torch.export.export(whole, (tokens, beside, *lora_b), strict=False)
+        shift = torch.empty(rows, TOKENS, 1)
+        exported = torch.export.export(whole, (tokens, beside, shift, *lora_b), strict=False)
     graph_module = exported.module(check_guards=False)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
-    return Traced(graph_module, dict(zip(adapter, placeholders[2:], strict=True)))
+    return Traced(graph_module, dict(zip(adapter, placeholders[3:], strict=True)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,12 @@ class Weights:
                     f"{path} can't be read: {first_line(error)}", remedy="copy the model again"
                 ) from None
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         """A parameter, or a number that the architecture says, f32; a weight of a linear layer is [out, in].
+
+        Args:
+            name: of it.
+            rows: of a parameter, which alone are read; by default all.
 
         Raises:
             BundleError: the files lack it, or it has numbers that aren't finite.
@@ -59,7 +63,11 @@ class Weights:
             raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
         # Opened again and again: pages that were read stay in memory as long as a file is open.
         with safe_open(str(self._paths[stored]), framework="pt") as reader:
-            tensor: torch.Tensor = reader.get_tensor(stored).to(torch.float32)
+            if isinstance(rows, range):
+                tensor: torch.Tensor = reader.get_slice(stored)[rows.start : rows.stop]
+            else:
+                tensor = reader.get_tensor(stored)[slice(None) if rows is None else list(rows)]
+            tensor = tensor.to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             raise BundleError(
                 f"{name} of {self.files.name} has numbers that aren't finite",

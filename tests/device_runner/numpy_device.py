@@ -80,14 +80,14 @@ class Device:
     def chain(self) -> Chain:
         """The model as blocks whose programs are only names."""
         contract = self.model(BATCH).contract
-        state, targets = ("tokens",), ("state", "targets")
+        state, targets = ("tokens",), ("state", "targets", "shift")
         roles = {
             STACK: Interface(("state", "lora_b.0"), ("state",)),
             TANGENT: Interface(("state", "d_state", "lora_b.0", "u.0", "v.0"), ("state", "d_state")),
         }
         head = {
-            STACK: Interface(targets, ("logprobs",)),
-            TANGENT: Interface((*targets, "d_state"), ("logprobs", "d_logprobs")),
+            STACK: Interface(targets, ("parts",)),
+            TANGENT: Interface((*targets, "d_state"), ("parts", "d_parts")),
         }
         chosen = [STACK, TANGENT] if self.has_tangents else [STACK]
         kinds = [Kind("programs/0.pte", {STACK: Interface(state, ("state",))})]

@@ -175,8 +175,8 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: _of(1, BACK)(b)["outputs"].append("slope"), "block 1 answers .* in the role back"),
         (lambda b: _of(2, STACK)(b)["inputs"].append("ones"), "block 3 takes .*'ones'.* in the role stack"),
         (
-            lambda b: _of(2, BACK)(b).update(outputs=["slope"]),
-            r"block 3 answers \('slope',\) in the role",
+            lambda b: _of(2, BACK)(b).update(outputs=["parts"]),
+            r"block 3 answers \('parts',\) in the role",
         ),
         (lambda b: b.update(readout="pooled"), "block 3 takes .*'targets'"),
     ],

@@ -23,14 +23,14 @@ from torch.fx.node import map_arg
 from prge.errors import BundleError, told_as_bundle_error
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import ONES, RULES
-from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX, GatherLogSoftmax
 from server_export.graph.modules import as_module, attribute, copied
 from server_export.graph.rewriting import rewrite
 from server_export.graph.shapes import fill_in_values
+from server_export.graph.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
 from server_export.graph.writing import apply_rules
 
 # What autograd goes through instead of an operator.
-_WITH_A_BACKWARD_PASS = {GATHER_LOG_SOFTMAX: GatherLogSoftmax.apply}
+_WITH_A_BACKWARD_PASS = {SOFTMAX_PARTS: SoftmaxParts.apply}
 _REMEDY = "leave back out of --roles, and please report it with the name of the model"
 
 SLOPE = "slope"
@@ -41,8 +41,6 @@ def backpropagate(
     wanted: Sequence[str],
     adapter: Sequence[str],
     tokens: int,
-    *,
-    returns_answer: bool = False,
 ) -> GraphModule:
     """Make a graph that goes through a block and back; it computes the forward pass again.
 
@@ -55,7 +53,6 @@ def backpropagate(
         adapter: inputs that are the adapter's, its last ones, [1, rank, out]; the result takes and returns
             [rank, out].
         tokens: of a row; states of a decoder's head. No constant is as long as this.
-        returns_answer: whether the first output is the block's own.
 
     Returns:
         A module whose last input, `slope`, is the loss's derivative by the answer. It takes `ones` f32
@@ -80,7 +77,7 @@ def backpropagate(
         answer = _run(graph_module.graph, values | tensors_of)
         found = torch.autograd.grad(answer, [given[name] for name in wanted], given[SLOPE], allow_unused=True)
         _check_used(wanted, found)
-        return (answer, *found) if returns_answer else found
+        return found
 
     with told_as_bundle_error("the program has no backward pass", _REMEDY), torch.enable_grad():
         traced = make_fx(joint)(*tensors, *inputs.values())

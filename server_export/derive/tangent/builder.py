@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-aten = torch.ops.aten
+from server_export.graph.writing import part_of_sum
 
-# Numbers that are added up in one step, and those that are worth one of their own.
-_LONGEST_SUM = 1024
-_SHORTEST_SUM = 32
+aten = torch.ops.aten
 
 Number = float | int
 
@@ -94,16 +92,15 @@ class Builder:
     def total(self, source: Node, *shape: int) -> Node:
         """Sum over the last dimension of a value of `shape`, kept as 1.
 
-        A linear layer of ones stays in the delegate. A vocabulary is added up in two of them: XNNPACK pads a
-        layer's outputs to as many as a vector holds, and would read megabytes of weights for one.
+        Layers of ones stay in the delegate.
         """
         *lead, width = shape
         if width == self.tokens:
             rows = self.reshape(source, 1, math.prod(lead), width)
             sums = self.call(aten.bmm.default, rows, self.one_per_token)
             return self.reshape(self.know_shape(sums, 1, math.prod(lead), 1), *lead, 1)
-        part = max(size for size in range(1, _LONGEST_SUM + 1) if width % size == 0)
-        if width > _LONGEST_SUM and part >= _SHORTEST_SUM:
+        part = part_of_sum(width)
+        if part < width:
             parts = self.total(self.reshape(source, *lead, width // part, part), *lead, width // part, part)
             return self.total(self.reshape(parts, *lead, width // part), *lead, width // part)
         return self.know_shape(self.call(aten.linear.default, source, self.ones(1, width)), *lead, 1)

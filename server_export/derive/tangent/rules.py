@@ -471,20 +471,20 @@ def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> D
     return Dual(builder, shape, primal, tangents)
 
 
-@rule("prge.gather_log_softmax.default")
-def _gather_log_softmax(builder: Builder, node: Node, logits: Dual, index: Node) -> Dual:
-    shape = _shape(node)
-    probability = builder.call(aten.softmax.int, logits.primal, -1)
-    mean = _sum(builder, builder.product(probability, logits.tangents), logits.shape, -1)
-    index = builder.reshape(index, 1, *shape)
+@rule("prge.softmax_parts.default")
+def _softmax_parts(builder: Builder, node: Node, logits: Dual, shift: Node, index: Node) -> Dual:
+    shape, one = _shape(node), (*_shape(node)[:-1], 1)
+    index = builder.reshape(index, 1, *one)
+    shifted = builder.call(aten.sub.Tensor, logits.primal, builder.reshape(shift, 1, *one))
+    exponentials = builder.call(aten.exp.default, shifted)
 
-    def chosen(target: Any, part: Node, count: int, *dim: int) -> Node:
-        return builder.call(target, part, *dim, builder.call(aten.expand.default, index, [count, *shape]))
+    def parts(part: Node, weighted: Node, count: int) -> Node:
+        places = builder.call(aten.expand.default, index, [count, *one])
+        chosen = builder.call(aten.gather.default, part, -1, places)
+        return builder.call(aten.cat.default, [chosen, builder.total(weighted, count, *logits.shape)], -1)
 
-    primal = chosen(node.target, logits.primal, 1)
-    # Less the mean after they are chosen: there are far fewer of these than of all.
-    tangents = chosen(aten.gather.default, logits.tangents, builder.queries, -1)
-    return Dual(builder, shape, primal, builder.call(aten.sub.Tensor, tangents, mean))
+    tangents = parts(logits.tangents, builder.product(exponentials, logits.tangents), builder.queries)
+    return Dual(builder, shape, parts(shifted, exponentials, 1), tangents)
 
 
 def _sum(builder: Builder, source: Node, shape: tuple[int, ...], dim: int) -> Node:

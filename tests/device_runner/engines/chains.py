@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import load_file
 from torch.func import functional_call
 
 from device_runner.engines.opening import Engines, open_engines
+from prge import vocabulary
 from prge.bundle import Bundle, open_bundle
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.engine import Array
@@ -24,18 +26,23 @@ Inputs = dict[str, Array]
 
 
 def export_chain(folder: Path, architecture: str) -> Path:
-    """A folder with `model` and `bundle`: a tiny model of two blocks with all roles, for rows of TOKENS."""
+    """A folder with `model` and `bundle`: a tiny model of two blocks with all roles, for rows of TOKENS.
+
+    Its vocabulary of 100 words is read in pieces of 25, as one of 100,000 is in larger ones.
+    """
     from server_export.export import ExportConfig, export
 
     save_model(folder / "model", architecture)
-    export(
-        ExportConfig(
-            model=str(folder / "model"),
-            out=folder / "bundle",
-            rank=2,
-            sequence_length=TOKENS,
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "_LARGEST_PIECE", 30)
+        export(
+            ExportConfig(
+                model=str(folder / "model"),
+                out=folder / "bundle",
+                rank=2,
+                sequence_length=TOKENS,
+            )
         )
-    )
     return folder
 
 

@@ -26,7 +26,7 @@ from tests.device_runner.engines.chains import inputs_of, opened
 
 pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
 
-BLOCK, OTHER, EMBEDDING, HEAD = (f"weights/{name}.ptd" for name in ("000", "001", "embedding", "head"))
+BLOCK, OTHER, EMBEDDING, HEAD = (f"weights/{name}.ptd" for name in ("000", "001", "embedding", "head-00"))
 PROGRAM = "programs/block.pte"
 ENGINES = ["native", "torch"]
 
@@ -296,5 +296,5 @@ def test_the_command_line_tells_it_and_ends_with_2(
     words = [verb, "--bundle", folder, *(rows if verb == "run" else ["--data", tmp_path / "rows.jsonl"])]
     assert main([*map(str, words)]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"prge {verb}: error: ") and "head.ptd is not the file" in message
+    assert message.startswith(f"prge {verb}: error: ") and "head-00.ptd is not the file" in message
     assert "Traceback" not in message

@@ -116,7 +116,7 @@ def _make_chain(start: StartAdapter, pooling: str, label_tokens: tuple[int, ...]
     ]
     blocks = [Block(0, "", (), ()), Block(1, "", (), tuple(range(len(modules))))]
     if is_decoder:
-        kinds.append(Kind("", {STACK: Interface(("state", "targets"), ("logprobs",))}))
+        kinds.append(Kind("", {STACK: Interface(("state", "targets", "shift"), ("parts",))}))
         blocks.append(Block(2, "", (), ()))
     return Chain(
         readout="pooled" if not is_decoder else "verbalizer" if label_tokens else "logprobs",

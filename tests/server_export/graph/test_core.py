@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from server_export.graph.core import write_core_operators
-from server_export.graph.log_softmax import GATHER_LOG_SOFTMAX
 from server_export.graph.rewriting import rewrite
 from server_export.graph.shapes import fill_in_values
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 
 aten = torch.ops.aten
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -38,9 +38,24 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = {
     "softmax": (lambda x: torch.softmax(x, 1), {"_softmax"}),
     "silu": (nn.functional.silu, {"sigmoid", "mul"}),
     "reversed difference": (lambda x: 1.5 - x, {"mul", "add"}),
-    "log-probability": (
-        lambda x: GATHER_LOG_SOFTMAX(x, INDEX),
-        {"_softmax", "gather", "clamp", "log", "lift_fresh_copy", "detach_"},
+    "parts of a softmax": (
+        lambda x: SOFTMAX_PARTS(x, x[..., :1], INDEX),
+        {"sub", "exp", "linear", "gather", "cat", "slice_copy", "lift_fresh_copy", "detach_"},
+    ),
+    "a sum of many": (
+        lambda x: SOFTMAX_PARTS(x.repeat(1, 1, 512), x[..., :1], INDEX),
+        {
+            "repeat",
+            "sub",
+            "exp",
+            "linear",
+            "reshape",
+            "gather",
+            "cat",
+            "slice_copy",
+            "lift_fresh_copy",
+            "detach_",
+        },
     ),
 }
 
