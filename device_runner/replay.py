@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from device_runner.session.inputs import make_estimator, new_state
-from device_runner.session.settings import RunSettings
+from device_runner.session.inputs import estimator_of, new_state, run_settings
 from prge.adapter import Adapter
 from prge.checkpoint import HEAD, TrainingState, head_arrays
 from prge.contract import AdaptedModule
@@ -84,7 +83,7 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
         step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
     if step > journal.steps:
         raise RunError(f"the run has {journal.steps} steps, not {step}", remedy="give a smaller --step")
-    estimator = make_estimator(run_settings(start))
+    estimator = estimator_of(journal)
     for number in range(step):
         taken = journal.step(number)
         if taken is None:
@@ -103,8 +102,3 @@ def first_state(journal: Journal, start: Record) -> TrainingState:
         adapter.values[:] = decode_array(start["adapter"])
     heads = Heads.from_journal(journal, start["width"]) or Heads()
     return new_state(run_settings(start), adapter, heads)
-
-
-def run_settings(start: Record) -> RunSettings:
-    """The settings of the run that the journal's first record began, without its paths."""
-    return RunSettings(bundle=Path(), train=Path(), out=Path(), dev=Path(), **start["settings"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,14 @@ from device_runner.engines.opening import Engines, open_engines
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.session.gates import Gates
 from device_runner.session.inputs import (
+    CHANGE,
+    CHANGEABLE,
     RunInputs,
+    estimator_of,
     learning_rates,
-    make_estimator,
     new_state,
     read_inputs,
+    settings_records,
 )
 from device_runner.session.noise import noise_note
 from device_runner.session.sensors import Sensors
@@ -91,7 +95,7 @@ def run(settings: RunSettings) -> Path:
                 cache = TrunkCache(folder, settings.trunk_cache_bytes, settings.trunk_cache_dtype)
             engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, cache=cache)
             facts = _Facts(inputs, engines)
-            rows = partial(make_estimator(settings).rows, engines.step.contract)
+            rows = partial(estimator_of(journal).rows, engines.step.contract)
             watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)
             watcher.catch_up(journal)
             with watcher, graceful_stop(watcher):
@@ -133,7 +137,7 @@ def _train(
     learner = AdapterLearner(
         engines.step,
         sampler,
-        make_estimator(settings),
+        estimator_of(journal),
         learning_rates(settings),
         state,
         settings.of_loop,
@@ -170,24 +174,25 @@ def _tell_noise(
 
 
 def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
-    """Write down what a new run is, or compare a resumed one with what it was begun as.
+    """Write down what a new run is, or compare a resumed one with what it was begun as, or changed to.
 
     Raises:
         ConfigError: every setting and input that differs.
     """
+    config = settings_to_yaml(replace(settings.resolved(), change_estimator=False)).encode()
     stored = journal.first("start")
     if stored is None:
         # In this order: what has a journal can be resumed, whenever the process ends.
-        write_file(settings.out / CONFIG, settings_to_yaml(settings.resolved()).encode())
+        write_file(settings.out / CONFIG, config)
         journal.append(identity)
         return
+    last = settings_records(journal)[-1]
+    with journal.reading(last):
+        before, now = last["settings"], identity["settings"]
+        changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+        refused = changed - (CHANGEABLE if settings.change_estimator else set())
+        problems = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in sorted(refused)]
     with journal.reading(stored):
-        before, now = stored["settings"], identity["settings"]
-        problems = [
-            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-            for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name)
-        ]
         problems += [
             f"the {name} is another one"
             for name in ("bundle", "train", "dev", "task", "adapter")
@@ -197,8 +202,12 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
         raise ConfigError(
             "the run was begun with other settings:",
             problems,
-            remedy="resume without them, or start a new run in another folder",
+            remedy="resume without them, or start a new run in another folder"
+            + ("; --change-estimator lets these differ" if changed and refused <= CHANGEABLE else ""),
         )
+    if changed:
+        write_file(settings.out / CONFIG, config)
+        journal.append({"kind": CHANGE, "step": journal.steps, "settings": identity["settings"]})
 
 
 def prepare_heads(settings: RunSettings, inputs: RunInputs, engine: Engine, journal: Journal) -> Heads:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from prge.adapter import adapter_size
 from prge.chain import BACK, STACK, TANGENT, Bounds
 from prge.contract import AdaptedModule, Contract
+from prge.vocabulary import pieces_of
 
 MIB = 1 << 20
 GROUP_SIZE = 32
@@ -88,6 +89,11 @@ class Outline:
         """How many values of that width a block holds at once: those layers' results, and one more."""
         wide = sum(layer.count for layer in self.layers if layer.outputs == self.inner)
         return round(wide / self.blocks) + 1
+
+    @property
+    def pieces(self) -> int:
+        """Blocks of the head, each with a piece of the vocabulary; an encoder has none."""
+        return pieces_of(self.head.outputs) if self.head else 0
 
     @property
     def adapted_blocks(self) -> int:
@@ -262,9 +268,10 @@ def work_of(outline: Outline, contract: Contract) -> Work:
     layers = sum(layer.numbers * rows[layer.below] * length for layer in outline.layers)
     answers = 0
     if outline.head is not None:
-        asked = contract.positions * contract.rows * (2 if contract.is_exact else 1 + contract.queries)
-        layers += outline.head.numbers * asked
-        answers = outline.head.outputs * asked
+        asked = contract.positions * contract.rows
+        # On the way back the head is read first, for the logarithm of the whole sum.
+        layers += outline.head.numbers * asked * (3 if contract.is_exact else 1 + contract.queries)
+        answers = outline.head.outputs * asked * (2 if contract.is_exact else 1 + contract.queries)
     heads = outline.heads * outline.head_width
     # Each of the two products of attention has two terms in a derivative.
     terms = contract.rows * (4 if contract.is_exact else 1 + 2 * contract.queries)
@@ -272,7 +279,8 @@ def work_of(outline: Outline, contract: Contract) -> Work:
     derivatives = contract.rows * (1 if contract.is_exact else contract.queries)
     passed = outline.blocks_below * contract.batch_size + outline.adapted_blocks * (above + derivatives / 2)
     adapted = sum(module.rank * (module.in_features + module.out_features) for module in outline.modules)
-    methods = outline.blocks + 2 + (outline.adapted_blocks if contract.is_exact else 0)
+    methods = outline.blocks + 1 + outline.pieces
+    methods += outline.adapted_blocks + outline.pieces if contract.is_exact else 0
     return Work(
         layers,
         2 * attention * length * heads * length + adapted * above * length,
@@ -364,10 +372,11 @@ def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: i
 
 
 def _head_arena(outline: Outline, role: str, queries: int, asked: int) -> int:
-    """Bytes that a head's program plans: logits, those of tangents twice."""
+    """Bytes that the program of a head's piece plans: logits, those of tangents twice."""
     if outline.head is None:
         return 0
-    return 4 * asked * outline.head.outputs * {STACK: 1, TANGENT: 1 + 2 * queries, BACK: 2}[role]
+    logits = 4 * asked * (outline.head.outputs // outline.pieces)
+    return logits * {STACK: 1, TANGENT: 1 + 2 * queries, BACK: 2}[role]
 
 
 def _workspace(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:

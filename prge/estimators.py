@@ -130,6 +130,33 @@ class Estimator(Protocol):
         ...
 
 
+class InTurn:
+    """Implements Estimator by several, each from a step of its own on: those of a run that changed it.
+
+    Args:
+        since: first steps and estimators, in the order of the run; the first one is 0.
+    """
+
+    def __init__(self, since: Sequence[tuple[int, Estimator]]) -> None:
+        self._since = since
+        self._now = since[-1][1]
+
+    def measure(self, engine: Engine, step: Step) -> Measurement:
+        """See Estimator.measure."""
+        return self._now.measure(engine, step)
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """See Estimator.rows."""
+        return self._now.rows(contract, batches)
+
+    def gradient(
+        self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
+    ) -> FloatArray:
+        """See Estimator.gradient."""
+        estimator = next(estimator for first, estimator in reversed(self._since) if first <= step)
+        return estimator.gradient(learnt, seed, step, modules)
+
+
 def clipped(scalars: Float64Array, limit: float) -> Float64Array:
     """Scalars shrunk together until their root mean square over queries is at most `limit`; 0 leaves them.
 

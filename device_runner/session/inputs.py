@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from device_runner.session.settings import RunSettings
 from prge.adapter import Adapter
@@ -12,11 +13,11 @@ from prge.bundle import Bundle, file_sha256
 from prge.checkpoint import HEAD, TrainingState, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule
 from prge.encoder_heads import Heads
-from prge.estimators import Estimator
+from prge.estimators import Estimator, InTurn
 from prge.exact import Exact
 from prge.examples import Example
 from prge.head import Head
-from prge.journal import Record, encode_array
+from prge.journal import Journal, Record, encode_array
 from prge.optimizers import make_optimizer, schedule
 from prge.peft import find_adapter, read_peft
 from prge.rows.example_building import BuildOptions, load_examples
@@ -32,9 +33,19 @@ _NOT_IDENTITY = frozenset(
     {
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
         *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
-        *("pause_above_celsius", "pause_below_battery", "only_charging"),
+        *("change_estimator", "pause_above_celsius", "pause_below_battery", "only_charging"),
     }
 )
+
+
+# What may change with the estimator of a run, and the journal's record of it.
+CHANGEABLE = frozenset(
+    {
+        *("estimator", "queries", "copies", "epsilon", "directions", "share_directions"),
+        *("baseline", "normalize", "clip", "learning_rate"),
+    }
+)
+CHANGE = "change"
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,25 @@ def make_estimator(settings: RunSettings) -> Estimator:
     if settings.estimator == "one-sided":
         rule = OneSided(settings.queries, settings.epsilon, settings.baseline, settings.normalize)
     return Differences(rule, settings.directions, settings.clip)
+
+
+def run_settings(record: Record) -> RunSettings:
+    """The settings of a journal's record that a run began or changed with, without its paths."""
+    return RunSettings(bundle=Path(), train=Path(), out=Path(), dev=Path(), **record["settings"])
+
+
+def settings_records(journal: Journal) -> list[Record]:
+    """The records of a journal that have settings: of its start, and of every change."""
+    return [record for record in journal.records if record["kind"] in ("start", CHANGE)]
+
+
+def estimator_of(journal: Journal) -> Estimator:
+    """The estimator of a journal's run; it replays a step by that which the step was taken with."""
+    since = []
+    for record in settings_records(journal):
+        with journal.reading(record):
+            since.append((record.get("step", 0), make_estimator(run_settings(record))))
+    return InTurn(since)
 
 
 def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:

@@ -43,6 +43,8 @@ class RunSettings(TrainingFlags):
     a bundle without that role."""
     queries: int | None = None
     """Random directions a step; default: 4. An exact gradient has none."""
+    change_estimator: bool = False
+    """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
     copies: int | None = None
     """antithetic, one-sided: copies of the adapter in one call; default: all of a step."""
     share_directions: bool = False

@@ -257,6 +257,48 @@ def test_a_run_isnt_resumed_with_other_directions(device: Device, settings: RunS
         run(replace(settings, resume=settings.out, share_directions=True))
 
 
+def test_told_so_a_run_goes_on_with_another_estimator(
+    device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its journal says since when, so that it resumes and replays to the same bits."""
+    device.calls_left = 20
+    with pytest.raises(Killed):
+        run(settings)
+    device.calls_left = 10**9
+    changed = replace(settings, resume=settings.out, share_directions=True, learning_rate=0.01)
+    with pytest.raises(ConfigError, match=r"learning_rate was 0\.02, is 0\.01") as caught:
+        run(changed)
+    assert "--change-estimator lets these differ" in str(caught.value.remedy)
+    killed = replace(changed, out=tmp_path / "killed", resume=tmp_path / "killed")
+    shutil.copytree(settings.out, killed.out)
+    run(replace(changed, change_estimator=True))
+    kills, is_told = 0, True
+    while True:
+        device.calls_left = 4 + kills % 5
+        try:
+            run(replace(killed, change_estimator=is_told))
+            break
+        except Killed:
+            kills, is_told = kills + 1, False
+    assert kills > 1
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
+    with Journal(settings.out / "journal.jsonl", writable=False) as journal:
+        (change,) = [record for record in journal.records if record["kind"] == "change"]
+    assert 0 < change["step"] < STEPS and change["settings"]["share_directions"] is True
+    stored = parse_settings(RunSettings, with_stored_settings(["--resume", str(settings.out)]), "prge run")
+    assert stored.share_directions and not stored.change_estimator
+    assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
+    assert "the same bits" in capsys.readouterr().out
+
+
+def test_with_another_estimator_all_else_stays(device: Device, settings: RunSettings) -> None:
+    run(settings)
+    with pytest.raises(ConfigError, match="seed was 42, is 7") as caught:
+        run(replace(settings, resume=settings.out, share_directions=True, seed=7, change_estimator=True))
+    assert "share_directions" not in str(caught.value)
+
+
 def _list_template(bundle: Path, source: str) -> None:
     """Give a bundle a chat template that its manifest lists."""
     path = bundle / "tokenizer/chat_template.jinja"
