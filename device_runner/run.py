@@ -122,6 +122,8 @@ def _train(
     def save(state: TrainingState) -> None:
         save_checkpoint(checkpoints, state, inputs.bundle.adapter)
         journal.sync()
+        if not settings.keep_gradients:
+            journal.forget_gradients(state.step)
         prune_checkpoints(checkpoints, kept_steps(state.progress, settings.checkpoint_every))
 
     def score(state: TrainingState) -> Record:

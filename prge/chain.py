@@ -43,8 +43,8 @@ _MOST_BLOCKS = 1024
 _SHOWN = 8
 # torch.export takes a size of 1 for another program.
 FEWEST_TOKENS = 2
-# Of a batch in one call.
-_MOST_TOKENS = 1024
+# Of a batch in one call, and of a row with as many queries as short ones have.
+_MOST_TOKENS, _SHORT = 512, 256
 # Classes of an encoder's head that a step has room for.
 _CLASSES = 32
 # What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
@@ -66,7 +66,11 @@ class Bounds:
     @classmethod
     def for_rows(cls, tokens: int) -> Bounds:
         """What is usual for rows of so many tokens: memory is planned for a call of all bounds at once."""
-        return cls(batch=max(1, min(cls.batch, _MOST_TOKENS // tokens)), tokens=tokens)
+        return cls(
+            batch=max(1, min(cls.batch, _MOST_TOKENS // tokens)),
+            queries=cls.queries if tokens <= _SHORT else cls.queries // 2,
+            tokens=tokens,
+        )
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ from prge.contract import AdaptedModule, Contract
 from prge.engine import Array, Engine, FloatArray
 from prge.examples import Batch
 from prge.head import Classifier, Head
-from prge.journal import Record, encode_array
+from prge.journal import GRADIENT, Record, encode_array
 
 Float64Array = NDArray[np.float64]
+# What a journal can have of a step for `Estimator.gradient`.
+LEARNT = frozenset({"scalars", GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Measurement:
         record: Record = (
             {"scalars": self.scalars.tolist()}
             if self.gradient is None
-            else {"gradient": encode_array(self.gradient)}
+            else {GRADIENT: encode_array(self.gradient)}
         )
         if self.head_gradient is not None:
             record["head_gradient"] = encode_array(self.head_gradient)

@@ -15,11 +15,11 @@ import numpy as np
 
 from prge.contract import ABSENT, GRADIENT_PREFIX, AdaptedModule, Contract
 from prge.engine import Array, Engine, FloatArray
-from prge.errors import ConfigError
+from prge.errors import ConfigError, RunError
 from prge.estimators import Calls, Float64Array, Measurement, Step
 from prge.examples import Batch, Example
 from prge.head import Classifier
-from prge.journal import decode_array
+from prge.journal import GRADIENT, decode_array
 from prge.objectives import losses, score_gradient, scores
 
 # A backward counts as two forwards wherever rows are compared, though past frozen weights it costs about one.
@@ -65,8 +65,17 @@ class Exact:
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
-        """The gradient that was measured, f32 [size]."""
-        return decode_array(learnt["gradient"])
+        """The gradient that was measured, f32 [size].
+
+        Raises:
+            RunError: a journal has forgotten it.
+        """
+        if GRADIENT not in learnt:
+            raise RunError(
+                f"the journal has no gradient of step {step}: it keeps those since the newest checkpoint",
+                remedy="a run with --keep-gradients can be replayed",
+            )
+        return decode_array(learnt[GRADIENT])
 
 
 def shortened(gradient: Float64Array, limit: float) -> Float64Array:

@@ -22,13 +22,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from prge.atomic import storage_error
+from prge.atomic import storage_error, write_file
 from prge.documents import parse_json
 from prge.engine import FloatArray
 from prge.errors import RunError
 from prge.regular_files import open_regular, read_regular
 
 Record = dict[str, Any]
+# Of a step's record: a gradient as it is, megabytes of a large adapter.
+GRADIENT = "gradient"
 
 
 class Journal:
@@ -88,6 +90,25 @@ class Journal:
         self.records.append(record)
         self._at[record["kind"], record.get("step")] = record
         return record
+
+    def forget_gradients(self, before: int) -> None:
+        """Leave out the gradients of steps before one, because a checkpoint has what came of them.
+
+        A kill leaves the file as it was, or as it is to be.
+
+        Raises:
+            RunError: as `append`.
+        """
+        large = [record for record in self.records if GRADIENT in record and record["step"] < before]
+        if not large or self._stream is None:
+            return
+        for record in large:
+            del record[GRADIENT]
+        content = b"".join(map(_line, self.records))
+        write_file(self.path, content)
+        self._stream.close()
+        self._stream = open_regular(self.path, "ab", buffering=0)
+        self._length = len(content)
 
     @contextlib.contextmanager
     def reading(self, record: Record) -> Iterator[None]:

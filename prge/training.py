@@ -20,7 +20,7 @@ import numpy as np
 from prge.checkpoint import Progress, TrainingState
 from prge.engine import Engine
 from prge.errors import DivergenceError
-from prge.estimators import Estimator, Measurement, Step
+from prge.estimators import LEARNT, Estimator, Measurement, Step
 from prge.journal import Journal, Record
 from prge.sampling import Sampler
 
@@ -133,8 +133,10 @@ class AdapterLearner:
         """See Learner; the state before a step that diverges is saved; no journal has that step."""
         state, measurement = self.state, None
         record = replayed = self.journal.step(state.step)
-        if record is None:
+        if record is None or not record.keys() & LEARNT:
             record, measurement = self._measured()
+            # A gradient that the journal has forgotten is computed again; all else is what it was.
+            record |= replayed or {}
             if problem := _divergence(measurement, state, self.settings):
                 self.save()
                 raise DivergenceError(problem, remedy=_REMEDY)
@@ -146,7 +148,7 @@ class AdapterLearner:
             raise DivergenceError(f"step {state.step - 1}: {problem}", remedy=_REMEDY)
         if replayed is None:
             self.journal.append(record)
-        return record, measurement
+        return record, measurement if replayed is None else None
 
     def _measured(self) -> tuple[Record, Measurement]:
         state, seed = self.state, self.settings.seed

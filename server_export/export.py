@@ -6,7 +6,6 @@ block's weights -> verify in the engine -> write the manifest
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from prge.atomic import new_folder
 from prge.costs import MOST_COMPARED
 from prge.errors import RunError
 from server_export.check.estimation import announce
+from server_export.memory import give_back_freed
 from server_export.settings import ExportConfig
 
 if TYPE_CHECKING:
@@ -128,10 +128,9 @@ def _compare(config: ExportConfig, chain: Chain) -> None:
     from server_export.check.chain import difference_from_model
 
     with _stage("comparing") as note:
-        part = difference_from_model(chain.in_scheme("fp32"), config.model, config.revision)
+        part = difference_from_model(chain, config.model, config.revision)
         note(f"the blocks in float32 and the whole model differ by {part:.2g}")
-    # Its graphs refer to each other, and to weights.
-    gc.collect()
+    give_back_freed()
 
 
 def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) -> dict[str, Any]:
@@ -144,6 +143,7 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
     bounds = manifest.Bounds.for_rows(source.longest)
     with _stage("lowering") as note:
         lowered = lower_chain(chain, folder, config.roles, bounds, note)
+    give_back_freed()
     with _stage("verifying") as note:
         verification = verify_chain(chain, lowered, folder, config.quantize)
         differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())

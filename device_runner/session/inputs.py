@@ -33,7 +33,8 @@ _NOT_IDENTITY = frozenset(
     {
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
         *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
-        *("change_estimator", "pause_above_celsius", "pause_below_battery", "only_charging"),
+        *("change_estimator", "keep_gradients", "checkpoint_every"),
+        *("pause_above_celsius", "pause_below_battery", "only_charging"),
     }
 )
 

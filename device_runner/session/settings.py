@@ -22,6 +22,8 @@ from prge.training_flags import TrainingFlags
 EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 
 DEFAULT_QUERIES = DEFAULT_BATCH = 4
+# Gradients of so many steps and the checkpoint before them take about as much room.
+STEPS_OF_GRADIENTS = 4
 _KIND: dict[EstimatorName, str] = {
     "tangent": "tangent",
     "exact": "exact",
@@ -43,6 +45,9 @@ class RunSettings(TrainingFlags):
     a bundle without that role."""
     queries: int | None = None
     """Random directions a step; default: 4. An exact gradient has none."""
+    keep_gradients: bool = False
+    """exact: the journal keeps the gradient of every step, so that the run can be replayed. Default: those
+    since the newest checkpoint, which is written every 4 steps at least."""
     change_estimator: bool = False
     """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
     copies: int | None = None
@@ -145,7 +150,10 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             remedy="leave it out, or export with --adapt-layers top:k",
         )
     queries = None if estimator == "exact" else settings.queries or DEFAULT_QUERIES
-    return replace(settings, estimator=estimator, queries=queries)
+    every = settings.checkpoint_every
+    if estimator == "exact" and not settings.keep_gradients:
+        every = min(every, STEPS_OF_GRADIENTS)
+    return replace(settings, estimator=estimator, queries=queries, checkpoint_every=every)
 
 
 def bundle_for(settings: RunSettings, bundle: Bundle, examples: Sequence[Example] = ()) -> Bundle:

@@ -77,7 +77,7 @@ def verify_chain(chain: Chain, lowered: LoweredChain, folder: Path, scheme: str)
 
 
 def difference_from_model(chain: Chain, name_or_path: str, revision: str | None) -> float:
-    """Largest difference between the blocks of a float chain, in PyTorch, and transformers' own model.
+    """Largest difference between the blocks in float32, in PyTorch, and transformers' own model.
 
     Of log-probabilities or states, of two rows without adapter. The model is in memory as a whole.
 
@@ -103,7 +103,8 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None)
         name = type(model).__name__
         # The blocks need its memory.
         del model, output
-        found = _answers(chain, tokens, targets if chain.is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS))
+        beside = targets if chain.is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS)
+        found = _answers(chain.in_scheme("fp32"), tokens, beside)
     difference = float((found.reshape(expected.shape) - expected).abs().max())
     if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
         raise BundleError(

@@ -14,6 +14,7 @@ from prge.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.chain import STACK, Bounds
 from prge.errors import BundleError
 from server_export.lower.roles import LoweredRoles, lower_roles
+from server_export.memory import give_back_freed
 from server_export.model.chain import Chain
 from server_export.model.tables import Table
 
@@ -83,6 +84,7 @@ def lower_chain(
         kinds.append(manifest.Kind(f"{PROGRAMS}/{name}.pte", done.methods))
         (folder / kinds[-1].program).write_bytes(done.kind.program)
         tell(f"{name}: {', '.join(done.methods)}")
+        give_back_freed()
     modules = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
     for number, block in enumerate(chain.blocks):

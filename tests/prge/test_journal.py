@@ -149,3 +149,36 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
 def test_arrays_survive_exactly(values: list[float]) -> None:
     array = np.array(values, np.float32)
     assert decode_array(encode_array(array)).tobytes() == array.tobytes()
+
+
+def test_it_forgets_gradients_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    gradient = encode_array(np.linspace(-1, 1, 1000, dtype=np.float32))
+    journal = Journal(path)
+    for step in range(3):
+        journal.append({"kind": "step", "step": step, "loss": 0.5, "gradient": gradient})
+    length = path.stat().st_size
+    journal.forget_gradients(2)
+    assert path.stat().st_size < length / 2
+    journal.forget_gradients(3)
+    assert path.stat().st_size < length / 20
+    journal.append({"kind": "step", "step": 3, "loss": 0.5, "gradient": gradient})
+    journal.close()
+    records = Journal(path).records
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert ["gradient" in record for record in records] == [False, False, False, True]
+
+
+def test_where_it_cant_forget_it_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.append({"kind": "step", "step": 0, "gradient": "AAAA"})
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
+        patch.setattr(os, "replace", full)
+        journal.forget_gradients(1)
+    assert path.read_bytes() == before

@@ -55,9 +55,15 @@ class Run:
     """One run on the numpy engine in one folder."""
 
     def __init__(
-        self, folder: Path, encoder: bool = False, estimator: Estimator | None = None, **settings: Any
+        self,
+        folder: Path,
+        encoder: bool = False,
+        estimator: Estimator | None = None,
+        forgets: bool = False,
+        **settings: Any,
     ) -> None:
         folder.mkdir(exist_ok=True)
+        self.forgets = forgets
         self.folder = folder
         self.model = NumpyEngine(copies=4, encoder=encoder)
         self.estimator = estimator or Differences(Antithetic(4, 1e-2))
@@ -92,6 +98,12 @@ class Run:
         state = self.fresh_state()
         load_latest(checkpoints, state, newest=sum(r["kind"] == "step" for r in journal.records))
         rate = schedule("cosine", 0.05, self.settings.steps)
+
+        def keep(state: TrainingState) -> None:
+            save_checkpoint(checkpoints, state, self.template)
+            if self.forgets:
+                journal.forget_gradients(state.step)
+
         try:
             learner = AdapterLearner(
                 engine or self.engine,
@@ -101,7 +113,7 @@ class Run:
                 state,
                 self.settings,
                 journal,
-                save or (lambda state: save_checkpoint(checkpoints, state, self.template)),
+                save or keep,
                 self.evaluate,
             )
             train(learner, self.settings, self.observer)
@@ -151,13 +163,22 @@ class DyingEngine:
         return self.engine.forward(inputs)
 
 
-@pytest.mark.parametrize("name", ["antithetic", "tangent", "tangent, shared directions", "exact"])
+@pytest.mark.parametrize(
+    ("name", "forgets"),
+    [
+        ("antithetic", False),
+        ("tangent", False),
+        ("tangent, shared directions", False),
+        ("exact", False),
+        ("exact", True),
+    ],
+)
 @pytest.mark.parametrize("encoder", [False, True])
 def test_killed_at_any_call_and_resumed_it_ends_in_the_same_bits(
-    tmp_path: Path, encoder: bool, name: str
+    tmp_path: Path, encoder: bool, name: str, forgets: bool
 ) -> None:
-    expected = _bits(Run(tmp_path / "whole", encoder, ESTIMATORS[name]).go())
-    run = Run(tmp_path / "killed", encoder, ESTIMATORS[name])
+    expected = _bits(Run(tmp_path / "whole", encoder, ESTIMATORS[name], forgets).go())
+    run = Run(tmp_path / "killed", encoder, ESTIMATORS[name], forgets)
     for calls in range(1, 50):
         try:
             found = run.go(DyingEngine(run.engine, calls % 4))
@@ -199,6 +220,26 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     content[-3] ^= 1
     newest.write_bytes(content)
     assert _bits(run.go(DyingEngine(run.engine, 0))) == expected
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+def test_gradients_are_forgotten_and_computed_again_where_a_checkpoint_is_damaged(
+    tmp_path: Path, encoder: bool
+) -> None:
+    expected = _bits(Run(tmp_path / "kept", encoder, Exact()).go())
+    run = Run(tmp_path / "run", encoder, Exact(), forgets=True)
+    assert _bits(run.go()) == expected
+    journal = (tmp_path / "run/journal.jsonl").read_bytes()
+    assert b'"gradient"' not in journal and b'"gradient"' in (tmp_path / "kept/journal.jsonl").read_bytes()
+    for number in range(3):
+        checkpoints = sorted((tmp_path / "run/checkpoints").glob("step-*"), reverse=True)
+        for folder in checkpoints[: number + 1]:
+            (folder / "adapter_model.safetensors").write_bytes(b"damaged")
+        run.observer = Silent()
+        assert _bits(run.go()) == expected
+        # They count as steps that the run has taken, not as new ones.
+        assert run.observer.measured == []
+        assert (tmp_path / "run/journal.jsonl").read_bytes() == journal
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
