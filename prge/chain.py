@@ -67,7 +67,8 @@ class Bounds:
     def for_rows(cls, tokens: int) -> Bounds:
         """What is usual for rows of so many tokens: memory is planned for a call of all bounds at once."""
         return cls(
-            batch=max(1, min(cls.batch, _MOST_TOKENS // tokens)),
+            # Programs are traced, and verified, with 2 rows.
+            batch=max(2, min(cls.batch, _MOST_TOKENS // tokens)),
             queries=cls.queries if tokens <= _SHORT else cls.queries // 2,
             tokens=tokens,
         )
