@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.session.gates import Gates
@@ -93,7 +94,14 @@ def run(settings: RunSettings) -> Path:
             if settings.trunk_cache_bytes:
                 folder = settings.out / TRUNK_CACHE
                 cache = TrunkCache(folder, settings.trunk_cache_bytes, settings.trunk_cache_dtype)
-            engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, cache=cache)
+            engines = open_engines(
+                bundle,
+                settings.threads,
+                settings.engine,
+                settings.memory,
+                cache=cache,
+                checkpoints=Checkpoints(settings.checkpoint_dtype, settings.out, settings.memory),
+            )
             facts = _Facts(inputs, engines)
             rows = partial(estimator_of(journal).rows, engines.step.contract)
             watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)

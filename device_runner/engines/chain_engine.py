@@ -17,6 +17,7 @@ import numpy as np
 
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
+from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.head import Asked, Head, slices
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.chain import BACK, FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, STACK, TABLE, TANGENT, U, V
@@ -54,13 +55,20 @@ class ChainEngine(CheckedEngine):
         blocks: of the bundle.
         threads: size of the engine's pool.
         cache: keeps the states that enter the lowest adapted block, row by row.
+        checkpoints: keeps the states that enter the blocks of an exact call.
     """
 
     def __init__(
-        self, contract: Contract, blocks: Blocks, threads: int, cache: TrunkCache | None = None
+        self,
+        contract: Contract,
+        blocks: Blocks,
+        threads: int,
+        cache: TrunkCache | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         super().__init__(contract, threads)
         self._cache = cache
+        self._checkpoints = checkpoints or Checkpoints()
         self._blocks = blocks
         self._chain = blocks.chain
         self._bounds = blocks.chain.bounds
@@ -132,7 +140,10 @@ class ChainEngine(CheckedEngine):
             self._part(call, rows[None, batch], below, stacked)
             for batch in slices(len(rows), self._bounds.batch)
         ]
-        self._pass(parts, STACK, range(self._first, self._end), keep=True)
+        above = range(self._first, self._end)
+        tokens = len(rows) * call.length
+        self._checkpoints.begin(len(parts) * len(above), tokens * sum(map(self._blocks.width, above)))
+        self._pass(parts, STACK, above, keep=True)
         states = self._collected(parts, call)
         if self._chain.is_encoder:
             answers = call.pooled(states, self._chain.pooling)
@@ -151,10 +162,10 @@ class ChainEngine(CheckedEngine):
                 name: array[0] if name == "padding" else array for name, array in part.beside.items()
             }
         gradients: Arrays = {}
-        for number in reversed(range(self._first, self._end)):
+        for number in reversed(above):
             modules = self._chain.blocks[number].modules
             for part in parts:
-                part.values["state"] = part.kept.pop()[0]
+                part.values["state"] = part.kept.pop()[0].astype(np.float32, copy=False)
                 found = self._run(number, BACK, part)
                 self._release(part.values)
                 part.values = {"slope": found["slope"]}
@@ -231,9 +242,8 @@ class ChainEngine(CheckedEngine):
             for part in parts:
                 found = self._run(number, role, part)
                 if keep:
-                    part.kept.append(part.values["state"])
-                else:
-                    self._release(part.values)
+                    part.kept.append(self._checkpoints.keep(part.values["state"]))
+                self._release(part.values)
                 part.values = found
 
     def _run(self, number: int, role: str, part: Part) -> Arrays:

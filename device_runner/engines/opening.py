@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chain_engine import ChainEngine
+from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.choice import choose
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.bundle import Bundle
@@ -31,6 +32,7 @@ def open_engines(
     memory: int | None = None,
     only_scoring: bool = False,
     cache: TrunkCache | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Engines:
     """Open the blocks of a bundle, each tried before it is used.
 
@@ -41,6 +43,7 @@ def open_engines(
         memory: bytes of weights that may stay loaded.
         only_scoring: whether no step is going to be taken.
         cache: keeps what the blocks below the adapter make of rows of steps.
+        checkpoints: keeps the states that enter the blocks of an exact step.
 
     Raises:
         BundleError, EngineError: see device_runner.engines.blocks.Blocks.
@@ -52,6 +55,6 @@ def open_engines(
     role = ROLE_OF[STACK if only_scoring else bundle.contract.kind]
     blocks = Blocks(bundle, backend, {role}, memory, told.append)
     count = backend.runtime.set_threads(threads)
-    step = ChainEngine(bundle.contract, blocks, count, cache)
+    step = ChainEngine(bundle.contract, blocks, count, cache, checkpoints)
     score = ChainEngine(bundle.score_contract, blocks, count)
     return Engines(step, score, count, backend.name, "; ".join(told))

@@ -90,6 +90,9 @@ class RunSettings(TrainingFlags):
     training rows, so that it is computed once. Default: none, every time."""
     trunk_cache_dtype: Precision = "float32"
     """Precision of what is kept. float16 takes half the room and rounds the states."""
+    checkpoint_dtype: Precision = "float32"
+    """exact: precision of the states between blocks that the way back goes through. float16 takes half the
+    room and rounds them. Above --memory they lie in a file of the run folder."""
     pause_above_celsius: float | None = None
     """Pause while the device is hotter than this, until it is three degrees cooler."""
     pause_below_battery: float | None = None

@@ -20,8 +20,16 @@ from server_export.lower.sizes import Size
 
 
 def largest_shapes(sizes: Iterable[Size]) -> PassBase:
-    """The pass that gives values of a call's sizes the shapes of the largest call."""
-    return _LargestShapes({size.example: size.maximum for size in sizes})
+    """The pass that gives values of a call's sizes the shapes of the largest call.
+
+    Raises:
+        ValueError: two sizes have the same example, by which they are told apart.
+    """
+    sizes = list(sizes)
+    maximum = {size.example: size.maximum for size in sizes}
+    if len(maximum) < len(sizes):
+        raise ValueError(f"two sizes have the same example: {[size.example for size in sizes]}")
+    return _LargestShapes(maximum)
 
 
 class _LargestShapes(PassBase):

@@ -116,12 +116,12 @@ def role_graphs(
 def sizes_of(bounds: Bounds, is_head: bool) -> dict[str, Size]:
     """The sizes that a call of a kind's methods chooses."""
     if is_head:
-        return {"tokens": Size(TOKENS, 5, 2, bounds.states), "queries": Size(QUERIES, 3, 1, bounds.queries)}
+        return {"tokens": Size(TOKENS, 5, 2, bounds.states), "queries": Size(QUERIES, 4, 1, bounds.queries)}
     return {
         "copies": Size(COPIES, 3, 1, bounds.copies),
         "batch": Size(BATCH, 2, 1, bounds.batch),
         "tokens": Size(TOKENS, 5, 2, bounds.tokens),
-        "queries": Size(QUERIES, 3, 1, bounds.queries),
+        "queries": Size(QUERIES, 4, 1, bounds.queries),
     }
 
 

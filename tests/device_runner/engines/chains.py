@@ -93,9 +93,9 @@ class Whole:
         return at.gather(-1, torch.from_numpy(given["targets"])[..., None])[..., 0]
 
 
-def opened(bundle: Bundle, contract: Contract, engine: str = "native", memory: int | None = None) -> Engines:
+def opened(bundle: Bundle, contract: Contract, engine: str = "native", **more: Any) -> Engines:
     """The engines of a bundle for a contract."""
-    return open_engines(bundle.for_steps(contract), engine=engine, memory=memory)  # type: ignore[arg-type]
+    return open_engines(bundle.for_steps(contract), engine=engine, **more)  # type: ignore[arg-type]
 
 
 def inputs_of(contract: Contract, seed: int = 0) -> Inputs:

@@ -16,6 +16,7 @@ pytest.importorskip("executorch")
 
 import torch
 
+from device_runner.engines.checkpoints import Checkpoints
 from prge.bundle import Bundle, open_bundle
 from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.errors import EngineError
@@ -210,7 +211,7 @@ def test_with_room_for_one_block_the_bits_are_the_same(
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
     want = opened(bundle, contract, engine).step.forward(given)
     for memory in (largest, 2 * largest):
-        programs = opened(bundle, contract, engine, memory)
+        programs = opened(bundle, contract, engine, memory=memory)
         with counted_loads(programs) as loads:
             found = [programs.step.forward(given) for _ in range(3)]
         for one in found:
@@ -248,6 +249,18 @@ def test_many_calls_take_no_more_buffers_than_the_first(
         assert len(spare) == len(set(spare))
         counts.append(len(spare))
     assert counts[0] == counts[-1] > 0
+
+
+def test_checkpoints_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundle, tmp_path: Path) -> None:
+    contract = contract_of(bundle, "exact", 9)
+    given = inputs_of(contract)
+    expected = opened(bundle, contract).step.forward(given)
+    in_a_file = opened(bundle, contract, checkpoints=Checkpoints("float32", tmp_path, 0)).step.forward(given)
+    rounded = opened(bundle, contract, checkpoints=Checkpoints("float16")).step.forward(given)
+    for name, array in expected.items():
+        assert np.array_equal(in_a_file[name], array)
+        np.testing.assert_allclose(rounded[name], array, atol=5e-3 * np.abs(array).max())
+    assert any(not np.array_equal(rounded[name], array) for name, array in expected.items())
 
 
 def test_a_short_call_follows_one_of_exactly_the_bounds(bundle: Bundle) -> None:
