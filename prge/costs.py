@@ -37,7 +37,7 @@ _READ_AROUND = 64 << 10
 
 # Of an export: resident memory besides arrays, and seconds of two idle cores of an x86 server.
 _EXPORT_BYTES, _EXPORT_BYTES_OF_ROLE = 480 * 10**6, 85 * 10**6
-_SECONDS, _SECONDS_OF_ROLE, _SECONDS_OF_BLOCK, _SECONDS_OF_NUMBER = 8.0, 16.0, 0.2, 1e-7
+_SECONDS, _SECONDS_OF_ROLE, _SECONDS_OF_BLOCK, _SECONDS_OF_NUMBER = 10.0, 11.0, 0.2, 4.5e-8
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Outline:
     @property
     def pieces(self) -> int:
         """Blocks of the head, each with a piece of the vocabulary; an encoder has none."""
-        return pieces_of(self.head.outputs) if self.head else 0
+        return pieces_of(self.head.outputs, self.head.inputs) if self.head else 0
 
     @property
     def adapted_blocks(self) -> int:
@@ -293,17 +293,16 @@ def work_of(outline: Outline, contract: Contract) -> Work:
 def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
     """Peak memory of an export.
 
-    While blocks are compared, the model lies in memory beside them. While they are verified, the engine has
-    room for the largest call of a block, and the head, or the table of an encoder, is there several times.
+    While blocks are compared, the model lies in memory beside the files that it was read from. While they are
+    verified, the engine has room for the largest call of a block, and the table of embeddings, the largest
+    tensor, is there several times.
     """
     bounds = Bounds.for_rows(outline.longest)
     sizes = _largest_rows(bounds)
     arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in roles)
-    numbers = outline.head.numbers if outline.head else outline.table_numbers
-    stored = numbers * (4 if scheme == "fp32" else 1) * (2 if BACK in roles else 1)
-    verified = arena + 20 * numbers + 5 * stored
-    compared = 10 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
-    return _EXPORT_BYTES + _EXPORT_BYTES_OF_ROLE * len(roles) + max(compared, verified)
+    verified = arena + (16 if scheme == "fp32" else 11) * outline.table_numbers
+    compared = 6 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
+    return _EXPORT_BYTES + max(compared, _EXPORT_BYTES_OF_ROLE * len(roles) + verified)
 
 
 def export_seconds(outline: Outline, roles: Collection[str]) -> float:

@@ -15,7 +15,8 @@ import numpy as np
 
 from prge.engine import FloatArray, IntArray
 
-_LARGEST_PIECE = 16_384
+# Numbers of a piece's weight: bytes in int8.
+_LARGEST_PIECE = 40_000_000
 _MOST_PIECES = 64
 # Sums below this have lost digits. No step leads from too small a sum to too large a one.
 _LEAST_SUM = 1e-30
@@ -23,20 +24,20 @@ _STEP = 80.0
 _MOST_SHIFTS = 64
 
 
-def pieces_of(words: int) -> int:
-    """How many equal pieces a vocabulary of so many words is read in.
+def pieces_of(words: int, width: int) -> int:
+    """How many equal pieces a vocabulary of so many words is read in, by a head of a width.
 
-    The fewest of at most 16,384 words; else, where it can't be cut evenly, of as few as there can be.
+    The fewest of at most 40 million numbers; else, where it can't be cut evenly, as many as there can be.
     """
     even = [pieces for pieces in range(1, _MOST_PIECES + 1) if words % pieces == 0]
-    return next((pieces for pieces in even if words // pieces <= _LARGEST_PIECE), even[-1])
+    return next((pieces for pieces in even if words // pieces * width <= _LARGEST_PIECE), even[-1])
 
 
 class Reading:
     """What the pieces that were read so far tell of some targets, and of their tangents.
 
-        reading = Reading(targets, words=16_384)
-        for piece in range(3):
+        reading = Reading(targets, words=32_768)
+        for piece in range(8):
             reading.add(piece, which, *reading.ask(which, lambda shift: ...))
         reading.logprobs
 

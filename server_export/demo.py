@@ -21,24 +21,17 @@ from prge.settings import parse_settings
 DATA = Path(__file__).resolve().parent / "demo_data"
 DESCRIPTION = "Export, fine-tune, evaluate and publish a tiny model on this machine, in about two minutes."
 
-STEPS = 600
 EXPORT = {
     "target-modules": ["o_proj", "down_proj"],
     "rank": 8,
     "alpha": 16,
-    "roles": ["stack", "tangent"],
     "sequence-length": 32,
 }
-RUN = {
-    "estimator": "tangent",
-    "queries": 4,
-    "batch-size": 4,
-    "steps": STEPS,
-    "optimizer": "adam",
-    "learning-rate": 0.01,
-    "schedule": "cosine",
-    "evaluate-every": 100,
-    "checkpoint-every": 50,
+RUN = {"batch-size": 4, "optimizer": "adam", "schedule": "cosine", "evaluate-every": 100}
+METHODS: dict[str, dict[str, Any]] = {
+    "p-rge": {"estimator": "antithetic", "queries": 4, "steps": 600, "learning-rate": 0.01},
+    "tangent": {"estimator": "tangent", "queries": 4, "steps": 600, "learning-rate": 0.01},
+    "exact": {"estimator": "exact", "steps": 200, "learning-rate": 0.01},
 }
 
 
@@ -66,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def demo(settings: DemoSettings) -> dict[str, Any]:
-    """Run every step; returns accuracies on test rows, seconds, the driver's peak memory.
+    """Run every step; returns accuracies on test rows, and of every method rows, seconds, peak memory.
 
     Raises:
         RunError: the output folder holds something already.
@@ -77,39 +70,54 @@ def demo(settings: DemoSettings) -> dict[str, Any]:
         raise RunError(f"{out} is not empty", remedy="remove it, or give another folder with --out")
     out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    bundle, run = out / "bundle", out / "run"
+    bundle, exact = out / "bundle", out / "exact"
     task = ["--task", DATA / "task.yaml"]
     test = ["--bundle", bundle, "--data", DATA / "test.jsonl", *task]
-    _step("1/6  export the model into a bundle")
+    _step("1/5  export the model into a bundle")
     quantize = ["--quantize", settings.quantize]
     _prge("export", "--model", DATA / "model", "--out", bundle, *_flags(EXPORT), *quantize)
-    _step("2/6  score it on test rows: it has never seen this task")
+    _step("2/5  score it on test rows: it has never seen this task")
     before = _evaluate(out / "before.json", *test)
-    _step("3/6  fine-tune it by forward passes alone, and kill the process on the way")
+    _step("3/5  fine-tune it three times; one process is killed on the way, and its run goes on")
     data = ["--train", DATA / "train.jsonl", "--dev", DATA / "dev.jsonl", *task]
-    _killed_on_the_way(run, "--bundle", bundle, "--out", run, *data, *_flags(RUN), "--seed", settings.seed)
-    _step("4/6  resume it from its journal")
-    _prge("run", "--resume", run)
-    _step("5/6  score it on test rows again")
-    after = _evaluate(out / "after.json", *test, "--adapter", run)
-    _step("6/6  publish the adapter for PEFT, and draw the curve")
-    _prge("publish", run, "--bundle", bundle, "--model", DATA / "model", "--out", out / "adapter")
-    _prge("plot", run, "--out", out / "curve.png")
-    summary = json.loads((run / "run.json").read_text())
+    for name, method in METHODS.items():
+        words = ["--bundle", bundle, "--out", out / name, *data, *_flags(RUN | method)]
+        words += ["--seed", settings.seed]
+        if name == "tangent":
+            _killed_on_the_way(out / name, method["steps"], *words)
+            _prge("run", "--resume", out / name)
+        else:
+            _prge("run", *words)
+    _step("4/5  score all on test rows")
+    methods = {name: _figures(out, name, *test) for name in METHODS}
+    _step("5/5  publish an adapter for PEFT, and draw the curves")
+    _prge("publish", exact, "--bundle", bundle, "--model", DATA / "model", "--out", out / "adapter")
+    _prge("plot", *(out / name for name in METHODS), "--out", out / "curve.png")
     figures = {
         "accuracy_before": before["accuracy"],
-        "accuracy_after": after["accuracy"],
         "loss_before": before["loss"],
-        "loss_after": after["loss"],
+        "methods": methods,
         "seconds": time.perf_counter() - begin,
-        "training_seconds": summary["train"]["seconds"],
-        "peak_rss_mb": (summary["train"]["memory"]["peak_bytes"] or 0) / 1e6 or None,
-        "rows_forwarded": summary["train"]["rows"],
-        "trained_values": summary["train"]["trained_values"],
-        "resumed": summary["run"]["status"] == "completed" and summary["train"]["steps"] == STEPS,
     }
     print(_table(figures, out))
     return figures
+
+
+def _figures(out: Path, name: str, *test: object) -> dict[str, Any]:
+    """What a finished run cost, and what its adapter scores."""
+    run = out / name
+    after = _evaluate(out / f"{name}.json", *test, "--adapter", run)
+    summary = json.loads((run / "run.json").read_text())
+    return {
+        "accuracy_after": after["accuracy"],
+        "loss_after": after["loss"],
+        "rows": summary["train"]["rows"],
+        "seconds": summary["train"]["seconds"],
+        "peak_rss_mb": (summary["train"]["memory"]["peak_bytes"] or 0) / 1e6 or None,
+        "steps": summary["train"]["steps"],
+        "trained_values": summary["train"]["trained_values"],
+        "completed": summary["run"]["status"] == "completed",
+    }
 
 
 def _prge(*words: object) -> None:
@@ -128,14 +136,14 @@ def _evaluate(path: Path, *words: object) -> dict[str, Any]:
     return record
 
 
-def _killed_on_the_way(run: Path, *words: object) -> None:
+def _killed_on_the_way(run: Path, steps: int, *words: object) -> None:
     """Start a run and kill it, as a phone would, when two fifths of its steps are taken."""
     command = [sys.executable, "-m", "prge.cli", "run", *map(str, words)]
     print("$ prge run " + " ".join(map(str, words)), flush=True)
     journal = run / "journal.jsonl"
     with subprocess.Popen(command) as process:
         while process.poll() is None:
-            if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 0.4 * STEPS:
+            if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 0.4 * steps:
                 process.send_signal(signal.SIGKILL)
                 break
             time.sleep(0.05)
@@ -156,21 +164,22 @@ def _step(text: str) -> None:
 
 
 def _table(figures: dict[str, Any], out: Path) -> str:
-    rows = [
-        ("accuracy on test rows", f"{figures['accuracy_before']:.1%}", f"{figures['accuracy_after']:.1%}"),
-        ("loss on test rows", f"{figures['loss_before']:.3f}", f"{figures['loss_after']:.3f}"),
+    lines = [
+        "",
+        f"before    {figures['accuracy_before']:>47.1%} of test rows right",
+        "",
+        f"{'':<10}{'steps':>9}{'rows':>10}{'seconds':>10}{'memory':>10}{'accuracy':>10}",
     ]
-    lines = ["", f"{'':<24}{'before':>10}{'after':>10}"]
-    lines += [f"{name:<24}{before:>10}{after:>10}" for name, before, after in rows]
+    for name, found in figures["methods"].items():
+        memory = f"{found['peak_rss_mb'] or 0:.0f} MB"
+        lines.append(
+            f"{name:<10}{found['steps']:>9,}{found['rows']:>10,}{found['seconds']:>10.1f}{memory:>10}"
+            f"{found['accuracy_after']:>10.1%}"
+        )
     lines += [
         "",
-        f"trained values          {figures['trained_values']:>10,}",
-        f"rows forwarded          {figures['rows_forwarded']:>10,}",
-        f"seconds of training     {figures['training_seconds']:>10.1f}",
-        f"seconds in all          {figures['seconds']:>10.1f}",
-        f"peak memory of the run  {figures['peak_rss_mb']:>7.0f} MB",
-        "",
-        f"curve:    {out / 'curve.png'}",
+        f"seconds in all: {figures['seconds']:.1f}",
+        f"curves:   {out / 'curve.png'}",
         f"adapter:  {out / 'adapter'} (loads with peft.PeftModel.from_pretrained)",
     ]
     return "\n".join(lines)

@@ -24,6 +24,7 @@ EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 DEFAULT_QUERIES = DEFAULT_BATCH = 4
 # Gradients of so many steps and the checkpoint before them take about as much room.
 STEPS_OF_GRADIENTS = 4
+_BEST_FIRST: tuple[EstimatorName, ...] = ("exact", "tangent", "antithetic")
 _KIND: dict[EstimatorName, str] = {
     "tangent": "tangent",
     "exact": "exact",
@@ -41,8 +42,8 @@ class RunSettings(TrainingFlags):
 
     estimator: EstimatorName | None = None
     """tangent: exact derivatives along directions; antithetic: two perturbed copies a query; one-sided: one
-    copy a query and a baseline; exact: the gradient by backpropagation. Default: tangent, or antithetic of
-    a bundle without that role."""
+    copy a query and a baseline; exact: the gradient by backpropagation. Default: exact, or of a bundle
+    without that role tangent, or antithetic."""
     queries: int | None = None
     """Random directions a step; default: 4. An exact gradient has none."""
     keep_gradients: bool = False
@@ -138,8 +139,7 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
     """
     chain = bundle.chain
     fitting = [name for name, kind in _KIND.items() if ROLE_OF[kind] in chain.roles]
-    # Exact gradients are asked for by name: they take a backward pass.
-    estimator = settings.estimator or ("tangent" if "tangent" in fitting else "antithetic")
+    estimator: EstimatorName = settings.estimator or next(n for n in _BEST_FIRST if n in fitting)
     if estimator not in fitting:
         raise ConfigError(
             "the settings don't fit the bundle:",

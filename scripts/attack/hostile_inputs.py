@@ -106,6 +106,7 @@ def _run(workshop: Workshop, folder: Path, *more: object, kind: str = "decoder")
         "--threads",
         1,
         "--quiet",
+        "--keep-gradients",
     ]
     return [*words, "--out", folder / "out", *more]
 

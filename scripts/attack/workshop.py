@@ -92,6 +92,7 @@ class Bench:
         out = self.folder / kind
         shutil.rmtree(out, ignore_errors=True)
         words = ["run", "--bundle", self.workshop.bundle(kind), *self.workshop.rows, "--select", "loss"]
+        words += ["--keep-gradients"]
         words += ["--trunk-cache-bytes", 1 << 20] if kind == "upper" else []
         words += ["--steps", STEPS, "--evaluate-every", 4, "--checkpoint-every", 3, "--learning-rate", "0.01"]
         words += ["--divergence-ratio", 1000, "--threads", 1, "--quiet", "--out"]

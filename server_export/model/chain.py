@@ -174,8 +174,8 @@ def build_chain(
 
 def _head_rows(model: torch.nn.Module, label_tokens: Sequence[int]) -> tuple[list[Sequence[int]], str]:
     """Rows of each piece of a model's head, which is left as many as one has, and its name."""
-    words = int(model.get_output_embeddings().weight.shape[0])
-    size = words // pieces_of(words)
+    words, width = map(int, model.get_output_embeddings().weight.shape)
+    size = words // pieces_of(words, width)
     rows: list[Sequence[int]] = [range(start, start + size) for start in range(0, words, size)]
     rows = [label_tokens] if label_tokens else rows
     return rows, cut_head(model, len(rows[0]))

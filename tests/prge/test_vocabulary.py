@@ -14,21 +14,21 @@ ALL = slice(None)
 
 
 @pytest.mark.parametrize(
-    ("words", "pieces"),
+    ("words", "width", "pieces"),
     [
-        (2, 1),
-        (16_384, 1),
-        (32_000, 2),
-        (49_152, 3),
-        (50_257, 29),
-        (128_256, 8),
-        (151_936, 16),
-        (262_144, 16),
-        (104_729, 1),  # a prime: there is no cut
+        (2, 4096, 1),
+        (49_152, 576, 1),
+        (50_257, 768, 1),
+        (50_257, 1024, 29),
+        (32_000, 2048, 2),
+        (151_936, 896, 4),
+        (262_144, 1152, 8),
+        (128_256, 4096, 16),
+        (104_729, 4096, 1),  # a prime: there is no cut
     ],
 )
-def test_a_vocabulary_is_cut_evenly_into_few_pieces(words: int, pieces: int) -> None:
-    assert pieces_of(words) == pieces
+def test_a_vocabulary_is_cut_evenly_into_few_pieces(words: int, width: int, pieces: int) -> None:
+    assert pieces_of(words, width) == pieces
 
 
 def oracle(logits: FloatArray, targets: FloatArray) -> FloatArray:

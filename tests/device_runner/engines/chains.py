@@ -34,7 +34,7 @@ def export_chain(folder: Path, architecture: str) -> Path:
 
     save_model(folder / "model", architecture)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary, "_LARGEST_PIECE", 30)
+        patch.setattr(vocabulary, "_LARGEST_PIECE", 1000)
         export(
             ExportConfig(
                 model=str(folder / "model"),
