@@ -139,7 +139,8 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
     """
     chain = bundle.chain
     fitting = [name for name, kind in _KIND.items() if ROLE_OF[kind] in chain.roles]
-    estimator: EstimatorName = settings.estimator or next(n for n in _BEST_FIRST if n in fitting)
+    best: EstimatorName = next(name for name in _BEST_FIRST if name in fitting)
+    estimator = best if settings.estimator is None else settings.estimator
     if estimator not in fitting:
         raise ConfigError(
             "the settings don't fit the bundle:",
