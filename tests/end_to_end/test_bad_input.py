@@ -293,7 +293,7 @@ def _unread() -> None:
 def test_standard_files_that_refuse_end_no_run(
     run_words: list[object], tmp_path: Path, refuse: Callable[[], None]
 ) -> None:
-    command = [sys.executable, "-m", "prge.cli", "run", *map(str, run_words)]
+    command = [sys.executable, "-m", "prge.cli", "run", *map(str, run_words), "--keep-gradients"]
     assert subprocess.run(command, cwd=REPOSITORY, preexec_fn=refuse, check=False).returncode == 0
     assert (tmp_path / "run/final/adapter_model.safetensors").is_file()
     assert in_a_process("replay", tmp_path / "run", "--out", tmp_path / "replayed").returncode == 0

@@ -26,7 +26,7 @@ def done(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prge(
         "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl",
         "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out, "--steps", 12,
-        "--evaluate-every", 4, "--checkpoint-every", 5, "--learning-rate", 0.01,
+        "--evaluate-every", 4, "--checkpoint-every", 5, "--learning-rate", 0.01, "--estimator", "tangent",
     )  # fmt: skip
     return out
 
@@ -95,7 +95,7 @@ def test_eval_repeats_the_last_evaluation_of_the_run(done: Path, workshop: Path,
     ],
 )
 def test_tangents(run_words: list[object], words: list[object], tmp_path: Path) -> None:
-    prge("run", *run_words, *words)
+    prge("run", *run_words, "--estimator", "tangent", *words)
     assert "the same bits" in prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout
 
 

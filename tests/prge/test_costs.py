@@ -100,13 +100,13 @@ def test_work_counts_the_rows_that_are_computed() -> None:
     # A step of the stack has 2q copies where the tangents have q and the row itself.
     assert work_of(OUTLINE, STACK).layers / work.layers == pytest.approx(8 / 5)
     assert work.operations == 2 * (work.layers + work.products)
-    # An exact step computes blocks forwards, and again before it goes back.
-    assert work_of(OUTLINE, EXACT).layers == 2 * 16 * 3 * LAYER_NUMBERS + 2 * 2 * 3 * 64_000
+    # An exact step computes blocks and the head forwards, and again before it goes back.
+    assert work_of(OUTLINE, EXACT).layers == 2 * 16 * 3 * LAYER_NUMBERS + 3 * 2 * 3 * 64_000
 
 
 def test_a_call_beyond_the_bounds_runs_in_parts() -> None:
     assert work_of(OUTLINE, STACK).methods == 2 + 2
-    assert work_of(OUTLINE, EXACT).methods == 2 + 2 + 2
+    assert work_of(OUTLINE, EXACT).methods == 2 + 2 + 2 + 1
     bounds = Bounds.for_rows(OUTLINE.longest)
     twice = replace(STACK, copies=bounds.copies + 1, batch_size=bounds.batch + 1)
     assert work_of(OUTLINE, twice).methods == 4 * (2 + 2)
@@ -165,7 +165,7 @@ def test_the_native_engine_takes_what_a_call_needs_whatever_the_bounds() -> None
 
 def test_an_export_takes_more_with_a_larger_model_and_more_roles() -> None:
     large = replace(OUTLINE, parameters=2 * 10**8)
-    assert export_memory(large, "fp32", ["stack"]) > 10 * large.parameters
+    assert export_memory(large, "fp32", ["stack"]) > 6 * large.parameters
     # Larger ones are compared in parts of their own.
     huge = replace(OUTLINE, parameters=10**10)
     assert export_memory(huge, "fp32", ROLES) == export_memory(OUTLINE, "fp32", ROLES)

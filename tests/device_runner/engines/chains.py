@@ -28,13 +28,13 @@ Inputs = dict[str, Array]
 def export_chain(folder: Path, architecture: str) -> Path:
     """A folder with `model` and `bundle`: a tiny model of two blocks with all roles, for rows of TOKENS.
 
-    Its vocabulary of 100 words is read in pieces of 25, as one of 100,000 is in larger ones.
+    Its vocabulary is read in four pieces, as a large one is.
     """
     from server_export.export import ExportConfig, export
 
     save_model(folder / "model", architecture)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary, "_LARGEST_PIECE", 1000)
+        patch.setattr(vocabulary, "_LARGEST_PIECE", 2048)
         export(
             ExportConfig(
                 model=str(folder / "model"),

@@ -11,7 +11,7 @@ import pytest
 from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import RunSettings, bundle_for, settled
 from prge.bundle import Bundle
-from prge.chain import STACK
+from prge.chain import BACK, STACK, TANGENT
 from prge.differences import Antithetic, Differences, OneSided
 from prge.errors import ConfigError
 from prge.settings import parse_settings
@@ -22,8 +22,11 @@ from tests.rows import classified, long_choice
 CHAIN = opened_bundle()
 
 
-def without_tangents() -> Bundle:
-    kinds = [replace(kind, methods={STACK: kind.methods[STACK]}) for kind in make_small_chain().kinds]
+def with_roles(roles: set[str]) -> Bundle:
+    kinds = [
+        replace(kind, methods={role: method for role, method in kind.methods.items() if role in roles})
+        for kind in make_small_chain().kinds
+    ]
     return opened_bundle(make_small_chain(kinds=tuple(kinds)))
 
 
@@ -31,12 +34,16 @@ def _settings(**changes: Any) -> RunSettings:
     return RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), **changes)
 
 
-@pytest.mark.parametrize(("bundle", "estimator"), [(CHAIN, "tangent"), (without_tangents(), "antithetic")])
-def test_without_an_estimator_it_is_the_best_forward_one_that_the_bundle_has(
-    bundle: Bundle, estimator: str
+@pytest.mark.parametrize(
+    ("roles", "estimator", "queries"),
+    [({STACK, TANGENT, BACK}, "exact", None), ({STACK, TANGENT}, "tangent", 4), ({STACK}, "antithetic", 4)],
+)
+def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
+    roles: set[str], estimator: str, queries: int | None
 ) -> None:
+    bundle = with_roles(roles)
     found = settled(_settings(), bundle)
-    assert (found.estimator, found.queries) == (estimator, 4)
+    assert (found.estimator, found.queries) == (estimator, queries)
     assert settled(found, bundle) == found
 
 
@@ -50,7 +57,7 @@ def test_without_an_estimator_it_is_the_best_forward_one_that_the_bundle_has(
 )
 def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){told}"):
-        settled(_settings(**changes), without_tangents())
+        settled(_settings(**changes), with_roles({STACK}))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,7 @@ def test_settings_without_a_meaning(changes: dict[str, Any], told: str) -> None:
 def test_a_default_that_is_given_is_no_mistake() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01", "--directions", "rademacher"]
     given = parse_settings(RunSettings, words, "prge run")
-    assert settled(given, CHAIN).estimator == "tangent"
+    assert settled(given, with_roles({STACK, TANGENT})).estimator == "tangent"
 
 
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:
@@ -88,7 +95,7 @@ def test_steps_to_evaluate_at_lie_within_the_run() -> None:
 
 
 def test_estimators_have_what_the_settings_say() -> None:
-    tangents = make_estimator(settled(_settings(share_directions=True, clip=0.5), CHAIN))
+    tangents = make_estimator(settled(_settings(estimator="tangent", share_directions=True, clip=0.5), CHAIN))
     assert isinstance(tangents, Tangents)
     assert (tangents.shared, tangents.clip) == (True, 0.5)
     differences = make_estimator(
@@ -104,7 +111,8 @@ def test_estimators_have_what_the_settings_say() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "sizes"),
     [
-        ({}, "tangent", (1, 4, 4)),
+        ({}, "exact", (1, 4, 0)),
+        ({"estimator": "tangent"}, "tangent", (1, 4, 4)),
         ({"estimator": "antithetic", "queries": 3}, "stack", (6, 4, 0)),
         ({"estimator": "one-sided", "batch_size": 2}, "stack", (5, 2, 0)),
         ({"estimator": "one-sided", "baseline": "leave-one-out"}, "stack", (4, 4, 0)),
@@ -141,6 +149,6 @@ def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:
 
 
 def test_a_call_that_is_too_large_names_the_runs_flags() -> None:
-    settings = settled(_settings(queries=1 << 20, batch_size=1 << 12), CHAIN)
+    settings = settled(_settings(estimator="tangent", queries=1 << 20, batch_size=1 << 12), CHAIN)
     with pytest.raises(ConfigError, match=r"(?s)inputs and outputs take .*fewer --queries or a smaller"):
         bundle_for(settings, CHAIN)

@@ -102,7 +102,8 @@ def kind_of(chain: Chain, number: int, is_head: bool) -> Kind:
     beside = torch.arange(TOKENS).reshape(1, TOKENS)
     if not is_head:
         beside = padding_mask((torch.arange(TOKENS) < torch.tensor([[TOKENS], [3]])).float())
-    inputs = {"state": state, "beside": beside, "ones": torch.ones(1, TOKENS, 1)}
+    shift = torch.zeros(1, TOKENS, 1)
+    inputs = {"state": state, "beside": beside, "shift": shift, "ones": torch.ones(1, TOKENS, 1)}
     inputs |= {f"table_{n}": chain.tables.all[table].of(TOKENS) for n, table in enumerate(block.tables)}
     modules = {module.name: module for module in chain.modules}
     for name in adapter:
@@ -125,10 +126,8 @@ def slopes(kind: Kind, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch.Te
 def test_the_way_back_gives_the_slopes_of_autograd(architecture: str, tmp_path: Path) -> None:
     for kind in kinds_of(architecture, tmp_path):
         slope = torch.randn(kind.call(STACK)[0].shape)
-        answer, expected = slopes(kind, slope)
-        found = list(kind.call(BACK, slope=slope))
-        if kind.is_head:
-            assert relative_difference(found.pop(0), answer) < 1e-5
+        _, expected = slopes(kind, slope)
+        found = kind.call(BACK, slope=slope)
         largest = float(torch.cat([part.ravel() for part in expected]).abs().max())
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.shape == theirs.shape

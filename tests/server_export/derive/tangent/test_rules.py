@@ -23,7 +23,7 @@ from server_export.derive.tangent import transform
 from server_export.derive.tangent.rules import RULES, Rule
 from server_export.derive.tangent.transform import ONES, Dense, differentiate
 from server_export.graph.rewriting import rewritten_graph
-from server_export.model.readout import log_probabilities
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from tests.server_export.derive.tangent.graphs import (
     Function,
     Tensors,
@@ -220,14 +220,14 @@ for dim in (0, 1, -1):
     case(f"softmax over {dim}", lambda x, dim=dim: torch.softmax(x, dim), X)
 case("softmax in another type", lambda x: torch.softmax(x, -1, dtype=x.dtype), X)
 case("softmax after a factor", lambda x: torch.softmax(torch.tanh(x) * 3, 1), X)
-TARGETS = torch.tensor([[3, 0, 1], [2, 2, 0]])
-case("log-probabilities", log_probabilities, X, passive=(TARGETS,))
-case("of a factor", lambda x, i: log_probabilities(torch.tanh(x) * 3, i), X, passive=(TARGETS,))
+ASKED = random(2, 3, 1), torch.tensor([[[3], [0], [1]], [[2], [2], [0]]])
+case("parts of a softmax", SOFTMAX_PARTS, X, passive=ASKED)
+case("of a factor", lambda x, s, i: SOFTMAX_PARTS(torch.tanh(x) * 3, s, i), X, passive=ASKED)
 case(
     "of a layer with bias",
-    lambda x, i, w, b: log_probabilities(F.linear(x, w, b), i),
+    lambda x, s, i, w, b: SOFTMAX_PARTS(F.linear(x, w, b), s, i),
     X,
-    passive=(TARGETS, random(5, 4), random(5)),
+    passive=(*ASKED, random(5, 4), random(5)),
 )
 
 
@@ -359,7 +359,7 @@ def test_any_number_of_queries(name: str, queries: int) -> None:
         "x * x",
         "large * small",
         "softmax over 0",
-        "log-probabilities",
+        "parts of a softmax",
         "attention",
         "layer norm after a bias",
         "mean square norm",
