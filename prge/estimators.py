@@ -141,22 +141,23 @@ class InTurn:
 
     def __init__(self, since: Sequence[tuple[int, Estimator]]) -> None:
         self._since = since
-        self._now = since[-1][1]
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """See Estimator.measure."""
-        return self._now.measure(engine, step)
+        return self._of(step.number).measure(engine, step)
 
     def rows(self, contract: Contract, batches: int) -> int:
-        """See Estimator.rows."""
-        return self._now.rows(contract, batches)
+        """See Estimator.rows; of the steps to come."""
+        return self._since[-1][1].rows(contract, batches)
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> FloatArray:
         """See Estimator.gradient."""
-        estimator = next(estimator for first, estimator in reversed(self._since) if first <= step)
-        return estimator.gradient(learnt, seed, step, modules)
+        return self._of(step).gradient(learnt, seed, step, modules)
+
+    def _of(self, step: int) -> Estimator:
+        return next(estimator for first, estimator in reversed(self._since) if first <= step)
 
 
 def clipped(scalars: Float64Array, limit: float) -> Float64Array:

@@ -15,7 +15,7 @@ from prge.checkpoint import TrainingState, load_checkpoint, load_latest, prune_c
 from prge.differences import Antithetic, Differences, OneSided
 from prge.engine import Array
 from prge.errors import AdapterError, DivergenceError
-from prge.estimators import Estimator, Measurement
+from prge.estimators import Estimator, InTurn, Measurement
 from prge.evaluation import score
 from prge.exact import Exact
 from prge.head import Head
@@ -240,6 +240,16 @@ def test_gradients_are_forgotten_and_computed_again_where_a_checkpoint_is_damage
         # They count as steps that the run has taken, not as new ones.
         assert run.observer.measured == []
         assert (tmp_path / "run/journal.jsonl").read_bytes() == journal
+
+
+def test_a_forgotten_gradient_is_computed_again_by_the_estimator_of_its_step(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", estimator=Exact(), forgets=True)
+    with pytest.raises(Killed):
+        run.go(DyingEngine(run.engine, 6))
+    run.estimator = InTurn([(0, Exact()), (6, Exact(clip=1e-3))])
+    expected = _bits(run.go())
+    prune_checkpoints(tmp_path / "run/checkpoints", set())
+    assert _bits(run.go()) == expected
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
