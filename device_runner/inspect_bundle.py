@@ -78,8 +78,8 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     def size(name: str) -> int:
         return int(_mapping(manifest["files"][name]).get("bytes") or 0)
 
-    weights = {block.weights: size(block.weights) for block in chain.blocks}
-    largest = max(weights, key=lambda name: weights[name])
+    loaded = chain.loaded_bytes(size)
+    largest = loaded.index(max(loaded))
     return {
         "adapter_parameters": adapter_size(chain.modules),
         "roles": list(chain.roles),
@@ -92,7 +92,11 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
             }
             for number, kind in enumerate(chain.kinds)
         ],
-        "weights": {"bytes": sum(weights.values()), "largest": largest, "largest_bytes": weights[largest]},
+        "weights": {
+            "bytes": sum(map(size, {block.weights for block in chain.blocks})),
+            "largest": chain.blocks[largest].weights,
+            "largest_bytes": loaded[largest],
+        },
     }
 
 

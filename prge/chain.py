@@ -21,7 +21,7 @@ f32 [1, n, 2], for `prge.vocabulary` to add up; `slope` is theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -226,6 +226,13 @@ class Chain:
         if self.is_encoder:
             return len(kinds)
         return next((n + 1 for n in reversed(range(len(kinds))) if kinds[n] != kinds[-1]), 0)
+
+    def loaded_bytes(self, size: Callable[[str], int]) -> list[int]:
+        """Bytes that each block's weights take while it is loaded, by the size of a file.
+
+        The first block's are tables, whose rows are read where they lie.
+        """
+        return [size(block.weights) if number else 0 for number, block in enumerate(self.blocks)]
 
     @property
     def piece_words(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from prge.engine import FloatArray, IntArray
 
 # Numbers of a piece's weight: bytes in int8.
-_LARGEST_PIECE = 40_000_000
+_LARGEST_PIECE = 20_000_000
 _MOST_PIECES = 64
 # Sums below this have lost digits. No step leads from too small a sum to too large a one.
 _LEAST_SUM = 1e-30
@@ -27,7 +27,7 @@ _MOST_SHIFTS = 64
 def pieces_of(words: int, width: int) -> int:
     """How many equal pieces a vocabulary of so many words is read in, by a head of a width.
 
-    The fewest of at most 40 million numbers; else, where it can't be cut evenly, as many as there can be.
+    The fewest of at most 20 million numbers; else, where it can't be cut evenly, as many as there can be.
     """
     even = [pieces for pieces in range(1, _MOST_PIECES + 1) if words % pieces == 0]
     return next((pieces for pieces in even if words // pieces * width <= _LARGEST_PIECE), even[-1])

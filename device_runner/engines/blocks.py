@@ -63,7 +63,7 @@ class Blocks:
         self._spare: dict[int, list[Array]] = {}
         self._memory = memory
         self._before = 0
-        self._bytes = [bundle.file(block.weights).stat().st_size for block in self.chain.blocks]
+        self._bytes = self.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
         if memory is not None and memory < max(self._bytes):
             raise EngineError(
                 f"no block may stay loaded: --memory is {memory} bytes, the largest block has "

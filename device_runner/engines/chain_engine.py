@@ -174,6 +174,7 @@ class ChainEngine(CheckedEngine):
                     gradient = found[f"{GRADIENT}{index}"]
                     gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
                     self._blocks.release(gradient)
+        self._checkpoints.forget()
         return [answers, *(gradients[GRADIENT_PREFIX + module.name] for module in self._contract.modules)]
 
     # Through the blocks

@@ -61,6 +61,11 @@ class Checkpoints:
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return kept
 
+    def forget(self) -> None:
+        """Give back the memory of what was kept; a file stays for the next call."""
+        if self._room.base is None:
+            self._room = np.empty(0, np.uint8)
+
     def _new_room(self, size: int) -> Array:
         if self._most is None or size <= self._most or self._folder is None:
             return np.empty(size, np.uint8)

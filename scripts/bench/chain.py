@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from processes import Server, serving
 from reports import circumstances, parser_of, report
 from timing import export, folder_bytes, timed_step
 
@@ -52,7 +52,7 @@ Timed = Callable[[], tuple[float, float]]
 @contextmanager
 def monolith(
     checkout: Path, model: Path, folder: Path, scheme: str, estimator: str, sizes: list[int]
-) -> Iterator[Timed]:
+) -> Iterator[Server]:
     """A step on one program of the whole model, made and taken by a checkout: seconds and loss of a call.
 
     `sizes` are rows, tokens, threads.
@@ -71,24 +71,8 @@ def monolith(
     export(model, folder, *shape, *ESTIMATORS[estimator], checkout=checkout)
     command = [sys.executable, "-c", MONOLITH, str(folder), estimator, *map(str, sizes)]
     paths = f"{checkout}{os.pathsep}{checkout / 'scripts' / 'bench'}"
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-        cwd=checkout,
-    ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        asked, told = child.stdin, child.stdout
-
-        def step() -> tuple[float, float]:
-            asked.write("\n")
-            asked.flush()
-            seconds, loss = told.readline().split()
-            return float(seconds), float(loss)
-
-        yield step
+    with serving(command, {"PYTHONPATH": paths}, checkout) as server:
+        yield server
 
 
 def compared(chain: Timed, other: Timed | None, repeats: int) -> dict[str, float]:

@@ -32,13 +32,11 @@ BOUNDS = ("all", "least")
 def measure(bundle: Path, bound: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Open a bundle in this process and take two steps."""
     begin = time.perf_counter()
-    from timing import timed_step
+    from timing import least_memory, timed_step
 
     import device_runner.run  # noqa: F401, what the driver holds
 
-    memory = None
-    if bound == "least":
-        memory = max(path.stat().st_size for path in (bundle / "weights").iterdir())
+    memory = least_memory(bundle) if bound == "least" else None
     step = timed_step(
         bundle, arguments.estimator, arguments.batch_size, arguments.seq_len, arguments.threads, memory=memory
     )

@@ -28,18 +28,20 @@ from server_export.model.random_models import configuration
 class Call:
     """What one call computes: values of each of `rows` x `tokens` tokens, copies or a value and its tangents.
 
-    With tangents attention has a product for the values, and two for every tangent.
+    With tangents attention has a product for the values, and two for every tangent. On the way back layers
+    are transposed, in int8 at least, and each product of attention has two.
     """
 
     values: int
     rows: int
     tokens: int
-    is_tangent: bool
+    is_tangent: bool = False
+    is_back: bool = False
 
     @property
     def attention_products(self) -> int:
         """How often attention multiplies rows by rows."""
-        return 2 * self.values - 1 if self.is_tangent else self.values
+        return 2 * self.values - 1 if self.is_tangent else self.values * (2 if self.is_back else 1)
 
 
 class BlockProducts(nn.Module):
@@ -100,7 +102,8 @@ def load_products(
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config)
     named = [(n, m) for n, m in outline.model.layers[0].named_modules() if isinstance(m, nn.Linear)]
-    widths = [(layer.in_features, layer.out_features) for _, layer in named]
+    way = -1 if call.is_back else 1
+    widths = [(layer.in_features, layer.out_features)[::way] for _, layer in named]
     chosen = [pair for (name, _), pair in zip(named, widths, strict=True) if name.endswith(tuple(adapted))]
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     block = BlockProducts(widths, chosen, rank)
@@ -112,9 +115,9 @@ def load_products(
     ]
     inputs.append(torch.randn(call.values, call.rows * call.tokens, rank))
     inputs += [torch.randn(call.values, rank, outer) for _, outer in chosen]
-    head = BlockProducts([(config.hidden_size, config.vocab_size)], [], rank).layers[0]
+    head = BlockProducts([(config.hidden_size, config.vocab_size)[::way]], [], rank).layers[0]
     asked = call.rows * (call.tokens - 1)
-    states = (torch.randn(1, call.values * asked, config.hidden_size),)
+    states = (torch.randn(1, call.values * asked, head.in_features),)
     programs = []
     for name, module, given, count in (
         ("block", block, tuple(inputs), config.num_hidden_layers),
@@ -122,8 +125,8 @@ def load_products(
     ):
         module.eval().requires_grad_(False)
         if scheme != "fp32":
-            # Vocabulary heads stay int8, as in an export.
-            quantize_layers(module, "8da8w" if name == "head" else scheme)
+            # Vocabulary heads and the way back stay int8, as in an export.
+            quantize_layers(module, "8da8w" if name == "head" or call.is_back else scheme)
         path = folder / f"{name}.pte"
         write_program(path, {"forward": (module, given)})
         programs += [loaded_method(path, "forward", given) for _ in range(count)]

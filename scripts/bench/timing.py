@@ -14,7 +14,7 @@ import numpy as np
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import EstimatorName, RunSettings, bundle_for, settled
-from prge.bundle import open_bundle
+from prge.bundle import open_bundle, read_chain, read_manifest
 from prge.estimators import Estimator, Measurement, Step
 from prge.examples import Example, Slot, TokenSequence, make_batch
 from prge.peft import read_peft
@@ -32,6 +32,12 @@ def export(model: Path, out: Path, *flags: str, checkout: Path = ROOT) -> dict[s
     if status:
         raise SystemExit(f"prge export ended with code {os.waitstatus_to_exitcode(status)}")
     return {"seconds": time.monotonic() - begin, "peak_rss_mb": usage.ru_maxrss / 1024}
+
+
+def least_memory(bundle: Path) -> int:
+    """The least that `--memory` may be."""
+    manifest = read_manifest(bundle)
+    return max(read_chain(bundle, manifest).loaded_bytes(lambda name: int(manifest["files"][name]["bytes"])))
 
 
 def folder_bytes(folder: Path) -> int:

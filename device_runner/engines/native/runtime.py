@@ -10,6 +10,7 @@ RefusedError.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import weakref
@@ -32,6 +33,8 @@ from prge.memory import GET_MEMORY, tells_no_memory
 _TEXT_BYTES = 1 << 14
 _MOST_AXES = 16
 _FAULT = -1
+# Of <malloc.h>; what is larger than so many bytes is mapped on its own, and given back when it is freed.
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
 _BACKEND = "libexecutorch_backend_xnnpack.so"
 
 
@@ -189,6 +192,10 @@ class Method:
 def prepare() -> None:
     """Build and load the libraries, unless they are; raises EngineError where they can't be had."""
     interface()
+    # glibc raises its threshold with every large array that is freed: then arrays leave holes in the heap,
+    # which grows by half while methods come and go.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def set_threads(threads: int | None) -> int:

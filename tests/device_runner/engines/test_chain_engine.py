@@ -208,9 +208,9 @@ def test_with_room_for_one_block_the_bits_are_the_same(
 ) -> None:
     contract = contract_of(bundle, kind, 3, **sizes)
     given = inputs_of(contract)
-    largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
+    largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     want = opened(bundle, contract, engine).step.forward(given)
-    for memory in (largest, 2 * largest):
+    for memory in (largest, 3 * largest // 2):
         programs = opened(bundle, contract, engine, memory=memory)
         with counted_loads(programs) as loads:
             found = [programs.step.forward(given) for _ in range(3)]
@@ -329,7 +329,7 @@ def test_with_little_memory_the_next_block_is_read_while_one_computes(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contract = contract_of(bundle, "exact", 2)
-    largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
+    largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     engine = opened(bundle, contract, memory=largest).step
     blocks: Any = engine._blocks  # type: ignore[attr-defined]
     given = inputs_of(contract)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,15 @@ def test_a_state_beyond_the_range_of_float16_is_kept_in_float32() -> None:
     state = np.array([[[[1e5, -1.0]]]], np.float32)
     checkpoints.begin(1, 2)
     assert np.array_equal(checkpoints.keep(state), state)
+
+
+@pytest.mark.parametrize("most", [None, 0], ids=["in memory", "in a file"])
+def test_memory_is_given_back_after_a_call_and_a_file_is_kept(tmp_path: Path, most: int | None) -> None:
+    checkpoints = Checkpoints("float32", tmp_path, most)
+    room = weakref.ref(kept(checkpoints)[0].base)
+    checkpoints.forget()
+    assert (room() is None) == (most is None)
+    assert all(np.array_equal(f, s) for f, s in zip(kept(checkpoints), STATES, strict=True))
 
 
 def test_a_larger_call_follows_a_smaller_one(tmp_path: Path) -> None:
