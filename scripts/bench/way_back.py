@@ -38,7 +38,7 @@ from server_export.model.quantization import GROUP_SIZE, quantize_layers
 from server_export.quiet import quiet_libraries
 
 # Of SmolLM2-135M, Qwen2.5-1.5B, TinyLlama-1.1B and Llama-3.1-8B: in and out.
-WIDTHS = ["576x1536", "1536x8960", "8960x1536", "2048x5632", "4096x4096", "4096x14336"]
+WIDTHS = ["576x1536", "1536x8960", "2048x5632", "4096x14336"]
 SCHEMES = ["8da4w", "8da8w", "fp32"]
 FEWEST_ROUNDS = 6
 
