@@ -10,6 +10,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+_QWEN2_5 = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1000000,
+    "rope_local_base_freq": 10000,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 # From each model's published config.json.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -26,17 +45,51 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen2.5-0.5b": {
-        "model_type": "qwen2",
+        **_QWEN2_5,
         "hidden_size": 896,
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
-        "vocab_size": 151936,
+    },
+    "qwen2.5-1.5b": {
+        **_QWEN2_5,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+    "qwen2.5-3b": {
+        **_QWEN2_5,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+    },
+    "gemma3-1b": {
+        **_GEMMA3,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "vocab_size": 262144,
         "max_position_embeddings": 32768,
-        "rope_theta": 1000000,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
+        "sliding_window": 512,
+    },
+    "gemma3-4b": {
+        **_GEMMA3,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "tinyllama-1.1b": {
         "model_type": "llama",
