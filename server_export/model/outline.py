@@ -43,6 +43,7 @@ def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
         if id(parameter) not in weights | biases and parameter is not table
     )
     heads = int(getattr(config, "num_attention_heads", 1))
+    head_width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     below = blocks_below(model, list(start.lora_a))
     head_shape = _shape(head) if isinstance(head, nn.Linear) else None
     if head_shape and classes:
@@ -52,7 +53,8 @@ def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
         blocks=len(blocks),
         blocks_below=below,
         heads=heads,
-        head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        head_width=head_width,
+        key_width=int(getattr(config, "num_key_value_heads", None) or heads) * head_width,
         layers=_grouped(layers, blocks[:below]),
         head=head_shape,
         modules=tuple(
