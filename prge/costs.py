@@ -68,10 +68,11 @@ class Outline:
     """A model in numbers, as an export would use it.
 
     `layers` are the frozen linear layers without the vocabulary head, which is `head`, cut to the label words
-    of a verbalizer; `key_width` is that of a token's keys; `table_numbers` the entries of the token
-    embedding, `other_numbers` what stays float32: norms, biases, other tables. `parameters` counts all, tied
-    ones once. `blocks_below` lie under the first adapted layer, one of `modules`. `longest` are the tokens
-    of the longest row.
+    of a verbalizer; `key_width` is that of a token's keys; `gelu` tells whether blocks activate with GELU,
+    whose derivative is made of many operators; `table_numbers` the entries of the token embedding,
+    `other_numbers` what stays float32: norms, biases, other tables. `parameters` counts all, tied ones once.
+    `blocks_below` lie under the first adapted layer, one of `modules`. `longest` are the tokens of the
+    longest row.
     """
 
     width: int
@@ -80,6 +81,7 @@ class Outline:
     heads: int
     head_width: int
     key_width: int
+    gelu: bool
     layers: tuple[Layer, ...]
     head: Layer | None
     modules: tuple[AdaptedModule, ...]
@@ -99,6 +101,7 @@ class Outline:
         try:
             return cls(
                 **{name: _number(block[name], name in ("width", "blocks")) for name in names},
+                gelu=bool(block["gelu"]),
                 layers=tuple(_layer(layer) for layer in block["layers"]),
                 head=None if block["head"] is None else _layer(block["head"]),
                 modules=chain.modules,
@@ -293,6 +296,14 @@ def run_memory(
         arena += outline.adapted_blocks * sum(largest[name] for name in loaded)
         arena += max(largest[name] for name in roles)
         arena += _head_arena(outline, bounds.queries if role == TANGENT else 0, bounds.states)
+    forward = max(
+        _workspace(outline, TANGENT if queries else STACK, rows, queries, length),
+        _head_logits(outline, asked),
+    )
+    workspace = forward
+    if contract.is_exact and (back := _workspace(outline, BACK, rows, 0, length)) > forward:
+        # One that grows has the smaller one beside it for a moment.
+        workspace += back
     checkpoints = (outline.adapted_blocks + 1) * state if contract.is_exact else 0
     in_file = memory is not None and checkpoints > memory
     mapped = checkpoints if in_file else 0
@@ -306,7 +317,7 @@ def run_memory(
         weights=0 if engine == "native" else kept + table,
         methods=outline.blocks * sum(_METHOD_BYTES[name] for name in loaded),
         arena=arena,
-        workspace=max(_workspace(outline, role, rows, queries, length), _head_logits(outline, asked)),
+        workspace=workspace,
         # In and out, collected, and beside it what entered; then what an exact call keeps.
         states=3 * state + (0 if in_file else checkpoints),
         adapter=contract.copies * adapter_size(outline.modules) * 4,
@@ -458,14 +469,14 @@ def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
 def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
     """Bytes that a block's program plans outside the backend, between its delegates.
 
-    States and keys, as many as lie there at once; of tangents also scores and two halves of their derivative;
-    on the way back the scores with their slopes, and a layer inside.
+    Queries, states and keys, as many as lie there at once; of tangents also scores and two halves of their
+    derivative; on the way back the scores with their slopes, and what the activation's slope is made of.
     """
-    width, keys, scores = outline.width, outline.key_width, outline.heads * length
+    width, keys, scores = outline.heads * outline.head_width, outline.key_width, outline.heads * length
     numbers = {
         STACK: 3 * width + 5 * keys,
         TANGENT: (1 + queries) * (3 * width + 5 * keys // 2) + 3 * queries * scores,
-        BACK: 7 * width + outline.inner + 2 * scores,
+        BACK: 7 * width + (6 if outline.gelu else 1) * outline.inner + 2 * scores,
     }
     return 4 * rows * length * numbers[role]
 
@@ -483,12 +494,13 @@ def _head_arena(outline: Outline, queries: int, asked: int) -> int:
 def _workspace(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
     """Bytes of XNNPACK's workspace: of what the largest delegate of a block holds at once.
 
-    That is around the activation: results of the wide layers and one more; a tangent of one less; on the way
-    back slopes of two beside them, less a quarter for what is quantized.
+    That is around the activation: results of the wide layers and one more; a tangent of one less, or of the
+    parts of GELU's derivative; on the way back slopes of two beside them, less a quarter for what is
+    quantized.
     """
     inside = outline.inner_values * outline.inner
     if role == TANGENT:
-        inside += queries * (outline.inner_values - 1) * outline.inner
+        inside += queries * (5 if outline.gelu else outline.inner_values - 1) * outline.inner
     elif role == BACK:
         inside += 7 * outline.inner // 4
     else:

@@ -88,7 +88,7 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
         estimator.measure(engines.step, step)
     ended.set()
     looking.join()
-    memory = {"anonymous_bytes": anonymous[0], "resident_bytes": _status()["VmHWM"]}
+    memory: dict[str, float] = {"anonymous_bytes": anonymous[0], "resident_bytes": _status()["VmHWM"]}
     if config.memory is not None:
         return memory
 

@@ -14,6 +14,9 @@ from server_export.model.blocks import block_names, blocks_below
 from server_export.model.loading import parameter_count
 from server_export.model.start import StartAdapter
 
+# What configurations call their activation.
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+
 
 def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
     """The outline of an adapter's model, with or without its weights.
@@ -55,6 +58,7 @@ def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
         heads=heads,
         head_width=head_width,
         key_width=int(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        gelu=any("gelu" in str(getattr(config, name, "")) for name in _ACTIVATIONS),
         layers=_grouped(layers, blocks[:below]),
         head=head_shape,
         modules=tuple(

@@ -49,6 +49,7 @@ OUTLINE = Outline(
     heads=2,
     head_width=4,
     key_width=8,
+    gelu=False,
     layers=(Layer(8, 8, 4), Layer(8, 32, 2), Layer(32, 8, 1)),
     head=Layer(8, 64, 1),
     modules=(),

@@ -35,6 +35,7 @@ OUTLINE = Outline(
     heads=4,
     head_width=16,
     key_width=16,
+    gelu=False,
     layers=LAYERS,
     head=Layer(64, 1000, 1),
     modules=(AdaptedModule("layers.0.q_proj", 4, 64, 64), AdaptedModule("layers.1.q_proj", 4, 64, 64)),
@@ -167,6 +168,11 @@ def test_an_arena_holds_a_block_and_the_head_in_part_at_the_same_place() -> None
 def test_a_workspace_is_that_of_the_largest_delegate() -> None:
     block = run_memory(OUTLINE, STACK, WEIGHTS, ROLES, "native").workspace
     assert block == 4 * 8 * 2 * 16 * 3 * 128
+    tangent, gelu = (
+        run_memory(outline, TANGENT, WEIGHTS, ROLES, "native").workspace
+        for outline in (OUTLINE, replace(OUTLINE, gelu=True))
+    )
+    assert (tangent, gelu) == tuple(4 * 2 * 16 * (3 + 4 * values) * 128 for values in (2, 5))
     # The head, asked at all 48 positions.
     many = replace(STACK, batch_size=1, copies=1, positions=48)
     assert run_memory(OUTLINE, many, WEIGHTS, ROLES, "native").workspace == 4 * 48 * 1000

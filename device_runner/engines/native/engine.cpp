@@ -22,6 +22,9 @@
 #include <executorch/runtime/platform/runtime.h>
 
 #include <fcntl.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -68,6 +71,7 @@ using executorch::extension::MallocMemoryAllocator;
 constexpr int kFault = -1;
 constexpr size_t kLongestLog = 1 << 14;
 constexpr size_t kAlignment = 64;
+constexpr int kReturned = 1 << 20;
 constexpr int kOneWorkspaceForAll = 2; // XNNPACK's scratch memory: one for all methods that ask for this
 
 std::mutex log_mutex;
@@ -142,6 +146,14 @@ void take_over() {
   }
 }
 
+// Has large memory that is freed go back to the system. By itself glibc keeps that of a workspace for the next
+// one, which has another size: with a bound of loaded weights a process took more than without it.
+void return_freed_memory() {
+#ifdef __GLIBC__
+  mallopt(M_MMAP_THRESHOLD, kReturned);
+#endif
+}
+
 bool logged() {
   const std::lock_guard<std::mutex> lock(log_mutex);
   return !log_text.empty();
@@ -151,7 +163,7 @@ bool logged() {
 class Call {
  public:
   Call(char* text, size_t capacity) : text_(text), capacity_(capacity) {
-    static const bool initialized = (et::runtime_init(), true);
+    static const bool initialized = (return_freed_memory(), et::runtime_init(), true);
     (void)initialized;
     ++depth;
     const std::lock_guard<std::mutex> lock(log_mutex);
