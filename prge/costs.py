@@ -345,7 +345,8 @@ def memory_table(
 
 def memory_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Lines of a `memory_table`, with `seconds` of a step where rows have them."""
-    yield f"  {'estimator':<12}{'--memory':<14}{'anonymous':>12}{'resident':>12}{'seconds':>10}".rstrip()
+    timed = f"{'seconds':>10}" if any(row.get("seconds") is not None for row in rows) else ""
+    yield f"  {'estimator':<12}{'--memory':<14}{'anonymous':>12}{'resident':>12}{timed}"
     for row in rows:
         bound = "all weights" if row["memory_bytes"] is None else str(row["memory_bytes"])
         sizes = "".join(f"{bytes_text(row[name]):>12}" for name in ("anonymous_bytes", "resident_bytes"))

@@ -51,6 +51,11 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
     from server_export.settings import EstimateConfig
 
     config = parse_settings(EstimateConfig, words, "bench_estimate")
+    # What was written a moment ago lies in the cache in larger pieces than what is read page by page.
+    for path in (folder / "weights").iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     bundle = open_bundle(folder)
     settings = RunSettings(
         bundle=folder,
