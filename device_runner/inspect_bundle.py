@@ -1,27 +1,30 @@
-"""`prge inspect`: what a bundle holds, whether its files are whole, and the least memory for its weights."""
+"""`prge inspect`: what a bundle holds, whether its files are whole, and the memory that a run of it takes."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from device_runner.session.settings import DEFAULT_BATCH, DEFAULT_QUERIES
 from prge.adapter import adapter_size
 from prge.bundle import MANIFEST, check_file, read_chain, read_manifest
-from prge.chain import Chain
+from prge.chain import ROLE_OF, Chain
 from prge.contract import AdaptedModule
-from prge.costs import bytes_text
+from prge.costs import KINDS, Outline, bytes_text, memory_table, memory_text, weights_of
 from prge.errors import BundleError, printable
 from prge.settings import parse_settings
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
 _SHOWN_ELSEWHERE = {
     *("folder", "manifest_sha256", "format", "model", "files", "unlisted_files"),
-    *("adapter_parameters", "chain", "roles", "programs", "weights"),
+    *("adapter_parameters", "chain", "roles", "programs", "weights", "outline", "memory"),
 }
+# Tokens of a row whose memory is told, as by `prge estimate`.
+_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,32 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
             "largest": chain.blocks[largest].weights,
             "largest_bytes": loaded[largest],
         },
+        "memory": _memory(manifest, chain, size(chain.blocks[0].weights), loaded[largest]),
     }
+
+
+def _memory(
+    manifest: Mapping[str, Any], chain: Chain, table_bytes: int, largest_bytes: int
+) -> list[dict[str, Any]] | None:
+    """What runs take, see prge.costs.memory_table; None for a bundle whose export kept no outline."""
+    if "outline" not in manifest:
+        return None
+    outline = Outline.from_json(manifest["outline"], chain)
+    scheme = str(_mapping(manifest.get("quantization")).get("scheme"))
+    weights = weights_of(outline, scheme, table_bytes < 4 * outline.table_numbers, chain.roles)
+    length = min(_TOKENS, chain.bounds.tokens)
+    contracts = {
+        name: chain.contract(
+            kind,
+            DEFAULT_BATCH,
+            copies=2 * DEFAULT_QUERIES if kind == "stack" else 1,
+            queries=DEFAULT_QUERIES if kind == "tangent" else 0,
+            length=length,
+        )
+        for name, kind in KINDS.items()
+        if ROLE_OF[kind] in chain.roles
+    }
+    return memory_table(outline, contracts, replace(weights, largest=largest_bytes), chain.roles)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -156,6 +184,12 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
         f"  {bytes_text(weights['largest_bytes']):>10}  {weights['largest']}, the largest block: "
         f"--memory must be {weights['largest_bytes']} at least"
     )
+    if report["memory"] is None:
+        yield "\nmemory of a run is not known: the export was made before bundles tell it"
+    else:
+        tokens = min(_TOKENS, chain.bounds.tokens)
+        yield f"\nmemory of a run, {DEFAULT_BATCH} rows of {tokens} tokens, native engine, estimated"
+        yield from memory_text(report["memory"])
     yield from _section("most of each size in one call of a program", asdict(chain.bounds))
     yield "\ntables"
     for number, table in enumerate(chain.tables):

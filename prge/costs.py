@@ -11,22 +11,29 @@ Weights follow from shapes. The rest is modelled on what the engine was measured
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from prge.adapter import adapter_size
-from prge.chain import BACK, STACK, TANGENT, Bounds
+from prge.chain import BACK, STACK, TANGENT, Bounds, Chain
 from prge.contract import AdaptedModule, Contract
+from prge.errors import BundleError, shown
 from prge.vocabulary import pieces_of
 
 MIB = 1 << 20
+# Estimators and their kinds of calls, the best first.
+KINDS = {"exact": "exact", "tangent": "tangent", "antithetic": "stack"}
+# The most of a number that an outline is made of.
+_LARGEST_NUMBER = 1 << 44
 GROUP_SIZE = 32
 # Parameters of a model that an export holds as a whole against its blocks.
 MOST_COMPARED = 1 << 28
 
-# Resident memory of a process with the driver and an engine, before it loads a block: Python 3.11 and
-# ExecuTorch 1.5.1 on Linux x86_64.
-RUNTIME_BYTES = {"native": 50 * MIB, "torch": 230 * MIB}
+# Memory of a process with the driver and an engine, before it loads a block, and pages of its libraries:
+# Python 3.11 and ExecuTorch 1.5.1 on Linux x86_64.
+RUNTIME_BYTES = {"native": 25 * MIB, "torch": 147 * MIB}
+_LIBRARY_BYTES = {"native": 28 * MIB, "torch": 83 * MIB}
 # Of a block's method in the engine's own tables.
 _METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000}
 # Of a kind's method in its program.
@@ -61,9 +68,11 @@ class Outline:
     """A model in numbers, as an export would use it.
 
     `layers` are the frozen linear layers without the vocabulary head, which is `head`, cut to the label words
-    of a verbalizer; `table_numbers` the entries of the token embedding, `other_numbers` what stays float32:
-    norms, biases, other tables. `parameters` counts all, tied ones once. `blocks_below` lie under the first
-    adapted layer, one of `modules`. `longest` are the tokens of the longest row.
+    of a verbalizer; `key_width` is that of a token's keys; `gelu` tells whether blocks activate with GELU,
+    whose derivative is made of many operators; `table_numbers` the entries of the token embedding,
+    `other_numbers` what stays float32: norms, biases, other tables. `parameters` counts all, tied ones once.
+    `blocks_below` lie under the first adapted layer, one of `modules`. `longest` are the tokens of the
+    longest row.
     """
 
     width: int
@@ -71,6 +80,8 @@ class Outline:
     blocks_below: int
     heads: int
     head_width: int
+    key_width: int
+    gelu: bool
     layers: tuple[Layer, ...]
     head: Layer | None
     modules: tuple[AdaptedModule, ...]
@@ -79,10 +90,32 @@ class Outline:
     parameters: int
     longest: int
 
+    def to_json(self) -> dict[str, Any]:
+        """A manifest's `outline` block, without what its chain has: modules and the longest row."""
+        return {name: value for name, value in asdict(self).items() if name not in ("modules", "longest")}
+
+    @classmethod
+    def from_json(cls, block: Any, chain: Chain) -> Outline:
+        """Read a manifest's `outline` block; raises BundleError on anything missing or of another type."""
+        names = [field.name for field in fields(cls) if field.type == "int" and field.name != "longest"]
+        try:
+            return cls(
+                **{name: _number(block[name], name in ("width", "blocks")) for name in names},
+                gelu=bool(block["gelu"]),
+                layers=tuple(_layer(layer) for layer in block["layers"]),
+                head=None if block["head"] is None else _layer(block["head"]),
+                modules=chain.modules,
+                longest=chain.bounds.tokens,
+            )
+        except (KeyError, TypeError, ValueError):
+            raise BundleError(
+                f"the manifest's outline can't be read: {shown(block)}", remedy="export the bundle again"
+            ) from None
+
     @property
     def inner(self) -> int:
         """Width of the widest layer of a block."""
-        return max(max(layer.inputs, layer.outputs) for layer in self.layers)
+        return max((max(layer.inputs, layer.outputs) for layer in self.layers), default=self.width)
 
     @property
     def inner_values(self) -> int:
@@ -105,7 +138,7 @@ class Outline:
 class Weights:
     """Bytes of the weights files: frozen layers, the same transposed for the way back, the table of
     embeddings, which is read where it lies, and what stays float32; of both kinds of layers also what the
-    engine packs."""
+    engine packs; and bytes of the largest block's file, the least bound of a run's memory."""
 
     layers: int
     transposed: int
@@ -113,6 +146,7 @@ class Weights:
     other: int
     packed: int
     packed_transposed: int
+    largest: int
 
     @property
     def stored(self) -> int:
@@ -124,11 +158,13 @@ class Weights:
 class RunMemory:
     """Bytes of a run while it takes steps, by cause.
 
-    `mapped` are pages of files, which the system takes back where memory lacks; `weights` are held. `methods`
-    are the engine's tables of loaded methods, `arena` what programs planned, `workspace` XNNPACK's.
+    `libraries` and `mapped` are pages of files, which the system takes back where memory lacks; `weights` are
+    held. `methods` are the engine's tables of loaded methods, `arena` what programs planned, `workspace`
+    XNNPACK's.
     """
 
     runtime: int
+    libraries: int
     mapped: int
     weights: int
     methods: int
@@ -143,9 +179,15 @@ class RunMemory:
         """All that is resident."""
         return sum(asdict(self).values())
 
+    @property
+    def anonymous(self) -> int:
+        """What no file can give back."""
+        return self.total - self.libraries - self.mapped
+
     def to_json(self) -> dict[str, int]:
-        """Parts and their sum, each with `_bytes` after its name."""
-        return {f"{name}_bytes": value for name, value in {**asdict(self), "total": self.total}.items()}
+        """Parts and their sums, each with `_bytes` after its name."""
+        sums = {"anonymous": self.anonymous, "total": self.total}
+        return {f"{name}_bytes": value for name, value in {**asdict(self), **sums}.items()}
 
 
 @dataclass(frozen=True)
@@ -181,15 +223,19 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
         if BACK in roles and not layer.below
     ]
     lora_a = sum(module.rank * module.in_features for module in outline.modules)
+    stored = sum(_stored(layer, scheme) for layer, scheme in schemes)
+    transposed = sum(_stored(layer, scheme) for layer, scheme in back)
+    of_heads = sum(_stored(layer, of_head) for layer in head) * (2 if BACK in roles else 1)
     biases = sum(layer.outputs * layer.count for layer, _ in schemes if layer.bias)
     table = outline.table_numbers + 4 * (outline.table_numbers // outline.width)
     return Weights(
-        layers=sum(_stored(layer, scheme) for layer, scheme in schemes),
-        transposed=sum(_stored(layer, scheme) for layer, scheme in back),
+        layers=stored,
+        transposed=transposed,
         table=table if int8_table else 4 * outline.table_numbers,
         other=4 * (outline.other_numbers + biases + lora_a * (2 if BACK in roles else 1)),
         packed=sum(_packed(layer, scheme) for layer, scheme in schemes),
         packed_transposed=sum(_packed(layer, scheme) for layer, scheme in back),
+        largest=max(of_heads // max(outline.pieces, 1), (stored + transposed - of_heads) // outline.blocks),
     )
 
 
@@ -222,15 +268,18 @@ def run_memory(
     role = BACK if contract.is_exact else TANGENT if contract.is_tangent else STACK
     loaded = {STACK, BACK} if contract.is_exact else {role}
     kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
-    kept = kept if memory is None else min(kept, memory)
-    # Rows that pass a block together.
-    copies = min(contract.copies, bounds.copies)
-    batch, queries = min(contract.batch_size, bounds.batch), min(contract.queries, bounds.queries)
-    tokens = contract.rows * contract.sequence_length
-    state = 4 * tokens * (1 + contract.queries) * outline.width
-    arena = _head_arena(outline, role, queries, min(contract.rows * contract.positions, bounds.states))
-    arena += _block_arena(outline, role, copies * batch, queries, contract.sequence_length)
-    table = min(weights.table, tokens * _READ_AROUND)
+    if memory is not None:
+        # The bound counts whole files, of which a run maps what its roles need.
+        kept = round(kept * min(1, memory / (weights.layers + weights.transposed)))
+    # Rows that pass a block together, and questions that the head is asked together.
+    rows = min(contract.copies, bounds.copies) * min(contract.batch_size, bounds.batch)
+    queries = min(contract.queries, bounds.queries)
+    asked = min(contract.rows * contract.positions, bounds.states // (1 + queries))
+    length = contract.sequence_length
+    state = 4 * contract.rows * length * (1 + contract.queries) * outline.width
+    block, head = _block_arena(outline, role, rows, queries, length), _head_arena(outline, queries, asked)
+    # Both begin where the arena does, and spread over what is planned for the largest call.
+    arena = max(block, head) + min(block, head) // 2
     if engine == "torch":
         # Each method has memory of its own for the largest call, all of it written to, and opening a program
         # takes that of its largest method.
@@ -241,22 +290,63 @@ def run_memory(
         arena = outline.blocks_below * largest[STACK]
         arena += outline.adapted_blocks * sum(largest[name] for name in loaded)
         arena += max(largest[name] for name in roles)
-        arena += _head_arena(outline, role, bounds.queries, bounds.states)
-    exact = outline.adapted_blocks + 1 if contract.is_exact else 0
+        arena += _head_arena(outline, bounds.queries if role == TANGENT else 0, bounds.states)
+    forward = max(
+        _workspace(outline, TANGENT if queries else STACK, rows, queries, length),
+        _head_logits(outline, asked),
+    )
+    workspace = forward
+    if contract.is_exact and (back := _workspace(outline, BACK, rows, 0, length)) > forward:
+        # One that grows has the smaller one beside it for a moment.
+        workspace += back
+    checkpoints = (outline.adapted_blocks + 1) * state if contract.is_exact else 0
+    in_file = memory is not None and checkpoints > memory
+    mapped = checkpoints if in_file else 0
+    # What no adapter changes is computed once for all copies.
+    table = min(weights.table, contract.batch_size * length * _READ_AROUND)
     width = sum(module.rank + module.out_features for module in outline.modules)
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
-        mapped=kept + table if engine == "native" else 0,
+        libraries=_LIBRARY_BYTES[engine],
+        mapped=mapped + (kept + table if engine == "native" else 0),
         weights=0 if engine == "native" else kept + table,
         methods=outline.blocks * sum(_METHOD_BYTES[name] for name in loaded),
         arena=arena,
-        workspace=_workspace(outline, role, copies * batch, queries, contract.sequence_length),
+        workspace=workspace,
         # In and out, collected, and beside it what entered; then what an exact call keeps.
-        states=3 * state + exact * state,
+        states=3 * state + (0 if in_file else checkpoints),
         adapter=contract.copies * adapter_size(outline.modules) * 4,
         # Float32 inputs of the call, and the signs that they are filled from.
         directions=contract.queries * contract.rows * width * (4 + 1),
     )
+
+
+def memory_table(
+    outline: Outline, contracts: Mapping[str, Contract], weights: Weights, roles: Collection[str]
+) -> list[dict[str, Any]]:
+    """Memory of runs on the native engine, a row for each estimator's call and bound of loaded weights.
+
+    `memory_bytes` is the bound, None or the least that it may be; `anonymous_bytes` what no file can give
+    back, `resident_bytes` the peak with pages of files.
+    """
+    rows = []
+    for estimator, contract in contracts.items():
+        for bound in (None, weights.largest):
+            found = run_memory(outline, contract, weights, roles, "native", bound)
+            sizes = {"anonymous_bytes": found.anonymous, "resident_bytes": found.total}
+            rows.append({"estimator": estimator, "memory_bytes": bound, **sizes})
+    return rows
+
+
+def memory_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines of a `memory_table`, with `seconds` of a step where rows have them."""
+    timed = f"{'seconds':>10}" if any(row.get("seconds") is not None for row in rows) else ""
+    yield f"  {'estimator':<12}{'--memory':<14}{'anonymous':>12}{'resident':>12}{timed}"
+    for row in rows:
+        bound = "all weights" if row["memory_bytes"] is None else str(row["memory_bytes"])
+        sizes = "".join(f"{bytes_text(row[name]):>12}" for name in ("anonymous_bytes", "resident_bytes"))
+        seconds = "" if row.get("seconds") is None else f"{row['seconds']:>10.3g}"
+        yield f"  {row['estimator']:<12}{bound:<14}{sizes}{seconds}"
 
 
 def work_of(outline: Outline, contract: Contract) -> Work:
@@ -323,6 +413,17 @@ def bytes_text(count: object) -> str:
     return f"{size:.2f} GiB"
 
 
+def _number(value: Any, least: int = 1) -> int:
+    if type(value) is not int or not least <= value < _LARGEST_NUMBER:
+        raise ValueError
+    return value
+
+
+def _layer(block: Any) -> Layer:
+    inputs, outputs, count = (_number(block[name]) for name in ("inputs", "outputs", "count"))
+    return Layer(inputs, outputs, count, bool(block["bias"]), bool(block["below"]))
+
+
 def _stored(layer: Layer, scheme: str) -> int:
     """Bytes of layers in the files: values and their scales."""
     if scheme == "fp32":
@@ -362,27 +463,45 @@ def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
 
 
 def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
-    """Bytes that a block's program plans outside the backend: states, and scores that leave a delegate."""
-    scores = 4 * outline.heads * length * length * rows
-    state = 4 * outline.heads * outline.head_width * length * rows
-    if role == TANGENT:
-        return scores * (1 + 3 * queries) + round(2.4 * state * (1 + queries))
-    return round(6.5 * state) if role == STACK else 3 * scores + 7 * state
+    """Bytes that a block's program plans outside the backend, between its delegates.
+
+    Queries, states and keys, as many as lie there at once; of tangents also scores and two halves of their
+    derivative; on the way back the scores with their slopes, and what the activation's slope is made of.
+    """
+    width, keys, scores = outline.heads * outline.head_width, outline.key_width, outline.heads * length
+    numbers = {
+        STACK: 3 * width + 5 * keys,
+        TANGENT: (1 + queries) * (3 * width + 5 * keys // 2) + 3 * queries * scores,
+        BACK: 7 * width + (6 if outline.gelu else 1) * outline.inner + 2 * scores,
+    }
+    return 4 * rows * length * numbers[role]
 
 
-def _head_arena(outline: Outline, role: str, queries: int, asked: int) -> int:
-    """Bytes that the program of a head's piece plans: logits, those of tangents twice."""
-    if outline.head is None:
-        return 0
-    logits = 4 * asked * (outline.head.outputs // outline.pieces)
-    return logits * {STACK: 1, TANGENT: 1 + 2 * queries, BACK: 2}[role]
+def _head_logits(outline: Outline, asked: int) -> int:
+    """Bytes of the logits of a piece of the head."""
+    return 4 * asked * outline.head.outputs // outline.pieces if outline.head is not None else 0
+
+
+def _head_arena(outline: Outline, queries: int, asked: int) -> int:
+    """Bytes that the program of a head's piece plans: logits and their exponentials, and tangents of both."""
+    return 2 * (1 + queries) * _head_logits(outline, asked)
 
 
 def _workspace(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
-    """Bytes of XNNPACK's workspace: of what the largest delegate of a block holds at once."""
-    scores = 2 * outline.heads * length if role == STACK else 0
-    inside = max(scores, outline.inner_values * outline.inner)
-    return 4 * rows * (1 + queries) * length * inside
+    """Bytes of XNNPACK's workspace: of what the largest delegate of a block holds at once.
+
+    That is around the activation: results of the wide layers and one more; a tangent of one less, or of the
+    parts of GELU's derivative; on the way back slopes of two beside them, less a quarter for what is
+    quantized.
+    """
+    inside = outline.inner_values * outline.inner
+    if role == TANGENT:
+        inside += queries * (5 if outline.gelu else outline.inner_values - 1) * outline.inner
+    elif role == BACK:
+        inside += 7 * outline.inner // 4
+    else:
+        inside = max(inside, 2 * outline.heads * length)
+    return 4 * rows * length * inside
 
 
 def _passes(outline: Outline, length: int) -> int:

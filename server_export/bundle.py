@@ -12,6 +12,7 @@ from typing import Any
 from prge import __version__
 from prge.bundle import ADAPTER, FORMAT, MANIFEST, TOKENIZER, file_sha256, manifest_sha256
 from prge.chain import Chain
+from prge.costs import Outline
 from prge.peft import PeftAdapter, write_lora
 from server_export.check.chain import ChainVerification
 from server_export.model.base import base_of
@@ -52,6 +53,7 @@ def write_bundle(
     config: ExportConfig,
     start: StartAdapter,
     chain: Chain,
+    outline: Outline,
     tokenizer: Any,
     quantization: QuantizationReport,
     verification: ChainVerification,
@@ -61,6 +63,7 @@ def write_bundle(
     write_tokenizer(tokenizer, folder / TOKENIZER)
     content = {
         "chain": chain.to_json(),
+        "outline": outline.to_json(),
         "lora": _lora_block(config, start),
         "model": _model_block(start.loaded, start.parameters),
         "readout": {"label_words": config.label_words},

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.contract import Contract
-from prge.costs import RUNTIME_BYTES, bytes_text, run_memory, work_of
+from prge.costs import RUNTIME_BYTES, bytes_text, memory_table, memory_text, run_memory, work_of
 from prge.exact import ROWS_OF_A_STEP
 from prge.progress import duration
 from server_export.check.estimation import Estimate, estimate
@@ -41,13 +41,9 @@ def report_of(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     Raises:
         PrgeError: the run doesn't fit the bundle, or rows can't be used.
     """
-    rows, batches = 0, [estimated.contract(config, config.tokens, config.tokens - 1)]
-    if config.train is not None:
-        rows, batches = _calls(config, estimated)
-    step = max(batches, key=lambda contract: contract.sequence_length)
-    rates = _rates(config, estimated, step) if config.calibrate else None
     weights, outline = estimated.weights, estimated.outline
-    computed = ROWS_OF_A_STEP * step.rows if step.is_exact else step.computed_rows
+    is_one = config.estimator is not None or config.memory is not None or config.train is not None
+    told, rates = (_run if is_one else _runs)(config, estimated)
     return {
         "model": {
             "name_or_path": config.model,
@@ -60,14 +56,45 @@ def report_of(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
         "weights_bytes": weights.stored,
         "packed_bytes": weights.packed + weights.packed_transposed,
         "export": {"peak_bytes": estimated.export_bytes, "seconds": estimated.export_seconds},
-        "step": {"rows": computed, "tokens": step.sequence_length, **_cost(estimated, [step], rates)},
-        "epoch": {"rows": rows, "steps": len(batches), **_cost(estimated, batches, rates)} if rows else None,
-        "run_memory": {
-            engine: run_memory(outline, step, weights, estimated.roles, engine, config.memory).to_json()
-            for engine in RUNTIME_BYTES
-        },
+        **told,
         "rates": None if rates is None else rates.to_json(),
     }
+
+
+def _runs(config: EstimateConfig, estimated: Estimate) -> tuple[dict[str, Any], Rates | None]:
+    """Runs of all estimators, with all weights loaded and with as few as may be."""
+    contracts = {
+        name: estimated.contract(config, name, config.tokens, config.tokens - 1)
+        for name in estimated.estimators
+    }
+    most = max(contracts.values(), key=lambda contract: contract.computed_rows)
+    rates = _rates(config, estimated, most) if config.calibrate else None
+    rows = memory_table(estimated.outline, contracts, estimated.weights, estimated.roles)
+    costs = {name: _cost(estimated, [contract], rates) for name, contract in contracts.items()}
+    return {"runs": [{**row, **costs[row["estimator"]]} for row in rows]}, rates
+
+
+def _run(config: EstimateConfig, estimated: Estimate) -> tuple[dict[str, Any], Rates | None]:
+    """One run: of the estimator that is asked for, or the best."""
+    estimator = config.estimator or estimated.estimators[0]
+    rows, batches = 0, [estimated.contract(config, estimator, config.tokens, config.tokens - 1)]
+    if config.train is not None:
+        rows, batches = _calls(config, estimated, estimator)
+    step = max(batches, key=lambda contract: contract.sequence_length)
+    rates = _rates(config, estimated, step) if config.calibrate else None
+    computed = ROWS_OF_A_STEP * step.rows if step.is_exact else step.computed_rows
+    memories = {
+        engine: run_memory(
+            estimated.outline, step, estimated.weights, estimated.roles, engine, config.memory
+        ).to_json()
+        for engine in RUNTIME_BYTES
+    }
+    return {
+        "estimator": estimator,
+        "step": {"rows": computed, "tokens": step.sequence_length, **_cost(estimated, [step], rates)},
+        "epoch": {"rows": rows, "steps": len(batches), **_cost(estimated, batches, rates)} if rows else None,
+        "run_memory": memories,
+    }, rates
 
 
 def _cost(estimated: Estimate, calls: Sequence[Contract], rates: Rates | None) -> dict[str, Any]:
@@ -79,7 +106,7 @@ def _cost(estimated: Estimate, calls: Sequence[Contract], rates: Rates | None) -
     }
 
 
-def _calls(config: EstimateConfig, estimated: Estimate) -> tuple[int, list[Contract]]:
+def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple[int, list[Contract]]:
     """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
     from prge.rows.example_building import BuildOptions, load_examples
     from prge.rows.task import load_task
@@ -94,7 +121,7 @@ def _calls(config: EstimateConfig, estimated: Estimate) -> tuple[int, list[Contr
         write_tokenizer(original, Path(folder))
         block = tokenizer_block(original, config.prepend_bos, estimated.vocabulary_size)
         tokenizer = load_written(folder, block)
-    contract = estimated.contract(config, longest, longest - 1)
+    contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
     options = BuildOptions(overflow="truncate")
     examples, _ = load_examples(config.train, tokenizer, contract, task, None, options)
@@ -104,7 +131,7 @@ def _calls(config: EstimateConfig, estimated: Estimate) -> tuple[int, list[Contr
         sequences = [sequence for example in sampler.chosen(step) for sequence in example.sequences]
         learnt = sum(len(sequence.slots) for sequence in sequences)
         tokens = max(len(sequence.tokens) for sequence in sequences)
-        return estimated.contract(config, tokens, math.ceil(learnt / config.batch_size))
+        return estimated.contract(config, estimator, tokens, math.ceil(learnt / config.batch_size))
 
     steps = math.ceil(len(examples) / sampler.per_step)
     return len(examples), [call(step) for step in range(steps)]
@@ -117,7 +144,7 @@ def _rates(config: EstimateConfig, estimated: Estimate, step: Contract) -> Rates
 
 
 def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
-    model, step, export, epoch = (report[name] for name in ("model", "step", "export", "epoch"))
+    model, export = report["model"], report["export"]
     yield (
         f"{config.model}: {model['parameters']:,} parameters in {model['blocks']} blocks, "
         f"{model['adapted_layers']} layers adapted, {config.quantize}"
@@ -130,11 +157,20 @@ def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
         f"export   {bytes_text(export['peak_bytes'])} of memory at its peak, "
         f"about {duration(export['seconds'])} on two cores"
     )
-    yield f"step     {config.estimator}, {step['rows']} rows of {step['tokens']} tokens, {_work(step)}"
-    if epoch:
-        yield f"epoch    {epoch['rows']} rows in {epoch['steps']} steps, {_work(epoch)}"
     if report["rates"] is None:
         yield "         seconds are told with --calibrate"
+    if "runs" in report:
+        yield f"\nmemory of a run, {config.batch_size} rows of {config.tokens} tokens, native engine"
+        yield from memory_text(report["runs"])
+    else:
+        yield from _run_text(report)
+
+
+def _run_text(report: dict[str, Any]) -> Iterator[str]:
+    step, epoch = report["step"], report["epoch"]
+    yield f"step     {report['estimator']}, {step['rows']} rows of {step['tokens']} tokens, {_work(step)}"
+    if epoch:
+        yield f"epoch    {epoch['rows']} rows in {epoch['steps']} steps, {_work(epoch)}"
     memories = report["run_memory"]
     yield "".join([f"\n{'memory of a run':<26}", *(f"{engine:>12}" for engine in memories)])
     for name in next(iter(memories.values())):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.atomic import new_folder
-from prge.costs import MOST_COMPARED
+from prge.costs import MOST_COMPARED, Outline
 from prge.errors import RunError
 from server_export.check.estimation import announce
 from server_export.memory import give_back_freed
@@ -79,6 +79,7 @@ class _Source:
     longest: int
     transposed: set[str]
     start: StartAdapter
+    costs: Outline
 
     def chain(self, scheme: str) -> Chain:
         """The model's blocks; it can be made once."""
@@ -100,6 +101,7 @@ def _open_source(config: ExportConfig) -> _Source:
     from server_export.model.chain import plain_layers
     from server_export.model.files import fetch_weights, find_files
     from server_export.model.loading import check_size, outline_model
+    from server_export.model.outline import outline_of
     from server_export.model.positions import longest_row
     from server_export.model.readout import readout_of
     from server_export.model.start import start_adapter
@@ -121,7 +123,8 @@ def _open_source(config: ExportConfig) -> _Source:
     longest = longest_row(outline, config.sequence_length)
     transposed = plain_layers(outline.model)
     start = start_adapter(config, outline, bool(transposed))
-    return _Source(files, outline, tokenizer, readout, labels, longest, transposed, start)
+    costs = outline_of(start, longest, len(labels))
+    return _Source(files, outline, tokenizer, readout, labels, longest, transposed, start, costs)
 
 
 def _compare(config: ExportConfig, chain: Chain) -> None:
@@ -162,7 +165,14 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
     )
     with _stage("writing"):
         return write_bundle(
-            folder, config, source.start, described, source.tokenizer, chain.quantization, verification
+            folder,
+            config,
+            source.start,
+            described,
+            source.costs,
+            source.tokenizer,
+            chain.quantization,
+            verification,
         )
 
 

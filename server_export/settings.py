@@ -115,8 +115,9 @@ class EstimateConfig(ExportConfig):
     out: Path = Path("bundle")
     """Not written; it is here so that an export's settings can be given as they are."""
 
-    estimator: EstimatorName = "tangent"
-    """Estimator of a run: `tangent`, `antithetic` or `exact`."""
+    estimator: EstimatorName | None = None
+    """Estimator of a run: `tangent`, `antithetic` or `exact`. Without it, `--memory` and `--train` all that
+    the roles allow are compared."""
 
     queries: int = 4
     """Random directions of a step; an exact gradient has none."""

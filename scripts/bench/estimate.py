@@ -1,12 +1,14 @@
 """What `prge estimate` says against what is: size of files, memory of export and run, seconds a step.
 
-    python scripts/bench/estimate.py --models smollm2-135m qwen2.5-0.5b --layers 4 --json estimate.json
+    python scripts/bench/estimate.py --models smollm2-135m:8 qwen2.5-0.5b:4 --json estimate.json
 
-Every model is exported by `prge export` in a process of its own, and every run is a process of its own. The
-estimate comes from the configuration alone. For its seconds calls of the calibration alternate with steps, so
-that both meet the same machine; the fast ones count. Prints JSON: estimated over measured of every figure,
-and the worst of each. The models are folders, or architectures with random weights, made shallower by
-`--layers`. The torch engine's memory is gigabytes a block, so it is measured where it is asked for.
+Every model is exported by `prge export` in a process of its own, and every run is a process of its own, with
+all weights loaded or, bound `least`, with as few as may be. Anonymous memory is what no file can give back,
+resident memory has pages of files with it. The estimate comes from the configuration alone. For its seconds
+calls of the calibration alternate with steps, so that both meet the same machine; the fast ones count. Prints
+JSON: estimated over measured of every figure, and the worst of each. The models are folders, or architectures
+with random weights, made shallower by a number of layers after a colon. The torch engine takes gigabytes for
+a model, so it is measured where it is asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,22 +29,33 @@ from reports import report
 
 ROOT = Path(__file__).resolve().parents[2]
 CALIBRATED_SECONDS = 8.0
+# Between two looks at a process's memory.
+_LOOK_SECONDS = 0.003
 
 
 def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
-    """Peak memory of this process after two steps on a bundle, and estimated and measured seconds of one."""
+    """Peaks of this process's memory in two steps on a bundle, and with all weights loaded also estimated and
+    measured seconds of one."""
+    import device_runner.run  # noqa: F401, what the driver holds
+    from device_runner.engines.checkpoints import Checkpoints
     from device_runner.engines.opening import open_engines
     from device_runner.session.inputs import make_estimator
     from device_runner.session.settings import RunSettings, bundle_for, settled
     from prge.bundle import open_bundle
     from prge.estimators import Step
     from prge.examples import Example, Slot, TokenSequence, make_batch
-    from prge.memory import PeakMemory
     from prge.peft import read_peft
     from prge.settings import parse_settings
+
+    # Importable without torch.
     from server_export.settings import EstimateConfig
 
     config = parse_settings(EstimateConfig, words, "bench_estimate")
+    # What was written a moment ago lies in the cache in larger pieces than what is read page by page.
+    for path in (folder / "weights").iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     bundle = open_bundle(folder)
     settings = RunSettings(
         bundle=folder,
@@ -56,7 +70,8 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
     )
     settings = settled(settings, bundle)
     bundle = bundle_for(settings, bundle)
-    engines = open_engines(bundle, engine=engine, memory=config.memory)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(folder=folder, most=config.memory)
+    engines = open_engines(bundle, engine=engine, memory=config.memory, checkpoints=checkpoints)  # type: ignore[arg-type]
     random = np.random.default_rng(0)
     examples = []
     for row in range(config.batch_size):
@@ -66,16 +81,29 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
     adapter = read_peft(bundle.adapter, bundle.contract.modules, bundle.adapter)
     step = Step(adapter, [make_batch(examples, bundle.contract)], 0, 0)
     estimator = make_estimator(settings)
+    ended, anonymous = threading.Event(), [0]
+
+    def look() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            anonymous[0] = max(anonymous[0], _status()["RssAnon"])
+
+    looking = threading.Thread(target=look)
+    looking.start()
     for _ in range(2):
         estimator.measure(engines.step, step)
-    peak = PeakMemory().report()["peak_bytes"]
+    ended.set()
+    looking.join()
+    memory: dict[str, float] = {"anonymous_bytes": anonymous[0], "resident_bytes": _status()["VmHWM"]}
+    if config.memory is not None:
+        return memory
 
     from prge.costs import work_of
     from server_export.check.calibration import Calibration, fast
     from server_export.check.estimation import estimate
 
     found = estimate(config)
-    contract = found.contract(config, config.tokens, config.tokens - 1)
+    assert config.estimator is not None
+    contract = found.contract(config, config.estimator, config.tokens, config.tokens - 1)
     calibration = Calibration(found.outline, config.quantize, contract.computed_rows, config.tokens)
     taken: list[float] = []
     end = time.perf_counter() + CALIBRATED_SECONDS
@@ -85,7 +113,13 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
         estimator.measure(engines.step, step)
         taken.append(time.perf_counter() - start)
     seconds = calibration.rates().seconds(work_of(found.outline, contract))
-    return {"peak_bytes": peak, "estimated_seconds": seconds, "seconds": fast(taken)}
+    return {**memory, "estimated_seconds": seconds, "seconds": fast(taken)}
+
+
+def _status() -> dict[str, int]:
+    """Sizes that the system tells of this process, in bytes."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
 def compare(model: Path, scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -105,14 +139,20 @@ def compare(model: Path, scheme: str, arguments: argparse.Namespace, folder: Pat
         for rows, tokens in arguments.shapes:
             run = ["--estimator", estimator, "--batch-size", str(rows), "--tokens", str(tokens)]
             words = [*export, *run]
-            estimated = json.loads(_output([*command, "estimate", "--json", "--no-calibrate", *words]))
-            for engine in arguments.engines:
-                done = _output([sys.executable, __file__, "--alone", str(bundle), engine, *words], cache)
-                measured = json.loads(done.splitlines()[-1])
-                name = f"{estimator}_{rows}x{tokens}"
-                expected = estimated["run_memory"][engine]["total_bytes"]
-                pairs[f"memory_{engine}_{name}"] = (expected, measured["peak_bytes"])
-                pairs[f"seconds_{engine}_{name}"] = (measured["estimated_seconds"], measured["seconds"])
+            least = max(path.stat().st_size for path in (bundle / "weights").iterdir())
+            for bound, memory in {"all": [], "least": ["--memory", str(least)]}.items():
+                estimated = json.loads(
+                    _output([*command, "estimate", "--json", "--no-calibrate", *words, *memory])
+                )
+                for engine in arguments.engines:
+                    alone = [sys.executable, __file__, "--alone", str(bundle), engine, *words, *memory]
+                    measured = json.loads(_output(alone, cache).splitlines()[-1])
+                    name, expected = f"{engine}_{estimator}_{rows}x{tokens}", estimated["run_memory"][engine]
+                    sizes = {"anonymous": "anonymous_bytes", "resident": "total_bytes"}
+                    for size, key in sizes.items():
+                        pairs[f"{size}_{name}_{bound}"] = (expected[key], measured[f"{size}_bytes"])
+                    if bound == "all":
+                        pairs[f"seconds_{name}"] = (measured["estimated_seconds"], measured["seconds"])
     pairs |= {
         "programs": (estimated["programs_bytes"], _bytes(bundle / "programs")),
         "weights": (estimated["weights_bytes"], _bytes(bundle / "weights")),
@@ -156,11 +196,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
-    parser.add_argument("--layers", type=int, help="makes the models shallower")
     parser.add_argument("--quantize", nargs="+", default=["fp32", "8da4w"])
     parser.add_argument("--estimators", nargs="+", default=["tangent", "antithetic", "exact"])
     parser.add_argument("--engines", nargs="+", default=["native"])
-    parser.add_argument("--shapes", nargs="+", type=shape_of, default=[(4, 64), (1, 128)])
+    parser.add_argument("--shapes", nargs="+", type=shape_of, default=[(4, 64), (1, 256)])
     parser.add_argument("--longest", type=int, default=512, help="tokens of the longest row")
     parser.add_argument("--json", type=Path, help="file to write the figures to as well")
     arguments = parser.parse_args()
@@ -173,7 +212,8 @@ def main() -> None:
                 model = Path(name)
                 if not model.is_dir():
                     model = Path(temporary, "model")
-                    save_random_model(model, name, arguments.layers)
+                    architecture, _, layers = name.partition(":")
+                    save_random_model(model, architecture, int(layers) if layers else None)
                 figures = compare(model, scheme, arguments, Path(temporary))
             found.append({"model": name, "quantize": scheme, "figures": figures})
             print(name, scheme, {key: pair["ratio"] for key, pair in figures.items()}, file=sys.stderr)
@@ -185,7 +225,7 @@ def main() -> None:
         )
         for name in sorted(names)
     }
-    report({"worst_ratio": worst, "layers": arguments.layers, "bundles": found}, arguments.json)
+    report({"worst_ratio": worst, "bundles": found}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ ratios are medians over rounds. They are
     limit                matrix products alone: forward, computed again, and back
 
 Prints JSON by model: `blocks_over_METHOD`, `exact_over_limit`, `load_share` of a step that loads all weights,
-`load_share_cold` with files that the system has forgotten, and by method `seconds`, `anonymous_mb` and
+`load_share_cold` with files that the system has forgotten, `recomputation_share`, the products of the second
+forward pass in a step, and by method `seconds`, `anonymous_mb` and
 `peak_rss_mb`. `blocks_over_pytorch` is against the faster type with checkpointing.
 """
 
@@ -148,9 +149,10 @@ class Limit:
 
         self._forward, self._back = load(False), load(True)
 
-    def __call__(self) -> float:
-        """Seconds of all."""
-        return self._forward() + self._forward() + self._back()
+    def __call__(self) -> dict[str, float]:
+        """Seconds of all, and of the second forward pass among them."""
+        first, again = self._forward(), self._forward()
+        return {"limit": first + again + self._back(), "recomputation": again}
 
 
 def rounds(steps: Mapping[str, Server], limit: Limit, repeats: int) -> list[dict[str, float]]:
@@ -160,7 +162,7 @@ def rounds(steps: Mapping[str, Server], limit: Limit, repeats: int) -> list[dict
         found = {}
         for name in steps if number % 2 else reversed([*steps]):
             found[name] = steps[name]()[0]
-        taken.append({**found, "limit": limit()})
+        taken.append({**found, **limit()})
     return taken
 
 
@@ -178,6 +180,7 @@ def ratios(taken: list[dict[str, float]], methods: list[str]) -> dict[str, Any]:
         figures["blocks_over_pytorch"] = max(figures[f"blocks_over_{name}"] for name in checkpointing)
     if "least" in methods:
         figures["load_share"] = 1 - figures["blocks_over_least"]
+    figures["recomputation_share"] = statistics.median(t["recomputation"] / t["blocks"] for t in taken)
     return {**figures, "exact_over_limit": figures.pop("blocks_over_limit")}
 
 

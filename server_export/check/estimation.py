@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from prge.chain import ROLE_OF, STACK
 from prge.contract import Contract
 from prge.costs import (
+    KINDS,
     Outline,
     Weights,
     bytes_text,
@@ -51,18 +52,23 @@ class Estimate:
         """Bytes of the programs."""
         return programs_bytes(self.outline, self.roles)
 
-    def contract(self, config: EstimateConfig, tokens: int, learnt: int) -> Contract:
+    @property
+    def estimators(self) -> list[str]:
+        """Those that the roles allow, the best first."""
+        return [name for name, kind in KINDS.items() if ROLE_OF[kind] in self.roles]
+
+    def contract(self, config: EstimateConfig, estimator: str, tokens: int, learnt: int) -> Contract:
         """Of a run's call, whose rows have so many tokens at most and are asked so many.
 
         Raises:
             ConfigError: rows are longer than the bundle's, or it lacks the estimator's role.
         """
-        kind = "stack" if config.estimator == "antithetic" else config.estimator
+        kind = KINDS[estimator]
         problems = []
         if tokens > self.outline.longest:
             problems.append(f"tokens is {tokens}, rows of the bundle have up to {self.outline.longest}")
         if ROLE_OF[kind] not in self.roles:
-            problems.append(f"estimator is {config.estimator}, but roles lack {ROLE_OF[kind]}")
+            problems.append(f"estimator is {estimator}, but roles lack {ROLE_OF[kind]}")
         if problems:
             raise ConfigError("the run doesn't fit the bundle:", problems)
         is_encoder = self.readout == "pooled"

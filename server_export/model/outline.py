@@ -14,6 +14,9 @@ from server_export.model.blocks import block_names, blocks_below
 from server_export.model.loading import parameter_count
 from server_export.model.start import StartAdapter
 
+# What configurations call their activation.
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+
 
 def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
     """The outline of an adapter's model, with or without its weights.
@@ -43,6 +46,7 @@ def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
         if id(parameter) not in weights | biases and parameter is not table
     )
     heads = int(getattr(config, "num_attention_heads", 1))
+    head_width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     below = blocks_below(model, list(start.lora_a))
     head_shape = _shape(head) if isinstance(head, nn.Linear) else None
     if head_shape and classes:
@@ -52,7 +56,9 @@ def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
         blocks=len(blocks),
         blocks_below=below,
         heads=heads,
-        head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        head_width=head_width,
+        key_width=int(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        gelu=any("gelu" in str(getattr(config, name, "")) for name in _ACTIVATIONS),
         layers=_grouped(layers, blocks[:below]),
         head=head_shape,
         modules=tuple(

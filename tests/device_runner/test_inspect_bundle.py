@@ -9,6 +9,7 @@ import pytest
 
 from device_runner.inspect_bundle import inspect, main
 from prge.bundle import ADAPTER, open_bundle
+from prge.costs import Layer, Outline
 from prge.errors import BundleError
 from tests.bundles import make_bundle, make_small_chain
 
@@ -39,6 +40,50 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
     ):
         assert words in text, words
     assert text.count("  ok") == len(inspect(folder)["files"])
+
+
+OUTLINE = Outline(
+    width=8,
+    blocks=1,
+    blocks_below=0,
+    heads=2,
+    head_width=4,
+    key_width=8,
+    gelu=False,
+    layers=(Layer(8, 8, 4), Layer(8, 32, 2), Layer(32, 8, 1)),
+    head=Layer(8, 64, 1),
+    modules=(),
+    table_numbers=512,
+    other_numbers=24,
+    parameters=2000,
+    longest=16,
+)
+
+
+def test_memory_of_runs_is_told_by_estimator_and_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_bundle(tmp_path / "bundle", outline=OUTLINE.to_json())
+    rows = inspect(folder)["memory"]
+    assert [(row["estimator"], row["memory_bytes"]) for row in rows] == [
+        (name, bound) for name in ("exact", "tangent", "antithetic") for bound in (None, 1536)
+    ]
+    assert main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    for words in ("4 rows of 16 tokens, native engine", "exact       all weights", "exact       1536"):
+        assert words in text, words
+    assert "\nother" not in text and "\noutline" not in text
+
+
+def test_a_bundle_without_an_outline_has_no_estimate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    assert inspect(folder)["memory"] is None
+    assert main([str(folder)]) == 0
+    assert "memory of a run is not known" in capsys.readouterr().out
+    with pytest.raises(BundleError, match="outline can't be read"):
+        inspect(make_bundle(tmp_path / "other", outline={"width": 8}))
 
 
 def test_a_whole_manifest_has_nothing_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

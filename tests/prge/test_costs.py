@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,16 +10,21 @@ import pytest
 from prge.chain import ROLES, Bounds
 from prge.contract import AdaptedModule, Contract
 from prge.costs import (
+    KINDS,
     Layer,
     Outline,
     bytes_text,
     export_memory,
     export_seconds,
+    memory_table,
+    memory_text,
     programs_bytes,
     run_memory,
     weights_of,
     work_of,
 )
+from prge.errors import BundleError
+from tests.bundles import make_small_chain
 
 # Two blocks of width 64: attention's four layers, and a gated inner layer of 128.
 LAYERS = (Layer(64, 64, 8), Layer(64, 128, 4), Layer(128, 64, 2))
@@ -28,6 +34,8 @@ OUTLINE = Outline(
     blocks_below=0,
     heads=4,
     head_width=16,
+    key_width=16,
+    gelu=False,
     layers=LAYERS,
     head=Layer(64, 1000, 1),
     modules=(AdaptedModule("layers.0.q_proj", 4, 64, 64), AdaptedModule("layers.1.q_proj", 4, 64, 64)),
@@ -125,7 +133,8 @@ def test_weights_are_mapped_by_the_native_engine_and_held_by_the_other() -> None
     native, torch = (run_memory(OUTLINE, TANGENT, WEIGHTS, ROLES, engine) for engine in ("native", "torch"))
     assert native.weights == torch.mapped == 0
     assert native.mapped == torch.weights >= WEIGHTS.packed
-    assert native.total == sum(value for name, value in native.to_json().items() if name != "total_bytes")
+    sums = ("total_bytes", "anonymous_bytes")
+    assert native.total == sum(value for name, value in native.to_json().items() if name not in sums)
     # Memory of the largest call for each method.
     assert torch.arena > 2 * native.arena
 
@@ -134,7 +143,69 @@ def test_a_bound_of_memory_bounds_what_stays_loaded() -> None:
     whole, bounded = (
         run_memory(OUTLINE, TANGENT, WEIGHTS, ROLES, "native", memory) for memory in (None, 1000)
     )
-    assert whole.mapped - bounded.mapped == WEIGHTS.packed - 1000
+    # The bound counts whole files, of which a run maps the part that its roles need.
+    share = 1000 / (WEIGHTS.layers + WEIGHTS.transposed)
+    assert whole.mapped - bounded.mapped == WEIGHTS.packed - round(share * WEIGHTS.packed)
+    assert whole.anonymous == bounded.anonymous < bounded.total
+
+
+def test_states_of_an_exact_step_above_the_bound_lie_in_a_file() -> None:
+    held, filed = (run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in (30_000, 20_000))
+    kept = 3 * 4 * 2 * 16 * 64
+    assert 20_000 < kept < 30_000 and held.states - filed.states == kept
+    assert held.total - filed.total == held.mapped + kept - filed.mapped
+
+
+def test_an_arena_holds_a_block_and_the_head_in_part_at_the_same_place() -> None:
+    memory = run_memory(OUTLINE, TANGENT, WEIGHTS, ROLES, "native")
+    block = 4 * 2 * 16 * (5 * (3 * 64 + 5 * 16 // 2) + 3 * 4 * 4 * 16)
+    head = 4 * 6 * 1000 * 2 * 5
+    assert memory.arena == max(block, head) + min(block, head) // 2
+    without = run_memory(replace(OUTLINE, head=None), TANGENT, WEIGHTS, ROLES, "native")
+    assert without.arena == block
+
+
+def test_a_workspace_is_that_of_the_largest_delegate() -> None:
+    block = run_memory(OUTLINE, STACK, WEIGHTS, ROLES, "native").workspace
+    assert block == 4 * 8 * 2 * 16 * 3 * 128
+    tangent, gelu = (
+        run_memory(outline, TANGENT, WEIGHTS, ROLES, "native").workspace
+        for outline in (OUTLINE, replace(OUTLINE, gelu=True))
+    )
+    assert (tangent, gelu) == tuple(4 * 2 * 16 * (3 + 4 * values) * 128 for values in (2, 5))
+    # The head, asked at all 48 positions.
+    many = replace(STACK, batch_size=1, copies=1, positions=48)
+    assert run_memory(OUTLINE, many, WEIGHTS, ROLES, "native").workspace == 4 * 48 * 1000
+
+
+def test_the_least_bound_is_the_largest_file_of_a_block() -> None:
+    assert WEIGHTS.largest == 2 * 4 * 64_000
+    assert weights_of(replace(OUTLINE, head=None), "fp32", False, ["stack"]).largest == 4 * 64_000
+    many = replace(OUTLINE, layers=tuple(replace(layer, count=9 * layer.count) for layer in LAYERS))
+    assert weights_of(many, "fp32", False, ROLES).largest == 2 * 9 * 4 * LAYER_NUMBERS // 2
+
+
+def test_a_table_of_memory_has_all_estimators_and_both_bounds() -> None:
+    contracts = dict(zip(KINDS, (EXACT, TANGENT, STACK), strict=True))
+    rows = memory_table(OUTLINE, contracts, WEIGHTS, ROLES)
+    assert [(row["estimator"], row["memory_bytes"]) for row in rows] == [
+        (name, bound) for name in ("exact", "tangent", "antithetic") for bound in (None, WEIGHTS.largest)
+    ]
+    assert all(row["anonymous_bytes"] < row["resident_bytes"] for row in rows)
+    lines = [*memory_text(rows)]
+    assert len(lines) == 7 and "seconds" not in lines[0] and "all weights" in lines[1]
+    head, line = memory_text([{**rows[0], "seconds": 0.25}])
+    assert head.endswith("seconds") and line.endswith("0.25")
+
+
+def test_a_manifest_keeps_the_outline() -> None:
+    chain = make_small_chain()
+    outline = replace(OUTLINE, modules=chain.modules, longest=chain.bounds.tokens)
+    block = json.loads(json.dumps(outline.to_json()))
+    assert Outline.from_json(block, chain) == outline
+    for wrong in ({}, None, {**block, "width": 0}, {**block, "heads": "4"}, {**block, "head": {}}):
+        with pytest.raises(BundleError, match="outline can't be read"):
+            Outline.from_json(wrong, chain)
 
 
 def test_only_an_exact_run_maps_transposed_weights_and_keeps_states() -> None:

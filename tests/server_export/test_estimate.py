@@ -39,8 +39,34 @@ def report_of(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, A
 def test_a_configuration_is_enough(outline_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(outline_folder), "--no-calibrate", "--tokens", "8"]) == 0
     text = capsys.readouterr().out
-    for words in ("parameters in", "20 rows of 8 tokens", "memory of a run", "workspace", "--calibrate"):
+    for words in ("parameters in", "4 rows of 8 tokens", "memory of a run", "anonymous", "--calibrate"):
         assert words in text, words
+    one = ["--model", str(outline_folder), "--no-calibrate", "--tokens", "8", "--estimator", "tangent"]
+    assert main(one) == 0
+    text = capsys.readouterr().out
+    for words in ("20 rows of 8 tokens", "memory of a run", "workspace", "anonymous"):
+        assert words in text, words
+
+
+def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
+    outline_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", outline_folder, "--tokens", 8)
+    runs = report_of(capsys, *words)["runs"]
+    assert [run["estimator"] for run in runs[::2]] == ["exact", "tangent", "antithetic"]
+    for whole, bounded in zip(runs[::2], runs[1::2], strict=True):
+        assert whole["memory_bytes"] is None and bounded["memory_bytes"] > 0
+        assert bounded["resident_bytes"] < whole["resident_bytes"]
+        assert whole["operations"] == bounded["operations"] and whole["seconds"] is None
+        alone = report_of(capsys, *words, "--estimator", whole["estimator"])
+        assert alone["run_memory"]["native"]["total_bytes"] == whole["resident_bytes"]
+        assert alone["run_memory"]["native"]["anonymous_bytes"] == whole["anonymous_bytes"]
+    assert [run["estimator"] for run in report_of(capsys, *words, "--roles", "tangent")["runs"]] == [
+        *2 * ["tangent"],
+        *2 * ["antithetic"],
+    ]
+    # A bound alone is one run, of the estimator that `prge run` would take.
+    assert report_of(capsys, *words, "--memory", "1MB")["estimator"] == "exact"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "gemma3"])
@@ -74,7 +100,12 @@ def test_roles_cost_and_are_needed(outline_folder: Path, capsys: pytest.CaptureF
     for name in ("programs_bytes", "weights_bytes", "packed_bytes"):
         assert stack[name] < whole[name], name
     with pytest.raises(ConfigError, match="roles lack tangent"):
-        main(["--model", str(outline_folder), "--no-calibrate", "--roles", "stack"])
+        main(
+            [
+                *("--model", str(outline_folder), "--no-calibrate"),
+                *("--roles", "stack", "--estimator", "tangent"),
+            ]
+        )
 
 
 def test_label_words_shorten_the_head(outline_folder: Path) -> None:
@@ -135,7 +166,7 @@ def test_calibration_gives_seconds(outline_folder: Path, capsys: pytest.CaptureF
 def test_calls_of_a_small_model_are_measured_and_not_what_any_call_takes(outline_folder: Path) -> None:
     config = EstimateConfig(model=str(outline_folder), tokens=8)
     found = estimate(config)
-    contract = found.contract(config, 8, 7)
+    contract = found.contract(config, "tangent", 8, 7)
     calibration = Calibration(found.outline, "fp32", contract.computed_rows, 8)
     for _ in range(20):
         calibration.sample()
