@@ -48,7 +48,7 @@ class RunSettings(TrainingFlags):
     """Random directions a step; default: 4. An exact gradient has none."""
     keep_gradients: bool = False
     """exact: the journal keeps the gradient of every step, so that the run can be replayed. Default: those
-    since the newest checkpoint, which is written every 4 steps at least."""
+    since the newest checkpoint, which is written every 4 steps at least, whatever --checkpoint-every."""
     change_estimator: bool = False
     """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
     copies: int | None = None
