@@ -47,7 +47,7 @@ from prge.checkpoint import (
 from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError
-from prge.exact import check_candidates
+from prge.exact import check_candidates, check_single_sequences
 from prge.examples import token_count
 from prge.journal import Journal, Record
 from prge.peft import write_peft
@@ -85,11 +85,12 @@ def run(settings: RunSettings) -> Path:
         _check_folder(settings)
         inputs = read_inputs(bundle, settings)
         bundle = bundle_for(settings, bundle, inputs.train)
+        if settings.clip_examples:
+            check_single_sequences(inputs.train)
         check_batch(bundle.contract, inputs.train)
         if bundle.contract.is_exact:
             check_candidates(bundle.contract, inputs.train)
         with Journal(settings.out / JOURNAL) as journal:
-            begin(journal, inputs.identity, settings)
             cache = None
             if settings.trunk_cache_bytes:
                 folder = settings.out / TRUNK_CACHE
@@ -102,6 +103,7 @@ def run(settings: RunSettings) -> Path:
                 cache=cache,
                 checkpoints=Checkpoints(settings.checkpoint_dtype, settings.out, settings.memory),
             )
+            begin(journal, inputs.identity, settings)
             facts = _Facts(inputs, engines)
             rows = partial(estimator_of(journal).rows, engines.step.contract)
             watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)

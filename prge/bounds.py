@@ -61,7 +61,7 @@ BOUNDS: Mapping[str, Range] = {
     "max_dropped": Range(0, 1),
     **dict.fromkeys(("learning_rate", "learning_rates", "analysis_learning_rate"), _POSITIVE),
     **dict.fromkeys(("priming_learning_rate", "epsilon", "epsilons", "alpha", "divergence_ratio"), _POSITIVE),
-    **dict.fromkeys(("head_learning_rate", "clip"), _POSITIVE_OR_NONE),
+    **dict.fromkeys(("head_learning_rate", "clip", "clip_examples"), _POSITIVE_OR_NONE),
     **dict.fromkeys(("momentum", "beta2", "smoothing"), _DECAY),
     **dict.fromkeys(("retention", "memory_share", "channel_fractions", "branch_width"), _SHARE),
     **dict.fromkeys(("search_share", "target_share"), _SHARE),

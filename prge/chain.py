@@ -149,6 +149,8 @@ class Chain:
     def _problems(self) -> Iterator[str]:
         if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
             yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
+        if len({block.weights for block in self.blocks}) < len(self.blocks):
+            yield "blocks share a weights file"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
         words, pieces = len(self.label_tokens) or self.vocabulary_size, len(self.blocks) - self.end

@@ -27,13 +27,24 @@ ROWS_OF_A_STEP = 3
 
 
 class Exact:
-    """Implements prge.estimators.Estimator with the gradient itself, whose norm `clip` bounds."""
+    """Implements prge.estimators.Estimator with the gradient itself.
 
-    def __init__(self, clip: float = 0.0) -> None:
+    `clip` bounds the norm of a step's gradient, `clip_examples` that of every example's before they are added
+    up, for batches of one example; 0 leaves them.
+    """
+
+    def __init__(self, clip: float = 0.0, clip_examples: float = 0.0) -> None:
         self.clip = clip
+        self.clip_examples = clip_examples
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Loss of every example and the gradient of their mean: one call per batch."""
+        """Loss of every example and the gradient of their mean: one call per batch.
+
+        Raises:
+            ValueError: examples are clipped, and a batch has several.
+        """
+        if self.clip_examples and any(batch.examples != 1 for batch in step.batches):
+            raise ValueError("only the gradient of a batch of one example is an example's")
         contract = engine.contract
         lora_b = step.adapter.inputs()
         gradient = np.zeros(step.adapter.size)
@@ -41,9 +52,11 @@ class Exact:
         for batch in step.batches:
             inputs = {**batch.inputs(1, contract.is_encoder), **lora_b}
             outputs = calls.forward(inputs | loss_inputs(contract, batch, step.examples, step.classifier))
-            gradient += np.concatenate(
-                [outputs[GRADIENT_PREFIX + module.name].ravel() for module in contract.modules]
+            of_batch = np.concatenate(
+                [outputs[GRADIENT_PREFIX + module.name].ravel() for module in contract.modules], dtype=float
             )
+            # What the engine answers is the example's share of the mean.
+            gradient += shortened(of_batch, self.clip_examples / step.examples)
             batch_scores = scores(batch, outputs, 1, step.classifier)
             loss += float(losses(batch_scores, batch.labels).sum())
             if step.trained_head is not None:
@@ -132,6 +145,17 @@ def _by_score(scores: Array, inputs: Mapping[str, Array]) -> Array:
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     shares: Array = powers / powers.sum(-1, keepdims=True) * inputs["shares"]
     return shares - inputs["labels"]
+
+
+def check_single_sequences(examples: Sequence[Example]) -> None:
+    """Raise ConfigError if an example whose gradient is to be clipped takes several rows of a call."""
+    widest = max(examples, key=lambda example: len(example.sequences))
+    if len(widest.sequences) > 1:
+        raise ConfigError(
+            "--clip-examples takes examples of one sequence each:",
+            [f"row {widest.row} has {len(widest.sequences)} sequences, one for each of its candidates"],
+            remedy="leave --clip-examples out, or bound the norm of a step's gradient with --clip",
+        )
 
 
 def check_candidates(contract: Contract, examples: Sequence[Example]) -> None:

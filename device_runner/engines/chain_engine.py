@@ -130,7 +130,10 @@ class ChainEngine(CheckedEngine):
         return [call.asked.told(reading.logprobs), call.asked.told(reading.changes)]
 
     def _exact(self, call: _Call) -> list[Array]:
-        """Answers of all rows, and the gradient of the loss that the call describes."""
+        """Answers of all rows, and the gradient of the loss that the call describes.
+
+        A gradient on whose way something wasn't finite is NaN.
+        """
         rows = np.arange(self._contract.batch_size)
         below = self._below(call, rows[None])
         stacked = {
@@ -162,11 +165,14 @@ class ChainEngine(CheckedEngine):
                 name: array[0] if name == "padding" else array for name, array in part.beside.items()
             }
         gradients: Arrays = {}
+        is_finite = bool(np.isfinite(slope).all())
         for number in reversed(above):
             modules = self._chain.blocks[number].modules
             for part in parts:
                 part.values["state"] = part.kept.pop()[0].astype(np.float32, copy=False)
                 found = self._run(number, BACK, part)
+                passed = (part.values["state"], found["slope"])
+                is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
                 self._release(part.values)
                 part.values = {"slope": found["slope"]}
                 for index, module in enumerate(modules):
@@ -175,6 +181,9 @@ class ChainEngine(CheckedEngine):
                     gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
                     self._blocks.release(gradient)
         self._checkpoints.forget()
+        if not is_finite:
+            # A layer that rounds to int8 makes a number of what is none: nobody would see it in the gradient.
+            gradients = {name: np.full_like(gradient, np.nan) for name, gradient in gradients.items()}
         return [answers, *(gradients[GRADIENT_PREFIX + module.name] for module in self._contract.modules)]
 
     # Through the blocks

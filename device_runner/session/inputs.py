@@ -43,7 +43,7 @@ _NOT_IDENTITY = frozenset(
 CHANGEABLE = frozenset(
     {
         *("estimator", "queries", "copies", "epsilon", "directions", "share_directions"),
-        *("baseline", "normalize", "clip", "learning_rate"),
+        *("baseline", "normalize", "clip", "clip_examples", "learning_rate"),
     }
 )
 CHANGE = "change"
@@ -132,7 +132,7 @@ def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> Training
 def make_estimator(settings: RunSettings) -> Estimator:
     """The estimator that settled settings ask for; raises ValueError for those that aren't."""
     if settings.estimator == "exact":
-        return Exact(settings.clip)
+        return Exact(settings.clip, settings.clip_examples)
     if settings.estimator == "tangent":
         return Tangents(settings.share_directions, settings.clip)
     if settings.queries is None:

@@ -48,7 +48,7 @@ class RunSettings(TrainingFlags):
     """Random directions a step; default: 4. An exact gradient has none."""
     keep_gradients: bool = False
     """exact: the journal keeps the gradient of every step, so that the run can be replayed. Default: those
-    since the newest checkpoint, which is written every 4 steps at least."""
+    since the newest checkpoint, which is written every 4 steps at least, whatever --checkpoint-every."""
     change_estimator: bool = False
     """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
     copies: int | None = None
@@ -65,6 +65,9 @@ class RunSettings(TrainingFlags):
     """Largest root mean square of a step's scalars, of each example's with tangents: an estimate of the
     gradient's norm; exact: largest norm of a step's gradient; 0: no clipping. Helps where a step has few
     examples and they differ much."""
+    clip_examples: float = 0.0
+    """exact: largest norm of each example's gradient; needs --batch-size 1, examples accumulate over --calls.
+    For differential privacy, which needs noise too, or where few examples are outliers; 0: no clipping."""
     directions: Distribution = "rademacher"
     """antithetic, one-sided: distribution of directions; rademacher is bit-identical on every machine."""
     batch_size: int | None = None
@@ -108,6 +111,11 @@ class RunSettings(TrainingFlags):
             problems += self._without_meaning()
         if self.baseline == "leave-one-out" and self.queries == 1:
             problems.append("--baseline leave-one-out needs --queries of at least 2")
+        if self.clip_examples and self.batch_size != 1:
+            given = "not given" if self.batch_size is None else self.batch_size
+            problems.append(f"--clip-examples needs --batch-size 1, it is {given}; --calls adds examples up")
+        if self.clip_examples and self.head_learning_rate:
+            problems.append("--clip-examples and --head-learning-rate: the head's gradient isn't clipped")
         if problems:
             raise ConfigError(
                 "these settings can't be used:", problems, remedy="`prge run --help` explains them"
@@ -121,6 +129,8 @@ class RunSettings(TrainingFlags):
             owners |= dict.fromkeys(("epsilon", "directions", "copies"), "antithetic or one-sided")
         if self.estimator == "exact":
             owners["queries"] = "tangent, antithetic or one-sided"
+        if self.estimator is not None:
+            owners["clip_examples"] = "exact"
         if self.estimator is None:
             # The bundle may turn out to be for tangents.
             del owners["share_directions"]
@@ -156,7 +166,7 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
     queries = None if estimator == "exact" else settings.queries or DEFAULT_QUERIES
     every = settings.checkpoint_every
     if estimator == "exact" and not settings.keep_gradients:
-        every = min(every, STEPS_OF_GRADIENTS)
+        every = min(every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
     return replace(settings, estimator=estimator, queries=queries, checkpoint_every=every)
 
 

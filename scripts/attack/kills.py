@@ -35,7 +35,8 @@ _DIFFERENCES = [
     ["--estimator", "antithetic", "--directions", "gaussian"],
 ]
 _TANGENTS = [[], ["--share-directions"], ["--clip", "1"], ["--calls", "2"], ["--queries", "9"]]
-_EXACT = [["--estimator", "exact", *more] for more in ([], ["--clip", "1"], ["--calls", "2"])]
+_BY_EXAMPLE = ["--clip-examples", "0.1", "--batch-size", "1", "--calls", "3"]
+_EXACT = [["--estimator", "exact", *more] for more in ([], ["--clip", "1"], ["--calls", "2"], _BY_EXAMPLE)]
 _KEPT = ["--trunk-cache-bytes", "1000000"]
 _OF_KIND: dict[str, list[list[str]]] = {
     "decoder": [*_TANGENTS, *_DIFFERENCES, *_EXACT, ["--memory", "400000"]],

@@ -40,7 +40,7 @@ _OF_ESTIMATOR = {
     "tangent": ("queries", "share_directions"),
     "antithetic": ("queries", "epsilon", "directions"),
     "one-sided": ("queries", "epsilon", "directions", "baseline", "normalize"),
-    "exact": (),
+    "exact": ("clip_examples",),
 }
 _TAGS = {
     "tangent": "forward-mode-differentiation",

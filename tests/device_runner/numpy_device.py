@@ -11,11 +11,11 @@ import pytest
 
 from device_runner.engines.opening import Engines
 from prge.bundle import ADAPTER, TOKENIZER, Bundle
-from prge.chain import STACK, TANGENT, Block, Bounds, Chain, Interface, Kind
+from prge.chain import BACK, STACK, TANGENT, Block, Bounds, Chain, Interface, Kind
 from prge.contract import Contract
 from prge.engine import Array, Engine
 from tests.bundles import make_bundle
-from tests.numpy_engine import NumpyEngine
+from tests.numpy_engine import NumpyEngine, NumpyExactEngine, NumpyTangentEngine
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
 from tests.templates import write_template
 
@@ -29,17 +29,22 @@ class Killed(BaseException):
 class Device:
     """Stands for the engine: opens models in numpy, and ends the process after some calls.
 
-    `has_tangents` says whether its bundles have that role. `grid` rounds what models answer to its multiples,
-    derivatives aside, as int8 activations would.
+    `has_tangents` and `has_back` say whether its bundles have these roles. `grid` rounds what models answer
+    to its multiples, derivatives aside, as int8 activations would. `broken` takes the place of one derivative
+    of every call.
     """
 
-    def __init__(self, encoder: bool = False, has_tangents: bool = True, grid: float = 0.0) -> None:
+    def __init__(
+        self, encoder: bool = False, has_tangents: bool = True, grid: float = 0.0, has_back: bool = False
+    ) -> None:
         backend = encoder_backend() if encoder else byte_level_backend()
         self.backend = backend
         self.encoder = encoder
         self.has_tangents = has_tangents
+        self.has_back = has_back
         self.grid = grid
         self.calls_left: int | None = None
+        self.broken: float | None = None
 
     def model(self, batch_size: int, copies: int = 1) -> NumpyEngine:
         """The same weights for any number of rows."""
@@ -49,7 +54,11 @@ class Device:
     def engine(self, contract: Contract) -> Engine:
         """The model for the calls of a contract."""
         model = self.model(contract.batch_size, contract.copies)
-        engine = model.tangent(contract.queries) if contract.is_tangent else model
+        engine: NumpyEngine | NumpyTangentEngine | NumpyExactEngine = model
+        if contract.is_tangent:
+            engine = model.tangent(contract.queries)
+        elif contract.is_exact:
+            engine = model.exact(contract.classes)
         assert engine.contract.inputs == contract.inputs
         forward = engine.forward
 
@@ -58,7 +67,10 @@ class Device:
                 self.calls_left -= 1
                 if self.calls_left < 0:
                     raise Killed
-            return {name: self._rounded(name, array) for name, array in forward(inputs).items()}
+            answers = {name: self._rounded(name, array) for name, array in forward(inputs).items()}
+            if self.broken is not None and engine.contract.kind != "stack":
+                answers[list(answers)[-1]].ravel()[-1] = self.broken
+            return answers
 
         engine.forward = counted  # type: ignore[method-assign]
         return engine
@@ -84,12 +96,14 @@ class Device:
         roles = {
             STACK: Interface(("state", "lora_b.0"), ("state",)),
             TANGENT: Interface(("state", "d_state", "lora_b.0", "u.0", "v.0"), ("state", "d_state")),
+            BACK: Interface(("state", "slope", "lora_b.0"), ("slope", "gradient.0")),
         }
         head = {
             STACK: Interface(targets, ("parts",)),
             TANGENT: Interface((*targets, "d_state"), ("parts", "d_parts")),
+            BACK: Interface((*targets, "slope"), ("slope",)),
         }
-        chosen = [STACK, TANGENT] if self.has_tangents else [STACK]
+        chosen = [STACK, *[TANGENT] * self.has_tangents, *[BACK] * self.has_back]
         kinds = [Kind("programs/0.pte", {STACK: Interface(state, ("state",))})]
         kinds += [
             Kind(f"programs/{number}.pte", {role: methods[role] for role in chosen})

@@ -19,8 +19,8 @@ from device_runner.replay import main as replay
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
 from prge.bundle import file_sha256
-from prge.errors import BundleError, ConfigError, DataError, RunError
-from prge.journal import Journal
+from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, RunError
+from prge.journal import Journal, encode_array
 from prge.run_folder import with_stored_settings
 from prge.settings import parse_settings
 from tests.bundles import read_json, write_manifest
@@ -373,3 +373,88 @@ def test_evaluation_tells_what_the_run_did(
     )
     evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
     assert found["loss"] == pytest.approx(min(r["loss"] for r in evaluations), rel=1e-6)
+
+
+# Exact steps
+
+
+@pytest.fixture
+def exact(device: Device, settings: RunSettings, tmp_path: Path) -> RunSettings:
+    """A short run of a bundle that has the way back."""
+    device.has_back = True
+    bundle = device.write_bundle(tmp_path / "exact")
+    return replace(settings, bundle=bundle, estimator="exact", checkpoint_every=100)
+
+
+@pytest.mark.parametrize(("every", "kept"), [(100, 4), (3, 3), (0, 4)])
+def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
+    exact: RunSettings, monkeypatch: pytest.MonkeyPatch, every: int, kept: int
+) -> None:
+    """Below two even: of Qwen2.5-3B with rank 16 on queries and values, from what records take here."""
+    append, counts = Journal.append, []
+
+    def counted(journal: Journal, record: dict[str, Any]) -> dict[str, Any]:
+        append(journal, record)
+        counts.append(sum("gradient" in each for each in journal.records))
+        return record
+
+    monkeypatch.setattr(Journal, "append", counted)
+    run(replace(exact, checkpoint_every=every))
+    assert max(counts) == kept
+    lines = (exact.out / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    plain = [len(line) for line in lines if b'"kind":"step"' in line]
+    assert len(plain) == STEPS and b'"gradient"' not in b"".join(lines)
+    evaluation = max(len(line) for line in lines if b'"kind":"evaluation"' in line)
+
+    rank, layers, width = 16, 36, 2048
+    lora_a, lora_b = rank * layers * 2 * width, rank * layers * (width + 256)
+    gradient = len(encode_array(np.zeros(lora_b, np.float32)))
+    # The step's number, and those of the rows, take a few digits more than here.
+    steps = 10_000 * (max(plain) + 4 + 6 * 2 * BATCH)
+    journal = steps + 100 * evaluation + kept * gradient
+    # Beside `lora_a` and `lora_b` lie Adam's two moments.
+    checkpoint = 4 * (lora_a + 3 * lora_b)
+    assert journal < 2 * checkpoint
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("clip", [0.0, 1e-3])
+def test_a_gradient_that_is_not_finite_is_no_step(
+    device: Device, exact: RunSettings, tmp_path: Path, bad: float, clip: float
+) -> None:
+    """The run ends with the state before, and goes on from there to the same bits."""
+    exact = replace(exact, clip=clip)
+    run(replace(exact, out=tmp_path / "whole"))
+    device.calls_left = 16
+    with pytest.raises(Killed):
+        run(exact)
+    device.calls_left, device.broken = None, bad
+    with Journal(exact.out / "journal.jsonl", writable=False) as journal:
+        steps = journal.steps
+    assert steps > 0
+    with np.errstate(invalid="ignore"), pytest.raises(DivergenceError, match="derivatives are not finite"):
+        run(replace(exact, resume=exact.out))
+    with Journal(exact.out / "journal.jsonl", writable=False) as journal:
+        assert journal.steps == steps
+    assert json.loads((exact.out / "run.json").read_text())["run"]["status"] == "diverged"
+    newest = max((exact.out / "checkpoints").iterdir())
+    assert newest.name == f"step-{steps:06d}"
+    device.broken = None
+    run(replace(exact, resume=exact.out))
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (exact.out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
+    device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was wrong put right, the same command begins it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise EngineError("no block may stay loaded")
+
+    with monkeypatch.context() as patch, pytest.raises(EngineError):
+        patch.setattr(run_verb, "open_engines", refuse)
+        run(replace(settings, memory=1))
+    assert not (settings.out / "config.yaml").exists()
+    run(settings)

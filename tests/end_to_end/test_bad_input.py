@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from device_runner.engines.chain_engine import ChainEngine
 from prge.bundle import file_sha256, manifest_sha256
+from prge.chain import BACK
 from prge.cli import main
+from prge.journal import Journal
 from tests.end_to_end.conftest import REPOSITORY, write_rows
 
 pytestmark = pytest.mark.export
@@ -273,6 +276,69 @@ def test_no_space_left(run_words: list[object], tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and "can't be written" in done.stderr
     again = in_a_process("run", "--resume", tmp_path / "run")
     assert again.returncode == 0, again.stderr
+
+
+def test_no_space_left_for_the_states_of_an_exact_step(
+    run_words: list[object], workshop: Path, tmp_path: Path
+) -> None:
+    """They lie in a file above `--memory`. The run goes on where there is room for them."""
+    largest = max(path.stat().st_size for path in (workshop / "bundle/weights").iterdir())
+    words = ["--batch-size", 256, "--memory", largest, "--evaluate-every", 0]
+    done = in_a_process("run", *map(str, [*run_words, *words, "--steps", 2, "--quiet"]))
+    assert done.returncode == 0, done.stderr
+    whole = (tmp_path / "run/final/adapter_model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "run")
+    limit = largest
+    done = subprocess.run(
+        [sys.executable, "-m", "prge.cli", "run", *map(str, [*run_words, *words, "--steps", 2])],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and f"{tmp_path / 'run'} can't be written" in done.stderr
+    assert b'"kind":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
+    again = in_a_process("run", "--resume", tmp_path / "run")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == whole
+
+
+def test_memory_that_no_block_fits_into_begins_no_run(
+    fails: Run, run_words: list[object], tmp_path: Path
+) -> None:
+    message = fails("--memory", 1000)
+    assert "--memory is 1000 bytes, the largest block has" in message
+    assert not (tmp_path / "run/config.yaml").exists()
+    needed = message.split("give at least ")[1].split(",")[0]
+    assert main(["run", *map(str, run_words), "--steps", "1", "--memory", needed, "--quiet"]) == 0
+
+
+def test_a_gradient_that_is_not_finite(
+    fails: Run, run_words: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter, the optimizer and the journal stay those of the step before."""
+    run, calls = ChainEngine._run, 0
+
+    def broken(self: ChainEngine, number: int, role: str, part: Any) -> Any:
+        nonlocal calls
+        calls += (number, role) == (1, BACK)
+        found = run(self, number, role, part)
+        if role == BACK and calls == 6:
+            found["slope"][0, 0, 0] = np.inf
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChainEngine, "_run", broken)
+        message = fails("--quiet")
+    assert "step 5: the loss is" in message and "derivatives are not finite" in message
+    with Journal(tmp_path / "run/journal.jsonl", writable=False) as journal:
+        assert journal.steps == 5
+    assert main(["run", "--resume", str(tmp_path / "run"), "--quiet"]) == 0
+    assert main(["run", *map(str, run_words), "--out", str(tmp_path / "whole"), "--quiet"]) == 0
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def _full() -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from device_runner.engines.packed_files import files_in
 from prge.journal import Journal
+from tests.compilers import needs_compiler
 
 KILLS = {
     "bundle tangent": 20,
@@ -24,28 +26,35 @@ KILLS = {
     "upper exact": 10,
 }
 
-PARENT = """
-import os, random, signal, sys, time
+# Instants of an exact run, and before which of them, counted from 0, each process in turn is killed.
+INSTANTS = {
+    "back": (0, 1, 2, 3, 4, 5, 7, 8),
+    "unloaded": (1, 4, 6, 9, 14, 18, 23),
+    "packing": (1, 0, 1, 1),
+    "packed": (0, 1, 2, 1, 3),
+    "forgetting": (0, 0, 1, 0),
+}
+
+_START = """
+import os, random, shutil, signal, sys, time
 from pathlib import Path
 import torch
 from executorch.extension.pybindings import _C
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
 
-workshop, bundle, folder, kills = *map(Path, sys.argv[1:4]), int(sys.argv[4])
-estimator = sys.argv[5]
+workshop, bundle, folder = map(Path, sys.argv[1:4])
 settings = dict(
     bundle=bundle, train=workshop / "train.jsonl", dev=workshop / "dev.jsonl",
-    task=str(workshop / "task.yaml"), steps=60, evaluate_every=10, checkpoint_every=7, learning_rate=0.02,
-    threads=1, quiet=True, estimator=estimator,
-    trunk_cache_bytes=1 << 20 if bundle.name == "upper" else 0,
+    task=str(workshop / "task.yaml"), learning_rate=0.02, threads=1, quiet=True,
 )
 
-def start(**changes):
+def start(before=lambda: None, **changes):
     child = os.fork()
     if child == 0:
         code = 1
         try:
+            before()
             run(RunSettings(**{**settings, **changes}))
             code = 0
         except BaseException:
@@ -55,6 +64,18 @@ def start(**changes):
             os._exit(code)
     return child
 
+def resumed(out):
+    return out if (out / "config.yaml").is_file() else None
+"""
+
+BY_CHANCE = (
+    _START
+    + """
+kills = int(sys.argv[4])
+settings |= dict(
+    steps=60, evaluate_every=10, checkpoint_every=7, estimator=sys.argv[5],
+    trunk_cache_bytes=1 << 20 if bundle.name == "upper" else 0,
+)
 begin = time.perf_counter()
 _, status = os.waitpid(start(out=folder / "whole"), 0)
 assert status == 0, status
@@ -64,8 +85,7 @@ chance = random.Random(0)
 killed = 0
 out = folder / "killed"
 while True:
-    resume = out if (out / "config.yaml").is_file() else None
-    child = start(out=out, resume=resume)
+    child = start(out=out, resume=resumed(out))
     if killed < kills:
         time.sleep(chance.uniform(0, 0.35) * whole)
         os.kill(child, signal.SIGKILL)
@@ -75,7 +95,6 @@ while True:
             continue
         assert status == 0, status
         # It was done before the kill came: begin again, so that the number of kills is reached.
-        import shutil
         shutil.rmtree(out)
         continue
     _, status = os.waitpid(child, 0)
@@ -83,6 +102,78 @@ while True:
     break
 print(killed)
 """
+)
+
+AT_INSTANTS = (
+    _START
+    + """
+from device_runner.engines import packed_files
+from device_runner.engines.blocks import Blocks
+from device_runner.engines.native.build import library
+from prge import journal
+
+# Owner and name of a function, and which of its calls are meant.
+INSTANTS = {
+    "back": (Blocks, "run", lambda self, number, role, inputs: role == "back"),
+    "unloaded": (Blocks, "_load", lambda *_: True),
+    "packing": (packed_files, "_make", lambda *_: True),
+    "packed": (packed_files, "write_file", lambda *_: True),
+    "forgetting": (journal, "write_file", lambda *_: True),
+}
+owner, name, is_meant = INSTANTS[sys.argv[4]]
+counts = list(map(int, sys.argv[5:]))
+settings |= dict(
+    steps=9, evaluate_every=4, checkpoint_every=100, estimator="exact", engine="native",
+    memory=max(path.stat().st_size for path in (bundle / "weights").iterdir()),
+)
+os.environ["PRGE_NATIVE_LIBRARY"] = str(library())
+
+def prepare(out, count=None):
+    os.environ["XDG_CACHE_HOME"] = str(out.with_name(f"cache of {out.name}"))
+    function, left = getattr(owner, name), count
+
+    def counted(*arguments):
+        nonlocal left
+        if left is not None and is_meant(*arguments):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments)
+
+    setattr(owner, name, counted)
+
+for out, kills in ((folder / "whole", []), (folder / "killed", counts)):
+    for count in (*kills, None):
+        child = start(lambda: prepare(out, count), out=out, resume=resumed(out))
+        _, status = os.waitpid(child, 0)
+        assert status == (0 if count is None else signal.SIGKILL), (count, status)
+"""
+)
+
+
+def in_a_parent(script: str, *words: object) -> str:
+    """What a process prints that forks runs."""
+    command = [sys.executable, "-c", script, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_ended_alike(whole: Path, killed: Path, steps: int) -> None:
+    """Two runs of the same settings have the same result, journal, checkpoint and metrics."""
+    for name in ("final/adapter_model.safetensors", "journal.jsonl"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    newest = sorted((whole / "checkpoints").iterdir())[-1].name
+    for name in ("optimizer.safetensors", "state.json", "adapter_model.safetensors"):
+        there, here = (folder / "checkpoints" / newest / name for folder in (whole, killed))
+        assert here.read_bytes() == there.read_bytes(), name
+    assert json.loads((killed / "run.json").read_text())["run"]["status"] == "completed"
+    # Every step is in the metrics exactly once.
+    records = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["event"] == "step"] == list(range(1, steps + 1))
+    assert not [name for name in os.listdir(killed) if "partial" in name]
+    with Journal(killed / "journal.jsonl") as journal:
+        assert journal.steps == steps
 
 
 @pytest.mark.slow
@@ -93,22 +184,26 @@ def test_killed_many_times_it_ends_in_the_same_bits(
     workshop: Path, upper_bundle: Path, tmp_path: Path, kind: str
 ) -> None:
     name, _, estimator = kind.partition(" ")
-    words = (workshop, workshop / name, tmp_path, KILLS[kind], estimator)
-    command = [sys.executable, "-c", PARENT, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == KILLS[kind]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for name in ("final/adapter_model.safetensors", "journal.jsonl"):
-        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
-    newest = sorted((whole / "checkpoints").iterdir())[-1].name
-    for name in ("optimizer.safetensors", "state.json", "adapter_model.safetensors"):
-        there, here = (folder / "checkpoints" / newest / name for folder in (whole, killed))
-        assert here.read_bytes() == there.read_bytes(), name
-    assert json.loads((killed / "run.json").read_text())["run"]["status"] == "completed"
-    # Every step is in the metrics exactly once.
-    steps = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in steps if record["event"] == "step"] == list(range(1, 61))
-    assert not [name for name in os.listdir(killed) if "partial" in name]
-    with Journal(killed / "journal.jsonl") as journal:
-        assert journal.steps == 60
+    killed = in_a_parent(BY_CHANCE, workshop, workshop / name, tmp_path, KILLS[kind], estimator)
+    assert int(killed) == KILLS[kind]
+    assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.export
+@needs_compiler
+@pytest.mark.parametrize("instant", INSTANTS)
+def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
+    workshop: Path, tmp_path: Path, instant: str
+) -> None:
+    """On the way back, with one block loaded; while packed files are made; before gradients are forgotten."""
+    in_a_parent(AT_INSTANTS, workshop, workshop / "bundle", tmp_path, instant, *INSTANTS[instant])
+    assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=9)
+    assert b'"gradient"' not in (tmp_path / "killed/journal.jsonl").read_bytes()
+    caches = [tmp_path / f"cache of {name}/prge/packed" for name in ("whole", "killed")]
+    packed = [
+        {path.name: path.read_bytes() for path in files_in(cache) if path.suffix != ".weights"}
+        for cache in caches
+    ]
+    assert packed[0] == packed[1] and len(packed[0]) == 2 * len([*(workshop / "bundle/weights").iterdir()])

@@ -14,7 +14,7 @@ from prge.contract import Contract
 from prge.engine import Array
 from prge.errors import ConfigError
 from prge.estimators import Step
-from prge.exact import Exact, check_candidates
+from prge.exact import Exact, check_candidates, check_single_sequences
 from prge.examples import Batch, Example
 from prge.head import Classifier, CrossFittedHeads, Head
 from prge.objectives import losses, scores
@@ -132,6 +132,82 @@ def test_clipping_shortens_the_whole_gradient() -> None:
     norm = float(np.linalg.norm(whole))
     np.testing.assert_allclose(gradient(norm / 4), whole / 4, rtol=1e-5)
     assert gradient(norm * 2).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_every_example_is_clipped_before_the_mean(encoder: bool, clip: float) -> None:
+    """Those of a larger norm get the limit's, all others stay what they are."""
+    examples, count = 9, 6
+    engine = NumpyEngine(batch_size=1, encoder=encoder).exact(classes=3 if encoder else 0)
+    rows = CLASSES[:examples] if encoder else [*random_completions(6), *ROWS["candidates"][:3]]
+    adapter, head = adapter_of(engine), head_of() if encoder else None
+    batches = Sampler(rows, engine.contract, SEED, count).batches(STEP)
+
+    def gradient(batches: Sequence[Batch], **limits: float) -> Array:
+        found = Exact(**limits).measure(engine, Step(adapter, batches, SEED, STEP, head)).gradient
+        assert found is not None
+        return found.astype(float)
+
+    alone = [gradient([batch]) for batch in batches]
+    norms = np.array([np.linalg.norm(each) for each in alone])
+    limit = float(np.median(norms))
+    shares = np.minimum(1, limit / norms)
+    assert 0 < (shares < 1).sum() < count
+    expected = sum(share * each for share, each in zip(shares, alone, strict=True)) / count
+    # The step's own limit comes after.
+    expected *= min(1.0, clip / np.linalg.norm(expected)) if clip else 1.0
+    np.testing.assert_allclose(
+        gradient(batches, clip=clip, clip_examples=limit), expected, atol=1e-7 * np.abs(expected).max()
+    )
+    unbounded = gradient(batches, clip=clip)
+    assert gradient(batches, clip=clip, clip_examples=2 * norms.max()).tobytes() == unbounded.tobytes()
+
+
+def test_one_example_moves_a_step_by_no_more_than_its_limit() -> None:
+    engine = NumpyEngine(batch_size=1).exact()
+    engine.model.weight *= 30
+    adapter, limit, calls = adapter_of(engine), 0.1, 5
+    batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
+    other = Sampler(random_completions(12), engine.contract, SEED + 1).batches(STEP)
+    found = [
+        Exact(clip_examples=limit).measure(engine, Step(adapter, chosen, SEED, STEP)).gradient
+        for chosen in (batches, [*batches[:-1], *other])
+    ]
+    assert found[0] is not None and found[1] is not None
+    assert 0 < np.linalg.norm(found[0] - found[1]) <= 2 * limit / calls * (1 + 1e-6)
+
+
+def test_a_batch_of_several_examples_has_no_gradient_of_one() -> None:
+    engine = NumpyEngine().exact()
+    batches = Sampler(random_completions(8), engine.contract, SEED).batches(STEP)
+    with pytest.raises(ValueError, match="batch of one example"):
+        Exact(clip_examples=1.0).measure(engine, Step(adapter_of(engine), batches, SEED, STEP))
+    assert engine.calls == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("limits", [{}, {"clip": 1e-3}, {"clip_examples": 1e-3}], ids=str)
+def test_no_limit_makes_a_number_of_what_is_none(bad: float, limits: dict[str, float]) -> None:
+    engine = NumpyEngine(batch_size=1).exact()
+    forward = engine.forward
+
+    def broken(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        outputs = forward(inputs)
+        outputs[f"gradient.{MODULE}"][0, 0] = bad
+        return outputs
+
+    engine.forward = broken  # type: ignore[method-assign]
+    batches = Sampler(random_completions(8), engine.contract, SEED, 2).batches(STEP)
+    with np.errstate(invalid="ignore"):
+        found = Exact(**limits).measure(engine, Step(adapter_of(engine), batches, SEED, STEP)).gradient
+    assert found is not None and not np.isfinite(found[0])
+
+
+def test_examples_of_several_sequences_are_refused_where_each_is_clipped() -> None:
+    check_single_sequences([*ROWS["candidates"], *CLASSES])
+    with pytest.raises(ConfigError, match=r"row 1 has 2 sequences(?s:.)*leave --clip-examples out"):
+        check_single_sequences([*ROWS["completions"], *ROWS["longer candidates"]])
 
 
 def test_a_journal_gives_the_same_bits_back() -> None:

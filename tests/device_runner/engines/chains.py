@@ -25,14 +25,14 @@ TOKENS = 16
 Inputs = dict[str, Array]
 
 
-def export_chain(folder: Path, architecture: str) -> Path:
-    """A folder with `model` and `bundle`: a tiny model of two blocks with all roles, for rows of TOKENS.
+def export_chain(folder: Path, architecture: str, layers: int = 0, **settings: Any) -> Path:
+    """A folder with `model` and `bundle`: a tiny model for rows of TOKENS, with all roles if none are given.
 
-    Its vocabulary is read in four pieces, as a large one is.
+    It has two blocks, or so many layers of a Llama. Its vocabulary is read in four pieces, as a large one is.
     """
     from server_export.export import ExportConfig, export
 
-    save_model(folder / "model", architecture)
+    save_model(folder / "model", architecture, **{"num_hidden_layers": layers} if layers else {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary, "_LARGEST_PIECE", 2048)
         export(
@@ -41,6 +41,7 @@ def export_chain(folder: Path, architecture: str) -> Path:
                 out=folder / "bundle",
                 rank=2,
                 sequence_length=TOKENS,
+                **settings,
             )
         )
     return folder
@@ -55,13 +56,17 @@ class Whole:
     pooling: str
 
     @classmethod
-    def of(cls, folder: Path) -> Whole:
+    def of(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Whole:
         """From what `export_chain` wrote."""
         from transformers import AutoModel, AutoModelForCausalLM
+
+        from server_export.model.lora_fa import convert_conv1d
 
         bundle = open_bundle(folder / "bundle")
         kind = AutoModel if bundle.chain.is_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(folder / "model", attn_implementation="eager").eval()
+        # GPT-2's layers keep their weights transposed.
+        convert_conv1d(model)
         tensors = load_file(bundle.adapter / "adapter_model.safetensors")
         scale = bundle.manifest["lora"]["alpha"] / bundle.manifest["lora"]["rank"]
         lora_a = {
@@ -70,7 +75,8 @@ class Whole:
             )
             for module in bundle.chain.modules
         }
-        return cls(model.requires_grad_(False), lora_a, bundle.chain.pooling)
+        lora_a = {name: matrix.to(dtype) for name, matrix in lora_a.items()}
+        return cls(model.requires_grad_(False).to(dtype), lora_a, bundle.chain.pooling)
 
     def answers(self, given: Mapping[str, Array], lora_b: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What some rows are answered with one adapter; it can be differentiated."""
@@ -91,6 +97,21 @@ class Whole:
         rows = torch.arange(len(tokens))[:, None]
         at = torch.log_softmax(logits, -1)[rows, torch.from_numpy(given["positions"])]
         return at.gather(-1, torch.from_numpy(given["targets"])[..., None])[..., 0]
+
+
+def loss_of(given: Mapping[str, Array], answers: torch.Tensor) -> torch.Tensor:
+    """The loss that an exact call describes, by its answers and in their precision."""
+    told = {
+        name: torch.from_numpy(given[name]).to(answers.dtype)
+        for name in ("offsets", "labels", "shares", "heads", "weights")
+        if name in given
+    }
+    if "heads" in told:
+        scores = torch.einsum("rcw,rw->rc", told["heads"], answers) + told["offsets"]
+    else:
+        worth, cells = (answers * told["weights"]).reshape(-1), torch.from_numpy(given["cells"]).reshape(-1)
+        scores = told["offsets"].reshape(-1).index_add(0, cells, worth).reshape(told["offsets"].shape)
+    return (told["shares"] * scores.logsumexp(-1, keepdim=True)).sum() - (told["labels"] * scores).sum()
 
 
 def opened(bundle: Bundle, contract: Contract, engine: str = "native", **more: Any) -> Engines:

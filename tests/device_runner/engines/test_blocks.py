@@ -79,6 +79,13 @@ def answer(folder: Path, engine: str = "native") -> bytes:
     return found.tobytes()
 
 
+def gradient(folder: Path) -> bytes:
+    """Of a call that is always the same, with answers."""
+    bundle = open_bundle(folder)
+    contract = bundle.chain.contract("exact", 2)
+    return b"".join(map(bytes, opened(bundle, contract).step.forward(inputs_of(contract)).values()))
+
+
 def refused(folder: Path, engine: str = "native") -> str:
     with pytest.raises(BundleError) as error:
         answer(folder, engine)
@@ -194,6 +201,31 @@ def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
     assert ".pte is not the program that the manifest describes: " in message and told in message
 
 
+def pieces(chain: dict[str, Any], count: int) -> None:
+    """Give a chain's head so many pieces, the first ones again where there are no more."""
+    blocks = chain["blocks"]
+    end = len(blocks) - 4
+    chain["blocks"] = blocks[:end] + [blocks[end + number % 4] for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [
+        (5, "its head has 5 pieces, of 128 words"),
+        (3, "its head has 3 pieces, of 128 words"),
+        (8, "blocks share a weights file"),
+        (2, "Index is out of bounds"),
+    ],
+)
+def test_a_head_of_another_number_of_pieces_than_was_written_is_refused(
+    folder: Path, count: int, told: str
+) -> None:
+    change(folder, lambda chain: pieces(chain, count))
+    with pytest.raises(PrgeError) as error:
+        gradient(folder)
+    assert told in str(error.value)
+
+
 def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
     """A head in the place of a block takes the state and gives none."""
     from device_runner.engines.interfaces import Shapes, problems_of, read_widths
@@ -268,6 +300,30 @@ def test_a_damaged_packed_file_is_made_again(folder: Path, cache: Path) -> None:
     whole = largest.read_bytes()
     flip(largest)
     assert answer(folder) == before and largest.read_bytes() == whole
+
+
+def test_a_packed_file_of_the_way_back_is_made_again_wherever_it_is_damaged(
+    folder: Path, cache: Path
+) -> None:
+    """What reads the transposed weights alone must not be damaged unseen."""
+    before = gradient(folder)
+    whole = {path: path.read_bytes() for path in packed_of(cache)}
+    for share in (0.02, 0.35, 0.65, 0.98):
+        for path in filter(whole.get, whole):
+            flip(path, share)
+        assert gradient(folder) == before
+        assert {path: path.read_bytes() for path in packed_of(cache)} == whole
+
+
+def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: Path) -> None:
+    """With room for one block's weights each block is mapped again for every call, there and back."""
+    bundle = open_bundle(folder)
+    contract = bundle.chain.contract("exact", 2)
+    largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
+    engine, given = opened(bundle, contract, memory=largest).step, inputs_of(contract)
+    before = [array.tobytes() for array in engine.forward(given).values()]
+    assert packed_files.remove_packed(cache)
+    assert [array.tobytes() for array in engine.forward(given).values()] == before
 
 
 def test_without_room_a_run_goes_on_and_says_so_once(

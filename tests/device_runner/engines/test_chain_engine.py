@@ -21,7 +21,7 @@ from prge.bundle import Bundle, open_bundle
 from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.errors import EngineError
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.chains import Inputs, Whole, counted_loads, inputs_of, opened
+from tests.device_runner.engines.chains import Inputs, Whole, counted_loads, inputs_of, loss_of, opened
 
 pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
 
@@ -126,15 +126,7 @@ def test_an_exact_step_has_the_models_gradient(bundle: Bundle, whole: Whole, bat
     found = opened(bundle, contract).step.forward(given)
     lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
     answers = whole.answers(given, lora_b)
-    told = {name: torch.from_numpy(given[name]) for name in ("offsets", "labels", "shares")}
-    if contract.is_encoder:
-        scores = torch.einsum("rcw,rw->rc", torch.from_numpy(given["heads"]), answers) + told["offsets"]
-    else:
-        worth = (answers * torch.from_numpy(given["weights"])).reshape(-1)
-        cells = torch.from_numpy(given["cells"]).reshape(-1)
-        scores = told["offsets"].reshape(-1).index_add(0, cells, worth).reshape(told["offsets"].shape)
-    loss = (told["shares"] * scores.logsumexp(-1, keepdim=True)).sum() - (told["labels"] * scores).sum()
-    loss.backward()
+    loss_of(given, answers).backward()
     assert close(next(iter(found.values())), answers.detach())
     for name, matrix in lora_b.items():
         assert close(found[GRADIENT_PREFIX + name], matrix.grad)

@@ -14,6 +14,7 @@ from prge.bundle import Bundle
 from prge.chain import BACK, STACK, TANGENT
 from prge.differences import Antithetic, Differences, OneSided
 from prge.errors import ConfigError
+from prge.exact import Exact
 from prge.settings import parse_settings
 from prge.tangents import Tangents
 from tests.bundles import make_small_chain, opened_bundle
@@ -52,6 +53,10 @@ def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
     [
         ({"estimator": "tangent"}, "the bundle has the roles stack.*export with the role tangent"),
         ({"estimator": "exact"}, "choose one of antithetic, one-sided, or export with the role back"),
+        (
+            {"clip_examples": 1.0, "batch_size": 1},
+            "--clip-examples belongs to --estimator exact, the estimator is antithetic",
+        ),
         ({"trunk_cache_bytes": 1}, "no block lies below.*--adapt-layers"),
     ],
 )
@@ -70,6 +75,17 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], told: str) -
         ({"directions": "gaussian", "estimator": "tangent"}, "--directions belongs to"),
         ({"copies": 2, "estimator": "exact"}, "--copies belongs to --estimator antithetic or one-sided"),
         ({"share_directions": True, "estimator": "one-sided"}, "--share-directions belongs to"),
+        (
+            {"clip_examples": 1.0, "estimator": "tangent", "batch_size": 1},
+            "--clip-examples belongs to --estimator exact, the estimator is tangent",
+        ),
+        ({"clip_examples": 1.0}, "--clip-examples needs --batch-size 1, it is not given"),
+        ({"clip_examples": 1.0, "batch_size": 2}, "--clip-examples needs --batch-size 1, it is 2"),
+        (
+            {"clip_examples": 1.0, "batch_size": 1, "head_learning_rate": 0.1},
+            "--clip-examples and --head-learning-rate: the head's gradient isn't clipped",
+        ),
+        ({"clip_examples": -1.0, "batch_size": 1}, "--clip-examples is -1.0, must be at least 0"),
         (
             {"baseline": "leave-one-out", "estimator": "one-sided", "queries": 1},
             "--baseline leave-one-out needs --queries of at least 2",
@@ -105,6 +121,9 @@ def test_estimators_have_what_the_settings_say() -> None:
     assert differences.rule == Antithetic(4, 0.1)
     assert (differences.distribution, differences.clip) == ("gaussian", 0.5)
     one_sided = make_estimator(settled(_settings(estimator="one-sided", normalize=True), CHAIN))
+    exact = make_estimator(settled(_settings(clip=0.5, clip_examples=0.1, batch_size=1, calls=4), CHAIN))
+    assert isinstance(exact, Exact)
+    assert (exact.clip, exact.clip_examples) == (0.5, 0.1)
     assert isinstance(one_sided, Differences) and one_sided.rule == OneSided(4, 0.01, "clean", True)
 
 

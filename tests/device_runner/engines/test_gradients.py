@@ -1,0 +1,139 @@
+"""How far the engine's gradient is from autograd's: in every architecture, and through many int4 layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from device_runner.engines.chain_engine import ChainEngine, Part
+from prge.bundle import Bundle, open_bundle
+from prge.chain import BACK, STACK
+from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, Contract
+from prge.engine import Array
+from server_export.model.quantization import quantize_layers, round_base
+from tests.compilers import needs_compiler
+from tests.device_runner.engines.chains import Inputs, Whole, export_chain, inputs_of, loss_of, opened
+from tests.server_export.derive.test_backprop import straight_through
+from tests.tiny_models import ARCHITECTURES
+
+# One export takes most of a minute where nothing else computes.
+pytestmark = [pytest.mark.export, pytest.mark.slow, pytest.mark.timeout(900), needs_compiler]
+
+# Of the largest entry; more where autograd in float32 is further from itself in double precision.
+TOLERANCE = 4e-6
+LAYERS = 30
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed files of these tests alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "gradients-cache"))
+
+
+def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
+    contract = bundle.chain.contract("exact", rows, classes=3 if bundle.chain.is_encoder else 0)
+    return contract, inputs_of(contract, seed)
+
+
+def adapter_of(contract: Contract, given: Inputs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    return {
+        module.name: torch.tensor(given[module.input_name], dtype=dtype, requires_grad=True)
+        for module in contract.modules
+    }
+
+
+def flat(matrices: Mapping[str, Any], prefix: str = "") -> Array:
+    """Gradients by module's name one after the other, in double precision."""
+    found = [
+        np.asarray(matrix).ravel() for name, matrix in sorted(matrices.items()) if name.startswith(prefix)
+    ]
+    return np.concatenate(found, dtype=float)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_in_float32_it_is_autograds_but_for_rounding(architecture: str, tmp_path: Path) -> None:
+    folder = export_chain(tmp_path, architecture, roles=["back"])
+    bundle = open_bundle(folder / "bundle")
+    for rows in (1, 3, 9):
+        contract, given = call_of(bundle, rows)
+        found = flat(opened(bundle, contract).step.forward(given), GRADIENT_PREFIX)
+        by_autograd = []
+        for dtype in (torch.float64, torch.float32):
+            lora_b = adapter_of(contract, given, dtype)
+            loss_of(given, Whole.of(folder, dtype).answers(given, lora_b)).backward()
+            by_autograd.append(flat({name: matrix.grad for name, matrix in lora_b.items()}))
+        expected, rounded = by_autograd
+        own = np.abs(rounded - expected).max()
+        assert np.abs(found - expected).max() <= max(TOLERANCE * np.abs(expected).max(), own)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A narrow Llama of many layers, in int4."""
+    return export_chain(
+        tmp_path_factory.mktemp("deep"), "llama", layers=LAYERS, roles=["back"], quantize="8da4w"
+    )
+
+
+@pytest.mark.parametrize("activations", ["rounded", "as they are"])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_through_thirty_quantized_layers_it_points_where_autograds_does(
+    deep: Path, activations: str, scale: float
+) -> None:
+    """Autograd goes through the same rounded weights; rounding of activations has the derivative 1."""
+    bundle = open_bundle(deep / "bundle")
+    contract, given = call_of(bundle, 4)
+    given |= {name: np.float32(scale) * given[name] for name in given if name.startswith(LORA_B_PREFIX)}
+    found = flat(opened(bundle, contract).step.forward(given), GRADIENT_PREFIX)
+    model: Any = AutoModelForCausalLM.from_pretrained(deep / "model", attn_implementation="eager")
+    model.eval().requires_grad_(False)
+    if activations == "rounded":
+        quantize_layers(model, "8da4w")
+        straight_through(model)
+    else:
+        round_base(model, "8da4w")
+    lora_a, lora_b = Whole.of(deep).lora_a, adapter_of(contract, given)
+    for name, matrix in lora_b.items():
+        layer = model.get_submodule(name)
+        layer.forward = lambda x, of=layer.forward, a=lora_a[name], b=matrix: of(x) + x @ a.T @ b
+    at = torch.log_softmax(model(torch.from_numpy(given["tokens"])).logits, -1)
+    rows = torch.arange(len(at))[:, None]
+    answers = at[rows, torch.from_numpy(given["positions"]), torch.from_numpy(given["targets"])]
+    loss_of(given, answers).backward()
+    expected = flat({name: matrix.grad for name, matrix in lora_b.items()})
+    assert float(F.cosine_similarity(*map(torch.from_numpy, (found, expected)), dim=0)) >= 0.999
+    assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=0.02)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("role", "name"), [(BACK, "slope"), (BACK, "state"), (STACK, "state")])
+def test_a_number_that_is_none_shows_through_layers_that_round(
+    deep: Path, monkeypatch: pytest.MonkeyPatch, bad: float, role: str, name: str
+) -> None:
+    """Rounded to int8 it would be a number again, and the gradient wrong and finite."""
+    bundle = open_bundle(deep / "bundle")
+    contract, given = call_of(bundle, 2)
+    engine = opened(bundle, contract).step
+    before, run = engine.forward(given), ChainEngine._run
+
+    def broken(self: ChainEngine, number: int, now: str, part: Part) -> dict[str, Array]:
+        if (number, now) == (LAYERS // 2, role):
+            part.values[name] = part.values[name].copy()
+            part.values[name].ravel()[5] = bad
+        return run(self, number, now, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChainEngine, "_run", broken)
+        assert np.isnan(flat(engine.forward(given), GRADIENT_PREFIX)).all()
+    assert flat(engine.forward(given)).tobytes() == flat(before).tobytes()
