@@ -180,7 +180,7 @@ def test_a_workspace_is_that_of_the_largest_delegate() -> None:
 
 def test_the_least_bound_is_the_largest_file_of_a_block() -> None:
     assert WEIGHTS.largest == 2 * 4 * 64_000
-    assert weights_of(replace(OUTLINE, head=None), "fp32", False, ["stack"]).largest == 4 * 64_000
+    assert weights_of(replace(OUTLINE, head=None), "fp32", False, ["stack"]).largest == 4 * LAYER_NUMBERS // 2
     many = replace(OUTLINE, layers=tuple(replace(layer, count=9 * layer.count) for layer in LAYERS))
     assert weights_of(many, "fp32", False, ROLES).largest == 2 * 9 * 4 * LAYER_NUMBERS // 2
 
