@@ -11,7 +11,8 @@ ratios are medians over rounds. They are
     joint                exact steps of one program, by CHECKOUT: a working tree of a commit that makes these,
                          such as 6c5eaad
     pytorch-TYPE[-checkpointing]
-                         PyTorch with PEFT: LoRA of the same rank on the same layers, AdamW
+                         PyTorch with PEFT: LoRA of the same rank on the same layers, AdamW; its peak_rss_mb
+                         has the file that the model was read from
     limit                matrix products alone: forward, computed again, and back
 
 Prints JSON by model: `blocks_over_METHOD`, `exact_over_limit`, `load_share` of a step that loads all weights,
@@ -26,81 +27,23 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import serve
 from chain import monolith
 from processes import Server, forget, serving
 from products import Call, Products, load_products
 from reports import circumstances, parser_of, report
-from timing import ROOT, export, least_memory, timed_step
+from serve import ADAPTED, ENGINE, RANK
+from timing import ROOT, export
 
 from server_export.model.random_models import CONFIGURATIONS, save_random_model
 
-ENGINE: dict[str, Any] = {
-    "blocks": "exact",
-    "least": "exact",
-    "tangent": "tangent",
-    "prge": "antithetic",
-}
 PYTORCH = [f"pytorch-{kind}{more}" for kind in ("fp32", "bf16") for more in ("", "-checkpointing")]
-ADAPTED, RANK = ("q_proj", "v_proj"), 8
-
-
-def engine_step(method: str, bundle: Path, arguments: argparse.Namespace) -> Callable[[], float]:
-    """A step of a bundle; gives its loss."""
-    step = timed_step(
-        bundle,
-        ENGINE[method],
-        arguments.batch_size,
-        arguments.seq_len,
-        arguments.threads,
-        arguments.queries,
-        memory=least_memory(bundle) if method == "least" else None,
-    )
-    return lambda: step()[1].loss
-
-
-def pytorch_step(method: str, model: Path, arguments: argparse.Namespace) -> Callable[[], float]:
-    """A step of PyTorch and PEFT; gives its loss."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(arguments.threads)
-    dtype = torch.bfloat16 if "bf16" in method else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    tuned = get_peft_model(base, LoraConfig(r=RANK, target_modules=[*ADAPTED]))
-    tuned.train()
-    if "checkpointing" in method:
-        tuned.enable_input_require_grads()
-        tuned.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(parameter for parameter in tuned.parameters() if parameter.requires_grad)
-    torch.manual_seed(0)
-    tokens = torch.randint(0, base.config.vocab_size, (arguments.batch_size, arguments.seq_len))
-
-    def step() -> float:
-        loss = tuned(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(loss)
-
-    return step
-
-
-def serve(method: str, folder: Path, arguments: argparse.Namespace) -> None:
-    """Take a step for every line of the standard input."""
-    make = engine_step if method in ENGINE else pytorch_step
-    step = make(method, folder / ("bundle" if method in ENGINE else "model"), arguments)
-    for _ in sys.stdin:
-        begin = time.perf_counter()
-        loss = step()
-        print(time.perf_counter() - begin, loss, flush=True)
 
 
 def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
@@ -110,14 +53,18 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     scheme = ["--quantize", arguments.quantize]
     export(folder / "model", folder / "bundle", *scheme, *length, "--target-modules", *ADAPTED)
     environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    sizes = [arguments.batch_size, arguments.seq_len, arguments.threads]
+
+    def command(method: str) -> list[str]:
+        words = [method, folder, *sizes, arguments.queries]
+        return [sys.executable, str(Path(serve.__file__)), *map(str, words)]
+
     with ExitStack() as stack:
         steps: dict[str, Server] = {}
         for method in arguments.methods:
-            command = [sys.executable, __file__, *sys.argv[1:], "--serve", method, str(folder)]
-            steps[method] = stack.enter_context(serving(command, environment, ROOT))
+            steps[method] = stack.enter_context(serving(command(method), environment, ROOT))
             steps[method]()
         if arguments.monolith is not None and model in arguments.joint_models:
-            sizes = [arguments.batch_size, arguments.seq_len, arguments.threads]
             checkout = arguments.monolith.resolve()
             one = (checkout, folder / "model", folder / "one", arguments.quantize, "exact", sizes)
             steps["joint"] = stack.enter_context(monolith(*one))
@@ -130,8 +77,7 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
             for name, step in steps.items()
         }
     if "least" in arguments.methods:
-        command = [sys.executable, __file__, *sys.argv[1:], "--serve", "least", str(folder)]
-        with serving(command, environment, ROOT) as step:
+        with serving(command("least"), environment, ROOT) as step:
             cold = cold_seconds(step, folder / "cache", arguments.repeats)
         figures["load_share_cold"] = 1 - figures["methods"]["blocks"]["seconds"] / cold
     return {**figures, "limit_seconds": statistics.median(t["limit"] for t in taken)}
@@ -208,11 +154,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--folder", type=Path, help="where models and bundles are made for a while")
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.serve:
-        serve(arguments.serve[0], Path(arguments.serve[1]), arguments)
-        return
     figures = {}
     for model in arguments.models:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

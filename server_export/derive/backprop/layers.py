@@ -142,19 +142,11 @@ class Expansion:
 
     def _backward(self, source: Node, layer: Layer) -> Node:
         if layer.scales is None:
-            weight = attribute(self.root, str(layer.weight.target)).detach()
-            if len(weight) == 1:
-                # A mean's backward pass spreads one number over the row. The row is a constant of its own:
-                # XNNPACK packs that of a layer, and reads the memory that is gone where it is a factor too.
-                return self._call(
-                    aten.mul.Tensor,
-                    source,
-                    self._constant(f"{TRANSPOSED}row_{len(weight[0])}", weight[0].clone()),
-                )
-            # A batched product with the weight as it is would store it once, and pack it at every call.
-            name = str(layer.weight.target)
-            name, *_ = transposed_names(name)
-            return self._call(aten.linear.default, source, self._constant(name, weight.t().contiguous()))
+            weight = _transposed(attribute(self.root, str(layer.weight.target)).detach())
+            name, *_ = transposed_names(str(layer.weight.target))
+            # A row spreads one number over itself.
+            product = aten.mul.Tensor if weight.dim() == 1 else aten.linear.default
+            return self._call(product, source, self._constant(name, weight))
         parts = [str(node.target) for node in _tensors(layer.weight)]
         backward = transposed_codes(*(attribute(self.root, part) for part in parts))
         names = transposed_names(parts[0])
@@ -202,8 +194,17 @@ def with_transposed(tensors: Mapping[str, torch.Tensor], names: Collection[str])
             parts = (name.removesuffix("_codes") + part for part in ("_codes", "_scale", "_zero_point"))
             made |= zip(backward, transposed_codes(*(tensors[part] for part in parts)), strict=True)
         else:
-            made[backward[0]] = tensor.t().contiguous()
+            made[backward[0]] = _transposed(tensor)
     return made
+
+
+def _transposed(weight: torch.Tensor) -> torch.Tensor:
+    """A float weight [out, in] of the way back, [in, out] or, with one output, [in].
+
+    It is stored a second time: XNNPACK would pack what a product reads as it is at every call, and reads
+    memory that is gone where a layer's weight is a factor too.
+    """
+    return weight[0].clone() if len(weight) == 1 else weight.t().contiguous()
 
 
 def transposed_names(weight: str) -> tuple[str, str, str]:

@@ -115,6 +115,37 @@ def test_a_blocks_transposed_weights_are_made_of_its_own() -> None:
         torch.testing.assert_close(made[name], getattr(graph, name))
 
 
+class Rows(nn.Module):
+    """Two adapters of rank 1, one after the other, and a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, name in enumerate(("lora_a_0", "lora_a_1")):
+            self.register_buffer(name, random(1, WIDTH, seed=number, dtype=torch.float32))
+        self.register_buffer("mean", torch.full((1, WIDTH), 1 / WIDTH))
+
+    def forward(self, state: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
+        state = state * F.linear(state, self.mean)
+        for lora_a in (self.lora_a_0, self.lora_a_1):
+            reduced = F.linear(state, lora_a).reshape(1, ROWS * LENGTH, 1)
+            state = state + torch.bmm(reduced, lora_b).reshape(state.shape)
+        return state
+
+
+def test_each_row_goes_back_by_itself() -> None:
+    module, (state, lora_b, slope) = Rows(), inputs()
+    lora_b = lora_b[:, :1]
+    graph = backpropagate(rewritten_graph(module, (state, lora_b)), ["state", "lora_b"], ["lora_b"], LENGTH)
+    wanted = state.requires_grad_(), lora_b.requires_grad_()
+    by_state, by_adapter = torch.autograd.grad(module(*wanted), wanted, slope)
+    found = answers(graph, state, lora_b, slope)
+    for ours, theirs in zip(found, (by_state, by_adapter[0]), strict=True):
+        assert relative_difference(ours, theirs) < 1e-5
+    made = with_transposed(module.state_dict(), transposed(graph))
+    for name in ("lora_a_0", "lora_a_1"):
+        assert torch.equal(made[f"{TRANSPOSED}{name}"], getattr(module, name)[0])
+
+
 # Quantized layers
 
 

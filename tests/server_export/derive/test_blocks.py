@@ -66,21 +66,21 @@ class Kind:
         return self.inputs["state"]
 
 
-def chain_of(architecture: str, folder: Path, scheme: str) -> Chain:
+def chain_of(architecture: str, folder: Path, scheme: str, rank: int) -> Chain:
     path = save_model(folder / "model", architecture)
     with torch.device("meta"):
         convert_conv1d(twin := outline_model(str(path)).model)
     lora_a = {
-        name: random(RANK, twin.get_submodule(name).in_features, dtype=torch.float32) * 0.1
+        name: random(rank, twin.get_submodule(name).in_features, dtype=torch.float32) * 0.1
         for name in match_target_modules(twin, IN_BLOCKS)
     }
     outline = outline_model(str(path))
     return build_chain(outline, find_files(str(path)), lora_a, longest=LONGEST, scheme=scheme)
 
 
-def kinds_of(architecture: str, folder: Path, scheme: str = "fp32") -> list[Kind]:
+def kinds_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int = RANK) -> list[Kind]:
     """The kinds of a tiny model's blocks above the embedding, with the weights of the first of each."""
-    chain = chain_of(architecture, folder, scheme)
+    chain = chain_of(architecture, folder, scheme, rank)
     last = len(chain.blocks) - 1
     return [
         kind_of(chain, number, is_head=architecture in DECODERS and number == last)
@@ -107,7 +107,7 @@ def kind_of(chain: Chain, number: int, is_head: bool) -> Kind:
     inputs |= {f"table_{n}": chain.tables.all[table].of(TOKENS) for n, table in enumerate(block.tables)}
     modules = {module.name: module for module in chain.modules}
     for name in adapter:
-        shape = RANK, modules[chain.adapter[name]].out_features
+        shape = modules[chain.adapter[name]].rank, modules[chain.adapter[name]].out_features
         inputs[name] = random(*shape, seed=1, dtype=torch.float32) * 0.3
         for factor, width in zip("uv", shape, strict=True):
             inputs[f"{factor}_{name}"] = random(QUERIES, ROWS, width, seed=2, dtype=torch.float32)
@@ -122,9 +122,11 @@ def slopes(kind: Kind, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch.Te
     return answer.detach(), list(torch.autograd.grad(answer, list(wanted.values()), slope))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_way_back_gives_the_slopes_of_autograd(architecture: str, tmp_path: Path) -> None:
-    for kind in kinds_of(architecture, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "rank"), [*((name, RANK) for name in ARCHITECTURES), ("llama", 1), ("bert", 1)]
+)
+def test_the_way_back_gives_the_slopes_of_autograd(architecture: str, rank: int, tmp_path: Path) -> None:
+    for kind in kinds_of(architecture, tmp_path, rank=rank):
         slope = torch.randn(kind.call(STACK)[0].shape)
         _, expected = slopes(kind, slope)
         found = kind.call(BACK, slope=slope)
@@ -134,9 +136,9 @@ def test_the_way_back_gives_the_slopes_of_autograd(architecture: str, tmp_path: 
             assert float((ours - theirs).abs().max()) < 1e-5 * largest
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tangents_are_those_of_backpropagation(architecture: str, tmp_path: Path) -> None:
-    for kind in kinds_of(architecture, tmp_path):
+@pytest.mark.parametrize(("architecture", "rank"), [*((name, RANK) for name in ARCHITECTURES), ("llama", 1)])
+def test_tangents_are_those_of_backpropagation(architecture: str, rank: int, tmp_path: Path) -> None:
+    for kind in kinds_of(architecture, tmp_path, rank=rank):
         answer, tangents = kind.call(TANGENT)
         assert relative_difference(answer, kind.call(STACK)[0]) < 1e-5
         # A row of tangents times weights is its direction times the slopes by these weights.
