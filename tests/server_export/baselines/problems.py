@@ -114,10 +114,10 @@ def _make_chain(start: StartAdapter, pooling: str, label_tokens: tuple[int, ...]
         Kind("", {STACK: Interface(("tokens",), ("state",))}),
         Kind("", {STACK: Interface(inputs, ("state",))}),
     ]
-    blocks = [Block(0, "", (), ()), Block(1, "", (), tuple(range(len(modules))))]
+    blocks = [Block(0, "0", (), ()), Block(1, "1", (), tuple(range(len(modules))))]
     if is_decoder:
         kinds.append(Kind("", {STACK: Interface(("state", "targets", "shift"), ("parts",))}))
-        blocks.append(Block(2, "", (), ()))
+        blocks.append(Block(2, "2", (), ()))
     return Chain(
         readout="pooled" if not is_decoder else "verbalizer" if label_tokens else "logprobs",
         pooling=pooling,
