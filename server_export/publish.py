@@ -4,6 +4,7 @@ peft      the adapter as a PEFT folder: `PeftModel.from_pretrained(base, folder)
 merged    the base model with the adapter merged into its weights, a Hugging Face folder
 program   an ExecuTorch inference program of the merged model, with its manifest
 llm       an ExecuTorch program that generates, with its tokenizer, for ExecuTorch's LLM runner and its apps
+gguf      the adapter as a file for llama.cpp's `--lora`
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from server_export.publishing.trained import Trained, load_base, load_peft, read
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
 
-CARD = "README.md"
+CARD, GGUF = "README.md", "adapter.gguf"
 DESCRIPTION = (
-    "Give a trained adapter to PEFT, merge it into its model, or make a program of both for ExecuTorch."
+    "Give a trained adapter to PEFT or llama.cpp, merge it into its model, or make a program for ExecuTorch."
 )
 # What a published folder has one of; no other folder is ever replaced.
-_PUBLISHED = (CONFIG, "config.json", MANIFEST)
+_PUBLISHED = (CONFIG, "config.json", MANIFEST, GGUF)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,9 +72,12 @@ def publish(config: PublishConfig) -> Path:
         elif config.format == "program":
             assert loaded is not None
             _publish_program(out, config, trained, loaded)
-        else:
+        elif config.format == "llm":
             assert loaded is not None
             _publish_llm(out, config, trained, loaded)
+        else:
+            assert loaded is not None
+            _publish_gguf(out, config, trained, loaded)
     except safetensors.SafetensorError as error:  # its writer has no OSError for a full disk
         raise RunError(
             f"{out} can't be written: {error}", remedy="free some storage, or write to another place"
@@ -152,6 +156,14 @@ def _publish_llm(out: Path, config: PublishConfig, trained: Trained, loaded: Loa
         built = build_llm(folder, loaded, spec)
         _write_card(folder, out, config, trained, written["num_bos"])
         write_manifest(folder, {**built.to_json(), **_origin(trained, scheme), "tokenizer": written})
+
+
+def _publish_gguf(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
+    from server_export.publishing.gguf_adapter import write_gguf
+
+    with new_folder(out, overwrite=config.overwrite) as folder:
+        write_gguf(folder / GGUF, read_lora(trained.folder), loaded.config)
+        _write_card(folder, out, config, trained)
 
 
 def _scheme(config: PublishConfig, trained: Trained) -> str:

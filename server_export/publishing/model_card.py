@@ -24,12 +24,19 @@ model = {loader}.from_pretrained("<this folder>")""",
 
 method = Runtime.get().load_program("program.pte").load_method("forward")
 ({output},) = method.execute([{inputs}])  # shapes and dtypes: manifest.json""",
+    "gguf": """llama-cli -m "<GGUF file of {base}>" --lora adapter.gguf""",
     "llm": """from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
 
 runner = TextLLMRunner("program.pte", "tokenizer.json")
 runner.generate("Once upon a time", GenerationConfig(num_bos={num_bos}, temperature=0), print)""",
 }
-_LIBRARIES = {"peft": "peft", "merged": "transformers", "program": "executorch", "llm": "executorch"}
+_LIBRARIES = {
+    "peft": "peft",
+    "merged": "transformers",
+    "program": "executorch",
+    "llm": "executorch",
+    "gguf": "llama.cpp",
+}
 _HEAD = """
 `head.safetensors` is the classification head: `scores = pooled @ weight.T + bias`, where `pooled` is the
 {pooling} of the last hidden states.
@@ -95,13 +102,14 @@ def model_card(facts: CardFacts) -> str:
     ]
     use = _USES[facts.format].format(
         loader="AutoModel" if facts.is_encoder else "AutoModelForCausalLM",
-        base=f'"{base}", revision="{revision}"' if revision else f'"<folder of {base}>"',
+        base=_base_in_code(facts),
         output="scores" if facts.has_head else "pooled" if facts.is_encoder else "logits",
         inputs="tokens, attention_mask" if facts.is_encoder else "tokens, positions",
         num_bos=facts.num_bos,
     )
     what = {
         "peft": f"LoRA adapter of {base}",
+        "gguf": f"LoRA adapter of {base} for llama.cpp",
         "merged": f"{base} with a trained LoRA adapter merged into its weights",
         "program": f"ExecuTorch inference program of {base} with a trained LoRA adapter",
         "llm": f"{base} with a trained LoRA adapter for ExecuTorch's LLM runner",
@@ -120,7 +128,7 @@ def model_card(facts: CardFacts) -> str:
             "",
             f"{what}{_training(facts.run)}.",
             "",
-            "```python",
+            "```sh" if facts.format == "gguf" else "```python",
             use,
             "```",
             head if facts.format in ("peft", "merged") else "",
@@ -130,6 +138,13 @@ def model_card(facts: CardFacts) -> str:
             "",
         ]
     )
+
+
+def _base_in_code(facts: CardFacts) -> str:
+    base, revision = facts.base.label, facts.base.revision
+    if facts.format == "gguf":
+        return base
+    return f'"{base}", revision="{revision}"' if revision else f'"<folder of {base}>"'
 
 
 def _training(run: Mapping[str, Any]) -> str:

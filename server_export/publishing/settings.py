@@ -29,9 +29,10 @@ class PublishConfig:
     revision: str | None = None
     """Revision of a hub model; without it the one that the bundle names."""
 
-    format: Literal["peft", "merged", "program", "llm"] = "peft"
-    """peft: an adapter for PEFT; merged: a Hugging Face model; program: an ExecuTorch inference program; llm:
-    an ExecuTorch program that generates, for ExecuTorch's LLM runner and the apps that use it."""
+    format: Literal["peft", "merged", "program", "llm", "gguf"] = "peft"
+    """peft: an adapter for PEFT; gguf: an adapter for llama.cpp; merged: a Hugging Face model; program: an
+    ExecuTorch inference program; llm: an ExecuTorch program that generates, for ExecuTorch's LLM runner and the
+    apps that use it."""
 
     sequence_length: int | None = None
     """program, llm: tokens that it takes, an llm's answer among them; without it the bundle's length, for an

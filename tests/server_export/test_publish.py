@@ -423,4 +423,4 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "{peft,merged,program,llm}" in done.stdout
+    assert "{peft,merged,program,llm,gguf}" in done.stdout
