@@ -59,7 +59,7 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("batch_size", "sequence_length"), _SIZE),
     **dict.fromkeys(("trunk_cache_bytes", "memory"), _BYTES),
     "max_dropped": Range(0, 1),
-    "max_tokens": _COUNT,
+    **dict.fromkeys(("max_tokens", "context"), _SIZE),
     "temperature": Range(0, 100),
     "top_k": _COUNT_OR_NONE,
     "top_p": _SHARE,
