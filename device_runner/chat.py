@@ -183,7 +183,7 @@ class Chat:
             return
         write_text(sys.stdout, "\n")
         if answer.reason == "context":
-            note("the context is full: /reset begins anew")
+            note(f"the answer filled the context of {self._generator.speaker.context} tokens")
         elif answer.reason == "length":
             note(f"--max-tokens {self._settings.max_tokens} ended the answer")
         if self._prompts.chat is None:
