@@ -38,7 +38,7 @@ NEEDS: Mapping[str, Sequence[str]] = {
     for name, verb in VERBS.items()
 }
 # What these verbs do without where the native engine is.
-NATIVE_VERBS, NOT_FOR_NATIVE = ("probe", "run", "eval"), ("torch", "engine")
+NATIVE_VERBS, NOT_FOR_NATIVE = ("probe", "run", "eval", "generate", "chat"), ("torch", "engine")
 
 # The engine in a process of its own: a broken build may end it with a signal.
 _ENGINE_PROBE = """
