@@ -8,6 +8,7 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.choice import choose
+from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.bundle import Bundle
 from prge.chain import ROLE_OF, STACK
@@ -22,7 +23,12 @@ class Engines:
     score: Engine
     threads: int
     engine: str
+    blocks: Blocks
     notes: str = ""
+
+    def speaker(self, slots: int = 1) -> ChainSpeaker:
+        """What writes text with the same blocks; see device_runner.engines.speaking.ChainSpeaker."""
+        return ChainSpeaker(self.blocks, slots)
 
 
 def open_engines(
@@ -57,4 +63,4 @@ def open_engines(
     count = backend.runtime.set_threads(threads)
     step = ChainEngine(bundle.contract, blocks, count, cache, checkpoints)
     score = ChainEngine(bundle.score_contract, blocks, count)
-    return Engines(step, score, count, backend.name, "; ".join(told))
+    return Engines(step, score, count, backend.name, blocks, "; ".join(told))
