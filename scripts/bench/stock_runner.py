@@ -4,7 +4,7 @@
 
 A model has random weights, and nothing ends its answers. To compare the runner with another engine:
 
-    program = make_program(model_folder, folder, "8da4w", length=512)
+    program = make_program(model_folder, folder, "8da4w", length=192)
     with stock_runner(program, prompt=128, new=64, threads=2) as runner:
         for _ in range(rounds):
             generation = runner.measure()  # then a round of the other engine
@@ -77,7 +77,8 @@ class StockRunner:
 def make_program(model: Path, folder: Path, scheme: str, length: int) -> Path:
     """Make the runner's program of a model folder, in a process of its own; returns `folder`.
 
-    Its tokenizer knows one letter, which is token 0, and a name for every other token.
+    A cache of `length` tokens, prompt and answer, is read by every call: the shortest is the fastest. The
+    program's tokenizer knows one letter, which is token 0, and a name for every other token.
     """
     folder.mkdir(parents=True, exist_ok=True)
     code = (
@@ -109,7 +110,7 @@ def _make_program(model: str, folder: str, scheme: str, length: int) -> None:
 @contextmanager
 def stock_runner(program: Path, prompt: int, new: int, threads: int) -> Iterator[StockRunner]:
     """The runner with a program of `make_program` open and warm, for prompts and answers of these tokens."""
-    words = [sys.executable, serve_runner.__file__, str(program), *map(str, (prompt, new, threads))]
+    words = [sys.executable, serve_runner.__file__, str(program.resolve()), *map(str, (prompt, new, threads))]
     with serving(words, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, ROOT) as server:
         with watched(server.process.pid) as idle:
             server.answer()
@@ -122,7 +123,6 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
     parser.add_argument("--quantize", default="8da4w")
-    parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
@@ -130,7 +130,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         save_random_model(Path(name, "model"), arguments.model, arguments.layers)
-        program = make_program(Path(name, "model"), Path(name, "llm"), arguments.quantize, arguments.length)
+        length = arguments.prompt + arguments.new
+        program = make_program(Path(name, "model"), Path(name, "llm"), arguments.quantize, length)
         with stock_runner(program, arguments.prompt, arguments.new, arguments.threads) as runner:
             generations = [asdict(runner.measure()) for _ in range(arguments.repeats)]
             figures: dict[str, Any] = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.errors import BundleError, told_as_bundle_error
+from prge.errors import BundleError, ConfigError, told_as_bundle_error
 from server_export.check.engine import opened_method
 from server_export.lower.program import lowered
 from server_export.model import attention
@@ -29,17 +29,30 @@ from server_export.publishing.inference import METHOD, PROGRAM, check_exact, che
 # Of a prompt in one call: the runner cuts longer ones. Memory is planned for it, and products of more rows
 # are hardly faster.
 MOST_AT_ONCE = 256
+# Tokens of the call that is traced.
+_EXAMPLE = 7
 _ROWS = 3
 
 
 @dataclass(frozen=True)
 class LlmSpec:
-    """Tokens of prompt and answer together; quantization of the frozen layers; tokens that begin and end."""
+    """Tokens of prompt and answer together; quantization of the frozen layers; tokens that begin and end.
+
+    Raises:
+        ConfigError: there are too few tokens.
+    """
 
     length: int
     scheme: str
     bos: int | None
     eos: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if self.length < _EXAMPLE:
+            raise ConfigError(
+                "the program can't be made:",
+                [f"sequence_length is {self.length}, at least {_EXAMPLE} are needed"],
+            )
 
     @property
     def at_once(self) -> int:
@@ -137,7 +150,11 @@ def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec) -> BuiltLlm:
     program = folder / PROGRAM
     # New keys and values go into the buffers themselves, instead of copies of them.
     config = ExecutorchBackendConfig(run_reinplace_pass=True)
-    executorch = lowered({METHOD: _exported(exportable, spec)}, config, facts)
+    exported = _exported(exportable, spec)
+    with warnings.catch_warnings():
+        # A cache begins as zeros: so does all memory of ExecuTorch's module. Positions come with a call.
+        warnings.filterwarnings("ignore", "Mutation on a buffer", UserWarning)
+        executorch = lowered({METHOD: exported}, config, facts)
     with program.open("wb") as stream:
         executorch.write_to_file(stream)
     call = opened_method(program, METHOD)
@@ -173,7 +190,7 @@ def _exportable(model: Any, spec: LlmSpec) -> Any:
 
 def _exported(exportable: Any, spec: LlmSpec) -> torch.export.ExportedProgram:
     """The module as a graph of any number of tokens."""
-    example = _tokens(0, min(7, spec.at_once), exportable.model.config.vocab_size)
+    example = _tokens(0, _EXAMPLE, exportable.model.config.vocab_size)
     tokens = torch.export.Dim("tokens", min=1, max=spec.at_once)
     with _refused(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

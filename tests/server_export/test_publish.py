@@ -296,7 +296,8 @@ def test_an_adapter_of_another_bundle_lists_every_tensor(saved: Path, bundle: Bu
     error = refused(
         AdapterError, "", source=saved / "gpt2-trained", out=tmp_path / "out", bundle=bundle.folder
     )
-    # Its base model; missing: two a layer of llama; unexpected: two a layer of gpt2.
+    assert "names the base model 'gpt2@" in error.problems[0]
+    # Missing: two a layer of llama; unexpected: two a layer of gpt2.
     assert len(error.problems) == 1 + 2 * (4 + 2)
 
 

@@ -10,13 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 runner = pytest.importorskip("executorch.extension.llm.runner")
 
-from prge.errors import BundleError  # noqa: E402
+from prge.errors import BundleError, ConfigError  # noqa: E402
 from server_export.demo import DATA  # noqa: E402
 from server_export.model.loading import prepare_model  # noqa: E402
 from server_export.publish import main  # noqa: E402
-from server_export.publishing.llm import LlmSpec, build_llm, check_generates  # noqa: E402
+from server_export.publishing import llm  # noqa: E402
+from server_export.publishing.llm import LlmSpec, build_llm, check_generates, ends_of  # noqa: E402
 from tests.server_export.adapters import trained_adapter  # noqa: E402
-from tests.tiny_models import DECODERS, SHALLOW, WINDOW, make_model, save_model  # noqa: E402
+from tests.tiny_models import DECODERS, SHALLOW, WINDOW, make_model, make_tokenizer, save_model  # noqa: E402
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.export
@@ -105,13 +106,16 @@ def test_a_tokenizer_of_sentencepiece_keeps_its_spaces(shared: Path, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted(DECODERS.keys() - {"opt"}))
-def test_architectures_and_windows(tmp_path: Path, architecture: str) -> None:
-    """Rows are longer than the window, and are computed in parts of a cache."""
+def test_architectures_and_windows(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are longer than the window, and are computed in several calls."""
+    monkeypatch.setattr(llm, "MOST_AT_ONCE", 8)
     model = make_model(architecture, **SHALLOW[architecture])
     spec = LlmSpec(4 * WINDOW, "fp32", None, ())
     built = build_llm(tmp_path, prepare_model(model, architecture, True), spec)
     assert built.checks["max_absolute_difference"] < built.checks["tolerance"] / 10
-    assert "get_eos_ids" not in built.facts
+    assert built.facts["get_max_seq_len"] == 8 and "get_eos_ids" not in built.facts
 
 
 @pytest.mark.slow
@@ -119,6 +123,22 @@ def test_positions_that_depend_on_data_are_refused(tmp_path: Path) -> None:
     """transformers takes OPT's from the end of a sum over its mask."""
     with pytest.raises(BundleError, match="ExecuTorch can't lower the program"):
         build_llm(tmp_path, prepare_model(make_model("opt"), "opt", True), LlmSpec(8, "fp32", None, ()))
+
+
+def test_all_tokens_that_end_a_text_are_known() -> None:
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    assert ends_of(model, tokenizer) == (1, (2,))
+    model.generation_config.eos_token_id = [5, 2, 7]
+    assert ends_of(model, tokenizer) == (1, (5, 2, 7))
+    tokenizer.bos_token = tokenizer.eos_token = None
+    assert ends_of(model, tokenizer) == (1, (5, 2, 7))
+    model.generation_config.bos_token_id = model.generation_config.eos_token_id = None
+    assert ends_of(model, tokenizer) == (None, ())
+
+
+def test_a_cache_of_a_few_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sequence_length is 6"):
+        LlmSpec(6, "fp32", None, ())
 
 
 def test_what_does_not_generate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
