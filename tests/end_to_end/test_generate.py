@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
+from prge.cli import main
+from server_export.demo import DATA
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.end_to_end.conftest import prge, write_rows
+from tests.server_export.adapters import trained_adapter
 
 pytestmark = pytest.mark.export
 PROMPTS = ("aa bb", "cc dd ?", "bb")
+END = 2
+STORIES = ("Once upon a time", "The little dog was very happy, because", "Lily said:")
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +31,8 @@ def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...]) -> list[list[int]]:
-    """Greedy tokens of transformers, with an adapter by PEFT."""
+def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...], most: int = 12) -> list[list[int]]:
+    """Greedy tokens of transformers without the one that ends a text, with an adapter by PEFT."""
     import peft
     import torch
     import transformers
@@ -40,10 +45,23 @@ def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...]) -> lis
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         out = loaded.generate(
-            input_ids=ids, attention_mask=ids * 0 + 1, max_new_tokens=12, do_sample=False, pad_token_id=0
+            input_ids=ids, attention_mask=ids * 0 + 1, max_new_tokens=most, do_sample=False, pad_token_id=0
         )
-        answers.append(out[0, ids.shape[1] :].tolist())
+        answers.append([token for token in out[0, ids.shape[1] :].tolist() if token != END])
     return answers
+
+
+def texts_of(model: Path, prompts: tuple[str, ...], answers: list[list[int]]) -> list[str]:
+    """What transformers' tokenizer writes for each answer after its prompt."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    texts = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = tokenizer(prompt).input_ids
+        before, whole = (tokenizer.decode(each, skip_special_tokens=True) for each in (ids, ids + answer))
+        texts.append(whole.removeprefix(before))
+    return texts
 
 
 def lines(told: str) -> list[dict[str, Any]]:
@@ -65,16 +83,30 @@ def test_a_run_and_what_was_published_of_it_say_what_peft_says(
     found: dict[str, list[list[int]]] = {}
     for line in lines(done.stdout):
         found.setdefault(line["adapter"], []).append(line["tokens"])
-    ends = {2}
-    tuned, base = (
-        [
-            [token for token in tokens if token not in ends]
-            for tokens in expected(workshop / "model", each, PROMPTS)
-        ]
-        for each in (trained / "final", None)
-    )
+    tuned, base = (expected(workshop / "model", each, PROMPTS) for each in (trained / "final", None))
     assert found[str(trained)] == found["published"] == tuned
     assert found["base"] == base != tuned
+
+
+@pytest.mark.parametrize(
+    "name", ["demo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stories260K", "babyllama"))]
+)
+def test_trained_models_write_what_the_merged_model_does(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    base = DATA / "model" if name == "demo" else request.getfixturevalue("shared") / "models" / name
+    trained = trained_adapter(base, tmp_path / "trained", size=0.02)
+    bundle, merged = tmp_path / "bundle", tmp_path / "merged"
+    roles = ["--roles", "prefill", "decode"]
+    prge("export", "--model", base, "--adapter", trained, "--out", bundle, *roles)
+    words = ["publish", trained, "--model", base, "--format", "merged", "--out", merged]
+    assert main([*map(str, words)]) == 0
+    done = prge("generate", "--bundle", bundle, "--prompt", *STORIES, "--max-tokens", 60, "--json")
+    found = lines(done.stdout)
+    tokens = expected(merged, None, STORIES, 60)
+    assert [line["tokens"] for line in found] == tokens
+    assert [line["text"] for line in found] == texts_of(merged, STORIES, tokens)
+    assert tokens != expected(base, None, STORIES, 60), "the adapter changes nothing"
 
 
 def test_a_conversation_through_a_pipe(workshop: Path, trained: Path) -> None:
