@@ -59,10 +59,10 @@ def export(config: ExportConfig) -> Path:
             source = _open_source(config)
             chain = source.chain(config.quantize)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
+        _hint_about_bos(config, source)
         if source.start.parameters <= MOST_COMPARED:
             _compare(config, chain)
         manifest = _write(config, folder, source, chain)
-    _hint_about_bos(config, source)
     _summarize(out, manifest)
     return out
 

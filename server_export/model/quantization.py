@@ -42,7 +42,8 @@ class QuantizationReport:
 
     def describe(self) -> str:
         """One phrase for people."""
-        exceptions = f", {len(self.per_channel)} layers per channel" if self.per_channel else ""
+        count = len(self.per_channel)
+        exceptions = f", {count} layer{'s' * (count > 1)} per channel" if count else ""
         table = ", int8 embedding" if self.embedding == "int8" else ""
         return f"{self.scheme}{exceptions}{table}"
 
