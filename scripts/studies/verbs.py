@@ -16,17 +16,26 @@ def prge(verb: str, *words: object, **flags: Any) -> None:
     _call("-m", "prge.cli", verb, *words, **flags)
 
 
+def answers(**flags: Any) -> dict[str, list[dict[str, Any]]]:
+    """What `prge generate` writes for rows, by the names of the adapters."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in _call("-m", "prge.cli", "generate", json=[], stdout=subprocess.PIPE, **flags).splitlines():
+        answer = json.loads(line)
+        found.setdefault(answer["adapter"], []).append(answer)
+    return found
+
+
 def principal_adapter(**flags: Any) -> None:
     """Make an adapter to start from; see scripts/studies/principal_adapter.py."""
     _call(Path(__file__).with_name("principal_adapter.py"), **flags)
 
 
-def _call(*words: object, **flags: Any) -> None:
+def _call(*words: object, stdout: Any = sys.stderr, **flags: Any) -> str:
     command = [sys.executable, *map(str, words)]
     for name, value in flags.items():
         values = value if isinstance(value, list | tuple) else [value]
         command += [f"--{name.replace('_', '-')}", *map(str, values)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    return subprocess.run(command, check=True, stdout=stdout, text=True).stdout or ""
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:

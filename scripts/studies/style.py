@@ -1,0 +1,152 @@
+"""Teach a small story model to answer in a fixed manner, and count answers that have it, before and after.
+
+    python scripts/studies/style.py --model MODEL --out results
+
+MODEL is a folder or hub id of babyllama. A prompt tells who found what, the answer names two of its words:
+
+    One day, Lily and a fox found a red hat. "Oh my, a hat!" said the fox. And that was that.
+
+A pair of animal and thing is in training, development or test rows alone: an answer learnt by heart is
+wrong. `manner` is the share of answers that have the pattern with any words, `right` of those that are to the
+letter what the row says, and that the model ended itself. Settings were chosen on development rows with seed
+42; test rows are read once. Calls the verbs export, run and generate as a user would and prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+from verbs import answers, prge, summarize
+
+NAMES = "Lily Tim Tom Ben Sam Max Sue Amy Jack Anna Lucy Jane".split()
+ANIMALS = "cat dog fox bird bear frog duck mouse rabbit lion fish pig cow horse bee owl".split()
+LOOKS = "red big little blue green shiny pretty old".split()
+THINGS = "ball hat box car book boat bell cup doll drum kite leaf rock shoe stick toy".split()
+PROMPT = "One day, {name} and a {animal} found a {look} {thing}."
+COMPLETION = ' "Oh my, a {thing}!" said the {animal}. And that was that.'
+MANNER = re.compile(r' "Oh my, a \w+!" said the \w+\. And that was that\.')
+ROWS = {"dev": 60, "test": 100, "train": 300}
+EXAMPLES = 3
+BEFORE = "base"
+
+# babyllama was trained with a begin-of-sequence token, which its tokenizer doesn't add.
+SHAPE: dict[str, Any] = {"target_modules": "all-linear", "prepend_bos": "always"}
+COMMON: dict[str, Any] = {"steps": 600, "schedule": "linear"}
+# Chosen on development rows with seed 42.
+RATES = {"exact": 3e-3, "tangent": 3e-3, "antithetic": 3e-3}
+
+
+def main() -> None:
+    """Read the flags, run every scheme, estimator and seed, print JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder or hub id")
+    parser.add_argument("--out", type=Path, required=True, help="folder for rows, bundles and runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
+    parser.add_argument("--quantize", nargs="+", default=["8da4w"])
+    parser.add_argument("--estimators", nargs="+", default=["exact"], choices=sorted(RATES))
+    parser.add_argument("--learning-rate", type=float, help="of all runs, for tuning")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dev-only", action="store_true", help="leave the test rows alone, for tuning")
+    arguments = parser.parse_args()
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    files = {split: write(arguments.out / f"{split}.jsonl", rows) for split, rows in make_rows().items()}
+    results = {
+        f"{estimator}-{scheme}": study(arguments, export(arguments, scheme), estimator, files)
+        for scheme in arguments.quantize
+        for estimator in arguments.estimators
+    }
+    print(json.dumps(results, indent=2))
+
+
+def make_rows() -> dict[str, list[dict[str, str]]]:
+    """Rows by split, the same every time; no two splits share a pair of animal and thing."""
+    chance = random.Random(0)
+    pairs = [(animal, thing) for animal in ANIMALS for thing in THINGS]
+    chance.shuffle(pairs)
+    first, second = ROWS["dev"], ROWS["dev"] + ROWS["test"]
+    parts = {"dev": pairs[:first], "test": pairs[first:second], "train": pairs[second:]}
+    return {
+        split: [make_row(chance, part[n % len(part)]) for n in range(ROWS[split])]
+        for split, part in parts.items()
+    }
+
+
+def make_row(chance: random.Random, pair: tuple[str, str]) -> dict[str, str]:
+    """A prompt about an animal and a thing, and what is to be said."""
+    animal, thing = pair
+    words = {"name": chance.choice(NAMES), "animal": animal, "look": chance.choice(LOOKS), "thing": thing}
+    return {"prompt": PROMPT.format(**words), "completion": COMPLETION.format(**words)}
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    """Write rows as jsonl."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def export(arguments: argparse.Namespace, scheme: str) -> Path:
+    """The bundle of a scheme, exported unless it is there."""
+    bundle = Path(arguments.out / f"bundle-{scheme}")
+    if not bundle.exists():
+        prge("export", model=arguments.model, out=bundle, quantize=scheme, **SHAPE)
+    return bundle
+
+
+def study(
+    arguments: argparse.Namespace, bundle: Path, estimator: str, files: dict[str, Path]
+) -> dict[str, Any]:
+    """Train with every seed, and let the model answer before and after."""
+    settings = {**COMMON, "learning_rate": arguments.learning_rate or RATES[estimator]}
+    runs = {}
+    for seed in arguments.seeds:
+        runs[seed] = arguments.out / f"{bundle.name}-{estimator}-{settings['learning_rate']:g}-{seed}"
+        if not (runs[seed] / "final").exists():
+            train = {"train": files["train"], "dev": files["dev"], "estimator": estimator}
+            length = {"seed": seed, "threads": arguments.threads}
+            prge("run", bundle=bundle, out=runs[seed], **train, **length, **settings)
+    data = files["dev" if arguments.dev_only else "test"]
+    adapters = [BEFORE, *(f"{seed}={run}" for seed, run in runs.items())]
+    found = answers(bundle=bundle, adapter=adapters, data=data)
+    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    table = [{"seed": seed, **shares(found[str(seed)], rows), **costs(run)} for seed, run in runs.items()]
+    first = str(arguments.seeds[0])
+    return {
+        "settings": settings,
+        "before": shares(found[BEFORE], rows),
+        "after": summarize(table, ("manner", "right", "seconds", "memory_mb")),
+        "examples": [
+            {"prompt": row["prompt"], "before": before["text"], "after": after["text"]}
+            for row, before, after in zip(rows[:EXAMPLES], found[BEFORE], found[first], strict=False)
+        ],
+    }
+
+
+def shares(found: list[dict[str, Any]], rows: list[dict[str, str]]) -> dict[str, float]:
+    """Of the answers to all rows, those in the manner, and those that are right to the letter."""
+    pairs = list(zip(found, rows, strict=True))
+    return {
+        "manner": sum(MANNER.fullmatch(answer["text"]) is not None for answer, _ in pairs) / len(rows),
+        "right": sum(answer["text"] == row["completion"] for answer, row in pairs) / len(rows),
+    }
+
+
+def costs(run: Path) -> dict[str, Any]:
+    """Seconds of a run with its evaluations, and its process's peak memory."""
+    found = json.loads((run / "run.json").read_text(encoding="utf-8"))["train"]
+    return {
+        "rows": found["rows"],
+        "seconds": found["seconds"],
+        "memory_mb": found["memory"]["peak_bytes"] / 1e6,
+    }
+
+
+if __name__ == "__main__":
+    main()
