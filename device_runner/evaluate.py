@@ -20,7 +20,7 @@ from prge.head import Head
 from prge.peft import find_adapter, read_peft
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
-from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
+from prge.rows.scoring import evaluate, extract_answers, text_metrics
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import reported
@@ -114,9 +114,9 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         )
     del record["value"]
     answers: list[str] = []
-    if task is not None and task.is_completion and task.metric == "f1_answer" and "passage" in task.columns:
+    if task is not None and task.answers_in_passage:
         answers = extract_answers(engine, adapter, examples, tokenizer, task)
-        record["f1"] = mean_token_f1(answers, examples)
+        record |= text_metrics(task, answers, examples)
     if settings.predictions:
         _write_predictions(settings.predictions, examples, scored, answers)
     return record

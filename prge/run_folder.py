@@ -34,7 +34,17 @@ _PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "executorch", "torch
 Record = dict[str, Any]
 
 # Of a record of metrics.jsonl: what is drawn, and what a resumed run goes on from.
-_NUMBERS = ("loss", "rows", "seconds", "largest_tangent", "accuracy", "f1", "perplexity")
+_NUMBERS = (
+    "loss",
+    "rows",
+    "seconds",
+    "largest_tangent",
+    "accuracy",
+    "f1",
+    "exact_match",
+    "rouge_l",
+    "perplexity",
+)
 _MOST = 1e300
 
 
