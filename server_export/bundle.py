@@ -16,6 +16,7 @@ from prge.costs import Outline
 from prge.peft import PeftAdapter, write_lora
 from server_export.check.chain import ChainVerification
 from server_export.model.base import base_of
+from server_export.model.files import end_tokens, find_files
 from server_export.model.loading import LoadedModel
 from server_export.model.quantization import QuantizationReport
 from server_export.model.start import StartAdapter
@@ -59,6 +60,7 @@ def write_bundle(
     verification: ChainVerification,
 ) -> dict[str, Any]:
     """Fill `folder`, which holds programs and weights already, with everything else; returns the manifest."""
+    ends = end_tokens(find_files(start.loaded.name_or_path, start.loaded.revision))
     write_adapter(folder / ADAPTER, start)
     write_tokenizer(tokenizer, folder / TOKENIZER)
     content = {
@@ -68,7 +70,7 @@ def write_bundle(
         "model": _model_block(start.loaded, start.parameters),
         "readout": {"label_words": config.label_words},
         "quantization": quantization.to_json(),
-        "tokenizer": tokenizer_block(tokenizer, config.prepend_bos, chain.vocabulary_size),
+        "tokenizer": tokenizer_block(tokenizer, config.prepend_bos, chain.vocabulary_size, ends),
         "verification": verification.to_json(),
     }
     return write_manifest(folder, content)

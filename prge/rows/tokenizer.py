@@ -70,7 +70,8 @@ class Tokenizer:
     """A `tokenizers` tokenizer with the special tokens that the manifest names.
 
     `begin` and `end` are the ids that belong before and after a whole text. `pad_id` is the padding token, or
-    the end-of-sequence token, or 0: padding is never read, any id that exists will do.
+    the end-of-sequence token, or 0: padding is never read, any id that exists will do. `stop_ids` are the
+    tokens that end an answer, the end-of-sequence token among them; `special_ids` those that aren't shown.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Tokenizer:
         bos_id: int | None = None,
         eos_id: int | None = None,
         pad_id: int | None = None,
+        stop_ids: Sequence[int] = (),
         prepend_bos: bool = False,
         chat_template: str | None = None,
     ) -> None:
@@ -91,6 +93,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self.pad_id = next((token for token in (pad_id, eos_id) if token is not None), 0)
+        self.stop_ids = frozenset(stop_ids) | ({eos_id} if eos_id is not None else set())
         self.chat_template = chat_template
         self.begin, self.end = self._surroundings()
         if max((*self.begin, *self.end), default=0) > LARGEST_ID:
@@ -102,9 +105,13 @@ class Tokenizer:
             for name, identifier in (("bos_token", bos_id), ("eos_token", eos_id), ("pad_token", pad_id))
             if identifier is not None and (token := backend.id_to_token(identifier)) is not None
         }
-        self.control_tokens = frozenset(
-            token.content for token in backend.get_added_tokens_decoder().values() if token.special
-        )
+        self._control_ids = {
+            token.content: identifier
+            for identifier, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self.control_tokens = frozenset(self._control_ids)
+        self.special_ids = frozenset(self._control_ids.values())
 
     def _surroundings(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ids that the post-processor puts before and after a text."""
@@ -240,6 +247,10 @@ class Tokenizer:
             before = after
         return pieces
 
+    def control_id(self, text: str) -> int | None:
+        """Id of the control token that is written so; None if none is."""
+        return self._control_ids.get(text)
+
     def token(self, identifier: int) -> str:
         """Name of a token in the vocabulary."""
         return self._backend.id_to_token(identifier) or f"<{identifier}>"
@@ -315,8 +326,7 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
     ids: dict[str, int | None] = {}
     for name in ("bos", "eos", "pad"):
         identifier = block.get(f"{name}_token_id")
-        token = type(identifier) is int and 0 <= identifier < 2**31 and backend.id_to_token(identifier)
-        if identifier is not None and not token:
+        if identifier is not None and not _is_token(backend, identifier):
             raise BundleError(
                 f"the manifest's {name}_token_id is {identifier!r}, which {path} doesn't have", remedy=REMEDY
             )
@@ -328,15 +338,29 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
         raise BundleError(f"{template_path} is damaged: {error}", remedy=REMEDY) from None
     if template is None and block.get("chat_template"):
         raise BundleError(f"the bundle has no {template_path}, its manifest says that it has", remedy=REMEDY)
+    stop_ids = block.get("stop_token_ids", [])
+    if not isinstance(stop_ids, list) or not all(_is_token(backend, each) for each in stop_ids):
+        raise BundleError(
+            f"the manifest's stop_token_ids are {shown(stop_ids)}, not tokens of {path}", remedy=REMEDY
+        )
     with _damage(path):
         return Tokenizer(
             backend,
             bos_id=ids["bos"],
             eos_id=ids["eos"],
             pad_id=ids["pad"],
+            stop_ids=stop_ids,
             prepend_bos=bool(block.get("prepend_bos")),
             chat_template=template,
         )
+
+
+def _is_token(backend: Backend, identifier: object) -> bool:
+    return (
+        type(identifier) is int
+        and 0 <= identifier <= LARGEST_ID
+        and backend.id_to_token(identifier) is not None
+    )
 
 
 def bundle_tokenizer(bundle: Bundle) -> Tokenizer:

@@ -22,6 +22,7 @@ from prge.errors import BundleError, shown
 from prge.peft import CONFIG as ADAPTER_CONFIG
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -150,6 +151,33 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
     if problems:
         raise BundleError(f"{path} describes no model: {'; '.join(problems[:5])}", remedy="give another one")
     return config
+
+
+def end_tokens(files: ModelFiles) -> list[int]:
+    """Ids that end a text, as `config.json` and, where there is one, `generation_config.json` name them.
+
+    Raises:
+        BundleError: a file is damaged, or names what is no token.
+    """
+    if files.revision is not None:
+        _from_hub(files.name, GENERATION_CONFIG, files.revision)
+    found: set[int] = set()
+    for path in (files.folder / CONFIG, files.folder / GENERATION_CONFIG):
+        if not path.is_file():
+            continue
+        try:
+            content = read_json(path)
+        except (OSError, DocumentError) as error:
+            raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
+        named = content.get("eos_token_id") if isinstance(content, dict) else None
+        tokens = named if isinstance(named, list) else [] if named is None else [named]
+        if any(type(token) is not int for token in tokens):
+            raise BundleError(
+                f"{path} has the eos_token_id {shown(named)}, must be one token or several",
+                remedy="correct it",
+            )
+        found.update(tokens)
+    return sorted(found)
 
 
 def stored_numbers(files: ModelFiles) -> int:

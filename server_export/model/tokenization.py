@@ -109,8 +109,16 @@ def check_tokenizer(tokenizer: Any, path: Path) -> None:
                 )
 
 
-def tokenizer_block(tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int) -> dict[str, Any]:
+def tokenizer_block(
+    tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int, ends: Sequence[int] = ()
+) -> dict[str, Any]:
     """The manifest's `tokenizer` block.
+
+    Args:
+        tokenizer: of transformers.
+        prepend_bos: as the export was asked.
+        vocabulary_size: of the model's embeddings.
+        ends: tokens that end an answer, beside the tokenizer's own; those that it lacks are left out.
 
     Raises:
         BundleError: the tokenizer knows more tokens than the model.
@@ -128,10 +136,12 @@ def tokenizer_block(tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: in
             "the export settings can't be used:",
             ["prepend_bos is always, but the tokenizer has no such token"],
         )
+    known = set(tokenizer.get_vocab().values())
     return {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
+        "stop_token_ids": [token for token in ends if token in known],
         "prepend_bos": prepend_bos == "always" and not adds_bos(tokenizer),
         "chat_template": chat_template(tokenizer) is not None,
         "vocabulary_size": size,

@@ -110,6 +110,19 @@ def test_load_from_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert loaded.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    assert load_tokenizer(folder, {"eos_token_id": 2, "stop_token_ids": [4]}).stop_ids == {2, 4}
+    assert load_tokenizer(folder, {"eos_token_id": 2}).stop_ids == {2}
+    assert load_tokenizer(folder, {}).stop_ids == frozenset()
+
+
+def test_control_tokens_have_ids_by_their_names(tokenizer: Tokenizer) -> None:
+    assert tokenizer.control_id("<|im_end|>") == 4
+    assert tokenizer.control_id("film") is None
+    assert tokenizer.special_ids == {0, 1, 2, 3, 4}
+
+
 @pytest.mark.parametrize(
     ("content", "block", "message"),
     [
@@ -118,6 +131,9 @@ def test_load_from_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
         (None, {"eos_token_id": 99999}, "eos_token_id is 99999, which"),
         (None, {"bos_token_id": "<s>"}, "bos_token_id is '<s>', which"),
         (None, {"pad_token_id": -1}, "pad_token_id is -1, which"),
+        (None, {"stop_token_ids": [2, 99999]}, "stop_token_ids are .2, 99999., not tokens of"),
+        (None, {"stop_token_ids": "</s>"}, "stop_token_ids are '</s>', not tokens of"),
+        (None, {"stop_token_ids": [True]}, "stop_token_ids are .True., not tokens of"),
         (None, {"chat_template": True}, "has no .*chat_template.jinja, its manifest says that it has"),
     ],
 )

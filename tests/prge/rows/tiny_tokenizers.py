@@ -46,6 +46,19 @@ def prefixed_backend() -> Backend:
     return backend
 
 
+def byte_fallback_backend() -> Backend:
+    """A SentencePiece-like tokenizer that spells characters which it doesn't know in bytes, as Llama 2's."""
+    pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "▁a", "▁b"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([BOS, EOS])
+    return backend
+
+
 def encoder_backend() -> Backend:
     """A tokenizer with [CLS] and [SEP] around a text, that would also cut and pad by itself."""
     backend = byte_level_backend()

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from prge.errors import BundleError
-from server_export.model.files import find_files, read_config, shard_names, stored_numbers
+from server_export.model.files import end_tokens, find_files, read_config, shard_names, stored_numbers
 
 ROOT = Path(__file__).parents[3]
 
@@ -84,6 +84,30 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(BundleError, match=r"pytorch_model\.bin is a pickle, which may run code"):
         stored_numbers(find_files(str(folder)))
+
+
+def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path) -> None:
+    files = find_files(str(write_model(tmp_path, {"eos_token_id": 7})))
+    assert end_tokens(files) == [7]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7, 2]}')
+    assert end_tokens(files) == [2, 7, 9]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert end_tokens(files) == [7]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"eos_token_id": "</s>"}', "has the eos_token_id '</s>', must be one token"),
+        ('{"eos_token_id": [2, true]}', "has the eos_token_id .2, True., must be one token"),
+        ("{", "generation_config.json can't be read: not JSON"),
+    ],
+)
+def test_a_damaged_generation_configuration_is_refused(tmp_path: Path, content: str, told: str) -> None:
+    files = find_files(str(write_model(tmp_path)))
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(BundleError, match=told):
+        end_tokens(files)
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "random"])

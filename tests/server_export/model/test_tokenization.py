@@ -58,6 +58,12 @@ def test_vocabulary_larger_than_the_model() -> None:
         tokenizer_block(make_tokenizer(), "auto", size - 1)
 
 
+def test_end_tokens_are_those_that_the_tokenizer_knows() -> None:
+    assert tokenizer_block(make_tokenizer(), "auto", VOCABULARY)["stop_token_ids"] == []
+    block = tokenizer_block(make_tokenizer(), "auto", VOCABULARY, [2, 3, VOCABULARY, -1, 10**12])
+    assert block["stop_token_ids"] == [2, 3]
+
+
 def test_prepending_is_left_to_the_tokenizer_unless_asked() -> None:
     assert tokenizer_block(make_tokenizer(), "auto", VOCABULARY)["prepend_bos"] is False
     assert tokenizer_block(make_tokenizer(), "never", VOCABULARY)["prepend_bos"] is False

@@ -1,0 +1,96 @@
+"""What a model goes on from: the tokens of a text, or of a conversation in the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from prge.errors import DataError
+from prge.rows.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from prge.rows.chat import ChatTemplate, Message
+
+_WORD = "answer"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens that an answer follows."""
+
+    tokens: tuple[int, ...]
+    continues: bool = True
+    """Whether the answer goes on in the prompt's text: a space before its first word belongs to it."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end this answer, beside the tokenizer's `stop_ids`."""
+
+
+class Prompts:
+    """Makes prompts for the model of a tokenizer.
+
+    A chat template runs in a child process that is forked at its first use: use it before an engine computes,
+    by asking for `chat`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        """The model's chat template; None if it has none.
+
+        Raises:
+            BundleError: the template is damaged.
+            DataError: jinja2 isn't installed.
+        """
+        source = self._tokenizer.chat_template
+        if source is None:
+            return None
+        try:
+            from prge.rows.chat import ChatTemplate
+        except ImportError:
+            raise DataError(
+                "a chat template needs the package jinja2", [], remedy="pip install jinja2"
+            ) from None
+        return ChatTemplate(source, self._tokenizer.special_tokens)
+
+    def of_text(self, text: str, *, control: bool = False) -> Prompt:
+        """A text as it is, after the model's `begin`; `control` reads control tokens written in it."""
+        tokens = self._tokenizer.ids(text, control=control, before=self._tokenizer.begin)
+        return Prompt(tuple(tokens.tolist()))
+
+    def of_messages(self, messages: Sequence[Message]) -> Prompt:
+        """A conversation up to where the assistant answers; control tokens in messages are read as such.
+
+        Raises:
+            DataError: the model has no chat template, or it refuses the messages.
+            BundleError: the template is damaged, or takes too much time or memory.
+        """
+        if self.chat is None:
+            raise DataError(
+                "messages can't be answered",
+                ["the model has no chat template"],
+                remedy="use a chat model, or give a text as the prompt",
+            )
+        text = self.chat.render(messages, add_generation_prompt=True)
+        # The template writes the special tokens itself.
+        tokens = self._tokenizer.ids(text, control=True)
+        return Prompt(tuple(tokens.tolist()), continues=False, ends=self._end_of_turn)
+
+    @cached_property
+    def _end_of_turn(self) -> frozenset[int]:
+        """The control token that the template writes after an assistant's message, if there is one.
+
+        A model that was trained on messages ends its answers with it, whatever its end-of-sequence token is.
+        """
+        assert self.chat is not None
+        turns = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}]
+        try:
+            text = self.chat.render(turns)
+        except DataError:
+            return frozenset()
+        after = self._tokenizer.encode(text.rpartition(_WORD)[2], control=True)
+        special = [token for token in after if token in self._tokenizer.special_ids]
+        return frozenset(special[:1])

@@ -1,0 +1,95 @@
+"""A small model in numpy that speaks: its next token depends on all tokens before it, and on the adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prge.adapter import Adapter
+from prge.contract import AdaptedModule
+from prge.engine import FloatArray
+from prge.errors import EngineError
+
+MODULES = (AdaptedModule("layer", 2, 8, 6),)
+WIDTH = 12
+
+
+def make_adapter(seed: int = 0) -> Adapter:
+    """An adapter of the model; with seed 0 the one that changes nothing."""
+    adapter = Adapter.zeros(MODULES)
+    if seed:
+        adapter.values[:] = np.random.default_rng(seed).normal(size=adapter.size)
+    return adapter
+
+
+class NumpySpeaker:
+    """Implements prge.generation.speaker.Speaker: a recurrent network, whose states it keeps.
+
+    `calls` are the tokens of every feed, and the sequences of every step. A misuse is an AssertionError;
+    `failing` tokens are an EngineError.
+    """
+
+    def __init__(self, vocabulary_size: int = 420, context: int = 64, slots: int = 3) -> None:
+        random = np.random.default_rng(0)
+        self.vocabulary_size = vocabulary_size
+        self.context = context
+        self.slots = slots
+        self.calls: list[list[int]] = []
+        self.failing: set[int] = set()
+        self._recurrent = random.normal(0, 1.5 / np.sqrt(WIDTH), (WIDTH, WIDTH))
+        self._embedding = random.normal(size=(vocabulary_size, WIDTH))
+        self._adapted = random.normal(size=(make_adapter().size, WIDTH))
+        self._head = random.normal(size=(WIDTH, vocabulary_size))
+        self._adapters: dict[int, NDArray[np.float64]] = {}
+        self._states: dict[int, list[NDArray[np.float64]]] = {}
+        self._opened = 0
+
+    @property
+    def open_count(self) -> int:
+        """Sequences that are open."""
+        return len(self._states)
+
+    def open(self, adapter: Adapter) -> int:
+        """See prge.generation.speaker.Speaker.open."""
+        assert len(self._states) < self.slots, "no free slot"
+        self._opened += 1
+        self._states[self._opened] = [np.zeros(WIDTH)]
+        self._adapters[self._opened] = adapter.values.astype(np.float64) @ self._adapted
+        return self._opened
+
+    def length(self, sequence: int) -> int:
+        """See prge.generation.speaker.Speaker.length."""
+        return len(self._states[sequence]) - 1
+
+    def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
+        """See prge.generation.speaker.Speaker.feed."""
+        self.calls.append(list(tokens))
+        return self._fed(sequence, tokens)
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
+        """See prge.generation.speaker.Speaker.step."""
+        self.calls.append(list(tokens))
+        return {sequence: self._fed(sequence, [token]) for sequence, token in tokens.items()}
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """See prge.generation.speaker.Speaker.rewind."""
+        assert 0 <= length <= self.length(sequence)
+        del self._states[sequence][length + 1 :]
+
+    def close(self, sequence: int) -> None:
+        """See prge.generation.speaker.Speaker.close."""
+        del self._states[sequence], self._adapters[sequence]
+
+    def _fed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
+        assert tokens, "nothing to feed"
+        states = self._states[sequence]
+        assert self.length(sequence) + len(tokens) <= self.context, "longer than the context"
+        for token in tokens:
+            if token in self.failing:
+                raise EngineError(f"the engine refuses token {token}")
+            entering = self._embedding[token] + self._adapters[sequence]
+            states.append(np.tanh(self._recurrent @ states[-1] + entering))
+        logits: FloatArray = (2 * states[-1] @ self._head).astype(np.float32)
+        return logits
