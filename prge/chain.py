@@ -10,13 +10,21 @@ A program has a method for each role of its kind, whose sizes a call chooses:
               u.<n> [queries, batch, rank], v.<n> [queries, batch, out] -> state, d_state
     back      state, slope, lora_b.<n> [rank, out] -> slope of the state that entered,
               gradient.<n> [rank, out]
+    prefill   tokens i64 [1, tokens] or state [1, tokens, width], lora_b.<n> [1, rank, out], past_keys
+              [heads, width, past], past_values [heads, past, width], seen [members x tokens, past], causal
+              [members x tokens, tokens] -> state, keys [heads, width, tokens], values [heads, tokens, width]
+    decode    tokens i64 [rows, 1] or state [rows, 1, width], lora_b.<n> [rows, rank, out], past_keys
+              [rows x heads, width, past], past_values, seen [rows x heads, 1, past] -> state, keys, values
 
 A decoder's head is one or more blocks of a kind, each with a piece of the vocabulary. It takes picked states
 [1, n, width], `targets` i64 [1, n] as the piece counts them, and `shift` f32 [1, n, 1], and answers `parts`
-f32 [1, n, 2], for `prge.vocabulary` to add up; `slope` is theirs.
+f32 [1, n, 2], for `prge.vocabulary` to add up; `slope` is theirs. In the role `decode` it takes states
+[rows, 1, width] and answers `logits` f32 [rows, 1, words].
 
-`table.<n>` are the block's tables, `padding` f32 [..., 1, 1, tokens] is added to an encoder's attention,
-`ones` is f32 [1, tokens, 1]. `<n>` counts the block's adapted modules.
+`past_keys` and `past_values` are of the tokens before; `seen` and `causal` are added to the scores of these
+and of the call's own tokens; `members` queries share a head of keys. `table.<n>` are the block's tables,
+`padding` f32 [..., 1, 1, tokens] is added to an encoder's attention, `ones` is f32 [1, tokens, 1]. `<n>`
+counts the block's adapted modules.
 """
 
 from __future__ import annotations
@@ -28,16 +36,20 @@ from typing import Any
 from prge.contract import LARGEST_SIZE, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
 
-STACK, TANGENT, BACK = "stack", "tangent", "back"
-ROLES = (STACK, TANGENT, BACK)
+STACK, TANGENT, BACK, PREFILL, DECODE = "stack", "tangent", "back", "prefill", "decode"
+STEP_ROLES = (STACK, TANGENT, BACK)
+ROLES = (*STEP_ROLES, PREFILL, DECODE)
 # The role that a step of each kind of call needs beside `stack`.
 ROLE_OF = {"stack": STACK, "tangent": TANGENT, "exact": BACK}
 TABLES = ("causal", "rotary", "positions", "zeros")
 POOLINGS = ("mean", "first")
 LORA_B, U, V, TABLE, GRADIENT = "lora_b.", "u.", "v.", "table.", "gradient."
-_STATES = {STACK: ("state",), TANGENT: ("state", "d_state"), BACK: ("state", "slope")}
-_ANSWERS = {STACK: ("state",), TANGENT: ("state", "d_state"), BACK: ("slope",)}
-_ANSWERS_OF_HEAD = {STACK: ("parts",), TANGENT: ("parts", "d_parts"), BACK: ("slope",)}
+KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
+SEEN, CAUSAL = "seen", "causal"
+_STATES = dict.fromkeys(ROLES, ("state",)) | {TANGENT: ("state", "d_state"), BACK: ("state", "slope")}
+_ANSWERS = dict.fromkeys(ROLES, ("state",)) | {TANGENT: ("state", "d_state"), BACK: ("slope",)}
+_ANSWERS_OF_HEAD = {STACK: ("parts",), TANGENT: ("parts", "d_parts"), BACK: ("slope",), DECODE: ("logits",)}
+_PAST = (PAST_KEYS, PAST_VALUES, SEEN)
 _MOST_BLOCKS = 1024
 # Of what is wrong with a chain: one mistake can show in every block.
 _SHOWN = 8
@@ -62,15 +74,21 @@ class Bounds:
     queries: int = 8
     tokens: int = 512
     states: int = 128
+    sequences: int = 16
+    context: int = 2048
 
     @classmethod
-    def for_rows(cls, tokens: int) -> Bounds:
-        """What is usual for rows of so many tokens: memory is planned for a call of all bounds at once."""
+    def for_rows(cls, tokens: int, context: int = 0) -> Bounds:
+        """What is usual for rows of so many tokens, and texts of `context`.
+
+        Memory is planned for a call of all bounds at once.
+        """
         return cls(
             # Programs are traced, and verified, with 2 rows.
             batch=max(2, min(cls.batch, _MOST_TOKENS // tokens)),
             queries=cls.queries if tokens <= _SHORT else cls.queries // 2,
             tokens=tokens,
+            context=max(tokens, context),
         )
 
 
@@ -201,7 +219,8 @@ class Chain:
                 continue
             needed, given, answers = {*_STATES[role]}, set[str](), _ANSWERS[role]
             if self.is_head(number):
-                needed, answers = needed | {"targets", "shift"}, _ANSWERS_OF_HEAD[role]
+                needed |= {"targets", "shift"} if role in STEP_ROLES else set()
+                answers = _ANSWERS_OF_HEAD.get(role, ())
             else:
                 needed = {"tokens"} if number == 0 else needed
                 given = {"ones", *(f"{TABLE}{n}" for n in range(len(block.tables)))}
@@ -211,6 +230,9 @@ class Chain:
                     given |= {f"{prefix}{n}" for prefix in (U, V) for n in modules}
                 if role == BACK:
                     answers = (*answers, *(f"{GRADIENT}{n}" for n in modules))
+                if role not in STEP_ROLES and self.attends(number):
+                    needed |= {*_PAST, *([CAUSAL] if role == PREFILL else [])}
+                    answers = (*answers, KEYS, VALUES)
             asked = {*method.inputs}
             if not needed <= asked <= needed | given or len(asked) < len(method.inputs):
                 yield f"block {number} takes {shown(method.inputs)} in the role {role}"
@@ -248,9 +270,24 @@ class Chain:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that all blocks from the lowest adapted one on have."""
-        above = self.blocks[self.lowest_adapted :]
-        return tuple(role for role in ROLES if all(role in self.kinds[block.kind].methods for block in above))
+        """The roles that all blocks have which need it: those of steps from the lowest adapted one on."""
+        needing = {role: self.blocks[self.lowest_adapted :] for role in STEP_ROLES}
+        if not self.is_encoder:
+            needing |= {PREFILL: self.blocks[: self.end], DECODE: self.blocks}
+        return tuple(
+            role
+            for role, blocks in needing.items()
+            if all(role in self.kinds[block.kind].methods for block in blocks)
+        )
+
+    def causal_table(self, number: int) -> Table | None:
+        """The mask of a block's attention, if it has one."""
+        tables = (self.tables[place] for place in self.blocks[number].tables)
+        return next((table for table in tables if table.kind == "causal"), None)
+
+    def attends(self, number: int) -> bool:
+        """Whether a block looks at the tokens before."""
+        return self.causal_table(number) is not None
 
     @property
     def lowest_adapted(self) -> int:

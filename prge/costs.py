@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from prge.adapter import adapter_size
-from prge.chain import BACK, STACK, TANGENT, Bounds, Chain
+from prge.chain import BACK, DECODE, PREFILL, STACK, STEP_ROLES, TANGENT, Bounds, Chain
 from prge.contract import AdaptedModule, Contract
 from prge.errors import BundleError, shown
 from prge.vocabulary import pieces_of
@@ -37,8 +37,8 @@ _LIBRARY_BYTES = {"native": 28 * MIB, "torch": 83 * MIB}
 # Of a block's method in the engine's own tables.
 _METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000}
 # Of a kind's method in its program.
-_PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 60_000}
-_PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 10_000}
+_PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 60_000, PREFILL: 14_000, DECODE: 14_000}
+_PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 10_000, PREFILL: 0, DECODE: 3_000}
 # What the system reads of a file around a row of a table.
 _READ_AROUND = 64 << 10
 
@@ -241,7 +241,8 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
 
 def programs_bytes(outline: Outline, roles: Collection[str]) -> int:
     """Bytes of the programs: of the embedding, of blocks below and above the adapter, of a head."""
-    below = _PROGRAM_BYTES[STACK] if outline.blocks_below else 0
+    of_all = {STACK, *(role for role in roles if role not in STEP_ROLES)}
+    below = sum(_PROGRAM_BYTES[role] for role in of_all) if outline.blocks_below else 0
     head = sum(_PROGRAM_BYTES_OF_HEAD[role] for role in roles) if outline.head else 0
     return 2_000 + below + sum(_PROGRAM_BYTES[role] for role in roles) + head
 
@@ -289,7 +290,7 @@ def run_memory(
         }
         arena = outline.blocks_below * largest[STACK]
         arena += outline.adapted_blocks * sum(largest[name] for name in loaded)
-        arena += max(largest[name] for name in roles)
+        arena += max(largest[name] for name in roles if name in STEP_ROLES)
         arena += _head_arena(outline, bounds.queries if role == TANGENT else 0, bounds.states)
     forward = max(
         _workspace(outline, TANGENT if queries else STACK, rows, queries, length),
@@ -389,7 +390,7 @@ def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
     """
     bounds = Bounds.for_rows(outline.longest)
     sizes = _largest_rows(bounds)
-    arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in roles)
+    arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in sizes if role in roles)
     verified = arena + (16 if scheme == "fp32" else 11) * outline.table_numbers
     compared = 6 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
     return _EXPORT_BYTES + max(compared, _EXPORT_BYTES_OF_ROLE * len(roles) + verified)

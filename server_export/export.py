@@ -77,6 +77,7 @@ class _Source:
     readout: str
     label_tokens: Sequence[int]
     longest: int
+    context: int
     transposed: set[str]
     start: StartAdapter
     costs: Outline
@@ -90,7 +91,7 @@ class _Source:
             self.outline,
             self.files,
             {name: matrix * scale for name, matrix in self.start.lora_a.items()},
-            longest=self.longest,
+            longest=self.context,
             transposed=self.transposed,
             scheme=scheme,
             label_tokens=self.label_tokens,
@@ -102,7 +103,7 @@ def _open_source(config: ExportConfig) -> _Source:
     from server_export.model.files import fetch_weights, find_files
     from server_export.model.loading import check_size, outline_model
     from server_export.model.outline import outline_of
-    from server_export.model.positions import longest_row
+    from server_export.model.positions import longest_context, longest_row
     from server_export.model.readout import readout_of
     from server_export.model.start import start_adapter
     from server_export.model.tokenization import label_token_ids, load_tokenizer, tokenizer_block
@@ -121,10 +122,11 @@ def _open_source(config: ExportConfig) -> _Source:
     labels = label_token_ids(tokenizer, config.label_words) if config.label_words else []
     readout = readout_of(config, outline, labels)
     longest = longest_row(outline, config.sequence_length)
+    context = longest_context(outline, config.context, longest)
     transposed = plain_layers(outline.model)
     start = start_adapter(config, outline, bool(transposed))
     costs = outline_of(start, longest, len(labels))
-    return _Source(files, outline, tokenizer, readout, labels, longest, transposed, start, costs)
+    return _Source(files, outline, tokenizer, readout, labels, longest, context, transposed, start, costs)
 
 
 def _compare(config: ExportConfig, chain: Chain) -> None:
@@ -143,7 +145,7 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
     from server_export.check.chain import verify_chain
     from server_export.lower.chain import lower_chain
 
-    bounds = manifest.Bounds.for_rows(source.longest)
+    bounds = manifest.Bounds.for_rows(source.longest, source.context)
     with _stage("lowering") as note:
         lowered = lower_chain(chain, folder, config.roles, bounds, note)
     give_back_freed()
@@ -216,5 +218,5 @@ def _summarize(out: Path, manifest: dict[str, Any]) -> None:
     print(
         f"  {len(chain['modules'])} layers adapted, {trained:,} numbers trained; rows of up to "
         f"{chain['bounds']['tokens']} tokens; readout {chain['readout']}; "
-        f"roles {', '.join(chain['kinds'][-1]['methods'])}"
+        f"roles {', '.join(dict.fromkeys(role for kind in chain['kinds'] for role in kind['methods']))}"
     )

@@ -22,6 +22,8 @@ WEIGHT_ONLY = ("int8wo", "int4wo", "8w", "4w", "int8_weight_only", "int4_weight_
 
 # Tokens of the longest row, where the model has as many positions.
 DEFAULT_LENGTH = 512
+# Tokens of the longest text that is written, the same.
+DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,17 @@ class ExportConfig:
 
     roles: list[str] = field(default_factory=lambda: list(ROLES))
     """What the programs can compute: `stack`, scores and differences between copies of the adapter;
-    `tangent`, exact derivatives along random directions; `back`, the gradient by backpropagation. Each is
-    kilobytes of programs; `back` needs transposed weights of quantized models besides."""
+    `tangent`, exact derivatives along random directions; `back`, the gradient by backpropagation; `prefill`
+    and `decode`, to write text. Each is kilobytes of programs; `back` needs transposed weights of quantized
+    models besides."""
 
     sequence_length: int | None = None
     """Most tokens of a row that a run may have; rows are computed at their own length. Without it 512, or as
     many as the model has positions."""
+
+    context: int | None = None
+    """Most tokens of a text that the model writes, its prompt included. Without it 4,096, or as many as the
+    model has positions."""
 
     readout: Readout | None = None
     """What the program returns: log-probabilities over the vocabulary, over the label words only
@@ -92,6 +99,8 @@ class ExportConfig:
         problems += [
             f"roles has {role!r}, must be of {', '.join(ROLES)}" for role in self.roles if role not in ROLES
         ]
+        if len({"prefill", "decode"}.intersection(self.roles)) == 1:
+            problems.append("roles has one of prefill and decode: to write text takes both")
         if self.quantize.lower() in WEIGHT_ONLY:
             problems.append(
                 f"quantize is {self.quantize!r}: XNNPACK computes weight-only quantized layers wrongly "

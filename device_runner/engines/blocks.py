@@ -20,12 +20,12 @@ import numpy as np
 
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.choice import Backend
-from device_runner.engines.interfaces import TRIED, Shapes, problems_of, read_widths
+from device_runner.engines.interfaces import TRIED, Heads, Shapes, problems_of, read_heads, read_widths
 from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.refusals import RefusedError, captured_stderr, foreign_program, load_error
 from device_runner.engines.tables import Tables
 from prge.bundle import Bundle, check_content
-from prge.chain import STACK, TABLE
+from prge.chain import DECODE, STACK, TABLE, Interface
 from prge.engine import Array
 from prge.errors import EngineError
 
@@ -71,7 +71,12 @@ class Blocks:
                 remedy=f"give at least {max(self._bytes)}, or leave --memory out",
             )
         self._programs = [self._opened(bundle.file(kind.program)) for kind in self.chain.kinds]
-        self._shapes = Shapes(self.chain, self.tables, read_widths(self.chain, self._programs))
+        self._shapes = Shapes(
+            self.chain,
+            self.tables,
+            read_widths(self.chain, self._programs),
+            read_heads(self.chain, self._programs),
+        )
         for number, block in enumerate(self.chain.blocks):
             if problems := [*problems_of(self.chain, self._shapes, self._programs, number)]:
                 raise foreign_program(bundle.file(self.chain.kinds[block.kind].program), problems)
@@ -82,6 +87,14 @@ class Blocks:
             if file.packed is None:
                 self._try(number)
         self._arena = self._new_arena() if is_native else None
+
+    def heads(self, number: int) -> Heads:
+        """The heads of a block's attention."""
+        return self._shapes.heads[number]
+
+    def interface(self, number: int, role: str) -> Interface:
+        """Names of what a block's method takes and answers."""
+        return self.chain.kinds[self.chain.blocks[number].kind].methods[role]
 
     @property
     def sha256(self) -> str:
@@ -106,12 +119,10 @@ class Blocks:
         Raises:
             RefusedError: the engine failed.
         """
-        kind = self.chain.blocks[number].kind
-        interface = self.chain.kinds[kind].methods[role]
-        signature = self._programs[kind].signature(role)
+        interface = self.interface(number, role)
+        signature = self._programs[self.chain.blocks[number].kind].signature(role)
         outputs = [self._room(tensor) for tensor in signature.outputs]
-        method = self._method(number, role)
-        self._read_ahead(number)
+        method = self.method(number, role)
         shapes = method.run([inputs[name] for name in interface.inputs], outputs)
         return {
             name: output[: math.prod(shape)].reshape(shape)
@@ -141,12 +152,14 @@ class Blocks:
         spare = self._spare.setdefault(size, [])
         return spare.pop() if spare else _untouched(size)
 
-    def _method(self, number: int, role: str) -> Any:
+    def method(self, number: int, role: str) -> Any:
+        """A block's method, loaded; it stays so until the next one is asked for."""
         methods = self._loaded[number] = self._loaded.pop(number, {})
         if role not in methods:
             self._make_room(number)
             methods = self._loaded.setdefault(number, methods)
             methods[role] = self._load(number, role, self._arena)
+        self._read_ahead(number)
         return methods[role]
 
     def _make_room(self, number: int) -> None:
@@ -241,7 +254,9 @@ class Blocks:
         def one(name: str) -> Array:
             dtype, shape = self._shapes.of(number, role, name, sizes)
             if name.startswith(TABLE):
-                return self.tables.of(block.tables[int(name.removeprefix(TABLE))], shape[1])
+                # The last of a text's positions, or those of a row.
+                start = bounds.context - 1 if role == DECODE and number == 0 else 0
+                return self.tables.of(block.tables[int(name.removeprefix(TABLE))], shape[1], start)
             if dtype == "int64":
                 most = chain.piece_words if name == "targets" else chain.vocabulary_size
                 indices = random.integers(0, most, shape)

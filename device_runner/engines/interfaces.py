@@ -7,14 +7,15 @@ states between blocks: those a program has, and the blocks before and behind it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
-from prge.chain import STACK, TABLE, Bounds, Chain
+from prge.chain import DECODE, PAST_KEYS, PAST_VALUES, PREFILL, STACK, STEP_ROLES, TABLE, Bounds, Chain
 
 # Sizes that a method is tried with before it is used.
-TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4)
+TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4)
 
 
 class Shapes:
@@ -24,17 +25,27 @@ class Shapes:
         chain: of a manifest.
         tables: of its bundle.
         widths: of the states that enter and leave every block; 0 where none does.
+        heads: of the keys and values of every block.
     """
 
-    def __init__(self, chain: Chain, tables: Tables, widths: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        tables: Tables,
+        widths: Sequence[tuple[int, int]],
+        heads: Sequence[Heads],
+    ) -> None:
         self._chain = chain
         self._tables = tables
         self.widths = widths
+        self.heads = heads
 
     def of(
         self, number: int, role: str, name: str, sizes: Bounds, is_output: bool = False
     ) -> tuple[str, tuple[int, ...]]:
         """dtype and shape of one input or output of a block's method, in a call of some sizes."""
+        if role not in STEP_ROLES:
+            return self._of_text(number, role, name, sizes, is_output)
         is_head = self._chain.is_head(number)
         length = sizes.states if is_head else sizes.tokens
         if name.startswith(TABLE):
@@ -62,6 +73,33 @@ class Shapes:
         }
         return "int64" if name in ("tokens", "targets") else "float32", shapes[name]
 
+    def _of_text(
+        self, number: int, role: str, name: str, sizes: Bounds, is_output: bool
+    ) -> tuple[str, tuple[int, ...]]:
+        """The same in the roles that go on with sequences."""
+        rows, length = (sizes.sequences, 1) if role == DECODE else (1, sizes.tokens)
+        block, heads = self._chain.blocks[number], self.heads[number]
+        if name.startswith(TABLE):
+            dtype, shape = self._tables.tensor(block.tables[_index(name)], length)
+            return dtype, (rows, *shape[1:])
+        if "." in name:
+            module = self._chain.modules[block.modules[_index(name)]]
+            return "float32", (rows, module.rank, module.out_features)
+        of_rows, past = rows * heads.count, sizes.context
+        members = mask.members if (mask := self._chain.causal_table(number)) else 0
+        shapes: dict[str, tuple[int, ...]] = {
+            "tokens": (rows, length),
+            "state": (rows, length, self.widths[number][is_output]),
+            "logits": (rows, length, self._chain.piece_words),
+            "past_keys": (of_rows, heads.key_width, past),
+            "past_values": (of_rows, past, heads.value_width),
+            "keys": (of_rows, heads.key_width, length),
+            "values": (of_rows, length, heads.value_width),
+            "seen": (members * length, past) if role == PREFILL else (of_rows, 1, past),
+            "causal": (members * length, length),
+        }
+        return "int64" if name == "tokens" else "float32", shapes[name]
+
     def _of_module(self, number: int, role: str, name: str, sizes: Bounds) -> tuple[int, ...]:
         module = self._chain.modules[self._chain.blocks[number].modules[_index(name)]]
         matrix = (module.rank, module.out_features)
@@ -71,6 +109,30 @@ class Shapes:
             "v": (sizes.queries, sizes.batch, module.out_features),
             "gradient": matrix,
         }[name.partition(".")[0]]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of keys of an attention, and widths of a key and a value."""
+
+    count: int
+    key_width: int
+    value_width: int
+
+
+def read_heads(chain: Chain, programs: Sequence[Any]) -> list[Heads]:
+    """The heads of every block's attention, as its program has them; none where it has no role for texts."""
+    found = []
+    for block in chain.blocks:
+        method, program = chain.kinds[block.kind].methods.get(DECODE), programs[block.kind]
+        shapes: dict[str, tuple[int, ...]] = {}
+        if method is not None and DECODE in program.methods:
+            tensors = program.signature(DECODE).inputs
+            shapes = {name: tensor[1] for name, tensor in zip(method.inputs, tensors, strict=False) if tensor}
+        keys, values = shapes.get(PAST_KEYS, ()), shapes.get(PAST_VALUES, ())
+        fits = len(keys) == len(values) == 3
+        found.append(Heads(keys[0] // chain.bounds.sequences, keys[1], values[2]) if fits else Heads(0, 0, 0))
+    return found
 
 
 def read_widths(chain: Chain, programs: Sequence[Any]) -> list[tuple[int, int]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors import SafetensorError, safe_open
 
 from prge.bundle import TABLES, Bundle
-from prge.chain import MASKED, Chain
-from prge.engine import Array, FloatArray
+from prge.chain import DECODE, MASKED, Chain
+from prge.engine import Array
 from prge.errors import BundleError
 
 # Tables of one length, of which masks of long rows take megabytes.
@@ -27,41 +27,46 @@ class Tables:
 
     def __init__(self, bundle: Bundle, chain: Chain) -> None:
         self._tables = chain.tables
-        self._values: dict[str, FloatArray] = {}
-        rotary = [str(number) for number, table in enumerate(chain.tables) if table.kind == "rotary"]
-        if rotary:
-            try:
-                self._values = load_file(bundle.file(TABLES))
-            except (OSError, ValueError, SafetensorError) as error:
-                raise BundleError(f"{bundle.file(TABLES)} can't be read: {error}", remedy=_REMEDY) from None
-        for name in rotary:
-            values = self._values.get(name)
-            if values is None or values.dtype != np.float32 or values.ndim != 2:
-                raise BundleError(f"{bundle.file(TABLES)} has no table {name}", remedy=_REMEDY)
-            if len(values) < chain.bounds.tokens:
-                raise BundleError(
-                    f"{bundle.file(TABLES)}: table {name} is for {len(values)} tokens, rows may have "
-                    f"{chain.bounds.tokens}",
-                    remedy=_REMEDY,
-                )
+        self._rotary: dict[int, Any] = {}
+        path = bundle.file(TABLES)
+        rotary = [number for number, table in enumerate(chain.tables) if table.kind == "rotary"]
+        longest = max(chain.bounds.tokens, chain.bounds.context if DECODE in chain.roles else 0)
+        try:
+            # Rows are read when they are asked for: a model's longest text has many.
+            stored: Any = safe_open(path, "numpy") if rotary else None
+            names = stored.keys() if rotary else []
+            for number in rotary:
+                values = stored.get_slice(str(number)) if str(number) in names else None
+                if values is None or values.get_dtype() != "F32" or len(values.get_shape()) != 2:
+                    raise BundleError(f"{path} has no table {number}", remedy=_REMEDY)
+                rows = values.get_shape()[0]
+                if rows < longest:
+                    raise BundleError(
+                        f"{path}: table {number} is for {rows} tokens, the manifest says {longest}",
+                        remedy=_REMEDY,
+                    )
+                self._rotary[number] = values
+        except (OSError, ValueError, SafetensorError) as error:
+            raise BundleError(f"{path} can't be read: {error}", remedy=_REMEDY) from None
         self.of = lru_cache(maxsize=_KEPT)(self._of)
 
     def tensor(self, number: int, length: int) -> tuple[str, tuple[int, ...]]:
         """dtype and shape of the table of that number, which isn't made for that."""
         table = self._tables[number]
         if table.kind == "rotary":
-            return "float32", (1, length, self._values[str(number)].shape[1])
+            return "float32", (1, length, self._rotary[number].get_shape()[1])
         if table.kind == "causal":
             return "float32", (table.members, length, length)
         return "int64", (1, length)
 
-    def _of(self, number: int, length: int) -> Array:
-        """The table of that number for rows of `length` tokens."""
+    def _of(self, number: int, length: int, start: int = 0) -> Array:
+        """The table of that number for rows of `length` tokens, of which `start` others come before."""
         table = self._tables[number]
         if table.kind == "rotary":
-            return self._values[str(number)][None, :length]
+            return np.ascontiguousarray(self._rotary[number][start : start + length])[None]
         if table.kind == "positions":
-            return np.arange(table.first, table.first + length).reshape(1, length)
+            first = table.first + start
+            return np.arange(first, first + length).reshape(1, length)
         if table.kind == "zeros":
             return np.zeros((1, length), np.int64)
         mask = np.triu(np.full((length, length), MASKED, np.float32), 1)

@@ -115,6 +115,10 @@ class Method:
             output.reshape(-1)[: answer.size] = answer.reshape(-1)
         return [answer.shape for answer in answers]
 
+    def prepared(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> Callable[[], object]:
+        """See device_runner.engines.native.runtime.Method.prepared."""
+        return partial(self.run, inputs, outputs)
+
 
 def prepare() -> None:
     """Load the runtime, unless it is; raises EngineError where it can't be had."""

@@ -180,7 +180,7 @@ def _example(
             values.append(torch.zeros(like.shape))
         elif name.startswith(TABLE):
             table = chain.tables.all[tables[int(name.removeprefix(TABLE))]]
-            values.append(table.of(like.shape[1]))
+            values.append(table.of(like.shape[1]).expand(like.shape))
         else:
             values.append(torch.randn(like.shape, generator=generator) * 0.3)
     return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prge.chain import ROLE_OF, STACK
+from prge.chain import DECODE, PREFILL, ROLE_OF, STACK
 from prge.contract import Contract
 from prge.costs import (
     KINDS,
@@ -113,7 +113,8 @@ def estimate(config: ExportConfig) -> Estimate:
     start = start_adapter(config, loaded, bool(plain_layers(loaded.model)))
     outline = outline_of(start, longest, len(labels))
     int8_table = config.quantize != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
-    roles = tuple(dict.fromkeys((STACK, *config.roles)))
+    of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
+    roles = tuple(role for role in dict.fromkeys((STACK, *config.roles)) if role not in of_texts)
     weights = weights_of(outline, config.quantize, int8_table, roles)
     vocabulary = outline.table_numbers // outline.width
     return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, labels)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from prge import chain as manifest
 from prge.bundle import PROGRAMS, TABLES, WEIGHTS
-from prge.chain import STACK, Bounds
+from prge.chain import DECODE, PREFILL, STACK, STEP_ROLES, Bounds
 from prge.errors import BundleError
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
@@ -59,6 +59,8 @@ def lower_chain(
                 f"{HEAD if number else EMBEDDING}, and only the blocks between are trained",
                 remedy="name other layers with --target-modules",
             )
+    if not chain.generates:
+        roles = {*roles} - {PREFILL, DECODE}
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()
     lowest = next(number for number, block in enumerate(chain.blocks) if block.adapter)
@@ -75,7 +77,7 @@ def lower_chain(
             kind.graph_module,
             chain.blocks[first].adapter,
             kind.frozen.stored,
-            {STACK, *roles} if first in above else {STACK},
+            {STACK, *(role for role in roles if first in above or role not in STEP_ROLES)},
             bounds,
             is_head,
         )

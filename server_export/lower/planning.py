@@ -23,13 +23,12 @@ def largest_shapes(sizes: Iterable[Size]) -> PassBase:
     """The pass that gives values of a call's sizes the shapes of the largest call.
 
     Raises:
-        ValueError: two sizes have the same example, by which they are told apart.
+        ValueError: two sizes of other maxima have the same example, by which they are told apart.
     """
-    sizes = list(sizes)
-    maximum = {size.example: size.maximum for size in sizes}
-    if len(maximum) < len(sizes):
-        raise ValueError(f"two sizes have the same example: {[size.example for size in sizes]}")
-    return _LargestShapes(maximum)
+    maxima = {(size.example, size.maximum) for size in sizes}
+    if len(dict(maxima)) < len(maxima):
+        raise ValueError(f"two sizes have the same example: {sorted(maxima)}")
+    return _LargestShapes(dict(maxima))
 
 
 class _LargestShapes(PassBase):

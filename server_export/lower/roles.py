@@ -3,8 +3,11 @@
     stack     state -> state                            any number of copies, rows and tokens
     tangent   state, d_state -> state, d_state          of one copy, for any number of queries
     back      state, slope -> slope, gradient.<n>       of one copy; computes what it needs again
+    prefill   state, past -> state, keys, values        of one row, for any number of its tokens
+    decode    state, past -> state, keys, values        of one token of any number of copies
 
-A decoder's head takes picked states [1, n, width] instead, and answers `parts`; see prge.chain.
+A decoder's head takes picked states [1, n, width] instead, and answers `parts`, or `logits` where a sequence
+goes on; see prge.chain.
 """
 
 from __future__ import annotations
@@ -18,9 +21,23 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from prge.chain import BACK, GRADIENT, LORA_B, STACK, TABLE, TANGENT, Bounds, Interface
+from prge.chain import (
+    BACK,
+    DECODE,
+    GRADIENT,
+    KEYS,
+    LORA_B,
+    PREFILL,
+    STACK,
+    TABLE,
+    TANGENT,
+    VALUES,
+    Bounds,
+    Interface,
+)
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
+from server_export.derive.continuing import continued, logits
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
@@ -30,8 +47,8 @@ from server_export.lower.kind import LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.traced import BATCH, COPIES, TOKENS
 
-# A large prime, as those that the graph was traced with.
-QUERIES = 4007
+# Large primes, as those that the graph was traced with.
+QUERIES, PAST = 4007, 3001
 
 
 @dataclass(frozen=True)
@@ -86,16 +103,17 @@ def lower_roles(
         constants |= {
             name: attribute(graphs[role], name) for name in _constants(graphs[role]) if name not in shared
         }
-    sizes = sizes_of(bounds, is_head)
-    programs = {role: dynamic_program(graph, sizes) for role, graph in graphs.items()}
-    return LoweredRoles(lower_kind(programs, sizes.values()), methods, constants, programs)
+    sizes = {role: sizes_of(role, bounds, is_head) for role in graphs}
+    programs = {role: dynamic_program(graph, sizes[role]) for role, graph in graphs.items()}
+    every = {size for of_role in sizes.values() for size in of_role.values()}
+    return LoweredRoles(lower_kind(programs, every), methods, constants, programs)
 
 
 def role_graphs(
     graph_module: GraphModule, adapter: Sequence[str], roles: Collection[str], is_head: bool
 ) -> dict[str, GraphModule]:
     """The graphs of a kind's roles, in marker sizes."""
-    one_copy = with_size(graph_module, COPIES, 1)
+    several, one_copy = graph_module, with_size(graph_module, COPIES, 1)
     if is_head:
         graph_module = one_copy = with_size(one_copy, BATCH, 1)
     graphs = {}
@@ -106,6 +124,11 @@ def role_graphs(
         graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, TOKENS)
     if BACK in roles:
         graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], adapter, TOKENS)
+    if PREFILL in roles and not is_head:
+        graphs[PREFILL] = continued(with_size(one_copy, BATCH, 1), 1, TOKENS, PAST)
+    if DECODE in roles:
+        one_token = with_size(with_size(several, BATCH, 1), TOKENS, 1)
+        graphs[DECODE] = logits(one_token) if is_head else continued(one_token, COPIES, 1, PAST)
     graphs = {role: copied(graph) for role, graph in graphs.items()}
     for graph in graphs.values():
         fill_in_values(graph)
@@ -113,8 +136,18 @@ def role_graphs(
     return graphs
 
 
-def sizes_of(bounds: Bounds, is_head: bool) -> dict[str, Size]:
-    """The sizes that a call of a kind's methods chooses."""
+def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
+    """The sizes that a call of a kind's method chooses."""
+    if role == DECODE:
+        return {
+            "copies": Size(COPIES, 7, 1, bounds.sequences),
+            "past": Size(PAST, 13, 2, bounds.context, after=1),
+        }
+    if role == PREFILL:
+        return {
+            "tokens": Size(TOKENS, 5, 2, bounds.tokens),
+            "past": Size(PAST, 13, 2, bounds.context, after=TOKENS),
+        }
     if is_head:
         return {"tokens": Size(TOKENS, 5, 2, bounds.states), "queries": Size(QUERIES, 4, 1, bounds.queries)}
     return {
@@ -139,7 +172,11 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, str], is_hea
         return name
 
     answer = "parts" if is_head else STATE
+    count = len(graph.graph.output_node().args[0])
+    going_on = ("logits",) if is_head else (STATE, KEYS, VALUES)[:count]
     outputs = {
+        PREFILL: going_on,
+        DECODE: going_on,
         STACK: (answer,),
         TANGENT: (answer, f"d_{answer}"),
         BACK: (SLOPE, *(f"{GRADIENT}{n}" for n in range(len(adapter)))),

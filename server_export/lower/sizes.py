@@ -40,12 +40,15 @@ class Size:
         example: what torch.export traces with: at least 2, and no width of the model.
         minimum: the least that a call may choose.
         maximum: the most; memory is planned for it.
+        after: marker of the size that follows it in one dimension, or 1, if any does: only values have it in
+            their shapes, no number of an operator.
     """
 
     marker: int
     example: int
     minimum: int
     maximum: int
+    after: int = 0
 
 
 def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> ExportedProgram:
@@ -58,8 +61,8 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
         sizes: by name; the graph needn't have all of them.
 
     Returns:
-        A program of the same inputs, but for dimensions that are products: one of copies x batch becomes two,
-        in the order of `sizes`. What lies in memory stays the same.
+        A program of the same inputs, but for dimensions that are products of sizes: one of copies x batch
+        becomes two, in the order of `sizes`. What lies in memory stays the same.
 
     Raises:
         BundleError: a number can't be told by the inputs' shapes, or a constant has a size in its shape.
@@ -81,11 +84,7 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
         for node, shape in zip(placeholders, inputs, strict=True)
     )
     dimensions = tuple(
-        {
-            index: dimension
-            for index, number in enumerate(shape)
-            if (dimension := markers.dimensions.get(number))
-        }
+        {index: dimension for index, number in enumerate(shape) if (dimension := markers.dimension(number))}
         for shape in inputs
     )
     refusal = told_as_bundle_error("torch.export can't trace the program with unknown sizes", _REMEDY)
@@ -105,13 +104,14 @@ class _Markers:
 
     def __init__(self, sizes: Mapping[str, Size]) -> None:
         self.names: dict[int, str] = {}
-        self.dimensions: dict[int, Any] = {}
+        self._dimensions: dict[int, Any] = {}
         self._examples: dict[int, int] = {}
         for name, size in sizes.items():
             self.names[size.marker] = name
             # Without a maximum ExecuTorch tells XNNPACK of the example, and of no larger workspace.
-            self.dimensions[size.marker] = Dim(name, min=size.minimum)
+            self._dimensions[size.marker] = Dim(name, min=size.minimum)
             self._examples[size.marker] = size.example
+        self._sums = {size.marker + size.after: size for size in sizes.values() if size.after}
 
     def factors(self, number: int) -> tuple[list[int], int]:
         """The markers in a number, each as often as it divides it, and the rest."""
@@ -126,15 +126,28 @@ class _Markers:
 
     def example(self, number: int) -> int:
         """The number at the example's sizes."""
+        if number in self._sums:
+            size = self._sums[number]
+            return size.example + self.example(size.after)
         found, rest = self.factors(number)
         return rest * prod(self._examples[marker] for marker in found)
 
+    def dimension(self, number: int) -> Any:
+        """What torch.export is told of a dimension with one marker in it; None of any other."""
+        found, rest = self.factors(number)
+        if len(found) != 1:
+            return None
+        return self._dimensions[found[0]] if rest == 1 else rest * self._dimensions[found[0]]
+
     def split(self, shape: Sequence[int]) -> list[int]:
-        """A shape whose products are dimensions of their own: each is a marker, or has none in it."""
+        """A shape in which products of markers are dimensions of their own."""
         result = []
         for number in shape:
             found, rest = self.factors(number)
-            result += [*found, rest] if rest != 1 or not found else found
+            if len(found) < 2:
+                result.append(number)
+            else:
+                result += found if rest == 1 else [*found, rest]
         return result
 
 

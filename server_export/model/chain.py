@@ -76,6 +76,11 @@ class Chain:
         return bool(self.head_rows)
 
     @property
+    def generates(self) -> bool:
+        """Whether it has a head for the whole vocabulary."""
+        return self.classes == self.vocabulary_size
+
+    @property
     def quantization(self) -> QuantizationReport:
         """What is quantized and how."""
         if self.scheme == "fp32":

@@ -7,7 +7,10 @@ from torch import nn
 
 from prge.errors import ConfigError
 from server_export.model.loading import LoadedModel
-from server_export.settings import DEFAULT_LENGTH
+from server_export.settings import DEFAULT_CONTEXT, DEFAULT_LENGTH
+
+# Rotations whose frequencies depend on the length of a text.
+_CHANGING = ("dynamic", "longrope")
 
 
 def first_position(model: nn.Module) -> int:
@@ -25,14 +28,38 @@ def longest_row(loaded: LoadedModel, asked: int | None) -> int:
     Raises:
         ConfigError: the model has fewer positions than were asked for.
     """
+    return _within(loaded, "sequence_length", asked, DEFAULT_LENGTH, _positions(loaded))
+
+
+def longest_context(loaded: LoadedModel, asked: int | None, longest: int) -> int:
+    """Tokens of the longest text that the model writes, at least those of the longest row.
+
+    Rotations that change with the length of a text are those of a row: such a model writes no longer texts
+    than it was trained on before its positions were stretched.
+
+    Raises:
+        ConfigError: the model has fewer positions than were asked for.
+    """
+    most = _positions(loaded)
+    parameters = getattr(loaded.config, "rope_parameters", None) or {}
+    trained = parameters.get("original_max_position_embeddings") or most
+    if parameters.get("rope_type") in _CHANGING and trained is not None:
+        most = max(trained, longest)
+    return max(longest, _within(loaded, "context", asked, DEFAULT_CONTEXT, most))
+
+
+def _positions(loaded: LoadedModel) -> int | None:
     limit = getattr(loaded.config, "max_position_embeddings", None)
-    most = None if limit is None else limit - first_position(loaded.model)
+    return None if limit is None else limit - first_position(loaded.model)
+
+
+def _within(loaded: LoadedModel, name: str, asked: int | None, usual: int, most: int | None) -> int:
     if asked is None:
-        return DEFAULT_LENGTH if most is None else min(DEFAULT_LENGTH, most)
+        return usual if most is None else min(usual, most)
     if most is not None and asked > most:
         raise ConfigError(
-            "the sequence length doesn't fit the model:",
-            [f"sequence_length is {asked}, {loaded.name_or_path} has {most} positions"],
+            f"the {name.replace('_', ' ')} doesn't fit the model:",
+            [f"{name} is {asked}, {loaded.name_or_path} has {most} positions"],
         )
     return asked
 

@@ -162,6 +162,37 @@ class Method:
         Returns:
             The shape of what each output holds now.
         """
+        self._give(inputs, outputs)
+        code = self._run(
+            self._handle, self._addresses, self._sizes,
+            self._output_addresses, self._output_room, self._output_sizes, self._text, _TEXT_BYTES,
+        )  # fmt: skip
+        if code:
+            raise _refused(code, self._text)
+        sizes = iter(self._output_sizes)
+        return [tuple(next(sizes) for _ in range(rank)) for _, rank in self._outputs]
+
+    def prepared(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> Callable[[], None]:
+        """A function that computes of what the arrays hold when it is called: a call without the checks.
+
+        Args:
+            inputs, outputs: as of `run`; the caller keeps them while the function is used.
+        """
+        self._give(inputs, outputs)
+        arguments = (
+            self._handle, _copy(self._addresses), _copy(self._sizes), _copy(self._output_addresses),
+            _copy(self._output_room), self._output_sizes, self._text, _TEXT_BYTES,
+        )  # fmt: skip
+
+        def compute() -> None:
+            # The method lives as long as the function.
+            if code := self._run(*arguments):
+                raise _refused(code, self._text)
+
+        return compute
+
+    def _give(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+        """Check arrays, and note where they are."""
         if len(inputs) != len(self._inputs) or len(outputs) != len(self._outputs):
             raise RefusedError(
                 f"the method takes {len(self._inputs)} inputs and {len(self._outputs)} outputs, "
@@ -179,14 +210,6 @@ class Method:
                 raise _unfit("output", index, array, f"{dtype} that can be written")
             self._output_addresses[index] = _address(array)
             self._output_room[index] = array.nbytes
-        code = self._run(
-            self._handle, self._addresses, self._sizes,
-            self._output_addresses, self._output_room, self._output_sizes, self._text, _TEXT_BYTES,
-        )  # fmt: skip
-        if code:
-            raise _refused(code, self._text)
-        sizes = iter(self._output_sizes)
-        return [tuple(next(sizes) for _ in range(rank)) for _, rank in self._outputs]
 
 
 def prepare() -> None:
@@ -303,6 +326,10 @@ def _kind(tensor: tuple[int, tuple[int, ...]] | None) -> tuple[np.dtype[Any], in
         return (np.dtype(DTYPES[tensor[0]]), len(tensor[1])) if tensor else (np.dtype("V"), 0)
     except (KeyError, TypeError):
         return np.dtype("V"), 0
+
+
+def _copy(values: Any) -> Any:
+    return type(values).from_buffer_copy(values)
 
 
 def _address(array: Array) -> int:

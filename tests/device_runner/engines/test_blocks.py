@@ -170,7 +170,7 @@ def test_a_program_of_another_kind_is_refused(folder: Path, engine: str, name: s
 def test_a_program_that_lacks_a_method_is_refused(folder: Path) -> None:
     shutil.copy(folder / "programs/embedding.pte", folder / "programs/head.pte")
     rehash(folder)
-    assert "its methods are stack, must include tangent" in refused(folder)
+    assert "its methods are decode, prefill, stack, must include tangent" in refused(folder)
 
 
 def change(folder: Path, how: Callable[[Any], object]) -> None:
@@ -247,7 +247,7 @@ def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) 
     ("damage", "told"),
     [
         (lambda tensors: {}, "has no table"),
-        (lambda tensors: {n: a[:5] for n, a in tensors.items()}, "is for 5 tokens, rows may have 16"),
+        (lambda tensors: {n: a[:5] for n, a in tensors.items()}, "is for 5 tokens, the manifest says 64"),
         (lambda tensors: {n: a.astype(np.float64) for n, a in tensors.items()}, "has no table"),
         (
             lambda tensors: {n: np.ascontiguousarray(a[:, :3]) for n, a in tensors.items()},

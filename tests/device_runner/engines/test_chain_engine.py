@@ -298,7 +298,7 @@ def test_a_failure_in_a_forward_is_told_and_the_engine_stays_usable(bundle: Bund
     engine, given = opened(bundle, contract).step, inputs_of(contract)
     want = [array.tobytes() for array in engine.forward(given).values()]
     blocks: Any = engine._blocks  # type: ignore[attr-defined]
-    method = blocks._method(1, "stack")
+    method = blocks.method(1, "stack")
     run, method.run = method.run, lambda inputs, outputs: run(inputs[:-1], outputs)
     with pytest.raises(EngineError, match="the engine failed in a forward: the method takes"):
         engine.forward(given)

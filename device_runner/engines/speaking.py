@@ -1,0 +1,400 @@
+"""The chain of a bundle's blocks as a speaker: goes on with sequences, many at once, each with its adapter.
+
+    prefill   a piece of one sequence's tokens passes the blocks
+    decode    one token of each of several sequences passes them
+
+Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
+[slots, heads, width, capacity] and [slots, heads, capacity, width]. The sequences of a step lie in the first
+slots. What is called again and again is bound to its arrays once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from device_runner.engines.blocks import Blocks
+from device_runner.engines.choice import choose
+from prge.adapter import Adapter
+from prge.bundle import Bundle
+from prge.chain import (
+    CAUSAL,
+    DECODE,
+    FEWEST_TOKENS,
+    LORA_B,
+    MASKED,
+    PAST_KEYS,
+    PAST_VALUES,
+    PREFILL,
+    SEEN,
+    TABLE,
+)
+from prge.engine import Array, EngineName, FloatArray
+from prge.errors import BundleError, EngineError
+
+# Tokens that pass the blocks together: more aren't faster, and take memory for their scores.
+_PIECE = 128
+# Arrays for more tokens are made when they are needed, of as many as are a multiple of this.
+_GROWTH = 128
+
+
+@dataclass
+class _Sequence:
+    adapter: Adapter
+    slot: int
+    length: int = 0
+
+
+@dataclass
+class _Cache:
+    """Keys and values of a block."""
+
+    keys: FloatArray
+    values: FloatArray
+
+
+@dataclass
+class _Step:
+    """A step of the same sequences: arrays that its calls are bound to, and where answers go."""
+
+    sequences: list[int]
+    tokens: Array
+    tables: dict[int, Array]
+    seen: dict[tuple[int | None, int], FloatArray]
+    inputs: list[list[Array]]
+    outputs: list[dict[str, Array]]
+    logits: FloatArray
+    calls: dict[int, tuple[object, Callable[[], object]]] = field(default_factory=dict)
+
+
+class ChainSpeaker:
+    """Implements prge.generation.speaker.Speaker for an opened bundle.
+
+    Args:
+        blocks: of a bundle with the roles `prefill` and `decode`.
+        slots: most sequences at once.
+        context: most tokens of a sequence; by default what the bundle has positions for.
+
+    Raises:
+        BundleError: the bundle lacks the roles.
+    """
+
+    def __init__(self, blocks: Blocks, slots: int = 1, context: int | None = None) -> None:
+        chain = blocks.chain
+        if not {PREFILL, DECODE} <= set(chain.roles):
+            raise BundleError(
+                f"the bundle can't write text: it has the roles {', '.join(chain.roles)}",
+                remedy="export a causal language model with the roles prefill and decode, as is the default",
+            )
+        self._blocks = blocks
+        self._chain = chain
+        self._tables = chain.tables
+        self._slots = min(slots, chain.bounds.sequences)
+        self._context = min(context or chain.bounds.context, chain.bounds.context)
+        self._capacity = 0
+        self._caches: dict[int, _Cache] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._next = 0
+        self._step: _Step | None = None
+        self._rotary: dict[int, FloatArray] = {}
+
+    @property
+    def vocabulary_size(self) -> int:
+        """See Speaker."""
+        return self._chain.vocabulary_size
+
+    @property
+    def context(self) -> int:
+        """See Speaker."""
+        return self._context
+
+    @property
+    def slots(self) -> int:
+        """See Speaker."""
+        return self._slots
+
+    def open(self, adapter: Adapter) -> int:
+        """See Speaker."""
+        if len(self._sequences) >= self._slots:
+            raise EngineError(f"all {self._slots} sequences are open", remedy="close one")
+        number, self._next = self._next, self._next + 1
+        self._sequences[number] = _Sequence(adapter, len(self._sequences))
+        return number
+
+    def length(self, sequence: int) -> int:
+        """See Speaker."""
+        return self._sequences[sequence].length
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """See Speaker."""
+        self._sequences[sequence].length = min(length, self.length(sequence))
+        self._step = None
+
+    def close(self, sequence: int) -> None:
+        """See Speaker."""
+        last = max(self._sequences.values(), key=lambda each: each.slot)
+        closed = self._sequences.pop(sequence)
+        if last is not closed:
+            self._swap(closed.slot, last.slot)
+            last.slot = closed.slot
+        self._step = None
+        if not self._sequences:
+            self._caches.clear()
+            self._capacity = 0
+
+    def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
+        """See Speaker."""
+        self._reserve(self.length(sequence) + len(tokens))
+        state, rest = None, list(tokens)
+        while rest:
+            if len(rest) < FEWEST_TOKENS:
+                return self.step({sequence: rest[0]})[sequence]
+            size = min(len(rest), _PIECE, self._chain.bounds.tokens)
+            # None is left alone behind a piece: a step of one token reads all weights once more.
+            size -= len(rest) - size == 1 and size > FEWEST_TOKENS
+            state = self._prefill(self._sequences[sequence], rest[:size])
+            rest = rest[size:]
+        if state is None:
+            raise EngineError("no token is given", remedy="give at least one")
+        return self._logits(state)
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
+        """See Speaker."""
+        self._reserve(1 + max(self.length(sequence) for sequence in tokens))
+        step = self._step
+        if step is None or step.sequences != [*tokens]:
+            self._arrange([*tokens])
+            step = self._step = self._bound([*tokens])
+        lengths = np.array([self.length(sequence) for sequence in tokens])
+        step.tokens[:, 0] = list(tokens.values())
+        for number, table in step.tables.items():
+            self._fill(number, table, lengths)
+        for (window, _), seen in step.seen.items():
+            _see(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window)
+        rows = np.arange(len(lengths))
+        for number in range(len(self._chain.blocks)):
+            self._compute(step, number)
+            if number in self._caches:
+                cache, found = self._caches[number], step.outputs[number]
+                shape = len(rows), *cache.keys.shape[1:3]
+                cache.keys[rows, :, :, lengths] = found["keys"].reshape(shape)
+                cache.values[rows, :, lengths] = found["values"].reshape(*shape[:2], -1)
+        for sequence in tokens:
+            self._sequences[sequence].length += 1
+        return {sequence: step.logits[row].copy() for row, sequence in enumerate(tokens)}
+
+    # Sequences and their memory
+
+    def _reserve(self, length: int) -> None:
+        """Have room for so many tokens of each sequence."""
+        if length > self._context:
+            raise EngineError(
+                f"a text of {length} tokens is too long, the limit is {self._context}",
+                remedy="shorten the prompt, or export the model with a larger --context",
+            )
+        if self._caches and length <= self._capacity:
+            return
+        # Growing by half at least copies what is known only now and then.
+        most = max(length, self._capacity * 3 // 2)
+        self._capacity = min(-(-most // _GROWTH) * _GROWTH, self._context)
+        for number in range(self._chain.end):
+            if not self._chain.attends(number):
+                continue
+            heads = self._blocks.heads(number)
+            keys = np.zeros((self._slots, heads.count, heads.key_width, self._capacity), np.float32)
+            values = np.zeros((self._slots, heads.count, self._capacity, heads.value_width), np.float32)
+            if before := self._caches.get(number):
+                keys[..., : before.keys.shape[-1]] = before.keys
+                values[:, :, : before.values.shape[2]] = before.values
+            self._caches[number] = _Cache(keys, values)
+        self._step = None
+
+    def _arrange(self, sequences: Sequence[int]) -> None:
+        """Move some sequences to the first slots, in this order."""
+        by_slot = {each.slot: each for each in self._sequences.values()}
+        for slot, number in enumerate(sequences):
+            wanted, there = self._sequences[number], by_slot[slot]
+            if wanted is not there:
+                self._swap(slot, wanted.slot)
+                by_slot[slot], by_slot[wanted.slot] = wanted, there
+                wanted.slot, there.slot = slot, wanted.slot
+
+    def _swap(self, slot: int, other: int) -> None:
+        for cache in self._caches.values():
+            for array in (cache.keys, cache.values):
+                array[[slot, other]] = array[[other, slot]]
+
+    # Through the blocks
+
+    def _bound(self, sequences: list[int]) -> _Step:
+        """Arrays for steps of some sequences."""
+        chain, rows = self._chain, len(sequences)
+        logits = np.empty((rows, chain.vocabulary_size), np.float32)
+        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, {}, [], [], logits)
+        adapters = [self._sequences[sequence].adapter.named() for sequence in sequences]
+        state: Array = step.tokens
+        of_pieces = np.empty((len(chain.blocks) - chain.end, rows, 1, chain.piece_words), np.float32)
+        for number, block in enumerate(chain.blocks):
+            given: dict[str, Array] = {"tokens": state, "state": state}
+            for index, table in enumerate(block.tables):
+                if table not in step.tables:
+                    dtype, shape = self._blocks.tables.tensor(table, 1)
+                    step.tables[table] = np.zeros((rows, *shape[1:]), dtype)
+                given[f"{TABLE}{index}"] = step.tables[table]
+            for index, module in enumerate(block.modules):
+                name = chain.modules[module].name
+                given[f"{LORA_B}{index}"] = np.stack([adapter[name] for adapter in adapters])
+            heads = self._blocks.heads(number)
+            mask = chain.causal_table(number)
+            if mask is not None:
+                cache = self._caches[number]
+                key = mask.window, heads.count
+                if key not in step.seen:
+                    step.seen[key] = np.empty((rows * heads.count, 1, self._capacity), np.float32)
+                given |= {
+                    PAST_KEYS: cache.keys[:rows].reshape(-1, *cache.keys.shape[2:]),
+                    PAST_VALUES: cache.values[:rows].reshape(-1, *cache.values.shape[2:]),
+                    SEEN: step.seen[key],
+                }
+            of_rows = rows * heads.count
+            answers: dict[str, Array] = {
+                "keys": np.empty((of_rows, heads.key_width, 1), np.float32),
+                "values": np.empty((of_rows, 1, heads.value_width), np.float32),
+            }
+            if number < chain.end:
+                answers["state"] = np.empty((rows, 1, self._blocks.width(number + 1)), np.float32)
+                state = answers["state"]
+            else:
+                answers["logits"] = of_pieces[number - chain.end]
+            interface = self._blocks.interface(number, DECODE)
+            step.inputs.append([given[name] for name in interface.inputs])
+            step.outputs.append({name: answers[name] for name in interface.outputs})
+        if len(of_pieces) == 1:
+            step.logits = of_pieces[0, :, 0]
+        return step
+
+    def _compute(self, step: _Step, number: int) -> None:
+        method = self._blocks.method(number, DECODE)
+        bound = step.calls.get(number)
+        if bound is None or bound[0] is not method:
+            outputs = [*step.outputs[number].values()]
+            bound = step.calls[number] = (method, method.prepared(step.inputs[number], outputs))
+        bound[1]()
+        first, words = self._chain.end, self._chain.piece_words
+        if number >= first and len(self._chain.blocks) - first > 1:
+            piece = slice((number - first) * words, (number - first + 1) * words)
+            step.logits[:, piece] = step.outputs[number]["logits"][:, 0]
+
+    def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
+        """The state f32 [1, 1, width] of the last of some tokens, which are appended to a sequence."""
+        chain, start, length = self._chain, sequence.length, len(tokens)
+        # The mask hides what isn't there yet, so all that was reserved goes in; at first next to nothing.
+        past = self._capacity if start else FEWEST_TOKENS
+        state: Array = np.array([tokens], np.int64)
+        adapter = sequence.adapter.named()
+        masks: dict[tuple[int | None, int], FloatArray] = {}
+        for number, block in enumerate(chain.blocks[: chain.end]):
+            given: dict[str, Array] = {"tokens": state, "state": state}
+            for index, table in enumerate(block.tables):
+                if chain.tables[table].kind != "causal":
+                    given[f"{TABLE}{index}"] = self._blocks.tables.of(table, length, start)
+                else:
+                    own = self._blocks.tables.of(table, length)
+                    given[CAUSAL] = own.reshape(-1, length)
+            for index, module in enumerate(block.modules):
+                given[f"{LORA_B}{index}"] = adapter[chain.modules[module].name][None]
+            mask = chain.causal_table(number)
+            if mask is not None:
+                key = mask.window, mask.members
+                if key not in masks:
+                    masks[key] = np.empty((mask.members, length, past), np.float32)
+                    _see(masks[key].transpose(1, 0, 2), np.arange(start, start + length), mask.window, start)
+                cache, heads, slot = self._caches[number], self._blocks.heads(number), sequence.slot
+                given[SEEN] = masks[key].reshape(-1, past)
+                if start:
+                    given |= {PAST_KEYS: cache.keys[slot], PAST_VALUES: cache.values[slot]}
+                else:
+                    given[PAST_KEYS] = np.zeros((heads.count, heads.key_width, past), np.float32)
+                    given[PAST_VALUES] = np.zeros((heads.count, past, heads.value_width), np.float32)
+            found = self._blocks.run(number, PREFILL, given)
+            if number:
+                self._blocks.release(state)
+            state = found["state"]
+            if mask is not None:
+                cache.keys[slot, :, :, start : start + length] = found["keys"]
+                cache.values[slot, :, start : start + length] = found["values"]
+                self._blocks.release(found["keys"])
+                self._blocks.release(found["values"])
+        sequence.length += length
+        last = state[:, -1:].copy()
+        self._blocks.release(state)
+        return last
+
+    def _logits(self, state: FloatArray) -> FloatArray:
+        """Logits f32 [vocabulary] of a state."""
+        pieces = []
+        for number in range(self._chain.end, len(self._chain.blocks)):
+            found = self._blocks.run(number, DECODE, {"state": state})["logits"]
+            pieces.append(found.reshape(-1).copy())
+            self._blocks.release(found)
+        return np.concatenate(pieces)
+
+    def _fill(self, number: int, table: Array, lengths: Array) -> None:
+        """Write the rows of a table for tokens that so many others come before."""
+        kind = self._tables[number]
+        if kind.kind == "positions":
+            table[:, 0] = kind.first + lengths
+        elif kind.kind == "rotary":
+            known = self._rotary.get(number)
+            if known is None or len(known) < self._capacity:
+                known = self._rotary[number] = self._blocks.tables.of(number, self._capacity)[0]
+            table[:, 0] = known[lengths]
+
+
+def _see(seen: FloatArray, positions: Array, window: int | None, past: int | None = None) -> None:
+    """Write what is added to scores of past tokens.
+
+    Args:
+        seen: f32 [tokens, ..., past]; 0 where a token sees one before, MASKED elsewhere.
+        positions: of the tokens.
+        window: tokens that each sees, with itself; all if None.
+        past: how many tokens are known; by default all before each.
+    """
+    seen[:] = MASKED
+    for row, position in enumerate(positions.tolist()):
+        first = 0 if window is None else max(0, position - window + 1)
+        seen[row, ..., first : position if past is None else past] = 0
+
+
+def open_speaker(
+    bundle: Bundle,
+    threads: int | None = None,
+    engine: EngineName = "auto",
+    memory: int | None = None,
+    slots: int = 1,
+    context: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> ChainSpeaker:
+    """Open the blocks of a bundle to write text, each tried before it is used.
+
+    Args:
+        bundle: with the roles `prefill` and `decode`.
+        threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
+        engine: see device_runner.engines.choice.
+        memory: bytes of weights that may stay loaded.
+        slots: most sequences at once.
+        context: most tokens of a sequence.
+        tell: called with what a user should know.
+
+    Raises:
+        BundleError, EngineError: see ChainSpeaker and device_runner.engines.blocks.Blocks.
+    """
+    backend = choose(engine)
+    backend.runtime.prepare()
+    if backend.reason:
+        tell(f"the engine is torch's: {backend.reason}")
+    blocks = Blocks(bundle, backend, {PREFILL, DECODE}, memory, tell)
+    backend.runtime.set_threads(threads)
+    return ChainSpeaker(blocks, slots, context)

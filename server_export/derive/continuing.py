@@ -1,0 +1,169 @@
+"""The transformation that lets a block go on with a sequence: what it made of earlier tokens comes in.
+
+    softmax([q k_past + seen, q k + causal]) [v_past, v]          one attention, over both
+
+Keys of all heads are laid out [width, tokens], so that scores need no transposed copy of them. A block
+answers the keys and values of its tokens beside the state; whoever asks keeps them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from prge.chain import CAUSAL, PAST_KEYS, PAST_VALUES, SEEN
+from prge.errors import BundleError
+from server_export.graph.modules import as_module, copied
+from server_export.graph.shapes import fill_in_values
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
+from server_export.graph.writing import Writer
+
+aten = torch.ops.aten
+
+_RESHAPES = (aten.reshape.default, aten.view.default)
+_REMEDY = "leave decode out of --roles, and please report it with the name of the model"
+
+
+def continued(graph_module: GraphModule, rows: int, tokens: int, past: int) -> GraphModule:
+    """Make a graph that goes on with sequences: any tokens of one, or one token of any number of them.
+
+    Args:
+        graph_module: of an embedding or a block; its nodes carry `meta["val"]`, and constants are shared.
+        rows, tokens: its sizes, one of them 1 and the other a marker.
+        past: marker of the tokens that came before.
+
+    Returns:
+        A module that also takes `past_keys` f32 [rows x heads, width, past], `past_values` f32 [rows x heads,
+        past, width] and `seen`, which is added to the scores of what came before: f32 [members x tokens,
+        past] for one row, [rows x heads, 1, past] for one token. It answers keys and values of its tokens
+        beside the state, laid out as those of the past. A causal mask is `causal` [members x tokens, tokens]
+        and not a table; other tables have as many rows as the state.
+
+    Raises:
+        BundleError: an attention is written in a way that isn't known here.
+    """
+    result = copied(graph_module)
+    _give_rows(result, rows)
+    attentions = [
+        (table, user)
+        for table in result.graph.find_nodes(op="placeholder")
+        if _is_causal(table)
+        for shaped in table.users
+        for user in shaped.users
+    ]
+    if len(attentions) > 1:
+        raise BundleError(f"a block has {len(attentions)} attentions", remedy=_REMEDY)
+    for table, masked in attentions:
+        _attend(result, table, masked, rows, tokens, past)
+    _infer_sizes(result, max(rows, tokens))
+    result.graph.eliminate_dead_code()
+    for node in result.graph.find_nodes(op="placeholder"):
+        if not node.users and _is_causal(node):
+            result.graph.erase_node(node)
+    result.recompile()
+    return result
+
+
+def logits(graph_module: GraphModule) -> GraphModule:
+    """Make a graph of a head that answers the logits of all its words."""
+    result = copied(graph_module)
+    output = result.graph.output_node()
+    (answer,) = output.args[0]
+    assert answer.target is SOFTMAX_PARTS
+    output.args = ((answer.args[0],),)
+    result.graph.eliminate_dead_code()
+    for node in result.graph.find_nodes(op="placeholder"):
+        if not node.users:
+            result.graph.erase_node(node)
+    return as_module(result, result.graph)
+
+
+def _is_causal(node: Node) -> bool:
+    """Whether a placeholder is a mask f32 [members, tokens, tokens]."""
+    shape = node.meta["val"].shape
+    is_table = str(node.target).startswith("table_") and node.meta["val"].dtype == torch.float32
+    return is_table and shape[1] == shape[2]
+
+
+def _give_rows(graph_module: GraphModule, rows: int) -> None:
+    """Let the tables that every row has its own of have that many rows, in place."""
+    if rows == 1:
+        return
+    given = set[Node]()
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder" and str(node.target).startswith("table_") and not _is_causal(node):
+            value = node.meta["val"]
+            node.meta["val"] = torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
+            given.add(node)
+        elif node.op == "call_function" and given.intersection(node.all_input_nodes):
+            if node.target in _RESHAPES and node.args[1][0] == 1:
+                node.args = (node.args[0], [rows, *node.args[1][1:]])
+            before = node.meta.pop("val").shape
+            fill_in_values(graph_module)
+            if node.meta["val"].shape != before:
+                given.add(node)
+
+
+def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tokens: int, past: int) -> None:
+    """Rewrite one attention, whose scores have their mask in `masked`, in place."""
+    graph = graph_module.graph
+    scores: Any = masked.args[0]
+    between: list[Node] = []
+    product = scores
+    while product.target is not aten.bmm.default:
+        sources = [source for source in product.all_input_nodes if source.op == "call_function"]
+        if len(sources) != 1:
+            raise BundleError(f"scores come from {product.format_node()}", remedy=_REMEDY)
+        between.insert(0, product)
+        (product,) = sources
+    (softmax,) = masked.users
+    (mixed,) = softmax.users
+    query, keys = product.args
+    values = mixed.args[1]
+    heads, width, _ = keys.meta["val"].shape
+    value_width = values.meta["val"].shape[-1]
+    members = table.meta["val"].shape[0]
+
+    def given(name: str, *shape: int) -> Node:
+        with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
+            node = graph.placeholder(name)
+        node.meta["val"] = torch.empty(shape, device="meta")
+        return node
+
+    past_keys = given(PAST_KEYS, heads, width, past)
+    past_values = given(PAST_VALUES, heads, past, value_width)
+    # A token that comes alone sees itself.
+    seen = given(SEEN, *((members * tokens, past) if rows == 1 else (heads, 1, past)))
+    causal = given(CAUSAL, members * tokens, tokens) if rows == 1 else None
+
+    def scores_of_both(writer: Writer) -> Node:
+        found = {product: writer.call(aten.bmm.default, query, past_keys)}
+        for node in between:
+            found[node] = writer.call(node.target, *(found.get(each, each) for each in node.args))
+        before = writer.plus(found[scores], seen)
+        own = scores if causal is None else writer.plus(scores, causal)
+        return writer.call(aten.cat.default, [before, own], -1)
+
+    def mixed_of_both(writer: Writer) -> Node:
+        return writer.call(aten.bmm.default, softmax, writer.call(aten.cat.default, [past_values, values], 1))
+
+    writer = Writer(graph_module)
+    writer.replace(masked, scores_of_both)
+    del softmax.meta["val"]
+    fill_in_values(graph_module)
+    writer.replace(mixed, mixed_of_both)
+    output = graph.output_node()
+    output.args = ((*output.args[0], keys, values),)
+
+
+def _infer_sizes(graph_module: GraphModule, marker: int) -> None:
+    """Leave the one size of a shape that a call chooses to be inferred, in place: XNNPACK can do that."""
+    for node in graph_module.graph.nodes:
+        if node.target in _RESHAPES:
+            shape = node.meta["val"].shape
+            chosen = [number % marker == 0 for number in shape]
+            if sum(chosen) == 1:
+                sizes = [-1 if is_chosen else n for n, is_chosen in zip(shape, chosen, strict=True)]
+                node.target, node.args = aten.view.default, (node.args[0], sizes)
