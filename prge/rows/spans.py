@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 
 from prge.examples import Example
-from prge.rows.answers import prompt_of
 from prge.rows.tokenizer import Tokenizer
 
 Question = tuple[Sequence[int], int, int]
@@ -88,7 +87,10 @@ def answer_by_span(
     """
     if not example.choices or not example.sequences[0].slots:
         raise ValueError(f"row {example.row} names no passage to find an answer in")
-    prompt = prompt_of(example, tokenizer, sequence_length - max_tokens)
+    prompt, room = example.prompt, sequence_length - max_tokens
+    if len(prompt) > room:
+        begin = tokenizer.begin
+        prompt = (*begin, *prompt[-max(room - len(begin), 1) :])
     spans = spans_of(example.choices[0], tokenizer, max_tokens, separator)
     answer = greedy_span(
         prompt, spans, stop_tokens(tokenizer), score, min(max_tokens, sequence_length - len(prompt) + 1)
