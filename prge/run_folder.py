@@ -22,6 +22,7 @@ from prge.regular_files import open_regular, read_regular
 CONFIG = "config.yaml"
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 LOG = "log.txt"
 SUMMARY = "run.json"
 LOCK = "run.lock"

@@ -83,6 +83,12 @@ class RunSettings(TrainingFlags):
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
+    sample_prompts: Path | None = None
+    """Prompts that the model answers before, on the way and after, into samples.jsonl: one a line, or jsonl
+    with prompt or messages."""
+    sample_every: int = 100
+    """Steps between these answers; 0: before and after only."""
+
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
     The same bits. auto: native where it is built or can be, else torch."""

@@ -207,8 +207,8 @@ class _Renderer:
         return text, spans, exact
 
 
-def check_messages(messages: object) -> list[Message]:
-    """The messages of a row; raises ValueError saying what they lack."""
+def check_messages(messages: object, answered: bool = True) -> list[Message]:
+    """The messages of a row; raises ValueError saying what they lack, or that nothing is `answered`."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one message")
     for index, message in enumerate(messages, 1):
@@ -216,6 +216,6 @@ def check_messages(messages: object) -> list[Message]:
             raise ValueError(f"message {index} has no role")
         if not isinstance(message.get("content"), str):
             raise ValueError(f"message {index} ({message['role']}) has no content that is text")
-    if not any(message["role"] == ASSISTANT for message in messages):
+    if answered and not any(message["role"] == ASSISTANT for message in messages):
         raise ValueError(f"no message has the role {ASSISTANT!r}: there is nothing to learn from")
     return list(messages)
