@@ -46,7 +46,8 @@ NEEDS: Mapping[str, Sequence[str]] = {
 # What is there if it can be imported.
 FOUND = ("jinja2", "torchao", "transformers", "peft", "matplotlib", "starlette", "uvicorn")
 # What these verbs do without where the native engine is.
-NATIVE_VERBS, NOT_FOR_NATIVE = ("probe", "run", "eval", "serve"), ("torch", "engine")
+NATIVE_VERBS = ("probe", "run", "eval", "generate", "chat", "serve")
+NOT_FOR_NATIVE = ("torch", "engine")
 
 # The engine in a process of its own: a broken build may end it with a signal.
 _ENGINE_PROBE = """

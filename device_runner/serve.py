@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from device_runner.session.speaking import BASE, BUNDLE, by_name, open_speaking, read_adapter
 from prge.adapter import Adapter
 from prge.bounds import bound_problems
-from prge.bundle import Bundle, open_bundle
+from prge.bundle import Bundle
 from prge.documents import read_document
 from prge.engine import EngineName
 from prge.errors import ConfigError
-from prge.peft import find_adapter, read_peft
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.settings import Bytes, parse_settings
 from prge.terminal import best_effort
 
 DESCRIPTION = "Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."
-BASE = "base"
 MOST_TEMPLATE_BYTES = 4_000_000
 
 
@@ -81,7 +79,7 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.worker import Worker
     from prge.generation.loop import Generator
 
-    bundle = open_bundle(settings.bundle)
+    bundle = open_speaking(settings.bundle)
     adapters = _adapters(settings, bundle)
     tokenizer = bundle_tokenizer(bundle)
     if settings.chat_template is not None:
@@ -104,18 +102,12 @@ def serve(settings: ServeSettings) -> None:
 
 def _adapters(settings: ServeSettings, bundle: Bundle) -> dict[str, Adapter]:
     """Adapters by the names of their models; raises ConfigError, AdapterError, RunError."""
-    modules = bundle.contract.modules
-    own = read_peft(bundle.adapter, modules, bundle.adapter)
-    found = [(bundle.folder.resolve().name, own), (BASE, Adapter.zeros(modules))]
+    own, base = (read_adapter(bundle, name)[1] for name in (BUNDLE, BASE))
+    found = [(bundle.folder.resolve().name, own), (BASE, base)]
     for word in settings.adapter:
-        name, equals, path = word.partition("=")
-        folder = Path(path if equals else word)
-        name = name if equals else folder.resolve().name
-        found.append((name, read_peft(find_adapter(folder), modules, bundle.adapter)))
-    counts = Counter(name for name, _ in found)
-    if problems := [f"{name!r} is the name of {count}" for name, count in counts.items() if count > 1]:
-        raise ConfigError("models need names of their own:", problems, remedy="give --adapter NAME=PATH")
-    return dict(found)
+        name, adapter = read_adapter(bundle, word)
+        found.append((Path(word).resolve().name if name == word else name, adapter))
+    return by_name(found)
 
 
 def _template(path: Path) -> str:

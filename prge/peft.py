@@ -35,6 +35,8 @@ WEIGHTS = "adapter_model.safetensors"
 HASHES = "hashes.json"
 # How PEFT begins the name of a layer inside its model, in files and in memory.
 PREFIX = "base_model.model."
+# Between the name of a folder's model and the hash of its files, in `base_model_name_or_path`.
+HASH_MARK = "@sha256:"
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 # Every other initialization of LoRA also changes the base weights.
 _PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -189,7 +191,9 @@ def read_peft(
                 f"{CONFIG} has lora_alpha {shown(config.get('lora_alpha'))}, the bundle was exported with "
                 f"{shown(expected)}"
             )
+        problems += _base_problems(config, read_config(template))
         frozen = read_arrays(template / WEIGHTS)
+    others: list[str] = []
     with _open_weights(folder / WEIGHTS) as weights:
         bad = _tensor_problems(weights, modules)
         problems += bad.values()
@@ -202,7 +206,12 @@ def read_peft(
                 lora_a = weights.get_tensor(name)
                 problems += _infinite(name, lora_a)
                 if template_folder is not None and not np.array_equal(lora_a, frozen.get(name, ())):
-                    problems.append(f"{name} differs from the one inside the bundle")
+                    others.append(name)
+        if others:
+            problems.append(
+                f"lora_A of {len(others)} of {len(modules)} modules differs from the one inside the bundle, "
+                f"which is frozen there; the first is {others[0]}"
+            )
         if problems:
             raise AdapterError(
                 f"the adapter {folder} doesn't fit the bundle",
@@ -389,6 +398,24 @@ def _variant_problems(config: Mapping[str, Any]) -> list[str]:
             "which are exported as they are"
         )
     return problems
+
+
+def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:
+    """Whether an adapter was trained on another model than its bundle's, as far as hash or commit tell."""
+    named, expected = (each.get("base_model_name_or_path") for each in (config, template))
+    if not isinstance(named, str) or not isinstance(expected, str):
+        return []
+    commits = [each.get("revision") for each in (config, template)]
+    hashes = [each.partition(HASH_MARK)[2] for each in (named, expected)]
+    if (all(hashes) and hashes[0] != hashes[1]) or (
+        named == expected and all(isinstance(each, str) for each in commits) and commits[0] != commits[1]
+    ):
+        given, wanted = (
+            f"{shown(name)}{f' of {shown(commit)}' if commit else ''}"
+            for name, commit in zip((named, expected), commits, strict=True)
+        )
+        return [f"{CONFIG} names the base model {given}, the bundle was exported from {wanted}"]
+    return []
 
 
 def _number_problems(config: Mapping[str, Any]) -> list[str]:

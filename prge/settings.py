@@ -12,7 +12,8 @@
 gives `--bundle`, `--learning-rate`, `--config FILE` (a YAML mapping with the keys bundle and learning_rate;
 flags win over it), `--print-config` and `--help`. The string under a field is its help; a field without a
 default is required; a bool field is set by its bare flag and cleared by `--no-<flag>`; a list or tuple field
-takes several values. Checks across fields go into `__post_init__` and raise ConfigError.
+takes several values, after one flag or several. Checks across fields go into `__post_init__` and raise
+ConfigError.
 """
 
 from __future__ import annotations
@@ -178,7 +179,11 @@ def _read_words(
             problems.append(f"{shortened(name, 100)} is no flag of this verb{nearest}")
         elif _is_list(kind):
             used = len(values)
-            given.append(_Given(name, key, values))
+            earlier = next((entry for entry in given if entry.key == key), None)
+            if earlier is not None:
+                earlier.value.extend(values)
+            else:
+                given.append(_Given(name, key, values))
         elif values:
             given.append(_Given(name, key, values[0]))
         else:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import TextIO
+
+# What would move a terminal's cursor or change its colours, but for line breaks and tabs.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def open_standard_files() -> None:
@@ -25,6 +29,14 @@ def open_standard_files() -> None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def write_text(stream: TextIO, text: str) -> None:
+    """Write a text that may hold anything, at once; a terminal is shown control characters spelled out."""
+    if stream.isatty():
+        text = _CONTROLS.sub(lambda character: ascii(character[0])[1:-1], text)
+    stream.write(text)
+    stream.flush()
 
 
 @contextlib.contextmanager

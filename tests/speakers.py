@@ -40,7 +40,6 @@ class NumpySpeaker:
         self.failing: set[int] = set()
         self._recurrent = random.normal(0, 1.5 / np.sqrt(WIDTH), (WIDTH, WIDTH))
         self._embedding = random.normal(size=(vocabulary_size, WIDTH))
-        self._adapted = random.normal(size=(make_adapter().size, WIDTH))
         self._head = random.normal(size=(WIDTH, vocabulary_size))
         self._adapters: dict[int, NDArray[np.float64]] = {}
         self._states: dict[int, list[NDArray[np.float64]]] = {}
@@ -56,7 +55,8 @@ class NumpySpeaker:
         assert len(self._states) < self.slots, "no free slot"
         self._opened += 1
         self._states[self._opened] = [np.zeros(WIDTH)]
-        self._adapters[self._opened] = adapter.values.astype(np.float64) @ self._adapted
+        adapted = np.random.default_rng(1).normal(size=(adapter.size, WIDTH))
+        self._adapters[self._opened] = adapter.values.astype(np.float64) @ adapted
         return self._opened
 
     def length(self, sequence: int) -> int:

@@ -207,8 +207,8 @@ class _Renderer:
         return text, spans, exact
 
 
-def check_messages(messages: object, answered: bool = True) -> list[Message]:
-    """The messages of a row; raises ValueError saying what they lack, or that nothing is `answered`."""
+def check_messages(messages: object, *, answered: bool = True) -> list[Message]:
+    """The messages of a row; raises ValueError saying what they lack. `answered`: the assistant's too."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one message")
     for index, message in enumerate(messages, 1):

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.errors import BundleError
+from prge.peft import HASH_MARK
 from server_export.model.files import find_files
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
-
-_HASH = "@sha256:"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,9 @@ class BaseModel:
         """PEFT's names for it; a folder's is no hub id, so that nothing else is loaded in its place."""
         if self.revision is not None:
             return {"base_model_name_or_path": self.name, "revision": self.revision}
-        return {"base_model_name_or_path": f"{self.label}{_HASH}{self.sha256}" if self.sha256 else self.name}
+        return {
+            "base_model_name_or_path": f"{self.label}{HASH_MARK}{self.sha256}" if self.sha256 else self.name
+        }
 
     def load(self, *, pooled: bool | None) -> LoadedModel:
         """Load it; arguments as of `load_model`.
@@ -75,7 +76,7 @@ def base_in_peft(config: Mapping[str, Any]) -> BaseModel | None:
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return None
-    folder, _, sha256 = name.partition(_HASH)
+    folder, _, sha256 = name.partition(HASH_MARK)
     if sha256:
         return BaseModel(folder, None, sha256)
     revision = config.get("revision")

@@ -125,10 +125,12 @@ class Device:
             blocks=tuple(blocks[:2] if self.encoder else blocks),
         )
 
-    def write_bundle(self, folder: Path, scheme: str = "fp32") -> Path:
+    def write_bundle(self, folder: Path, scheme: str = "fp32", chat_template: str = "") -> Path:
         """A bundle of this model."""
         (folder / TOKENIZER).mkdir(parents=True)
         self.backend.save(str(folder / TOKENIZER / "tokenizer.json"))
+        if chat_template:
+            (folder / TOKENIZER / "chat_template.jinja").write_text(chat_template)
         write_template(folder / ADAPTER, self.chain().modules)
         return make_bundle(
             folder,

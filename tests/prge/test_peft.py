@@ -159,9 +159,39 @@ def test_an_adapter_of_another_lora_a_or_scale_is_refused(tmp_path: Path, templa
     read_peft(other, MODULES)
     with pytest.raises(AdapterError) as caught:
         read_peft(other, MODULES, template)
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.problems) == 2
     assert "lora_alpha 8, the bundle was exported with 4" in caught.value.problems[0]
-    assert "differs from the one inside the bundle" in caught.value.problems[1]
+    assert "lora_A of 2 of 2 modules differs from the one inside the bundle" in caught.value.problems[1]
+
+
+@pytest.mark.parametrize(
+    ("named", "expected", "refused"),
+    [
+        (("model@sha256:12", None), ("other@sha256:34", None), True),
+        (("model@sha256:12", None), ("other@sha256:12", None), False),
+        (("hub/model", "12"), ("hub/model", "34"), True),
+        (("hub/model", "12"), ("hub/model", "12"), False),
+        (("hub/model", None), ("hub/model", "34"), False),
+        (("here/model", None), ("model@sha256:12", None), False),
+        ((None, None), ("model@sha256:12", None), False),
+    ],
+)
+def test_an_adapter_of_another_base_model_is_refused_where_hash_or_commit_tell(
+    tmp_path: Path,
+    named: tuple[str | None, str | None],
+    expected: tuple[str | None, str | None],
+    refused: bool,
+) -> None:
+    names = ("base_model_name_or_path", "revision")
+    theirs, ours = (
+        write_folder(tmp_path / folder, tensors(), **dict(zip(names, each, strict=True)))
+        for folder, each in (("theirs", named), ("ours", expected))
+    )
+    if not refused:
+        read_peft(theirs, MODULES, ours)
+        return
+    with pytest.raises(AdapterError, match=r"names the base model .*, the bundle was exported from"):
+        read_peft(theirs, MODULES, ours)
 
 
 def test_other_kinds_of_adapter_are_refused(tmp_path: Path) -> None:

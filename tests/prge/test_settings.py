@@ -102,6 +102,10 @@ def test_spellings(words: list[str], key: str, value: Any) -> None:
         assert getattr(parse("--bundle", "b", *words), key) == value
 
 
+def test_a_list_may_come_after_several_flags() -> None:
+    assert parse("--bundle", "b", "--label-words", "a", "b", "--label-words=c").label_words == ("a", "b", "c")
+
+
 def test_positional_fields() -> None:
     assert parse("b", "--overwrite", positional=("bundle",)).bundle == Path("b")
     assert parse("--bundle", "b", positional=("bundle",)).bundle == Path("b")

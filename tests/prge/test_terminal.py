@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from prge.terminal import write_text
 
 # Tells on both streams, opens a file, and reports its number in it.
 WORK = """
@@ -68,3 +71,15 @@ def test_names_that_the_terminal_lacks_are_spelled_out() -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
     assert done.stdout == b"gr\\xfcn\\udc80\n"
+
+
+def test_control_characters_are_spelled_out_in_a_terminal_alone() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        write_text(stream, "a\x1b[2J\tb\r\n\x9b")
+    assert terminal.getvalue() == "a\\x1b[2J\tb\\r\n\\x9b"
+    assert file.getvalue() == "a\x1b[2J\tb\r\n\x9b"

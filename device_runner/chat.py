@@ -1,0 +1,239 @@
+"""`prge chat`: a conversation in the terminal with a bundle's model and its adapters."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from device_runner.session.speaking import (
+    BASE,
+    OfBundle,
+    SpeakingFlags,
+    open_generator,
+    open_speaking,
+    read_adapter,
+    read_adapters,
+)
+from prge.adapter import Adapter
+from prge.bundle import Bundle
+from prge.errors import PrgeError
+from prge.generation.loop import Generator, Overflow, Request, Ticket
+from prge.generation.prompts import Prompt, Prompts
+from prge.rows.tokenizer import bundle_tokenizer
+from prge.settings import parse_settings
+from prge.terminal import best_effort, write_text
+
+DESCRIPTION = "Talk to a bundle's model in the terminal; /help lists what can be said to the program."
+HELP = """\
+/adapter NAME|PATH  go on with another adapter; without a name, list those that are loaded
+/base               go on with the model without an adapter
+/reset              forget the conversation
+/help               show this
+/quit               end; so does Ctrl-D. Ctrl-C ends an answer
+A line that begins with // is said with one /."""
+NO_TEMPLATE = "the model has no chat template: it goes on with the text of all lines, and answers nothing"
+# The adapter that speaks and the one that it is compared with keep what they have read.
+SLOTS = 2
+
+
+@dataclass(frozen=True)
+class ChatFlags(SpeakingFlags):
+    """How answers of a conversation are made."""
+
+    max_tokens: int = 512
+    """Most tokens of an answer."""
+    temperature: float = 0.7
+    """0 takes the most likely token each time; higher ones draw, 1 from the model's own distribution."""
+    top_p: float = 0.95
+    """Draw from the fewest likely tokens that have this share of the probability together."""
+    overflow: Overflow = "truncate"
+    """What to do when the conversation is too long for the context: truncate, forget its oldest turns; or
+    error."""
+
+
+@dataclass(frozen=True)
+class ChatSettings(ChatFlags, OfBundle):
+    """Talk to a bundle's model."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge chat --help`."""
+    settings = parse_settings(ChatSettings, argv, "prge chat", description=DESCRIPTION)
+    bundle = open_speaking(settings.bundle)
+    tokenizer = bundle_tokenizer(bundle)
+    prompts = Prompts(tokenizer)
+    is_chat = prompts.chat is not None  # forks its child before the engine is there
+    adapters = read_adapters(bundle, settings.adapter)
+    generator = open_generator(bundle, tokenizer, settings, SLOTS)
+    if not is_chat:
+        _note(NO_TEMPLATE)
+    with _interruptible() as interrupts:
+        Chat(settings, bundle, prompts, adapters, generator, interrupts).run()
+    return 0
+
+
+class Interrupts:
+    """Ctrl-C cancels the answer in the making; without one it is a KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.generator: Generator | None = None
+        self.ticket: Ticket | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        if self.generator is None or self.ticket is None:
+            raise KeyboardInterrupt
+        self.generator.cancel(self.ticket)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Interrupts]:
+    interrupts = Interrupts()
+    before = signal.getsignal(signal.SIGINT)
+    with suppress(ValueError):  # in a thread, which no signal reaches
+        signal.signal(signal.SIGINT, interrupts.handle)
+    try:
+        yield interrupts
+    finally:
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, before)
+
+
+class Chat:
+    """A conversation: messages of user and assistant in turn, or one growing text without a template."""
+
+    def __init__(
+        self,
+        settings: ChatFlags,
+        bundle: Bundle,
+        prompts: Prompts,
+        adapters: dict[str, Adapter],
+        generator: Generator,
+        interrupts: Interrupts,
+    ) -> None:
+        self._settings = settings
+        self._bundle = bundle
+        self._prompts = prompts
+        self._adapters = adapters
+        self._generator = generator
+        self._interrupts = interrupts
+        self._name = next(iter(adapters))
+        self._turns: list[tuple[str, str]] = []
+        self._text = ""
+
+    def run(self) -> None:
+        """Read lines from standard input until it ends or one says /quit."""
+        for line in self._lines():
+            if line.startswith("/") and not line.startswith("//"):
+                if line.split()[0] == "/quit":
+                    return
+                self._command(line)
+            elif line.strip():
+                self._say(line.removeprefix("/") if line.startswith("//") else line)
+
+    def _lines(self) -> Iterator[str]:
+        """Lines of a terminal, with a prompt and the keys of an editor, or of a pipe."""
+        if not sys.stdin.isatty():
+            yield from (line.rstrip("\n") for line in sys.stdin)
+            return
+        with suppress(ImportError):
+            import readline  # noqa: F401, input uses it once it is imported
+        while True:
+            try:
+                yield input(f"{self._name}> ")
+            except KeyboardInterrupt:
+                _note("\n/quit or Ctrl-D ends, /help tells more")
+            except EOFError:
+                print()
+                return
+
+    def _command(self, line: str) -> None:
+        command, _, word = line.partition(" ")
+        word = word.strip()
+        if command == "/reset":
+            self._turns, self._text = [], ""
+            _note("the conversation is forgotten")
+        elif command == "/base":
+            self._switch(BASE)
+        elif command == "/adapter" and word:
+            self._switch(word)
+        elif command == "/adapter":
+            _note(", ".join(f"{name} (speaks)" if name == self._name else name for name in self._adapters))
+        else:
+            _note(HELP if command == "/help" else f"there is no {command}\n{HELP}")
+
+    def _switch(self, word: str) -> None:
+        """Go on with another adapter, which keeps its name until the end."""
+        if word not in self._adapters:
+            try:
+                name, adapter = read_adapter(self._bundle, word)
+            except PrgeError as error:
+                _note(f"error: {error}")
+                return
+            self._adapters[name] = adapter
+            word = name
+        self._name = word
+        _note(f"{word} goes on with the conversation")
+
+    def _say(self, line: str) -> None:
+        """Let the model answer a line, and keep both."""
+        try:
+            prompt = self._prompt(line)
+            request = Request(prompt, self._adapters[self._name], self._settings.generation())
+            ticket = self._generator.submit(request, lambda text: write_text(sys.stdout, text))
+            self._interrupts.generator, self._interrupts.ticket = self._generator, ticket
+            try:
+                while self._generator.work():
+                    pass
+            finally:
+                self._interrupts.ticket = None
+            answer = ticket.wait(0)
+        except PrgeError as error:
+            _note(f"error: {error}")
+            return
+        write_text(sys.stdout, "\n")
+        if answer.reason == "context":
+            _note("the context is full: /reset begins anew")
+        elif answer.reason == "length":
+            _note(f"--max-tokens {self._settings.max_tokens} ended the answer")
+        if self._prompts.chat is None:
+            self._text = f"{self._joined(line)}{answer.text}"
+        elif answer.text.strip():
+            self._turns.append((line, answer.text))
+
+    def _prompt(self, line: str) -> Prompt:
+        """What the model goes on from after a line; turns that don't fit are forgotten if that was asked."""
+        if self._prompts.chat is None:
+            return self._prompts.of_text(self._joined(line))
+        context = self._generator.speaker.context
+        room = context - min(self._settings.max_tokens, context // 2)
+        forgotten = 0
+        while True:
+            prompt = self._prompts.of_messages(self._messages(line))
+            if len(prompt.tokens) <= room or self._settings.overflow == "error" or not self._turns:
+                break
+            self._turns.pop(0)
+            forgotten += 1
+        if forgotten:
+            _note(f"the oldest {forgotten} turns no longer fit the context of {context} tokens")
+        return prompt
+
+    def _messages(self, line: str) -> list[dict[str, str]]:
+        system = self._settings.system
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        for user, assistant in self._turns:
+            messages.append({"role": "user", "content": user})
+            messages.append({"role": "assistant", "content": assistant})
+        return [*messages, {"role": "user", "content": line}]
+
+    def _joined(self, line: str) -> str:
+        return f"{self._text}\n{line}" if self._text else line
+
+
+def _note(text: str) -> None:
+    with best_effort(sys.stderr):
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,300 @@
+"""`prge generate`: what a model and its adapters write after prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from device_runner.session.speaking import (
+    OfBundle,
+    SpeakingFlags,
+    open_generator,
+    open_speaking,
+    read_adapters,
+)
+from prge.documents import DocumentError, read_json
+from prge.errors import ConfigError, DataError
+from prge.generation.loop import Answer, Generator, Request, Ticket
+from prge.generation.prompts import Prompt, Prompts
+from prge.rows.readers import Row, Selection, read_rows, select_rows
+from prge.rows.task import RowError, load_task
+from prge.rows.tokenizer import bundle_tokenizer
+from prge.settings import parse_settings
+from prge.terminal import best_effort, write_text
+
+DESCRIPTION = "Write what a model answers to prompts: one is streamed, several are made at once."
+MOST_AT_ONCE = 8
+STDIN = "-"
+
+
+@dataclass(frozen=True)
+class GenerateFlags(SpeakingFlags):
+    """What to answer, and how."""
+
+    prompt: tuple[str, ...] = ()
+    """Texts to go on from, as they are; -: standard input."""
+    chat: bool = False
+    """Take each --prompt for a user's message, in the model's chat template."""
+    messages: Path | None = None
+    """JSON file with a list of messages to answer, in the model's chat template."""
+    data: Path | None = None
+    """Rows to answer: jsonl, csv or tsv with the columns of --task, or prompt, messages or text."""
+    task: str | None = None
+    """Task name or YAML file that makes prompts of rows."""
+    start: int = 0
+    """Rows to leave out at the file's beginning, after shuffling."""
+    limit: int | None = None
+    """Most rows to answer."""
+    shuffle_seed: int | None = None
+    """Shuffle the file before start and limit; the same rows on every machine."""
+    json: bool = False
+    """Print a JSON object for each answer: text, tokens, reason, prompt_tokens, speed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in ("prompt", "messages", "data") if getattr(self, name)]
+        problems = []
+        if len(given) != 1:
+            named = " and ".join(f"--{name}" for name in given) or "none"
+            problems.append(f"one of --prompt, --messages and --data is needed, not {named}")
+        if self.chat and not self.prompt:
+            problems.append("--chat belongs to --prompt")
+        if self.task and not self.data:
+            problems.append("--task belongs to --data")
+        if self.system is not None and self.prompt and not self.chat:
+            problems.append("--system belongs to --chat, --messages or --data")
+        if problems:
+            raise ConfigError("it isn't clear what to answer:", problems)
+
+
+@dataclass(frozen=True)
+class GenerateSettings(GenerateFlags, OfBundle):
+    """Generate text with a bundle."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A prompt, with its row in the data or its place among the prompts, from 1."""
+
+    row: int
+    prompt: Prompt
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge generate --help`."""
+    generate(parse_settings(GenerateSettings, argv, "prge generate", description=DESCRIPTION))
+    return 0
+
+
+def generate(settings: GenerateSettings) -> None:
+    """Write the answers to standard output, and how fast they came to standard error.
+
+    Raises:
+        PrgeError: bad input, or the engine failed.
+    """
+    bundle = open_speaking(settings.bundle)
+    tokenizer = bundle_tokenizer(bundle)
+    if settings.prompt and not settings.chat and tokenizer.chat_template is not None:
+        _tell("the model has a chat template: --chat puts the prompt into it")
+    # All prompts before the engine is there: a chat template runs in a forked child.
+    asked = _asked(settings, Prompts(tokenizer))
+    adapters = read_adapters(bundle, settings.adapter)
+    count = len(asked) * len(adapters)
+    generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))
+    how = settings.generation()
+    names, requests = [], []
+    for each in asked:
+        for name, adapter in adapters.items():
+            names.append((each.row, name))
+            requests.append(Request(each.prompt, adapter, how))
+    start = time.perf_counter()
+    if count == 1 and not settings.json:
+        answers = [_streamed(generator, requests[0])]
+    else:
+        writer = _Writer(names, settings.json, len(adapters) > 1)
+        answers = _written(generator, requests, writer, str(settings.data or "the prompts"))
+    _tell("; ".join(_facts(answers, time.perf_counter() - start)))
+
+
+def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
+    system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+    if settings.messages is not None:
+        messages = _read_messages(settings.messages)
+        return [_Asked(1, prompts.of_messages([*_unless_there(system, messages), *messages]))]
+    if settings.data is not None:
+        return _rows_asked(settings, prompts, system)
+    texts = [sys.stdin.read().removesuffix("\n") if text == STDIN else text for text in settings.prompt]
+    if settings.chat:
+        made = [prompts.of_messages([*system, {"role": "user", "content": text}]) for text in texts]
+    else:
+        made = [prompts.of_text(text) for text in texts]
+    return [_Asked(number, prompt) for number, prompt in enumerate(made, 1)]
+
+
+def _read_messages(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        content = read_json(path)
+        messages = content.get("messages") if isinstance(content, dict) else content
+        return _answerable(messages)
+    except (OSError, DocumentError, RowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(
+            f"{path} can't be answered",
+            [reason],
+            remedy='give a JSON list: [{"role": "user", "content": "..."}]',
+        ) from None
+
+
+def _answerable(messages: object) -> list[Mapping[str, Any]]:
+    """Messages that end with one to answer; raises RowError saying what they lack."""
+    from prge.rows.chat import ASSISTANT, check_messages
+
+    try:
+        checked = check_messages(messages, answered=False)
+    except ValueError as error:
+        raise RowError(str(error)) from None
+    if checked[-1]["role"] == ASSISTANT:
+        raise RowError("the last message is the assistant's: there is nothing to answer")
+    return checked
+
+
+def _rows_asked(
+    settings: GenerateSettings, prompts: Prompts, system: Sequence[Mapping[str, Any]]
+) -> list[_Asked]:
+    """Prompts of the rows of a file; raises DataError with all rows that have none."""
+    assert settings.data is not None
+    task = load_task(settings.task) if settings.task else None
+    selection = Selection(settings.start, settings.limit, settings.shuffle_seed)
+    asked: list[_Asked] = []
+    problems: list[str] = []
+    for row in select_rows(read_rows(settings.data), selection):
+        try:
+            if task is None and "messages" in row.fields:
+                messages = _asked_of(row)
+                prompt = prompts.of_messages([*_unless_there(system, messages), *messages])
+            else:
+                prompt = prompts.of_text(_text_of(row) if task is None else task.prompt(row.fields))
+            asked.append(_Asked(row.number, prompt))
+        except RowError as problem:
+            problems.append(f"row {row.number}: {problem}")
+        except DataError as error:
+            problems.append(f"row {row.number}: {'; '.join(error.problems)}")
+    if problems:
+        raise DataError(f"{settings.data} has rows that can't be answered", problems)
+    return asked
+
+
+def _text_of(row: Row) -> str:
+    for column in ("prompt", "text"):
+        value = row.fields.get(column)
+        if isinstance(value, str):
+            return value
+    columns = ", ".join(map(str, row.fields)) or "none"
+    raise RowError(f"its columns are {columns}; needed is prompt, messages or text, or a --task")
+
+
+def _asked_of(row: Row) -> list[Mapping[str, Any]]:
+    """A row's messages up to the last one that the assistant didn't write: what it wrote is the reference."""
+    messages = row.fields["messages"]
+    while isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
+        messages = messages[:-1]
+    return _answerable(messages)
+
+
+def _role(message: object) -> object:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _unless_there(
+    system: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    return [] if messages[0]["role"] == "system" else system
+
+
+def _streamed(generator: Generator, request: Request) -> Answer:
+    """One answer, written while it is made."""
+    ticket = generator.submit(request, lambda text: write_text(sys.stdout, text))
+    while generator.work():
+        pass
+    answer = ticket.wait(0)
+    if not answer.text.endswith("\n"):
+        write_text(sys.stdout, "\n")
+    return answer
+
+
+def _written(generator: Generator, requests: Sequence[Request], writer: _Writer, source: str) -> list[Answer]:
+    """Many answers, each written as soon as it and those before it are made."""
+    tickets: list[Ticket] = []
+    problems: list[str] = []
+    for (row, _), request in zip(writer.names, requests, strict=True):
+        try:
+            tickets.append(generator.submit(request))
+        except DataError as error:
+            problems += [f"row {row}: {problem}" for problem in error.problems]
+    if problems:
+        raise DataError(
+            f"{source} can't be answered",
+            dict.fromkeys(problems),
+            remedy="shorten them, give a larger --context, or --overflow truncate",
+        )
+    written = 0
+    while written < len(tickets):
+        generator.work()
+        while written < len(tickets) and (tickets[written].answer or tickets[written].error):
+            writer.write(written, tickets[written].wait(0))
+            written += 1
+    return [ticket.wait(0) for ticket in tickets]
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes answers one after another, each with the row and the adapter that it is of."""
+
+    names: Sequence[tuple[int, str]]
+    json: bool
+    several: bool
+
+    def write(self, number: int, answer: Answer) -> None:
+        row, adapter = self.names[number]
+        if self.json:
+            print(json.dumps({"row": row, "adapter": adapter, **_record(answer)}), flush=True)
+            return
+        heading = f"{row}, {adapter}" if self.several else str(row)
+        write_text(sys.stdout, f"--- {heading}\n{answer.text}\n")
+
+
+def _record(answer: Answer) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "reason": answer.reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "cut_tokens": answer.cut_tokens,
+        "prefill_tokens_per_second": answer.prefill_tokens_per_second,
+        "tokens_per_second": answer.tokens_per_second,
+    }
+
+
+def _facts(answers: Sequence[Answer], seconds: float) -> Iterator[str]:
+    """What was made, and how fast."""
+    tokens = sum(len(answer.tokens) for answer in answers)
+    if len(answers) == 1:
+        (answer,) = answers
+        speed = f", {answer.tokens_per_second:.1f}/s" if answer.tokens_per_second else ""
+        prefill = f", {answer.prefill_tokens_per_second:.1f}/s" if answer.prefill_tokens_per_second else ""
+        yield f"{answer.prompt_tokens} prompt tokens{prefill}"
+        yield f"{tokens} tokens{speed}, ended by {answer.reason}"
+    else:
+        yield f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s"
+    if cut := sum(answer.cut_tokens > 0 for answer in answers):
+        yield f"{cut} prompts lost their beginning: too long for the context"
+
+
+def _tell(text: str) -> None:
+    with best_effort(sys.stderr):
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,129 @@
+"""What the verbs that generate text share: their flags, adapters by name, and the generator of a bundle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prge.adapter import Adapter
+from prge.bundle import Bundle, open_bundle
+from prge.engine import EngineName
+from prge.errors import BundleError, ConfigError
+from prge.generation.choice import ChoiceSettings
+from prge.generation.loop import GenerationSettings, Generator, Overflow
+from prge.peft import find_adapter, read_peft
+from prge.rows.tokenizer import Tokenizer
+from prge.settings import Bytes
+
+BUNDLE, BASE = "bundle", "base"
+
+
+@dataclass(frozen=True)
+class OfBundle:
+    """Which model speaks."""
+
+    bundle: Path
+    """Folder that `prge export` wrote."""
+    adapter: tuple[str, ...] = ()
+    """Runs, checkpoints or PEFT folders, or NAME=PATH; base: the model without an adapter. Default: the
+    adapter that the bundle came with."""
+
+
+@dataclass(frozen=True)
+class SpeakingFlags:
+    """How text is generated, and by which engine."""
+
+    max_tokens: int = 128
+    """Most tokens of an answer."""
+    temperature: float = 0.0
+    """0 takes the most likely token each time; higher ones draw: 0.7 stays close, 1 is the model's own
+    distribution."""
+    top_k: int = 0
+    """Draw from so many of the most likely tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest likely tokens that have this share of the probability together."""
+    min_p: float = 0.0
+    """Draw from tokens with at least this share of the most likely one's probability."""
+    repetition_penalty: float = 1.0
+    """More than 1 makes tokens less likely that prompt and answer hold already."""
+    seed: int | None = None
+    """Of the draws: the same answers again. Default: others each time."""
+    stop: tuple[str, ...] = ()
+    """Words that an answer ends before."""
+    overflow: Overflow = "error"
+    """What to do with a prompt that is too long for the context: error, or truncate its beginning, so that
+    the answer has room."""
+    context: int | None = None
+    """Most tokens of prompt and answer together; default: all that the bundle has positions for."""
+    system: str | None = None
+    """Chat: the system message, unless the conversation has one."""
+
+    engine: EngineName = "auto"
+    """native: the stock libraries, without torch; torch: the runtime's Python module; auto: native where
+    it is built or can be."""
+    threads: int | None = None
+    """Threads of the engine; default: performance cores."""
+    memory: Bytes | None = None
+    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
+    The same bits. Default: all stay."""
+
+    def __post_init__(self) -> None:
+        self.generation()
+
+    def generation(self) -> GenerationSettings:
+        """How an answer is made; raises ConfigError for what can't be."""
+        choice = ChoiceSettings(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed
+        )
+        return GenerationSettings(self.max_tokens, self.stop, choice, self.overflow)
+
+
+def open_speaking(folder: Path) -> Bundle:
+    """Open a bundle whose model writes text; raises BundleError for another one."""
+    bundle = open_bundle(folder)
+    if bundle.contract.readout != "logprobs":
+        raise BundleError(
+            f"{folder} writes no text: its readout is {bundle.contract.readout}",
+            remedy="export a causal language model, without label words",
+        )
+    return bundle
+
+
+def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
+    """An adapter of a bundle and its name, by what a user writes: a path, NAME=PATH, `bundle` or `base`.
+
+    Raises:
+        RunError: the path is a run without a result.
+        AdapterError: it holds no adapter, or one that doesn't fit the bundle.
+    """
+    modules = bundle.contract.modules
+    if word == BASE:
+        return BASE, Adapter.zeros(modules)
+    if word == BUNDLE:
+        return BUNDLE, read_peft(bundle.adapter, modules, bundle.adapter)
+    name, equals, path = word.partition("=")
+    source = Path(path if equals and not Path(word).exists() else word)
+    return (name if equals else word), read_peft(find_adapter(source), modules, bundle.adapter)
+
+
+def read_adapters(bundle: Bundle, words: Sequence[str]) -> dict[str, Adapter]:
+    """Adapters by name, as `read_adapter`; without words the bundle's own. Names must differ."""
+    return by_name([read_adapter(bundle, word) for word in words or [BUNDLE]])
+
+
+def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
+    """Adapters by their names; raises ConfigError for names that aren't one adapter's alone."""
+    counts = Counter(name for name, _ in found)
+    if problems := [f"{name!r} is the name of {count}" for name, count in counts.items() if count > 1]:
+        raise ConfigError("adapters need names of their own:", problems, remedy="give --adapter NAME=PATH")
+    return dict(found)
+
+
+def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: SpeakingFlags, slots: int) -> Generator:
+    """A generator on the engine that the flags ask for; raises BundleError, EngineError."""
+    from device_runner.engines.speaking import open_speaker
+
+    speaker = open_speaker(bundle, flags.threads, flags.engine, flags.memory, slots, flags.context)
+    return Generator(speaker, tokenizer)

@@ -1,0 +1,61 @@
+"""A bundle whose model is a speaker in numpy, for the verbs that write text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prge.adapter import Adapter
+from prge.bundle import Bundle, open_bundle
+from prge.generation.loop import Answer, GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompts
+from prge.peft import write_peft
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from tests.device_runner.numpy_device import Device
+from tests.speakers import NumpySpeaker
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Speaking:
+    """A bundle in a folder, and the speakers that verbs have opened for it."""
+
+    def __init__(self, folder: Path, chat_template: str = "", context: int = 400) -> None:
+        self.folder = Device().write_bundle(folder, chat_template=chat_template)
+        self.bundle = open_bundle(self.folder)
+        self.tokenizer = bundle_tokenizer(self.bundle)
+        self.context = context
+        self.speakers: list[NumpySpeaker] = []
+
+    def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
+        """Let these modules open speakers in numpy."""
+        for module in modules:
+            monkeypatch.setattr(module, "open_generator", self.open_generator)
+
+    def open_generator(self, bundle: Bundle, tokenizer: Tokenizer, flags: object, slots: int) -> Generator:
+        """Stands for device_runner.session.speaking.open_generator."""
+        self.speakers.append(NumpySpeaker(bundle.contract.vocabulary_size, self.context, slots))
+        return Generator(self.speakers[-1], tokenizer)
+
+    def write_adapter(self, folder: Path, seed: int = 1) -> Path:
+        """A PEFT folder of the bundle with random values."""
+        adapter = Adapter.zeros(self.bundle.contract.modules)
+        adapter.values[:] = np.random.default_rng(seed).normal(size=adapter.size)
+        write_peft(folder, adapter, self.bundle.adapter)
+        return folder
+
+    def answers(
+        self, text: str | list[dict[str, str]], adapter: Adapter | None = None, max_tokens: int = 16
+    ) -> Answer:
+        """What the model says to a text or to messages, greedily, alone."""
+        prompts = Prompts(self.tokenizer)
+        prompt = prompts.of_text(text) if isinstance(text, str) else prompts.of_messages(text)
+        speaker = NumpySpeaker(self.bundle.contract.vocabulary_size, self.context)
+        adapter = adapter or Adapter.zeros(self.bundle.contract.modules)
+        request = Request(prompt, adapter, GenerationSettings(max_tokens))
+        return Generator(speaker, self.tokenizer).generate([request])[0]

@@ -1,0 +1,206 @@
+"""`prge chat`: a conversation through a pipe, with a model in numpy for the engine."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner import chat as verb
+from prge.adapter import Adapter
+from prge.cli import main
+from prge.generation.prompts import Prompts
+from prge.peft import read_peft
+from tests.device_runner.speaking import TEMPLATE, Speaking
+from tests.speakers import NumpySpeaker
+
+Talk = Callable[..., str]
+
+
+@pytest.fixture
+def speaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speaking:
+    speaking = Speaking(tmp_path / "bundle", TEMPLATE)
+    speaking.replaces(monkeypatch, verb)
+    return speaking
+
+
+@pytest.fixture
+def talk(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
+    """Say lines, greedily; what was written to standard output. `talk.err` is what was noted."""
+
+    def call(*lines: str, flags: tuple[object, ...] = ()) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        words = ["--bundle", speaking.folder, "--temperature", 0, "--max-tokens", 16, *flags]
+        assert main(["chat", *map(str, words)]) == 0
+        out, call.err = capsys.readouterr()  # type: ignore[attr-defined]
+        return out
+
+    return call
+
+
+def conversation(
+    speaking: Speaking, *lines: str, adapters: tuple[Adapter | None, ...] = (), system: str | None = None
+) -> list[str]:
+    """Answers by the definition: every turn anew, from all messages before it."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    answers = []
+    for number, line in enumerate(lines):
+        messages.append({"role": "user", "content": line})
+        adapter = adapters[number] if adapters else None
+        answers.append(speaking.answers(messages, adapter).text)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def written(answers: list[str]) -> str:
+    return "".join(f"{answer}\n" for answer in answers)
+
+
+def test_every_answer_knows_all_turns_before_it(speaking: Speaking, talk: Talk) -> None:
+    lines = ("the film was bad", "a dog", "Yes")
+    assert talk(*lines) == written(conversation(speaking, *lines))
+
+
+def test_a_turn_reads_only_what_is_new(speaking: Speaking, talk: Talk) -> None:
+    lines = ["the film was bad", "a dog"]
+    talk(*lines)
+    (answer,) = conversation(speaking, lines[0])
+    turns = [("user", lines[0]), ("assistant", answer), ("user", lines[1])]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    prompts = Prompts(speaking.tokenizer)
+    first, second = (len(prompts.of_messages(each).tokens) for each in (messages[:1], messages))
+    fed = [len(call) for call in speaking.speakers[0].calls if len(call) > 1]
+    assert fed[0] == first
+    assert fed[1] <= second - first
+
+
+def test_the_system_message_comes_first(speaking: Speaking, talk: Talk) -> None:
+    expected = conversation(speaking, "a dog", "a cat", system="the town")
+    assert talk("a dog", "a cat", flags=("--system", "the town")) == written(expected)
+
+
+def test_reset_forgets_the_conversation(speaking: Speaking, talk: Talk) -> None:
+    (alone,) = conversation(speaking, "a dog")
+    assert talk("a dog", "/reset", "a dog") == written([alone, alone])
+
+
+def test_adapters_take_turns_in_one_conversation(speaking: Speaking, talk: Talk, tmp_path: Path) -> None:
+    tuned = speaking.write_adapter(tmp_path / "tuned")
+    other = speaking.write_adapter(tmp_path / "other", 2)
+    one, two = (read_peft(folder, speaking.bundle.contract.modules) for folder in (tuned, other))
+    lines = ("a dog", "a cat", "the film", "Yes")
+    out = talk(
+        lines[0],
+        "/base",
+        lines[1],
+        f"/adapter {other}",
+        lines[2],
+        "/adapter first",
+        lines[3],
+        "/adapter",
+        flags=("--adapter", f"first={tuned}"),
+    )
+    assert out == written(conversation(speaking, *lines, adapters=(one, None, two, one)))
+    assert f"first (speaks), base, {other}" in talk.err
+
+
+def test_a_path_without_an_adapter_changes_nothing(speaking: Speaking, talk: Talk, tmp_path: Path) -> None:
+    assert talk("/adapter nowhere", "a dog") == written(conversation(speaking, "a dog"))
+    assert "error: nowhere holds no trained adapter" in talk.err
+
+
+def test_quit_ends_and_so_does_the_end_of_the_input(speaking: Speaking, talk: Talk) -> None:
+    assert talk("a dog", "/quit", "a cat") == written(conversation(speaking, "a dog"))
+    assert talk() == ""
+
+
+def test_help_and_unknown_commands_say_what_there_is(talk: Talk) -> None:
+    assert talk("/help") == ""
+    assert "/adapter NAME|PATH" in talk.err
+    assert talk("/rest") == ""
+    assert "there is no /rest" in talk.err and "/reset" in talk.err
+
+
+def test_two_slashes_say_one_and_empty_lines_say_nothing(speaking: Speaking, talk: Talk) -> None:
+    assert talk("//reset", "", "  ") == written(conversation(speaking, "/reset"))
+
+
+def test_the_oldest_turns_are_forgotten_when_the_context_is_full(speaking: Speaking, talk: Talk) -> None:
+    speaking.context = 120
+    lines = [f"the film was {word}" for word in ("bad", "good", "great", "terrible", "bad")]
+    out = talk(*lines, flags=("--system", "the town"))
+    assert "turns no longer fit the context of 120 tokens" in talk.err
+    assert len(out.splitlines()) >= len(lines)
+    assert max(speaker.context for speaker in speaking.speakers) == 120
+    out = talk(*lines, flags=("--overflow", "error"))
+    assert "the context is 120 for prompt and answer together" in talk.err
+
+
+def test_without_a_template_the_text_of_all_lines_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speaking = Speaking(tmp_path / "plain")
+    speaking.replaces(monkeypatch, verb)
+    monkeypatch.setattr("sys.stdin", io.StringIO("the film\na dog\n"))
+    words = ["--bundle", str(speaking.folder), "--temperature", "0", "--max-tokens", "16"]
+    assert main(["chat", *words]) == 0
+    out, err = capsys.readouterr()
+    first = speaking.answers("the film").text
+    assert out == written([first, speaking.answers(f"the film{first}\na dog").text])
+    assert "the model has no chat template" in err
+
+
+def test_interrupting_ends_the_answer_and_not_the_conversation(
+    speaking: Speaking, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = conversation(speaking, "a dog")
+    steps = 0
+    step = NumpySpeaker.step
+
+    def interrupted(self: NumpySpeaker, tokens: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, tokens)
+
+    monkeypatch.setattr(NumpySpeaker, "step", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    first, *_ = out = talk("a dog", "/reset", "a dog").split("\n")
+    assert whole.startswith(first) and len(first) < len(whole)
+    assert "\n".join(out[1:]).startswith(whole)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Terminal(io.StringIO):
+    """Standard input that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_in_a_terminal_ctrl_c_at_the_prompt_changes_nothing_and_ctrl_d_ends(
+    speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[type[BaseException] | str] = [KeyboardInterrupt, "a dog", EOFError]
+    shown: list[str] = []
+
+    def read(prompt: str) -> str:
+        shown.append(prompt)
+        line = said.pop(0)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["chat", "--bundle", str(speaking.folder), "--temperature", "0", "--max-tokens", "16"]) == 0
+    out, err = capsys.readouterr()
+    assert out == written(conversation(speaking, "a dog")) + "\n"
+    assert shown == ["bundle> "] * 3
+    assert "/quit or Ctrl-D ends" in err

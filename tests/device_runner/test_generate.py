@@ -1,0 +1,255 @@
+"""`prge generate`, with a model in numpy for the engine."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from device_runner import generate as verb
+from prge.cli import main
+from prge.peft import read_peft
+from tests.device_runner.numpy_device import Device
+from tests.device_runner.speaking import TEMPLATE, Speaking
+
+MESSAGES = [{"role": "user", "content": "the film was"}]
+
+
+@pytest.fixture
+def speaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speaking:
+    speaking = Speaking(tmp_path / "bundle", TEMPLATE)
+    speaking.replaces(monkeypatch, verb)
+    return speaking
+
+
+class Told:
+    """What a verb wrote, and its exit code."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], words: list[object]) -> None:
+        self.code = main(["generate", *map(str, words)])
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+@pytest.fixture
+def generate(speaking: Speaking, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*words: object) -> Told:
+        return Told(capsys, ["--bundle", speaking.folder, "--max-tokens", 16, *words])
+
+    return call
+
+
+def test_one_prompt_is_gone_on_from_and_the_speed_is_told_apart(speaking: Speaking, generate: Any) -> None:
+    told = generate("--prompt", "the film")
+    expected = speaking.answers("the film")
+    assert told.out.removesuffix("\n") == expected.text.removesuffix("\n")
+    assert f"{expected.prompt_tokens} prompt tokens" in told.err
+    assert "16 tokens" in told.err and "ended by length" in told.err
+    assert "--chat puts the prompt into it" in told.err
+
+
+def test_text_is_written_while_it_comes(
+    speaking: Speaking, generate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[str] = []
+    monkeypatch.setattr(verb, "write_text", lambda stream, text: pieces.append(text))
+    generate("--prompt", "the film")
+    assert len(pieces) > 4
+    assert "".join(pieces).startswith(speaking.answers("the film").text)
+
+
+def test_a_prompt_from_standard_input(
+    speaking: Speaking, generate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("the film\n"))
+    assert generate("--prompt", "-").out == generate("--prompt", "the film").out
+
+
+def test_chat_puts_prompts_and_messages_into_the_template(
+    speaking: Speaking, generate: Any, tmp_path: Path
+) -> None:
+    expected = speaking.answers(MESSAGES).text
+    assert generate("--prompt", "the film was", "--chat").out.startswith(expected)
+    path = tmp_path / "messages.json"
+    for content in (MESSAGES, {"messages": MESSAGES}):
+        path.write_text(json.dumps(content))
+        assert generate("--messages", path).out.startswith(expected)
+    system = [{"role": "system", "content": "a dog"}, *MESSAGES]
+    assert generate("--messages", path, "--system", "a dog").out.startswith(speaking.answers(system).text)
+    path.write_text(json.dumps(system))
+    assert generate("--messages", path, "--system", "a cat").out.startswith(speaking.answers(system).text)
+
+
+def test_several_prompts_are_made_in_one_batch_and_written_in_order(
+    speaking: Speaking, generate: Any
+) -> None:
+    told = generate("--prompt", "the film", "a dog", "--prompt", "the town")
+    texts = [speaking.answers(text).text for text in ("the film", "a dog", "the town")]
+    assert told.out == "".join(f"--- {number}\n{text}\n" for number, text in enumerate(texts, 1))
+    assert "3 answers" in told.err
+    (speaker,) = speaking.speakers
+    assert max(map(len, speaker.calls[-8:])) == 3
+
+
+def test_every_adapter_answers_every_prompt(speaking: Speaking, generate: Any, tmp_path: Path) -> None:
+    tuned = speaking.write_adapter(tmp_path / "tuned")
+    told = generate(
+        "--adapter", tuned, "base", "--adapter", f"again={tuned}", "--json", "--prompt", "the film", "a dog"
+    )
+    names = [(line["row"], line["adapter"]) for line in told.lines]
+    assert names == [(row, name) for row in (1, 2) for name in (str(tuned), "base", "again")]
+    adapter = read_peft(tuned, speaking.bundle.contract.modules)
+    for line, text in zip(told.lines[::3], ("the film", "a dog"), strict=True):
+        assert line["text"] == speaking.answers(text, adapter).text
+    for line, text in zip(told.lines[1::3], ("the film", "a dog"), strict=True):
+        assert line["text"] == speaking.answers(text).text
+    assert told.lines[0]["text"] == told.lines[2]["text"] != told.lines[1]["text"]
+
+
+def test_a_line_of_json_has_text_tokens_and_speed(speaking: Speaking, generate: Any) -> None:
+    (line,) = generate("--json", "--prompt", "the film").lines
+    expected = speaking.answers("the film")
+    assert line["prefill_tokens_per_second"] > 0 and line["tokens_per_second"] > 0
+    del line["prefill_tokens_per_second"], line["tokens_per_second"]
+    assert line == {
+        "row": 1,
+        "adapter": "bundle",
+        "text": expected.text,
+        "tokens": list(expected.tokens),
+        "reason": "length",
+        "prompt_tokens": expected.prompt_tokens,
+        "cut_tokens": 0,
+    }
+
+
+def test_rows_are_answered_by_their_task_prompt_messages_or_text(
+    speaking: Speaking, generate: Any, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": "the film", "completion": " was bad"},
+        {"text": "a dog"},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "good"}]},
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = generate("--data", data, "--json").lines
+    expected = [speaking.answers(text).text for text in ("the film", "a dog")]
+    assert [line["text"] for line in lines] == [*expected, speaking.answers(MESSAGES).text]
+    assert [line["row"] for line in generate("--data", data, "--start", 1, "--limit", 1, "--json").lines] == [
+        2
+    ]
+    task = tmp_path / "task.yaml"
+    task.write_text('name: films\ntemplate: "the {film}"\ncolumns: {answers: film}\n')
+    (tmp_path / "films.jsonl").write_text('{"film": "film"}\n')
+    (line,) = generate("--data", tmp_path / "films.jsonl", "--task", task, "--json").lines
+    assert line["text"] == expected[0]
+
+
+def test_rows_without_a_prompt_are_all_named(generate: Any, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a"}\n{"label": 1}\n{"messages": [{"role": "assistant", "content": "a"}]}\n')
+    told = generate("--data", data)
+    assert told.code == 2
+    assert "row 2: its columns are label; needed is prompt, messages or text" in told.err
+    assert "row 3: messages must be a list of at least one message" in told.err
+
+
+def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(speaking: Speaking, generate: Any) -> None:
+    long = " ".join(["dog"] * 500)
+    length = len(speaking.tokenizer.encode(long))
+    told = generate("--prompt", "a cat", long)
+    assert told.code == 2
+    assert f"row 2: it has {length} tokens, the context is 400 for prompt and answer together" in told.err
+    lines = generate("--prompt", long, "--overflow", "truncate", "--json").lines
+    assert (lines[0]["prompt_tokens"], lines[0]["cut_tokens"]) == (384, length - 384)
+
+
+def test_the_same_seed_gives_the_same_answers(generate: Any) -> None:
+    words = ["--prompt", "the film", "--temperature", "1.5"]
+    seeded = [generate(*words, "--seed", 3).out for _ in range(2)]
+    assert seeded[0] == seeded[1] != generate(*words, "--seed", 4).out
+
+
+def test_stop_words_end_answers(speaking: Speaking, generate: Any) -> None:
+    text = speaking.answers("the film").text
+    word = text[5:7]
+    (line,) = generate("--prompt", "the film", "--stop", word, "--json").lines
+    assert (line["text"], line["reason"]) == (text.partition(word)[0], "stop")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "one of --prompt, --messages and --data is needed, not none"),
+        (["--prompt", "a", "--data", "b.jsonl"], "not --prompt and --data"),
+        (["--data", "b.jsonl", "--chat"], "--chat belongs to --prompt"),
+        (["--prompt", "a", "--task", "sst2"], "--task belongs to --data"),
+        (["--prompt", "a", "--system", "b"], "--system belongs to --chat"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature is -1.0, must be at least 0"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens is 0, must be at least 1"),
+        (["--prompt", "a", "--adapter", "nowhere"], "nowhere holds no trained adapter"),
+        (["--prompt", "a", "--adapter", "base", "base"], "'base' is the name of 2"),
+        (["--prompt", ""], "it is empty: nothing predicts the answer"),
+        (["--messages", "nowhere.json"], "nowhere.json can't be answered"),
+    ],
+)
+def test_what_makes_no_sense_is_an_error(generate: Any, words: list[str], told: str) -> None:
+    done = generate(*words)
+    assert done.code == 2
+    assert told in done.err
+    assert done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[]", "messages must be a list of at least one message"),
+        ('[{"role": "user"}]', "message 1 (user) has no content that is text"),
+        ('[{"role": "assistant", "content": "a"}]', "the last message is the assistant's"),
+        ("{", "not JSON"),
+    ],
+)
+def test_messages_that_can_not_be_answered_say_why(
+    generate: Any, tmp_path: Path, content: str, told: str
+) -> None:
+    (tmp_path / "messages.json").write_text(content)
+    done = generate("--messages", tmp_path / "messages.json")
+    assert done.code == 2
+    assert told in done.err
+
+
+def test_an_adapter_of_another_bundle_is_refused(speaking: Speaking, generate: Any, tmp_path: Path) -> None:
+    folder = speaking.write_adapter(tmp_path / "other")
+    (folder / "hashes.json").unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 5}))
+    told = generate("--prompt", "a", "--adapter", folder)
+    assert told.code == 2
+    assert "has rank r = 5, the bundle has [3]" in told.err
+
+
+def test_a_foreign_adapter_whose_lora_a_differs_is_refused_with_a_way_out(
+    speaking: Speaking, generate: Any, tmp_path: Path
+) -> None:
+    other = Speaking(tmp_path / "other")
+    path = other.folder / "adapter/adapter_model.safetensors"
+    save_file({name: array + 1 for name, array in load_file(path).items()}, path, {"format": "pt"})
+    told = generate("--prompt", "a", "--adapter", other.write_adapter(tmp_path / "foreign"))
+    assert told.code == 2
+    assert "lora_A of 1 of 1 modules differs from the one inside the bundle" in told.err
+    assert "export a bundle from it with --adapter" in told.err
+
+
+def test_an_encoder_writes_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = Device(encoder=True).write_bundle(tmp_path / "encoder")
+    assert main(["generate", "--bundle", str(bundle), "--prompt", "a"]) == 2
+    assert "writes no text: its readout is pooled" in capsys.readouterr().err
