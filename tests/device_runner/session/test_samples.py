@@ -53,6 +53,7 @@ def test_prompts_of_rows_are_texts_or_messages(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": 3}\n{"text": "a"}\n{"messages": []}\n', "row 1: prompt is 3"),
         ("a.jsonl", '{"text": "a"}\n', "row 1: prompt is None, must be a text; or give messages"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "row 1: message 1 .user. has no content"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "there is nothing to answer"),
     ],
 )
 def test_prompts_that_can_not_be_used(tmp_path: Path, name: str, content: str, told: str) -> None:
