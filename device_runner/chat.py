@@ -11,8 +11,9 @@ from types import FrameType
 
 from device_runner.session.speaking import (
     BASE,
+    ChatFlags,
     OfBundle,
-    SpeakingFlags,
+    note,
     open_generator,
     open_speaking,
     read_adapter,
@@ -21,11 +22,11 @@ from device_runner.session.speaking import (
 from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.errors import PrgeError
-from prge.generation.loop import Generator, Overflow, Request, Ticket
+from prge.generation.loop import Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.settings import parse_settings
-from prge.terminal import best_effort, write_text
+from prge.terminal import write_text
 
 DESCRIPTION = "Talk to a bundle's model in the terminal; /help lists what can be said to the program."
 HELP = """\
@@ -38,21 +39,6 @@ A line that begins with // is said with one /."""
 NO_TEMPLATE = "the model has no chat template: it goes on with the text of all lines, and answers nothing"
 # The adapter that speaks and the one that it is compared with keep what they have read.
 SLOTS = 2
-
-
-@dataclass(frozen=True)
-class ChatFlags(SpeakingFlags):
-    """How answers of a conversation are made."""
-
-    max_tokens: int = 512
-    """Most tokens of an answer."""
-    temperature: float = 0.7
-    """0 takes the most likely token each time; higher ones draw, 1 from the model's own distribution."""
-    top_p: float = 0.95
-    """Draw from the fewest likely tokens that have this share of the probability together."""
-    overflow: Overflow = "truncate"
-    """What to do when the conversation is too long for the context: truncate, forget its oldest turns; or
-    error."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     adapters = read_adapters(bundle, settings.adapter)
     generator = open_generator(bundle, tokenizer, settings, SLOTS)
     if not is_chat:
-        _note(NO_TEMPLATE)
+        note(NO_TEMPLATE)
     with _interruptible() as interrupts:
         Chat(settings, bundle, prompts, adapters, generator, interrupts).run()
     return 0
@@ -146,7 +132,7 @@ class Chat:
             try:
                 yield input(f"{self._name}> ")
             except KeyboardInterrupt:
-                _note("\n/quit or Ctrl-D ends, /help tells more")
+                note("\n/quit or Ctrl-D ends, /help tells more")
             except EOFError:
                 print()
                 return
@@ -156,15 +142,15 @@ class Chat:
         word = word.strip()
         if command == "/reset":
             self._turns, self._text = [], ""
-            _note("the conversation is forgotten")
+            note("the conversation is forgotten")
         elif command == "/base":
             self._switch(BASE)
         elif command == "/adapter" and word:
             self._switch(word)
         elif command == "/adapter":
-            _note(", ".join(f"{name} (speaks)" if name == self._name else name for name in self._adapters))
+            note(", ".join(f"{name} (speaks)" if name == self._name else name for name in self._adapters))
         else:
-            _note(HELP if command == "/help" else f"there is no {command}\n{HELP}")
+            note(HELP if command == "/help" else f"there is no {command}\n{HELP}")
 
     def _switch(self, word: str) -> None:
         """Go on with another adapter, which keeps its name until the end."""
@@ -172,12 +158,12 @@ class Chat:
             try:
                 name, adapter = read_adapter(self._bundle, word)
             except PrgeError as error:
-                _note(f"error: {error}")
+                note(f"error: {error}")
                 return
             self._adapters[name] = adapter
             word = name
         self._name = word
-        _note(f"{word} goes on with the conversation")
+        note(f"{word} goes on with the conversation")
 
     def _say(self, line: str) -> None:
         """Let the model answer a line, and keep both."""
@@ -193,13 +179,13 @@ class Chat:
                 self._interrupts.ticket = None
             answer = ticket.wait(0)
         except PrgeError as error:
-            _note(f"error: {error}")
+            note(f"error: {error}")
             return
         write_text(sys.stdout, "\n")
         if answer.reason == "context":
-            _note("the context is full: /reset begins anew")
+            note(f"the answer filled the context of {self._generator.speaker.context} tokens")
         elif answer.reason == "length":
-            _note(f"--max-tokens {self._settings.max_tokens} ended the answer")
+            note(f"--max-tokens {self._settings.max_tokens} ended the answer")
         if self._prompts.chat is None:
             self._text = f"{self._joined(line)}{answer.text}"
         elif answer.text.strip():
@@ -219,7 +205,7 @@ class Chat:
             self._turns.pop(0)
             forgotten += 1
         if forgotten:
-            _note(f"the oldest {forgotten} turns no longer fit the context of {context} tokens")
+            note(f"the oldest {forgotten} turns no longer fit the context of {context} tokens")
         return prompt
 
     def _messages(self, line: str) -> list[dict[str, str]]:
@@ -232,8 +218,3 @@ class Chat:
 
     def _joined(self, line: str) -> str:
         return f"{self._text}\n{line}" if self._text else line
-
-
-def _note(text: str) -> None:
-    with best_effort(sys.stderr):
-        print(text, file=sys.stderr, flush=True)

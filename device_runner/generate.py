@@ -11,65 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.session.speaking import (
+    STDIN,
+    GenerateFlags,
     OfBundle,
-    SpeakingFlags,
+    note,
     open_generator,
     open_speaking,
     read_adapters,
 )
 from prge.documents import DocumentError, read_json
-from prge.errors import ConfigError, DataError
+from prge.errors import DataError
 from prge.generation.loop import Answer, Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
 from prge.rows.readers import Row, Selection, read_rows, select_rows
 from prge.rows.task import RowError, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.settings import parse_settings
-from prge.terminal import best_effort, write_text
+from prge.terminal import write_text
 
 DESCRIPTION = "Write what a model answers to prompts: one is streamed, several are made at once."
 MOST_AT_ONCE = 8
-STDIN = "-"
-
-
-@dataclass(frozen=True)
-class GenerateFlags(SpeakingFlags):
-    """What to answer, and how."""
-
-    prompt: tuple[str, ...] = ()
-    """Texts to go on from, as they are; -: standard input."""
-    chat: bool = False
-    """Take each --prompt for a user's message, in the model's chat template."""
-    messages: Path | None = None
-    """JSON file with a list of messages to answer, in the model's chat template."""
-    data: Path | None = None
-    """Rows to answer: jsonl, csv or tsv with the columns of --task, or prompt, messages or text."""
-    task: str | None = None
-    """Task name or YAML file that makes prompts of rows."""
-    start: int = 0
-    """Rows to leave out at the file's beginning, after shuffling."""
-    limit: int | None = None
-    """Most rows to answer."""
-    shuffle_seed: int | None = None
-    """Shuffle the file before start and limit; the same rows on every machine."""
-    json: bool = False
-    """Print a JSON object for each answer: text, tokens, reason, prompt_tokens, speed."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = [name for name in ("prompt", "messages", "data") if getattr(self, name)]
-        problems = []
-        if len(given) != 1:
-            named = " and ".join(f"--{name}" for name in given) or "none"
-            problems.append(f"one of --prompt, --messages and --data is needed, not {named}")
-        if self.chat and not self.prompt:
-            problems.append("--chat belongs to --prompt")
-        if self.task and not self.data:
-            problems.append("--task belongs to --data")
-        if self.system is not None and self.prompt and not self.chat:
-            problems.append("--system belongs to --chat, --messages or --data")
-        if problems:
-            raise ConfigError("it isn't clear what to answer:", problems)
 
 
 @dataclass(frozen=True)
@@ -100,7 +61,7 @@ def generate(settings: GenerateSettings) -> None:
     bundle = open_speaking(settings.bundle)
     tokenizer = bundle_tokenizer(bundle)
     if settings.prompt and not settings.chat and tokenizer.chat_template is not None:
-        _tell("the model has a chat template: --chat puts the prompt into it")
+        note("the model has a chat template: --chat puts the prompt into it")
     # All prompts before the engine is there: a chat template runs in a forked child.
     asked = _asked(settings, Prompts(tokenizer))
     adapters = read_adapters(bundle, settings.adapter)
@@ -118,7 +79,7 @@ def generate(settings: GenerateSettings) -> None:
     else:
         writer = _Writer(names, settings.json, len(adapters) > 1)
         answers = _written(generator, requests, writer, str(settings.data or "the prompts"))
-    _tell("; ".join(_facts(answers, time.perf_counter() - start)))
+    note("; ".join(_facts(answers, time.perf_counter() - start)))
 
 
 def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
@@ -293,8 +254,3 @@ def _facts(answers: Sequence[Answer], seconds: float) -> Iterator[str]:
         yield f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s"
     if cut := sum(answer.cut_tokens > 0 for answer in answers):
         yield f"{cut} prompts lost their beginning: too long for the context"
-
-
-def _tell(text: str) -> None:
-    with best_effort(sys.stderr):
-        print(text, file=sys.stderr, flush=True)

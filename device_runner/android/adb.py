@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,19 @@ class Adb:
             raise failed(doing, answer.said)
         return answer.output
 
+    def attach(self, script: str, reads: bool) -> int:
+        """Run a shell script with this process's output, and input if it `reads`; its exit code.
+
+        In a terminal it has one too, which Ctrl-C goes through.
+        """
+        terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        command = [self.executable, "-s", self.serial, "shell", "-t" if terminal else "-T", script]
+        stdin = None if terminal or reads else subprocess.DEVNULL
+        try:
+            return subprocess.run(command, stdin=stdin, check=False).returncode
+        except OSError as error:
+            raise self._not_started(error) from None
+
     def push(self, local: Path, remote: str) -> None:
         """Copy a file to the device, or what is in a folder into a folder that is there.
 
@@ -127,7 +141,10 @@ class Adb:
                 remedy="is the phone still connected? A run on it goes on: `prge android status`",
             ) from None
         except OSError as error:
-            raise DeviceError(f"{self.executable} can't be started: {error.strerror or error}") from None
+            raise self._not_started(error) from None
+
+    def _not_started(self, error: OSError) -> DeviceError:
+        return DeviceError(f"{self.executable} can't be started: {error.strerror or error}")
 
     def _lost(self, errors: str) -> DeviceError:
         lines = errors.strip().splitlines()

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from device_runner.android.adb import Adb, quote
-from device_runner.android.device import FOLDER, Job, Phone, check_name
+from device_runner.android.device import FOLDER, DeviceSettings, Job, Phone, check_name
 from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
 from device_runner.android.runtime import BundleSettings, build_runtime, open_runtime
+from device_runner.android.speaking import (
+    AndroidChatSettings,
+    AndroidGenerateSettings,
+    chat_words,
+    generate_words,
+)
 from device_runner.session.settings import RunSettings
 from prge.bundle import MANIFEST, check_content, open_bundle
 from prge.errors import ConfigError, DeviceError, PrgeError
@@ -26,20 +32,6 @@ from prge.settings import parse_settings, settings_to_yaml
 
 Settings = TypeVar("Settings")
 EARLY_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class DeviceSettings:
-    """Which device, and where on it."""
-
-    serial: str | None = None
-    """The device, as `adb devices` lists it; default: the only one, or ANDROID_SERIAL."""
-    folder: str = FOLDER
-    """prge's folder on the device."""
-
-    def phone(self) -> Phone:
-        """The device, connected."""
-        return Phone(Adb(self.serial), self.folder)
 
 
 @dataclass(frozen=True)
@@ -262,6 +254,18 @@ def _logs(argv: list[str]) -> int:
     return 0
 
 
+def _generate(argv: list[str]) -> int:
+    settings = _parse(AndroidGenerateSettings, argv, "generate", ["names"])
+    phone = settings.phone()
+    return phone.attach(generate_words(phone, settings), reads=False)
+
+
+def _chat(argv: list[str]) -> int:
+    settings = _parse(AndroidChatSettings, argv, "chat", ["names"])
+    phone = settings.phone()
+    return phone.attach(chat_words(phone, settings), reads=True)
+
+
 def _pull(argv: list[str]) -> int:
     settings = _parse(PullSettings, argv, "pull", ["name"])
     phone = settings.phone()
@@ -307,6 +311,8 @@ ACTIONS = {
     "run": Action("start a run on a phone, or go on with one", _run),
     "status": Action("tell how runs stand", _status),
     "logs": Action("print a run's log", _logs),
+    "generate": Action("write what a run's model answers to prompts, on the phone", _generate),
+    "chat": Action("talk to a run's model, on the phone", _chat),
     "pull": Action("bring a run folder here", _pull),
     "stop": Action("end a run; it can be resumed", _stop),
     "clean": Action("remove runs, rows or everything from a phone", _clean),

@@ -196,6 +196,19 @@ class Phone:
         words = quote(["sh", self.path("runtime", "run.sh"), "-c", code])
         return self.adb.check(words, "starting Python on the device", seconds)
 
+    def attach(self, words: Iterable[str], reads: bool) -> int:
+        """Run Python of the runtime with these words at this terminal; its exit code.
+
+        Args:
+            words: for Python.
+            reads: whether it reads this process's standard input.
+
+        Raises:
+            DeviceError: the runtime has another driver than this machine.
+        """
+        self.need_this_driver()
+        return self.adb.attach(quote(["sh", self.path("runtime", "run.sh"), *words]), reads)
+
     def need_runtime(self) -> None:
         """Raises DeviceError unless a whole runtime is there."""
         if not self.exists(self.path("runtime.tree"), "f"):
@@ -381,6 +394,20 @@ class Phone:
 
     def _hint(self, name: str) -> str:
         return f"prge android logs {name} --console"
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """Which device, and where on it."""
+
+    serial: str | None = None
+    """The device, as `adb devices` lists it; default: the only one, or ANDROID_SERIAL."""
+    folder: str = FOLDER
+    """prge's folder on the device."""
+
+    def phone(self) -> Phone:
+        """The device, connected."""
+        return Phone(Adb(self.serial), self.folder)
 
 
 def check_name(name: str) -> None:

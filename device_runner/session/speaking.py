@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from device_runner.engines.speaking import open_speaker
 from prge.adapter import Adapter
 from prge.bundle import Bundle, open_bundle
 from prge.engine import EngineName
@@ -16,8 +18,10 @@ from prge.generation.loop import GenerationSettings, Generator, Overflow
 from prge.peft import find_adapter, read_peft
 from prge.rows.tokenizer import Tokenizer
 from prge.settings import Bytes
+from prge.terminal import best_effort
 
 BUNDLE, BASE = "bundle", "base"
+STDIN = "-"
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,61 @@ class SpeakingFlags:
         return GenerationSettings(self.max_tokens, self.stop, choice, self.overflow)
 
 
+@dataclass(frozen=True)
+class GenerateFlags(SpeakingFlags):
+    """What to answer, and how."""
+
+    prompt: tuple[str, ...] = ()
+    """Texts to go on from, as they are; -: standard input."""
+    chat: bool = False
+    """Take each --prompt for a user's message, in the model's chat template."""
+    messages: Path | None = None
+    """JSON file with a list of messages to answer, in the model's chat template."""
+    data: Path | None = None
+    """Rows to answer: jsonl, csv or tsv with the columns of --task, or prompt, messages or text."""
+    task: str | None = None
+    """Task name or YAML file that makes prompts of rows."""
+    start: int = 0
+    """Rows to leave out at the file's beginning, after shuffling."""
+    limit: int | None = None
+    """Most rows to answer."""
+    shuffle_seed: int | None = None
+    """Shuffle the file before start and limit; the same rows on every machine."""
+    json: bool = False
+    """Print a JSON object for each answer: text, tokens, reason, prompt_tokens, speed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in ("prompt", "messages", "data") if getattr(self, name)]
+        problems = []
+        if len(given) != 1:
+            named = " and ".join(f"--{name}" for name in given) or "none"
+            problems.append(f"one of --prompt, --messages and --data is needed, not {named}")
+        if self.chat and not self.prompt:
+            problems.append("--chat belongs to --prompt")
+        if self.task and not self.data:
+            problems.append("--task belongs to --data")
+        if self.system is not None and self.prompt and not self.chat:
+            problems.append("--system belongs to --chat, --messages or --data")
+        if problems:
+            raise ConfigError("it isn't clear what to answer:", problems)
+
+
+@dataclass(frozen=True)
+class ChatFlags(SpeakingFlags):
+    """How answers of a conversation are made."""
+
+    max_tokens: int = 512
+    """Most tokens of an answer."""
+    temperature: float = 0.7
+    """0 takes the most likely token each time; higher ones draw, 1 from the model's own distribution."""
+    top_p: float = 0.95
+    """Draw from the fewest likely tokens that have this share of the probability together."""
+    overflow: Overflow = "truncate"
+    """What to do when the conversation is too long for the context: truncate, forget its oldest turns; or
+    error."""
+
+
 def open_speaking(folder: Path) -> Bundle:
     """Open a bundle whose model writes text; raises BundleError for another one."""
     bundle = open_bundle(folder)
@@ -123,7 +182,11 @@ def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
 
 def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: SpeakingFlags, slots: int) -> Generator:
     """A generator on the engine that the flags ask for; raises BundleError, EngineError."""
-    from device_runner.engines.speaking import open_speaker
-
-    speaker = open_speaker(bundle, flags.threads, flags.engine, flags.memory, slots, flags.context)
+    speaker = open_speaker(bundle, flags.threads, flags.engine, flags.memory, slots, flags.context, tell=note)
     return Generator(speaker, tokenizer)
+
+
+def note(text: str) -> None:
+    """Tell a user something beside the text that is generated."""
+    with best_effort(sys.stderr):
+        print(text, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ and logits give the same tokens, but for the last bit of a machine's exponential
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -63,7 +63,7 @@ class Choice:
 
     def __init__(self, settings: ChoiceSettings) -> None:
         self._settings = settings
-        self._seed = secrets.randbits(64) if settings.seed is None else settings.seed
+        self._seed = int.from_bytes(os.urandom(8), "little") if settings.seed is None else settings.seed
         self._drawn = 0
 
     def choose(self, logits: FloatArray, history: Sequence[int]) -> int:

@@ -1,0 +1,69 @@
+"""adb for a folder of this machine: a shell script in its place, which starts scripts here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from device_runner.android.runtime import MANIFEST, driver_hash
+from tests.device_runner.android.daemons import REPOSITORY
+
+_ADB = """#!/bin/sh
+case $1 in
+devices) printf 'List of devices attached\\nfake\\tdevice\\n'; exit ;;
+esac
+shift 2
+case $1 in
+shell) [ "$2" = -T ] && shift; exec sh -c "$2" ;;
+push) exec cp "$2" "$3" ;;
+esac
+"""
+_RUNTIME = """#!/bin/sh
+exec {python} "$@"
+"""
+
+
+class FakePhone:
+    """A folder that `prge android` takes for prge's on a phone; its runtime is this machine's Python."""
+
+    def __init__(self, place: Path) -> None:
+        place.mkdir()
+        self.folder = place / 'it\'s "a phone" & more'
+        self.adb = place / "adb"
+        self.adb.write_text(_ADB)
+        self.adb.chmod(0o755)
+        runtime = self.folder / "runtime"
+        runtime.mkdir(parents=True)
+        (runtime / "run.sh").write_text(_RUNTIME.format(python=sys.executable))
+        (runtime / MANIFEST).write_text(json.dumps({"driver": driver_hash()}))
+        (self.folder / "runtime.tree").write_text("whole")
+
+    def write_settings(self, name: str, bundle: Path | str) -> Path:
+        """The settings of a run that trained a bundle; the folder of the run."""
+        run = self.folder / "runs" / name
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(f"bundle: {json.dumps(str(bundle))}\n")
+        (self.folder / "jobs" / name).mkdir(parents=True)
+        return run
+
+    def prge(
+        self, verb: str, *words: object, said: str = "", code: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        """`prge android VERB` in a process of its own, with `said` on its standard input."""
+        command = [sys.executable, "-m", "prge.cli", "android", verb, *words, "--folder", self.folder]
+        environment = {**os.environ, "PRGE_ADB": str(self.adb), "PYTHONPATH": str(REPOSITORY)}
+        environment |= {"OMP_NUM_THREADS": "1", "ANDROID_SERIAL": "fake"}
+        done = subprocess.run(
+            [str(word) for word in command],
+            capture_output=True,
+            text=True,
+            env=environment,
+            input=said,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        return done

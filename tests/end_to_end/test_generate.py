@@ -1,0 +1,111 @@
+"""What a bundle and what was trained on it write, in the engine, against transformers and PEFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device_runner.android.fake_adb import FakePhone
+from tests.end_to_end.conftest import prge, write_rows
+
+pytestmark = pytest.mark.export
+PROMPTS = ("aa bb", "cc dd ?", "bb")
+
+
+@pytest.fixture(scope="module")
+def trained(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose adapter is far from where it began."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    prge(
+        "run", "--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--task",
+        workshop / "task.yaml", "--out", run, "--steps", 8, "--learning-rate", 0.3,
+    )  # fmt: skip
+    return run
+
+
+def expected(model: Path, adapter: Path | None, prompts: tuple[str, ...]) -> list[list[int]]:
+    """Greedy tokens of transformers, with an adapter by PEFT."""
+    import peft
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if adapter is not None:
+        loaded = peft.PeftModel.from_pretrained(loaded, str(adapter))
+    answers = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = loaded.generate(
+            input_ids=ids, attention_mask=ids * 0 + 1, max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        answers.append(out[0, ids.shape[1] :].tolist())
+    return answers
+
+
+def lines(told: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in told.splitlines()]
+
+
+def test_a_run_and_what_was_published_of_it_say_what_peft_says(
+    workshop: Path, trained: Path, tmp_path: Path
+) -> None:
+    published = tmp_path / "published"
+    prge(
+        "publish", trained, "--bundle", workshop / "bundle", "--model", workshop / "model", "--out", published
+    )
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    done = prge(
+        "generate", "--bundle", workshop / "bundle", "--adapter", trained, f"published={published}", "base",
+        "--data", rows, "--max-tokens", 12, "--json",
+    )  # fmt: skip
+    found: dict[str, list[list[int]]] = {}
+    for line in lines(done.stdout):
+        found.setdefault(line["adapter"], []).append(line["tokens"])
+    ends = {2}
+    tuned, base = (
+        [
+            [token for token in tokens if token not in ends]
+            for tokens in expected(workshop / "model", each, PROMPTS)
+        ]
+        for each in (trained / "final", None)
+    )
+    assert found[str(trained)] == found["published"] == tuned
+    assert found["base"] == base != tuned
+
+
+def test_a_conversation_through_a_pipe(workshop: Path, trained: Path) -> None:
+    words = ["--bundle", workshop / "bundle", "--max-tokens", 6, "--temperature", 0]
+    said = f"aa bb\n/reset\n/adapter {trained}\naa bb\n"
+    done = prge("chat", *words, input=said)
+    alone = [
+        prge("generate", *words, "--prompt", "aa bb", *adapter).stdout
+        for adapter in ([], ["--adapter", trained])
+    ]
+    assert done.stdout == "".join(alone)
+    assert "the model has no chat template" in done.stderr
+
+
+def test_a_run_on_a_phone_speaks_there(workshop: Path, trained: Path, tmp_path: Path) -> None:
+    phone = FakePhone(tmp_path / "fake")
+    runs = phone.folder / "runs"
+    runs.mkdir()
+    (runs / "first").symlink_to(trained)
+    (phone.folder / "jobs" / "first").mkdir(parents=True)
+    here = prge(
+        "generate",
+        "--bundle",
+        workshop / "bundle",
+        "--adapter",
+        trained,
+        "--prompt",
+        "aa bb",
+        "--max-tokens",
+        6,
+    ).stdout
+    assert phone.prge("generate", "first", "--prompt", "aa bb", "--max-tokens", 6).stdout == here
+    words = ["first", "--max-tokens", 6, "--temperature", 0]
+    assert phone.prge("chat", *words, said="aa bb\n").stdout == here
