@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from device_runner.engines.opening import open_engines
-from device_runner.engines.speaking import open_speaker
 from prge.adapter import Adapter
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
@@ -115,7 +114,8 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             )
         head = Head(examples[0].candidates, contract.width)
         read_head(source / HEAD, head)
-    engine = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True).score
+    engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True)
+    engine = engines.score
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
     if not math.isfinite(record["loss"]):
         raise EngineError(
@@ -127,10 +127,8 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     if task is not None and way == "spans":
         answers = extract_answers(engine, adapter, examples, tokenizer, task)
     elif task is not None and task.generate is not None and way == "generate":
-        speaker = open_speaker(bundle, settings.threads, settings.engine, settings.memory, SLOTS)
-        written = write_answers(
-            Generator(speaker, tokenizer), examples, adapter, task.generate, settings.overflow
-        )
+        generator = Generator(engines.speaker(SLOTS), tokenizer)
+        written = write_answers(generator, examples, adapter, task.generate, settings.overflow)
         answers = [answer.text.strip() for answer in written]
         pairs = zip(examples, written, strict=True)
         if cut := sum(example.cut or answer.cut_tokens > 0 for example, answer in pairs):

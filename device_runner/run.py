@@ -105,7 +105,6 @@ def run(settings: RunSettings) -> Path:
                 settings.memory,
                 cache=cache,
                 checkpoints=Checkpoints(settings.checkpoint_dtype, settings.out, settings.memory),
-                speaking=len(inputs.sample_prompts),
             )
             begin(journal, inputs.identity, settings)
             facts = _Facts(inputs, engines)
@@ -168,9 +167,8 @@ def _train(
     )
     observer: Observer = watcher
     samples = None
-    if engines.speaker is not None:
-        generator = Generator(engines.speaker, inputs.tokenizer)
-        prompts, every = inputs.sample_prompts, settings.sample_every
+    if prompts := inputs.sample_prompts:
+        generator, every = Generator(engines.speaker(len(prompts)), inputs.tokenizer), settings.sample_every
         observer = samples = facts.samples = Samples(prompts, generator, state, every, watcher)
     train(learner, settings.of_loop, observer, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:

@@ -3,6 +3,8 @@
 peft      the adapter as a PEFT folder: `PeftModel.from_pretrained(base, folder)`
 merged    the base model with the adapter merged into its weights, a Hugging Face folder
 program   an ExecuTorch inference program of the merged model, with its manifest
+llm       an ExecuTorch program that generates, with its tokenizer, for ExecuTorch's LLM runner and its apps
+gguf      the adapter as a file for llama.cpp's `--lora`
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from server_export.publishing.trained import Trained, load_base, load_peft, read
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
 
-CARD = "README.md"
-DESCRIPTION = "Give a trained adapter to PEFT, merge it into its model, or make an inference program of both."
+CARD, GGUF = "README.md", "adapter.gguf"
+DESCRIPTION = (
+    "Give a trained adapter to PEFT or llama.cpp, merge it into its model, or make a program for ExecuTorch."
+)
 # What a published folder has one of; no other folder is ever replaced.
-_PUBLISHED = (CONFIG, "config.json", MANIFEST)
+_PUBLISHED = (CONFIG, "config.json", MANIFEST, GGUF)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,9 +69,15 @@ def publish(config: PublishConfig) -> Path:
         elif config.format == "merged":
             assert loaded is not None
             _publish_merged(out, config, trained, loaded)
-        else:
+        elif config.format == "program":
             assert loaded is not None
             _publish_program(out, config, trained, loaded)
+        elif config.format == "llm":
+            assert loaded is not None
+            _publish_llm(out, config, trained, loaded)
+        else:
+            assert loaded is not None
+            _publish_gguf(out, config, trained, loaded)
     except safetensors.SafetensorError as error:  # its writer has no OSError for a full disk
         raise RunError(
             f"{out} can't be written: {error}", remedy="free some storage, or write to another place"
@@ -95,12 +105,9 @@ def _publish_merged(out: Path, config: PublishConfig, trained: Trained, loaded: 
 
 def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
     from server_export.bundle import write_manifest
-    from server_export.model.loading import LoadedModel
-    from server_export.publishing.inference import InferenceSpec, attach_fixed, build_inference
+    from server_export.publishing.inference import InferenceSpec, build_inference
 
-    manifest = trained.bundle.manifest if trained.bundle is not None else {}
-    scheme = config.quantize or (trained.bundle.quantization if trained.bundle is not None else None)
-    scheme = scheme or "fp32"
+    scheme = _scheme(config, trained)
     length = config.sequence_length
     if length is None:
         if trained.bundle is None:
@@ -108,11 +115,7 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
                 "the program's length isn't known:", ["there is no bundle"], remedy="give --sequence-length"
             )
         length = trained.bundle.contract.sequence_length
-    if scheme == "fp32":
-        model = _merge(loaded, trained)
-        loaded = LoadedModel(model, loaded.name_or_path, loaded.revision, loaded.is_decoder)
-    else:
-        attach_fixed(loaded.model, read_lora(trained.folder))
+    loaded = _tuned(loaded, trained, scheme)
     pooling = (trained.bundle.pooling if trained.bundle is not None else None) or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
     with new_folder(out, overwrite=config.overwrite) as folder:
@@ -125,12 +128,69 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
         _write_card(folder, out, config, trained)
         facts = {
             **built.to_json(),
-            "model": {**manifest.get("model", {}), **trained.base.in_manifest()},
-            "lora": {"alpha_over_rank": trained.scale, "merged": scheme == "fp32"},
+            **_origin(trained, scheme),
             "readout": {"pooling": pooling if not loaded.is_decoder else None},
-            "tokenizer": manifest.get("tokenizer"),
+            "tokenizer": _in_manifest(trained, "tokenizer"),
         }
         write_manifest(folder, facts)
+
+
+def _publish_llm(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
+    from server_export.bundle import write_manifest
+    from server_export.model.positions import longest_row
+    from server_export.model.tokenization import load_tokenizer
+    from server_export.publishing.llm import LlmSpec, build_llm, check_generates, ends_of
+    from server_export.publishing.runner_tokenizer import write_runner_tokenizer
+
+    scheme = _scheme(config, trained)
+    check_generates(loaded, trained.bundle.contract.readout if trained.bundle is not None else None)
+    length = longest_row(loaded, config.sequence_length)
+    if config.sequence_length is None and trained.bundle is not None:
+        length = max(length, trained.bundle.contract.sequence_length)
+    tokenizer = load_tokenizer(trained.base.name, trained.base.revision)
+    begins = bool((_in_manifest(trained, "tokenizer") or {}).get("prepend_bos"))
+    loaded = _tuned(loaded, trained, scheme)
+    with new_folder(out, overwrite=config.overwrite) as folder:
+        written = write_runner_tokenizer(tokenizer, folder, begins)
+        spec = LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer))
+        built = build_llm(folder, loaded, spec)
+        _write_card(folder, out, config, trained, written["num_bos"])
+        write_manifest(folder, {**built.to_json(), **_origin(trained, scheme), "tokenizer": written})
+
+
+def _publish_gguf(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
+    from server_export.publishing.gguf_adapter import write_gguf
+
+    with new_folder(out, overwrite=config.overwrite) as folder:
+        write_gguf(folder / GGUF, read_lora(trained.folder), loaded.config)
+        _write_card(folder, out, config, trained)
+
+
+def _scheme(config: PublishConfig, trained: Trained) -> str:
+    """Quantization of the frozen weights: what was asked for, else the bundle's."""
+    return config.quantize or (trained.bundle.quantization if trained.bundle is not None else None) or "fp32"
+
+
+def _tuned(loaded: LoadedModel, trained: Trained, scheme: str) -> LoadedModel:
+    """The model with the adapter, in its float weights or beside those that are to be quantized."""
+    from server_export.publishing.inference import attach_fixed
+
+    if scheme == "fp32":
+        return replace(loaded, model=_merge(loaded, trained))
+    attach_fixed(loaded.model, read_lora(trained.folder))
+    return loaded
+
+
+def _origin(trained: Trained, scheme: str) -> dict[str, Any]:
+    """What a manifest says of the model and adapter that a program is made of."""
+    return {
+        "model": {**(_in_manifest(trained, "model") or {}), **trained.base.in_manifest()},
+        "lora": {"alpha_over_rank": trained.scale, "merged": scheme == "fp32"},
+    }
+
+
+def _in_manifest(trained: Trained, block: str) -> Any:
+    return trained.bundle.manifest.get(block) if trained.bundle is not None else None
 
 
 def _merge(loaded: LoadedModel, trained: Trained) -> Any:
@@ -160,7 +220,7 @@ def _copy_head(folder: Path, trained: Trained) -> None:
         shutil.copyfile(trained.head, folder / HEAD)
 
 
-def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained) -> None:
+def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained, num_bos: int = 0) -> None:
     facts = CardFacts(
         name=out.resolve().name,
         format=config.format,
@@ -171,6 +231,7 @@ def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained
         adapter=trained.config,
         run=read_run(trained.run),
         bundle_sha256=trained.bundle.sha256 if trained.bundle is not None else None,
+        num_bos=num_bos,
     )
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
 

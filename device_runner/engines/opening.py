@@ -11,20 +11,24 @@ from device_runner.engines.choice import choose
 from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.bundle import Bundle
-from prge.chain import DECODE, PREFILL, ROLE_OF, STACK
+from prge.chain import ROLE_OF, STACK
 from prge.engine import Engine, EngineName
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a bundle, the size of their pool, what runs them, notes for the user; and who speaks."""
+    """The engines of a bundle, the size of their pool, what runs them, and what a user should know."""
 
     step: Engine
     score: Engine
     threads: int
     engine: str
+    blocks: Blocks
     notes: str = ""
-    speaker: ChainSpeaker | None = None
+
+    def speaker(self, slots: int = 1) -> ChainSpeaker:
+        """What writes text with the same blocks; see device_runner.engines.speaking.ChainSpeaker."""
+        return ChainSpeaker(self.blocks, slots)
 
 
 def open_engines(
@@ -35,7 +39,6 @@ def open_engines(
     only_scoring: bool = False,
     cache: TrunkCache | None = None,
     checkpoints: Checkpoints | None = None,
-    speaking: int = 0,
 ) -> Engines:
     """Open the blocks of a bundle, each tried before it is used.
 
@@ -47,7 +50,6 @@ def open_engines(
         only_scoring: whether no step is going to be taken.
         cache: keeps what the blocks below the adapter make of rows of steps.
         checkpoints: keeps the states that enter the blocks of an exact step.
-        speaking: most texts that are written at once; 0: none.
 
     Raises:
         BundleError, EngineError: see device_runner.engines.blocks.Blocks.
@@ -57,10 +59,8 @@ def open_engines(
     # Before any engine loads: a child that tries a program lacks the threads of a running pool.
     told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
     role = ROLE_OF[STACK if only_scoring else bundle.contract.kind]
-    roles = {role, *((PREFILL, DECODE) if speaking else ())}
-    blocks = Blocks(bundle, backend, roles, memory, told.append)
+    blocks = Blocks(bundle, backend, {role}, memory, told.append)
     count = backend.runtime.set_threads(threads)
     step = ChainEngine(bundle.contract, blocks, count, cache, checkpoints)
     score = ChainEngine(bundle.score_contract, blocks, count)
-    speaker = ChainSpeaker(blocks, speaking) if speaking else None
-    return Engines(step, score, count, backend.name, "; ".join(told), speaker)
+    return Engines(step, score, count, backend.name, blocks, "; ".join(told))

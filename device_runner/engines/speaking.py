@@ -57,15 +57,18 @@ class _Cache:
 
 @dataclass
 class _Step:
-    """A step of the same sequences: arrays that its calls are bound to, and where answers go."""
+    """A step of the same sequences: arrays that its calls are bound to, and where answers go.
+
+    `seen` f32 [rows x heads, 1, capacity] is there for every window and number of heads.
+    """
 
     sequences: list[int]
     tokens: Array
     tables: dict[int, Array]
-    seen: dict[tuple[int | None, int], FloatArray]
-    inputs: list[list[Array]]
-    outputs: list[dict[str, Array]]
     logits: FloatArray
+    seen: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
+    inputs: list[list[Array]] = field(default_factory=list)
+    outputs: list[dict[str, Array]] = field(default_factory=list)
     calls: dict[int, tuple[object, Callable[[], object]]] = field(default_factory=dict)
 
 
@@ -130,7 +133,6 @@ class ChainSpeaker:
     def rewind(self, sequence: int, length: int) -> None:
         """See Speaker."""
         self._sequences[sequence].length = min(length, self.length(sequence))
-        self._step = None
 
     def close(self, sequence: int) -> None:
         """See Speaker."""
@@ -171,9 +173,9 @@ class ChainSpeaker:
         step.tokens[:, 0] = list(tokens.values())
         for number, table in step.tables.items():
             self._fill(number, table, lengths)
-        for (window, _), seen in step.seen.items():
-            _see(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window)
         rows = np.arange(len(lengths))
+        for (window, _), seen in step.seen.items():
+            _see(seen.reshape(len(rows), -1, seen.shape[-1]), lengths, window, lengths)
         for number in range(len(self._chain.blocks)):
             self._compute(step, number)
             if number in self._caches:
@@ -232,7 +234,7 @@ class ChainSpeaker:
         """Arrays for steps of some sequences."""
         chain, rows = self._chain, len(sequences)
         logits = np.empty((rows, chain.vocabulary_size), np.float32)
-        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, {}, [], [], logits)
+        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, logits)
         adapters = [self._sequences[sequence].adapter.named() for sequence in sequences]
         state: Array = step.tokens
         of_pieces = np.empty((len(chain.blocks) - chain.end, rows, 1, chain.piece_words), np.float32)
@@ -251,8 +253,7 @@ class ChainSpeaker:
             if mask is not None:
                 cache = self._caches[number]
                 key = mask.window, heads.count
-                if key not in step.seen:
-                    step.seen[key] = np.empty((rows * heads.count, 1, self._capacity), np.float32)
+                step.seen.setdefault(key, np.empty((rows * heads.count, 1, self._capacity), np.float32))
                 given |= {
                     PAST_KEYS: cache.keys[:rows].reshape(-1, *cache.keys.shape[2:]),
                     PAST_VALUES: cache.values[:rows].reshape(-1, *cache.values.shape[2:]),
@@ -310,7 +311,8 @@ class ChainSpeaker:
                 key = mask.window, mask.members
                 if key not in masks:
                     masks[key] = np.empty((mask.members, length, past), np.float32)
-                    _see(masks[key].transpose(1, 0, 2), np.arange(start, start + length), mask.window, start)
+                    positions = np.arange(start, start + length)
+                    _see(masks[key].swapaxes(0, 1), positions, mask.window, np.full(length, start))
                 cache, heads, slot = self._caches[number], self._blocks.heads(number), sequence.slot
                 given[SEEN] = masks[key].reshape(-1, past)
                 if start:
@@ -353,19 +355,19 @@ class ChainSpeaker:
             table[:, 0] = known[lengths]
 
 
-def _see(seen: FloatArray, positions: Array, window: int | None, past: int | None = None) -> None:
-    """Write what is added to scores of past tokens.
+def _see(seen: FloatArray, positions: Array, window: int | None, known: Array) -> None:
+    """Write what is added to scores of the past, 0 where a token sees another and MASKED elsewhere.
 
     Args:
-        seen: f32 [tokens, ..., past]; 0 where a token sees one before, MASKED elsewhere.
+        seen: f32 [tokens, ..., places].
         positions: of the tokens.
         window: tokens that each sees, with itself; all if None.
-        past: how many tokens are known; by default all before each.
+        known: for each, how many places hold a token.
     """
     seen[:] = MASKED
-    for row, position in enumerate(positions.tolist()):
+    for row, (position, end) in enumerate(zip(positions.tolist(), known.tolist(), strict=True)):
         first = 0 if window is None else max(0, position - window + 1)
-        seen[row, ..., first : position if past is None else past] = 0
+        seen[row, ..., first:end] = 0
 
 
 def open_speaker(

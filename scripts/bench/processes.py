@@ -74,23 +74,27 @@ def _memory_of(number: int) -> tuple[float, float]:
 
 @dataclass
 class Server:
-    """A process that takes a step for every line that it reads, and answers with its seconds and loss."""
+    """A process that takes a step for every line that it reads, and answers with numbers."""
 
     process: subprocess.Popen[str]
 
     def __call__(self) -> tuple[float, float]:
         """Seconds and loss of a step."""
+        seconds, loss = self.answer()
+        return seconds, loss
+
+    def answer(self) -> list[float]:
+        """The numbers of a step."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        seconds, loss = self.process.stdout.readline().split()
-        return float(seconds), float(loss)
+        return [float(number) for number in self.process.stdout.readline().split()]
 
     def memory(self, steps: int = 2) -> Peak:
         """What steps take."""
         with watched(self.process.pid) as peak:
             for _ in range(steps):
-                self()
+                self.answer()
                 time.sleep(2 * _POLL_SECONDS)
         return peak
 

@@ -42,12 +42,17 @@ def write_program(path: Path, methods: Mapping[str, tuple[nn.Module, tuple[torch
         executorch.write_to_file(stream)
 
 
-def lowered(programs: Mapping[str, ExportedProgram], config: ExecutorchBackendConfig | None = None) -> Any:
+def lowered(
+    programs: Mapping[str, ExportedProgram],
+    config: ExecutorchBackendConfig | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Any:
     """ExecuTorch's program manager of the methods of one `.pte`, with all that XNNPACK takes in delegates.
 
     Args:
         programs: in core operators, by method.
         config: of what comes after delegation.
+        facts: what methods without inputs answer, by their names.
 
     Raises:
         BundleError: ExecuTorch refuses one.
@@ -66,6 +71,7 @@ def lowered(programs: Mapping[str, ExportedProgram], config: ExecutorchBackendCo
             partitioner=[BlockPartitioner()],
             # Both cost time: the program is checked by running it, and no tensor has an odd layout.
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            constant_methods=None if facts is None else dict(facts),
         )
         return edge.to_executorch(config)
 

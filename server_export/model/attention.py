@@ -15,14 +15,17 @@ from torch import nn
 
 from prge.chain import MASKED
 
-NAME = "prge"
+NAME, CACHED = "prge", "prge_cached"
 
 
 def register() -> None:
-    """Make the attention known to transformers as `prge`."""
+    """Make the attentions known to transformers: `prge`, and over a cache `prge_cached`."""
     from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, grouped_attention)
+    AttentionInterface.register(CACHED, cached_attention)
+    AttentionMaskInterface.register(CACHED, cached_mask)
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -85,3 +88,45 @@ def grouped_attention(
     weights = torch.softmax(scores, dim=-1)
     mixed = torch.bmm(weights, value.reshape(rows * groups, length, value_width))
     return mixed.reshape(rows, heads, length, value_width).transpose(1, 2), None
+
+
+def cached_mask(*, config: Any, **given: Any) -> torch.Tensor:
+    """transformers' additive mask of a program's one row, for a group: [1, members x length, cached].
+
+    Made once for all layers: a reshape of unknown sizes would leave their delegates.
+    """
+    from transformers.masking_utils import eager_mask
+
+    mask = eager_mask(config=config, **given)
+    heads = config.num_attention_heads
+    members = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return mask.expand(1, members, *mask.shape[2:]).reshape(1, -1, mask.shape[3])
+
+
+def cached_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `grouped_attention`, of one row, over all that a cache of fixed size has room for.
+
+    Args:
+        query: [1, heads, length, width]; keys and values are [1, groups, cached, width].
+        attention_mask: of `cached_mask`.
+    """
+    heads, length, width = query.shape[1:]
+    groups, cached = key.shape[1:3]
+    scale = width**-0.5 if scaling is None else scaling
+    query = (query * scale).reshape(groups, heads // groups * length, width)
+    scores = torch.bmm(query, key.reshape(groups, cached, width).transpose(1, 2))
+    if softcap is not None:
+        scores = torch.tanh(scores * (1.0 / softcap)) * softcap
+    mixed = torch.bmm(
+        torch.softmax(scores + attention_mask, dim=-1), value.reshape(groups, cached, value.shape[-1])
+    )
+    return mixed.reshape(1, heads, length, value.shape[-1]).transpose(1, 2), None

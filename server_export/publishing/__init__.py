@@ -1,1 +1,1 @@
-"""What a trained adapter becomes: PEFT, merged model, inference program, model card."""
+"""What a trained adapter becomes: PEFT, GGUF, merged model, inference programs, model card."""

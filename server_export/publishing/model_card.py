@@ -24,8 +24,19 @@ model = {loader}.from_pretrained("<this folder>")""",
 
 method = Runtime.get().load_program("program.pte").load_method("forward")
 ({output},) = method.execute([{inputs}])  # shapes and dtypes: manifest.json""",
+    "gguf": """llama-cli -m "<GGUF file of {base}>" --lora adapter.gguf""",
+    "llm": """from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
+
+runner = TextLLMRunner("program.pte", "tokenizer.json")
+runner.generate("Once upon a time", GenerationConfig(num_bos={num_bos}, temperature=0), print)""",
 }
-_LIBRARIES = {"peft": "peft", "merged": "transformers", "program": "executorch"}
+_LIBRARIES = {
+    "peft": "peft",
+    "merged": "transformers",
+    "program": "executorch",
+    "llm": "executorch",
+    "gguf": "llama.cpp",
+}
 _HEAD = """
 `head.safetensors` is the classification head: `scores = pooled @ weight.T + bias`, where `pooled` is the
 {pooling} of the last hidden states.
@@ -58,7 +69,10 @@ _METHODS = {
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card tells. `run` is the run's `run.json`, empty where there is none."""
+    """What a card tells.
+
+    `run` is the run's `run.json`, empty where there is none; `num_bos` is how many tokens begin a prompt.
+    """
 
     name: str
     format: str
@@ -69,6 +83,7 @@ class CardFacts:
     adapter: Mapping[str, Any]
     run: Mapping[str, Any]
     bundle_sha256: str | None
+    num_bos: int = 0
 
 
 def model_card(facts: CardFacts) -> str:
@@ -87,14 +102,17 @@ def model_card(facts: CardFacts) -> str:
     ]
     use = _USES[facts.format].format(
         loader="AutoModel" if facts.is_encoder else "AutoModelForCausalLM",
-        base=f'"{base}", revision="{revision}"' if revision else f'"<folder of {base}>"',
+        base=_base_in_code(facts),
         output="scores" if facts.has_head else "pooled" if facts.is_encoder else "logits",
         inputs="tokens, attention_mask" if facts.is_encoder else "tokens, positions",
+        num_bos=facts.num_bos,
     )
     what = {
         "peft": f"LoRA adapter of {base}",
+        "gguf": f"LoRA adapter of {base} for llama.cpp",
         "merged": f"{base} with a trained LoRA adapter merged into its weights",
         "program": f"ExecuTorch inference program of {base} with a trained LoRA adapter",
+        "llm": f"{base} with a trained LoRA adapter for ExecuTorch's LLM runner",
     }[facts.format]
     seen: dict[str, str] = {}
     for name, value in _facts(facts):
@@ -110,16 +128,23 @@ def model_card(facts: CardFacts) -> str:
             "",
             f"{what}{_training(facts.run)}.",
             "",
-            "```python",
+            "```sh" if facts.format == "gguf" else "```python",
             use,
             "```",
-            head if facts.format != "program" else "",
+            head if facts.format in ("peft", "merged") else "",
             f"| {'fact':<{width}} | value |",
             f"| {'-' * width} | --- |",
             *(f"| {name:<{width}} | {value} |" for name, value in rows),
             "",
         ]
     )
+
+
+def _base_in_code(facts: CardFacts) -> str:
+    base, revision = facts.base.label, facts.base.revision
+    if facts.format == "gguf":
+        return base
+    return f'"{base}", revision="{revision}"' if revision else f'"<folder of {base}>"'
 
 
 def _training(run: Mapping[str, Any]) -> str:

@@ -29,23 +29,25 @@ class PublishConfig:
     revision: str | None = None
     """Revision of a hub model; without it the one that the bundle names."""
 
-    format: Literal["peft", "merged", "program"] = "peft"
-    """peft: an adapter for PEFT; merged: a Hugging Face model; program: an ExecuTorch inference program."""
+    format: Literal["peft", "merged", "program", "llm", "gguf"] = "peft"
+    """peft: an adapter for PEFT; gguf: an adapter for llama.cpp; merged: a Hugging Face model; program: an
+    ExecuTorch inference program; llm: one that generates, for ExecuTorch's LLM runner and its apps."""
 
     sequence_length: int | None = None
-    """program: tokens that it takes; without it the bundle's length."""
+    """program, llm: tokens that it takes, an llm's answer among them; without it the bundle's length, for an
+    llm at least 512 if the model has as many positions."""
 
     quantize: str | None = None
-    """program: quantization of the frozen weights; without it the bundle's."""
+    """program, llm: quantization of the frozen weights; without it the bundle's."""
 
     overwrite: bool = False
     """Replace the folder if it was published before."""
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
-        if self.format != "program":
+        if self.format not in ("program", "llm"):
             problems += [
-                f"{name} is for the format program, but format is {self.format}"
+                f"{name} is for the formats program and llm, but format is {self.format}"
                 for name in ("sequence_length", "quantize")
                 if getattr(self, name) is not None
             ]

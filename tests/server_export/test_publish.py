@@ -21,20 +21,19 @@ torch = pytest.importorskip("torch")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from device_runner.engines.opening import open_engines  # noqa: E402
-from prge.adapter import Adapter, stack  # noqa: E402
+from prge.adapter import stack  # noqa: E402
 from prge.bundle import Bundle, file_sha256, open_bundle  # noqa: E402
 from prge.chain import STACK  # noqa: E402
-from prge.contract import AdaptedModule  # noqa: E402
 from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
 from prge.peft import find_adapter, read_lora, read_peft, run_of, write_peft  # noqa: E402
 from server_export.publish import main, publish  # noqa: E402
 from server_export.publishing.settings import PublishConfig  # noqa: E402
+from tests.server_export.adapters import RANK, trained_adapter, trained_folder  # noqa: E402
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model  # noqa: E402
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.export
 ROOT = Path(__file__).parents[2]
-RANK = 4
 SETTINGS: dict[str, Any] = {"roles": ["stack"], "rank": RANK, "sequence_length": LENGTH}
 HEAD = {
     "weight": np.random.default_rng(5).standard_normal((3, 64)).astype(np.float32),
@@ -42,42 +41,13 @@ HEAD = {
 }
 
 
-def trained_folder(
-    folder: Path, modules: tuple[AdaptedModule, ...], template: Path, head: bool = False
-) -> Path:
-    """An adapter that changes the answers a lot."""
-    adapter = Adapter.zeros(modules)
-    adapter.values[:] = np.random.default_rng(1).standard_normal(adapter.size) * 0.2
-    extra = {"state.json": b"{}", **({"head.safetensors": HEAD} if head else {})}
-    write_peft(folder, adapter, template, extra)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders llama, gpt2 and bert with a base model, and llama-trained and so on with an adapter of it."""
-
-    from server_export.bundle import write_adapter
-    from server_export.model.loading import load_model
-    from server_export.model.lora_fa import convert_conv1d
-    from server_export.model.start import start_adapter
-    from server_export.settings import ExportConfig
-
     root = tmp_path_factory.mktemp("publish")
     for architecture in ("llama", "gpt2", "bert"):
         base = save_model(root / architecture, architecture)
-        config = ExportConfig(str(base), root / "unused", **SETTINGS)
-        loaded = load_model(str(base))
-        write_adapter(
-            root / f"{architecture}-start", start_adapter(config, loaded, convert_conv1d(loaded.model) > 0)
-        )
-        modules = read_lora(root / f"{architecture}-start").modules
-        trained_folder(
-            root / f"{architecture}-trained",
-            modules,
-            root / f"{architecture}-start",
-            head=architecture == "bert",
-        )
+        trained_adapter(base, root / f"{architecture}-trained", HEAD if architecture == "bert" else None)
     return root
 
 
@@ -453,4 +423,4 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "{peft,merged,program}" in done.stdout
+    assert "{peft,merged,program,llm,gguf}" in done.stdout

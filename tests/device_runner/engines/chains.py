@@ -25,14 +25,20 @@ TOKENS = 16
 Inputs = dict[str, Array]
 
 
-def export_chain(folder: Path, architecture: str, layers: int = 0, **settings: Any) -> Path:
+def export_chain(
+    folder: Path, architecture: str, layers: int = 0, positions: int = 0, **settings: Any
+) -> Path:
     """A folder with `model` and `bundle`: a tiny model for rows of TOKENS, with all roles if none are given.
 
-    It has two blocks, or so many layers of a Llama. Its vocabulary is read in four pieces, as a large one is.
+    It has two blocks, or so many layers of a Llama, and 64 positions, or so many. Its vocabulary is read in
+    four pieces, as a large one is.
     """
     from server_export.export import ExportConfig, export
 
-    save_model(folder / "model", architecture, **{"num_hidden_layers": layers} if layers else {})
+    changes = {"num_hidden_layers": layers} if layers else {}
+    if positions:
+        changes["n_positions" if architecture == "gpt2" else "max_position_embeddings"] = positions
+    save_model(folder / "model", architecture, **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary, "_LARGEST_PIECE", 2048)
         export(
@@ -80,10 +86,7 @@ class Whole:
 
     def answers(self, given: Mapping[str, Array], lora_b: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What some rows are answered with one adapter; it can be differentiated."""
-        parameters = dict(self.model.named_parameters())
-        for name, matrix in lora_b.items():
-            key = f"{name}.weight"
-            parameters[key] = parameters[key] + matrix.T @ self.lora_a[name]
+        parameters = self._merged(lora_b)
         tokens = torch.from_numpy(given["tokens"])
         if "attention_mask" in given:
             mask = torch.from_numpy(given["attention_mask"])
@@ -93,10 +96,24 @@ class Whole:
             if self.pooling == "first":
                 return found[:, 0]
             return (found * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        logits = functional_call(self.model, parameters, (), {"input_ids": tokens}).logits
+        logits = self.logits(tokens, lora_b)
         rows = torch.arange(len(tokens))[:, None]
         at = torch.log_softmax(logits, -1)[rows, torch.from_numpy(given["positions"])]
         return at.gather(-1, torch.from_numpy(given["targets"])[..., None])[..., 0]
+
+    def logits(self, tokens: torch.Tensor, lora_b: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Logits [rows, tokens, vocabulary] with one adapter."""
+        found: torch.Tensor = functional_call(
+            self.model, self._merged(lora_b), (), {"input_ids": tokens, "use_cache": False}
+        ).logits
+        return found
+
+    def _merged(self, lora_b: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        for name, matrix in lora_b.items():
+            key = f"{name}.weight"
+            parameters[key] = parameters[key] + matrix.T @ self.lora_a[name]
+        return parameters
 
 
 def loss_of(given: Mapping[str, Array], answers: torch.Tensor) -> torch.Tensor:

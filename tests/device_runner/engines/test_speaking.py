@@ -1,0 +1,201 @@
+"""A speaker goes on with sequences as the whole model does that reads them from their beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("executorch")
+
+import torch
+
+from device_runner.engines import speaking
+from device_runner.engines.speaking import ChainSpeaker, open_speaker
+from prge.adapter import Adapter
+from prge.bundle import Bundle, open_bundle
+from prge.chain import DECODE, PREFILL, STACK
+from prge.engine import FloatArray
+from prge.errors import BundleError, EngineError
+from tests.device_runner.engines.chains import Whole, export_chain
+from tests.tiny_models import DECODERS
+
+pytestmark = [pytest.mark.export, pytest.mark.slow]
+
+POSITIONS = 224
+# In the model's own float32 attention, as a part of the largest logit; logits of these models go up to 10.
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed files of these tests alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "speaking-cache"))
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that grows again and again."""
+    monkeypatch.setattr(speaking, "_GROWTH", 16)
+
+
+@pytest.fixture
+def bundle(make_chain: Callable[[str], Path]) -> Bundle:
+    """A Llama's, with 64 positions; rows, and pieces of a prompt, have up to 16 tokens."""
+    return open_bundle(make_chain("llama") / "bundle")
+
+
+@pytest.fixture
+def whole(make_chain: Callable[[str], Path]) -> Whole:
+    return Whole.of(make_chain("llama"))
+
+
+def adapter_of(bundle: Bundle, seed: int) -> Adapter:
+    adapter = Adapter.zeros(bundle.chain.modules)
+    adapter.values[:] = 0.3 * np.random.default_rng(seed).standard_normal(adapter.size)
+    return adapter
+
+
+def tokens_of(bundle: Bundle, count: int, seed: int = 0) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(3, bundle.chain.vocabulary_size, count).tolist()
+    return tokens
+
+
+def logits_of(whole: Whole, adapter: Adapter, tokens: list[int]) -> FloatArray:
+    """Logits [tokens, vocabulary] of what follows each token."""
+    lora_b = {name: torch.from_numpy(array) for name, array in adapter.named().items()}
+    with torch.no_grad():
+        found: FloatArray = whole.logits(torch.tensor([tokens]), lora_b)[0].numpy()
+    return found
+
+
+def difference(found: FloatArray, expected: FloatArray) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_logits_are_the_models_token_by_token(architecture: str, tmp_path: Path) -> None:
+    """Grouped keys, sliding windows, rotations, learnt positions, soft caps, up to the last position."""
+    folder = export_chain(tmp_path, architecture, positions=POSITIONS, roles=[STACK, PREFILL, DECODE])
+    bundle = open_bundle(folder / "bundle")
+    adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, POSITIONS)
+    expected = logits_of(Whole.of(folder), adapter, tokens)
+    speaker = open_speaker(bundle)
+    assert (speaker.context, speaker.vocabulary_size) == (POSITIONS, bundle.chain.vocabulary_size)
+    read, written = speaker.open(adapter), tokens[21:]
+    assert difference(speaker.feed(read, tokens[:21]), expected[20]) < TOLERANCE
+    for place, token in enumerate(written, 21):
+        assert difference(speaker.step({read: token})[read], expected[place]) < TOLERANCE
+    speaker.close(read)
+    # In pieces, with one token left over, and token by token from the first.
+    other = speaker.open(adapter)
+    assert difference(speaker.feed(other, tokens[:1]), expected[0]) < TOLERANCE
+    assert difference(speaker.feed(other, tokens[1:3]), expected[2]) < TOLERANCE
+    assert difference(speaker.feed(other, tokens[3:200]), expected[199]) < TOLERANCE
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
+    bundle: Bundle, whole: Whole, engine: Any
+) -> None:
+    speaker = open_speaker(bundle, engine=engine, slots=4)
+    rows = {}
+    for seed, length in enumerate((3, 17, 1, 8)):
+        adapter, tokens = adapter_of(bundle, seed), tokens_of(bundle, 40, seed)
+        sequence = speaker.open(adapter)
+        speaker.feed(sequence, tokens[:length])
+        rows[sequence] = tokens, logits_of(whole, adapter, tokens)
+
+    def step(*sequences: int) -> None:
+        asked = {sequence: rows[sequence][0][speaker.length(sequence)] for sequence in sequences}
+        for sequence, logits in speaker.step(asked).items():
+            place = speaker.length(sequence) - 1
+            assert difference(logits, rows[sequence][1][place]) < TOLERANCE
+
+    first, second, third, fourth = rows
+    step(first, second, third, fourth)
+    step(first, second, third, fourth)
+    step(fourth, second)
+    step(third, first, second)
+    speaker.close(first)
+    del rows[first]
+    step(second, third, fourth)
+    adapter, tokens = adapter_of(bundle, 9), tokens_of(bundle, 40, 9)
+    fifth = speaker.open(adapter)
+    rows[fifth] = tokens, logits_of(whole, adapter, tokens)
+    speaker.feed(fifth, tokens[:20])
+    for _ in range(15):
+        step(fifth, third, second, fourth)
+
+
+def test_a_sequence_goes_on_from_where_it_was_cut(bundle: Bundle, whole: Whole) -> None:
+    speaker, adapter = open_speaker(bundle), adapter_of(bundle, 1)
+    tokens, others = tokens_of(bundle, 30), tokens_of(bundle, 30, seed=5)
+    sequence = speaker.open(adapter)
+    speaker.feed(sequence, tokens)
+    speaker.rewind(sequence, 12)
+    assert speaker.length(sequence) == 12
+    expected = logits_of(whole, adapter, tokens[:12] + others)
+    assert difference(speaker.feed(sequence, others[:9]), expected[20]) < TOLERANCE
+    assert difference(speaker.step({sequence: others[9]})[sequence], expected[21]) < TOLERANCE
+
+
+def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle) -> None:
+    adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 30)
+
+    def logits(**settings: Any) -> list[bytes]:
+        speaker = open_speaker(bundle, slots=2, **settings)
+        both = [speaker.open(adapter) for _ in range(2)]
+        found = [speaker.feed(sequence, tokens[:20]) for sequence in both]
+        for token in tokens[20:]:
+            found += speaker.step(dict.fromkeys(both, token)).values()
+        return [array.tobytes() for array in found]
+
+    largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
+    assert logits() == logits(memory=largest)
+
+
+def test_a_text_ends_at_the_last_position(bundle: Bundle) -> None:
+    speaker, adapter = open_speaker(bundle), adapter_of(bundle, 1)
+    sequence = speaker.open(adapter)
+    speaker.feed(sequence, tokens_of(bundle, 64))
+    with pytest.raises(EngineError, match="a text of 65 tokens is too long, the limit is 64"):
+        speaker.step({sequence: 5})
+    with pytest.raises(EngineError, match="a text of 70 tokens is too long, the limit is 64"):
+        speaker.feed(sequence, [5] * 6)
+    assert speaker.length(sequence) == 64
+
+
+def test_a_shorter_context_may_be_asked_for(bundle: Bundle) -> None:
+    speaker = open_speaker(bundle, context=20)
+    assert speaker.context == 20
+    with pytest.raises(EngineError, match="a text of 21 tokens is too long, the limit is 20"):
+        speaker.feed(speaker.open(adapter_of(bundle, 1)), tokens_of(bundle, 21))
+
+
+def test_there_are_so_many_slots(bundle: Bundle) -> None:
+    speaker, adapter = open_speaker(bundle, slots=2), adapter_of(bundle, 1)
+    assert speaker.slots == 2
+    first = speaker.open(adapter)
+    speaker.open(adapter)
+    with pytest.raises(EngineError, match="all 2 sequences are open"):
+        speaker.open(adapter)
+    speaker.close(first)
+    speaker.open(adapter)
+
+
+def test_a_bundle_without_the_roles_is_refused(bundle: Bundle) -> None:
+    class Silent:
+        chain = type("Chain", (), {"roles": ("stack", "back")})
+
+    with pytest.raises(BundleError, match="can't write text: it has the roles stack, back"):
+        ChainSpeaker(Silent())  # type: ignore[arg-type]
+
+
+def test_no_token_is_no_question(bundle: Bundle) -> None:
+    speaker = open_speaker(bundle)
+    with pytest.raises(EngineError, match="no token is given"):
+        speaker.feed(speaker.open(adapter_of(bundle, 1)), [])

@@ -1,0 +1,47 @@
+"""Trained adapters of a model: what publishing begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prge.adapter import Adapter
+from prge.contract import AdaptedModule
+from prge.peft import read_lora, write_peft
+
+RANK = 4
+
+
+def trained_folder(
+    folder: Path,
+    modules: tuple[AdaptedModule, ...],
+    template: Path,
+    head: Mapping[str, Any] | None = None,
+    size: float = 0.2,
+) -> Path:
+    """An adapter that changes the answers, a lot unless `size` is less."""
+    adapter = Adapter.zeros(modules)
+    adapter.values[:] = np.random.default_rng(1).standard_normal(adapter.size) * size
+    extra = {"state.json": b"{}", **({"head.safetensors": head} if head else {})}
+    write_peft(folder, adapter, template, extra)
+    return folder
+
+
+def trained_adapter(
+    base: Path, folder: Path, head: Mapping[str, Any] | None = None, size: float = 0.2
+) -> Path:
+    """The same for the model in `base`, without a bundle."""
+    from server_export.bundle import write_adapter
+    from server_export.model.loading import load_model
+    from server_export.model.lora_fa import convert_conv1d
+    from server_export.model.start import start_adapter
+    from server_export.settings import ExportConfig
+
+    start = folder.with_name(f"{folder.name}-start")
+    loaded = load_model(str(base))
+    config = ExportConfig(str(base), folder.with_name("unused"), rank=RANK)
+    write_adapter(start, start_adapter(config, loaded, convert_conv1d(loaded.model) > 0))
+    return trained_folder(folder, read_lora(start).modules, start, head, size)

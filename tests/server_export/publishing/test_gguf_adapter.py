@@ -1,0 +1,103 @@
+"""A GGUF adapter is the trained one, number by number, in the order of llama.cpp's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+
+from prge.errors import BundleError  # noqa: E402
+from prge.peft import read_lora  # noqa: E402
+from server_export.publish import main  # noqa: E402
+from server_export.publishing.gguf_adapter import write_gguf  # noqa: E402
+from tests.server_export.adapters import RANK, trained_adapter  # noqa: E402
+from tests.tiny_models import make_config, save_model  # noqa: E402
+
+HEADS, GROUPS, WIDTH = 4, 2, 16
+NAMES = {"q_proj": "attn_q", "v_proj": "attn_v", "qkv_proj": "attn_qkv", "c_attn": "attn_qkv"}
+
+
+def text_of(field: Any) -> str:
+    return bytes(field.parts[field.data[0]]).decode()
+
+
+def neighbours_apart(lora_b: Any, heads: int) -> Any:
+    """llama.cpp's pair 2 i, 2 i + 1 of a head is transformers' i, i + half: back to the latter."""
+    rows = np.empty_like(lora_b)
+    half = WIDTH // 2
+    for head in range(heads):
+        for pair in range(half):
+            for part in range(2):
+                rows[head * WIDTH + part * half + pair] = lora_b[head * WIDTH + 2 * pair + part]
+    return rows
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt2"])
+def test_it_is_read_back_as_it_was_trained(tmp_path: Path, architecture: str) -> None:
+    base = save_model(tmp_path / "base", architecture)
+    trained = trained_adapter(base, tmp_path / "trained")
+    flags = ["--model", str(base), "--format", "gguf", "--out", str(tmp_path / "out")]
+    assert main([str(trained), *flags]) == 0
+
+    reader = gguf.GGUFReader(tmp_path / "out/adapter.gguf")
+    named = "llama" if architecture == "mistral" else architecture
+    facts = {name: text_of(reader.fields[name]) for name in ("general.type", "adapter.type")}
+    assert facts == {"general.type": "adapter", "adapter.type": "lora"}
+    assert text_of(reader.fields["general.architecture"]) == named
+    adapter = read_lora(trained)
+    # llama.cpp divides by the rank that it reads from the shapes.
+    alpha = reader.fields["adapter.lora.alpha"]
+    assert float(alpha.parts[alpha.data[0]][0]) / RANK == adapter.scale
+
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(tensors) == 2 * len(adapter.lora_a) > 2
+    for module, lora_a in adapter.lora_a.items():
+        layer = next(part for part in module.split(".") if part.isdigit())
+        name = f"blk.{layer}.{NAMES[module.rpartition('.')[2]]}.weight"
+        stored_a, stored_b = (tensors[f"{name}.lora_{letter}"] for letter in "ab")
+        # GGUF counts the fastest dimension first.
+        assert list(stored_a.shape) == [lora_a.shape[1], RANK]
+        assert list(stored_b.shape) == [RANK, len(adapter.lora_b[module])]
+        np.testing.assert_array_equal(stored_a.data, lora_a)
+        lora_b = np.array(stored_b.data)
+        if named == "llama" and module.endswith("q_proj"):
+            assert not np.array_equal(lora_b, adapter.lora_b[module])
+            lora_b = neighbours_apart(lora_b, HEADS)
+        np.testing.assert_array_equal(lora_b, adapter.lora_b[module])
+    assert "--lora adapter.gguf" in (tmp_path / "out/README.md").read_text()
+
+
+def test_keys_are_turned_by_their_own_heads(tmp_path: Path) -> None:
+    from prge.peft import PeftAdapter
+
+    name = "model.layers.1.self_attn.k_proj"
+    random = np.random.default_rng(0)
+    lora_b = random.standard_normal((GROUPS * WIDTH, RANK)).astype(np.float32)
+    lora_a = random.standard_normal((RANK, 64)).astype(np.float32)
+    adapter = PeftAdapter({"r": RANK, "lora_alpha": 8}, {name: lora_a}, {name: lora_b})
+    write_gguf(tmp_path / "a.gguf", adapter, make_config("llama"))
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    np.testing.assert_array_equal(neighbours_apart(tensors["blk.1.attn_k.weight.lora_b"], GROUPS), lora_b)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module", "message"),
+    [
+        ("opt", "model.decoder.layers.0.self_attn.q_proj", "adapter of opt .* those of llama, mistral"),
+        ("bert", "encoder.layer.0.attention.self.query", "adapter of bert"),
+        ("llama", "lm_head", "no weights for lm_head of llama"),
+        ("llama", "model.layers.0.somewhere", "no weights for model.layers.0.somewhere"),
+    ],
+)
+def test_what_has_no_place_is_refused(tmp_path: Path, architecture: str, module: str, message: str) -> None:
+    from prge.peft import PeftAdapter
+
+    lora_a, lora_b = np.ones((1, 4), np.float32), np.ones((4, 1), np.float32)
+    adapter = PeftAdapter({"r": 1, "lora_alpha": 1}, {module: lora_a}, {module: lora_b})
+    with pytest.raises(BundleError, match=message):
+        write_gguf(tmp_path / "a.gguf", adapter, make_config(architecture))

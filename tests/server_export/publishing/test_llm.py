@@ -1,0 +1,133 @@
+"""A published program generates in ExecuTorch's own runner what the merged model does in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+runner = pytest.importorskip("executorch.extension.llm.runner")
+
+from prge.errors import BundleError  # noqa: E402
+from server_export.demo import DATA  # noqa: E402
+from server_export.model.loading import prepare_model  # noqa: E402
+from server_export.publish import main  # noqa: E402
+from server_export.publishing.llm import LlmSpec, build_llm, check_generates  # noqa: E402
+from tests.server_export.adapters import trained_adapter  # noqa: E402
+from tests.tiny_models import DECODERS, SHALLOW, WINDOW, make_model, save_model  # noqa: E402
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.export
+NEW = 24
+DEMO = DATA / "model"
+
+
+def published(base: Path, root: Path, *settings: str) -> Path:
+    """The folder of a tuned model; the merged one is beside it."""
+    trained = trained_adapter(base, root / "trained", size=0.02)
+    for form, more in (("merged", ()), ("llm", settings)):
+        flags = ["--model", str(base), "--format", form, "--out", str(root / form), *more]
+        assert main([str(trained), *flags]) == 0
+    return root / "llm"
+
+
+def in_runner(folder: Path, prompt: str) -> str:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    pieces: list[str] = []
+    generation = runner.GenerationConfig(
+        max_new_tokens=NEW, temperature=0.0, echo=False, num_bos=manifest["tokenizer"]["num_bos"]
+    )
+    stock = runner.TextLLMRunner(str(folder / "program.pte"), str(folder / "tokenizer.json"))
+    stock.generate(prompt, generation, pieces.append)
+    return "".join(pieces)
+
+
+def in_transformers(folder: Path, prompt: str) -> str:
+    """What the tokenizer writes for prompt and answer, the last token with it, without the prompt."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    given = tokenizer(prompt, return_tensors="pt")
+    with torch.no_grad():
+        tokens = model.generate(**given, max_new_tokens=NEW, do_sample=False)[0]
+    text: str = tokenizer.decode(tokens)
+    return text.removeprefix(tokenizer.decode(given["input_ids"][0]))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(DEMO, tmp_path_factory.mktemp("demo"))
+
+
+def test_the_stock_runner_writes_what_transformers_does(demo: Path) -> None:
+    prompts = ("Once upon a time", "The little dog was very happy, because it was a sunny day. " * 3)
+    for prompt in prompts:
+        text = in_runner(demo, prompt)
+        assert text == in_transformers(demo.with_name("merged"), prompt)
+        assert text != in_transformers(DEMO, prompt), "the adapter changes nothing"
+
+
+def test_the_folder_has_what_an_app_needs(demo: Path) -> None:
+    manifest = json.loads((demo / "manifest.json").read_text())
+    assert set(manifest["files"]) == {"program.pte", "tokenizer.json", "README.md"}
+    assert manifest["runner"] == {
+        "get_max_seq_len": 256,
+        "get_max_context_len": 256,
+        "get_vocab_size": 1024,
+        "use_kv_cache": True,
+        "use_sdpa_with_kv_cache": False,
+        "enable_dynamic_shape": True,
+        "get_bos_id": 1,
+        "get_eos_ids": [2],
+    }
+    assert manifest["kind"] == "llm" and manifest["lora"]["merged"]
+    assert manifest["tokenizer"] == {"num_bos": 1, "different_ids": 0}
+    assert "GenerationConfig(num_bos=1" in (demo / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp32", "8da4w"])
+def test_a_tokenizer_of_sentencepiece_keeps_its_spaces(shared: Path, tmp_path: Path, scheme: str) -> None:
+    folder = published(shared / "models/babyllama", tmp_path, "--quantize", scheme)
+    prompt = "Once upon a time"
+    text = in_runner(folder, prompt)
+    assert " " in text.strip()
+    if scheme == "fp32":
+        assert text == in_transformers(tmp_path / "merged", prompt)
+    else:
+        # In int4 so small a model writes another story: close is what the quantized model computes.
+        checks = json.loads((folder / "manifest.json").read_text())["verification"]
+        assert checks["quantized_difference"] < 0.02 and checks["float_difference"] < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", sorted(DECODERS.keys() - {"opt"}))
+def test_architectures_and_windows(tmp_path: Path, architecture: str) -> None:
+    """Rows are longer than the window, and are computed in parts of a cache."""
+    model = make_model(architecture, **SHALLOW[architecture])
+    spec = LlmSpec(4 * WINDOW, "fp32", None, ())
+    built = build_llm(tmp_path, prepare_model(model, architecture, True), spec)
+    assert built.checks["max_absolute_difference"] < built.checks["tolerance"] / 10
+    assert "get_eos_ids" not in built.facts
+
+
+@pytest.mark.slow
+def test_positions_that_depend_on_data_are_refused(tmp_path: Path) -> None:
+    """transformers takes OPT's from the end of a sum over its mask."""
+    with pytest.raises(BundleError, match="ExecuTorch can't lower the program"):
+        build_llm(tmp_path, prepare_model(make_model("opt"), "opt", True), LlmSpec(8, "fp32", None, ()))
+
+
+def test_what_does_not_generate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from prge.cli import main as prge
+
+    base = save_model(tmp_path / "bert", "bert")
+    trained = trained_adapter(base, tmp_path / "trained")
+    flags = ["--model", str(base), "--format", "llm", "--out", str(tmp_path / "out")]
+    assert prge(["publish", str(trained), *flags]) == 2
+    assert "it is an encoder" in capsys.readouterr().err
+    with pytest.raises(BundleError, match="label words alone"):
+        check_generates(prepare_model(make_model("llama"), "llama", True), "verbalizer")
