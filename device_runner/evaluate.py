@@ -116,6 +116,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         read_head(source / HEAD, head)
     engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True)
     engine = engines.score
+    generator = Generator(engines.speaker(SLOTS), tokenizer) if way == "generate" else None
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
     if not math.isfinite(record["loss"]):
         raise EngineError(
@@ -126,8 +127,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     answers: list[str] = []
     if task is not None and way == "spans":
         answers = extract_answers(engine, adapter, examples, tokenizer, task)
-    elif task is not None and task.generate is not None and way == "generate":
-        generator = Generator(engines.speaker(SLOTS), tokenizer)
+    elif task is not None and task.generate is not None and generator is not None:
         written = write_answers(generator, examples, adapter, task.generate, settings.overflow)
         answers = [answer.text.strip() for answer in written]
         pairs = zip(examples, written, strict=True)

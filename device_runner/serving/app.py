@@ -12,7 +12,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -40,6 +40,8 @@ from prge.errors import DataError, PrgeError
 from prge.generation.loop import Answer, Reason
 
 MOST_BYTES = 4 << 20
+# Of all bodies at once.
+MOST_HELD = 16 * MOST_BYTES
 # For a client to send its body.
 SECONDS = 60.0
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -84,6 +86,8 @@ class _Server:
         self.worker = worker
         self.key = key
         self.begun = int(time.time())
+        # Bytes of bodies that are being read or made prompts of.
+        self.held = 0
 
     async def health(self, request: Request) -> Response:
         """Whether the worker lives."""
@@ -119,13 +123,35 @@ class _Server:
             if not hmac.compare_digest(given.encode(), self.key.encode()):
                 raise RequestError(401, "wrong or no API key", code="invalid_api_key")
 
-    async def _answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
-        self._check_key(request)
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """A request's body, refused as soon as it is known to be too large; what comes then nobody keeps."""
+        body = bytearray()
+
+        async def read() -> None:
+            if int(request.headers.get("content-length", "0")[:20]) > MOST_BYTES:
+                raise too_large
+            async for part in request.stream():
+                body.extend(part)
+                self.held += len(part)
+                if len(body) > MOST_BYTES:
+                    raise too_large
+                if self.held > MOST_HELD:
+                    raise _busy("there are too many large requests: try again later")
+
+        too_large = RequestError(413, f"the body has more than {MOST_BYTES} bytes")
         try:
-            body = await asyncio.wait_for(_body(request), SECONDS)
+            await asyncio.wait_for(read(), SECONDS)
+            yield bytes(body)
         except asyncio.TimeoutError:
             raise RequestError(408, f"the body didn't come within {SECONDS:.0f} seconds") from None
-        asked, requests = await run_in_threadpool(self.models.requests, body, read, self.worker.context)
+        finally:
+            self.held -= len(body)
+
+    async def _answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
+        self._check_key(request)
+        async with self._body(request) as body:
+            asked, requests = await run_in_threadpool(self.models.requests, body, read, self.worker.context)
         loop = asyncio.get_running_loop()
         events: Events = asyncio.Queue()
 
@@ -141,7 +167,7 @@ class _Server:
                 raise RequestError(503, "the server ends", kind="server_error")
             jobs = self.worker.submit([(each, telling(index)) for index, each in enumerate(requests)])
         except BusyError as busy:
-            raise RequestError(429, str(busy), kind="rate_limit_error", code="rate_limit_exceeded") from None
+            raise _busy(str(busy)) from None
         except DataError as error:
             raise RequestError(400, str(error)) from None
 
@@ -156,23 +182,6 @@ class _Server:
             return await _unless_gone(request, _whole(reply, events, len(jobs), prompts))
         finally:
             cancel()
-
-
-async def _body(request: Request) -> bytes:
-    """The body, refused as soon as it is known to be too large; the rest of it is read by nobody."""
-    told = request.headers.get("content-length", "")
-    size = int(told) if told.isascii() and told.isdigit() else 0
-    parts: list[bytes] = []
-    if size <= MOST_BYTES:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > MOST_BYTES:
-                break
-            parts.append(part)
-    if size > MOST_BYTES:
-        raise RequestError(413, f"the body has more than {MOST_BYTES} bytes")
-    return b"".join(parts)
 
 
 async def _whole(reply: Reply, events: Events, count: int, prompts: int) -> Response:
@@ -244,6 +253,10 @@ async def _unless_gone(request: Request, work: Awaitable[Response]) -> Response:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _busy(why: str) -> RequestError:
+    return RequestError(429, why, kind="rate_limit_error", code="rate_limit_exceeded")
 
 
 def _failure(error: PrgeError) -> RequestError:

@@ -58,7 +58,11 @@ class Models:
             read: understands it.
             context: most tokens of prompt and answer together.
         """
-        asked = read(body)
+        # One at a time: neither a tokenizer nor the memory is for many.
+        with self._lock:
+            return self._requests(read(body), context)
+
+    def _requests(self, asked: Asked, context: int) -> tuple[Asked, list[Request]]:
         adapter = self.adapter(asked.model)
         requests = []
         for prompt in self._prompts_of(asked):
@@ -77,17 +81,16 @@ class Models:
         return asked, requests
 
     def _prompts_of(self, asked: Asked) -> list[Prompt]:
-        with self._lock:
-            try:
-                if asked.is_chat:
-                    return [self._prompts.of_messages(asked.messages)]
-                return [
-                    self._prompts.of_text(each) if isinstance(each, str) else Prompt(each)
-                    for each in asked.prompts
-                ]
-            except DataError as error:
-                raise RequestError(400, str(error)) from None
-            except BundleError as error:
-                # The template's process has ended with these messages; others get another one.
-                self._prompts = Prompts(self._tokenizer)
-                raise RequestError(400, error.what) from None
+        try:
+            if asked.is_chat:
+                return [self._prompts.of_messages(asked.messages)]
+            return [
+                self._prompts.of_text(each) if isinstance(each, str) else Prompt(each)
+                for each in asked.prompts
+            ]
+        except DataError as error:
+            raise RequestError(400, str(error)) from None
+        except BundleError as error:
+            # The template's process has ended with these messages; others get another one.
+            self._prompts = Prompts(self._tokenizer)
+            raise RequestError(400, error.what) from None

@@ -13,6 +13,7 @@ from device_runner.serving.worker import Worker
 from prge.adapter import Adapter
 from prge.engine import FloatArray
 from prge.generation.loop import Generator
+from prge.rows import chat
 from prge.rows.tokenizer import Tokenizer
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
@@ -50,6 +51,7 @@ def adapters() -> dict[str, Adapter]:
 
 
 if __name__ == "__main__":
+    chat.SECONDS = 0.5  # of a template
     seconds, queue, key = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     models = Models(adapters(), make_tokenizer())
     generator = Generator(SlowSpeaker(seconds), make_tokenizer())
