@@ -202,7 +202,12 @@ def _table(figures: dict[str, Any], out: Path) -> str:
             f"{found['accuracy_after']:>10.1%}"
         )
     for before, after in zip(*figures["samples"].values(), strict=True):
-        lines += ["", before["prompt"], f"  before: {before['text']}", f"  after: {after['text']}"]
+        lines += [
+            "",
+            before["prompt"],
+            f"  before: {before['text'].strip()}",
+            f"  after:  {after['text'].strip()}",
+        ]
     lines += [
         "",
         f"seconds in all: {figures['seconds']:.1f}",
