@@ -10,11 +10,11 @@ A program has a method for each role of its kind, whose sizes a call chooses:
               u.<n> [queries, batch, rank], v.<n> [queries, batch, out] -> state, d_state
     back      state, slope, lora_b.<n> [rank, out] -> slope of the state that entered,
               gradient.<n> [rank, out]
-    prefill   tokens i64 [1, tokens] or state [1, tokens, width], lora_b.<n> [1, rank, out], past_keys
-              [heads, width, past], past_values [heads, past, width], seen [members x tokens, past], causal
-              [members x tokens, tokens] -> state, keys [heads, width, tokens], values [heads, tokens, width]
-    decode    tokens i64 [rows, 1] or state [rows, 1, width], lora_b.<n> [rows, rank, out], past_keys
-              [rows x heads, width, past], past_values, seen [rows x heads, 1, past] -> state, keys, values
+    prefill   tokens i64 [1, tokens] or state [1, tokens, width], lora_b.<n> [1, rank, out], past_keys and
+              past_values [heads, past, width], seen [members x tokens, past], causal [members x tokens,
+              tokens] -> state, keys and values [heads, tokens, width]
+    decode    tokens i64 [rows, 1] or state [rows, 1, width], lora_b.<n> [rows, rank, out], past_keys and
+              past_values [rows x heads, past, width], seen [rows x heads, 1, past] -> state, keys, values
 
 A decoder's head is one or more blocks of a kind, each with a piece of the vocabulary. It takes picked states
 [1, n, width], `targets` i64 [1, n] as the piece counts them, and `shift` f32 [1, n, 1], and answers `parts`

@@ -91,9 +91,9 @@ class Shapes:
             "tokens": (rows, length),
             "state": (rows, length, self.widths[number][is_output]),
             "logits": (rows, length, self._chain.piece_words),
-            "past_keys": (of_rows, heads.key_width, past),
+            "past_keys": (of_rows, past, heads.key_width),
             "past_values": (of_rows, past, heads.value_width),
-            "keys": (of_rows, heads.key_width, length),
+            "keys": (of_rows, length, heads.key_width),
             "values": (of_rows, length, heads.value_width),
             "seen": (members * length, past) if role == PREFILL else (of_rows, 1, past),
             "causal": (members * length, length),
@@ -131,7 +131,7 @@ def read_heads(chain: Chain, programs: Sequence[Any]) -> list[Heads]:
             shapes = {name: tensor[1] for name, tensor in zip(method.inputs, tensors, strict=False) if tensor}
         keys, values = shapes.get(PAST_KEYS, ()), shapes.get(PAST_VALUES, ())
         fits = len(keys) == len(values) == 3
-        found.append(Heads(keys[0] // chain.bounds.sequences, keys[1], values[2]) if fits else Heads(0, 0, 0))
+        found.append(Heads(keys[0] // chain.bounds.sequences, keys[2], values[2]) if fits else Heads(0, 0, 0))
     return found
 
 

@@ -4,8 +4,8 @@
     decode    one token of each of several sequences passes them
 
 Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
-[slots, heads, width, capacity] and [slots, heads, capacity, width]. The sequences of a step lie in the first
-slots. What is called again and again is bound to its arrays once.
+[slots, heads, capacity, width]. The sequences of a step lie in the first slots. What is called again and again
+is bound to its arrays once.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ class ChainSpeaker:
             self._compute(step, number)
             if number in self._caches:
                 cache, found = self._caches[number], step.outputs[number]
-                shape = len(rows), *cache.keys.shape[1:3]
-                cache.keys[rows, :, :, lengths] = found["keys"].reshape(shape)
-                cache.values[rows, :, lengths] = found["values"].reshape(*shape[:2], -1)
+                shape = len(rows), cache.keys.shape[1], -1
+                cache.keys[rows, :, lengths] = found["keys"].reshape(shape)
+                cache.values[rows, :, lengths] = found["values"].reshape(shape)
         for sequence in tokens:
             self._sequences[sequence].length += 1
         return {sequence: step.logits[row].copy() for row, sequence in enumerate(tokens)}
@@ -198,17 +198,17 @@ class ChainSpeaker:
             )
         if self._caches and length <= self._capacity:
             return
-        # Growing by half at least copies what is known only now and then.
-        most = max(length, self._capacity * 3 // 2)
-        self._capacity = min(-(-most // _GROWTH) * _GROWTH, self._context)
+        # A step reads all of it: little more than what is needed, copied now and then, takes less time.
+        self._capacity = min(-(-length // _GROWTH) * _GROWTH, self._context)
         for number in range(self._chain.end):
             if not self._chain.attends(number):
                 continue
             heads = self._blocks.heads(number)
-            keys = np.zeros((self._slots, heads.count, heads.key_width, self._capacity), np.float32)
-            values = np.zeros((self._slots, heads.count, self._capacity, heads.value_width), np.float32)
+            shape = self._slots, heads.count, self._capacity
+            keys = np.zeros((*shape, heads.key_width), np.float32)
+            values = np.zeros((*shape, heads.value_width), np.float32)
             if before := self._caches.get(number):
-                keys[..., : before.keys.shape[-1]] = before.keys
+                keys[:, :, : before.keys.shape[2]] = before.keys
                 values[:, :, : before.values.shape[2]] = before.values
             self._caches[number] = _Cache(keys, values)
         self._step = None
@@ -261,7 +261,7 @@ class ChainSpeaker:
                 }
             of_rows = rows * heads.count
             answers: dict[str, Array] = {
-                "keys": np.empty((of_rows, heads.key_width, 1), np.float32),
+                "keys": np.empty((of_rows, 1, heads.key_width), np.float32),
                 "values": np.empty((of_rows, 1, heads.value_width), np.float32),
             }
             if number < chain.end:
@@ -318,14 +318,14 @@ class ChainSpeaker:
                 if start:
                     given |= {PAST_KEYS: cache.keys[slot], PAST_VALUES: cache.values[slot]}
                 else:
-                    given[PAST_KEYS] = np.zeros((heads.count, heads.key_width, past), np.float32)
+                    given[PAST_KEYS] = np.zeros((heads.count, past, heads.key_width), np.float32)
                     given[PAST_VALUES] = np.zeros((heads.count, past, heads.value_width), np.float32)
             found = self._blocks.run(number, PREFILL, given)
             if number:
                 self._blocks.release(state)
             state = found["state"]
             if mask is not None:
-                cache.keys[slot, :, :, start : start + length] = found["keys"]
+                cache.keys[slot, :, start : start + length] = found["keys"]
                 cache.values[slot, :, start : start + length] = found["values"]
                 self._blocks.release(found["keys"])
                 self._blocks.release(found["values"])

@@ -2,8 +2,7 @@
 
     softmax([q k_past + seen, q k + causal]) [v_past, v]          one attention, over both
 
-Keys of all heads are laid out [width, tokens], so that scores need no transposed copy of them. A block
-answers the keys and values of its tokens beside the state; whoever asks keeps them.
+A block answers the keys and values of its tokens beside the state; whoever asks keeps them.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ def continued(graph_module: GraphModule, rows: int, tokens: int, past: int) -> G
         past: marker of the tokens that came before.
 
     Returns:
-        A module that also takes `past_keys` f32 [rows x heads, width, past], `past_values` f32 [rows x heads,
-        past, width] and `seen`, which is added to the scores of what came before: f32 [members x tokens,
-        past] for one row, [rows x heads, 1, past] for one token. It answers keys and values of its tokens
-        beside the state, laid out as those of the past. A causal mask is `causal` [members x tokens, tokens]
-        and not a table; other tables have as many rows as the state.
+        A module that also takes `past_keys` and `past_values` f32 [rows x heads, past, width] and `seen`, which
+        is added to the scores of what came before: f32 [members x tokens, past] for one row, [rows x heads, 1,
+        past] for one token. It answers keys and values of its tokens beside the state, laid out as those of
+        the past. A causal mask is `causal` [members x tokens, tokens] and not a table; other tables have as
+        many rows as the state.
 
     Raises:
         BundleError: an attention is written in a way that isn't known here.
@@ -120,9 +119,11 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
         (product,) = sources
     (softmax,) = masked.users
     (mixed,) = softmax.users
-    query, keys = product.args
-    values = mixed.args[1]
-    heads, width, _ = keys.meta["val"].shape
+    query, transposed = product.args
+    if transposed.target is not aten.transpose.int:
+        raise BundleError(f"keys come from {transposed.format_node()}", remedy=_REMEDY)
+    keys, values = transposed.args[0], mixed.args[1]
+    heads, _, width = keys.meta["val"].shape
     value_width = values.meta["val"].shape[-1]
     members = table.meta["val"].shape[0]
 
@@ -132,14 +133,17 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
         node.meta["val"] = torch.empty(shape, device="meta")
         return node
 
-    past_keys = given(PAST_KEYS, heads, width, past)
+    past_keys = given(PAST_KEYS, heads, past, width)
     past_values = given(PAST_VALUES, heads, past, value_width)
     # A token that comes alone sees itself.
     seen = given(SEEN, *((members * tokens, past) if rows == 1 else (heads, 1, past)))
     causal = given(CAUSAL, members * tokens, tokens) if rows == 1 else None
 
     def scores_of_both(writer: Writer) -> Node:
-        found = {product: writer.call(aten.bmm.default, query, past_keys)}
+        # XNNPACK packs keys from where they lie: a transposition before a product is none of its own.
+        found = {
+            product: writer.call(aten.bmm.default, query, writer.call(aten.transpose.int, past_keys, 1, 2))
+        }
         for node in between:
             found[node] = writer.call(node.target, *(found.get(each, each) for each in node.args))
         before = writer.plus(found[scores], seen)
