@@ -4,8 +4,8 @@
     decode    one token of each of several sequences passes them
 
 Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
-[slots, heads, capacity, width]. The sequences of a step lie in the first slots. What is called again and again
-is bound to its arrays once.
+[slots, heads, capacity, width]. The sequences of a step lie in the first slots. What is called again and
+again is bound to its arrays once.
 """
 
 from __future__ import annotations

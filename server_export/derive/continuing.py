@@ -34,11 +34,11 @@ def continued(graph_module: GraphModule, rows: int, tokens: int, past: int) -> G
         past: marker of the tokens that came before.
 
     Returns:
-        A module that also takes `past_keys` and `past_values` f32 [rows x heads, past, width] and `seen`, which
-        is added to the scores of what came before: f32 [members x tokens, past] for one row, [rows x heads, 1,
-        past] for one token. It answers keys and values of its tokens beside the state, laid out as those of
-        the past. A causal mask is `causal` [members x tokens, tokens] and not a table; other tables have as
-        many rows as the state.
+        A module that also takes `past_keys` and `past_values` f32 [rows x heads, past, width] and `seen`,
+        which is added to the scores of what came before: f32 [members x tokens, past] for one row, [rows x
+        heads, 1, past] for one token. It answers keys and values of its tokens beside the state, laid out as
+        those of the past. A causal mask is `causal` [members x tokens, tokens] and not a table; other tables
+        have as many rows as the state.
 
     Raises:
         BundleError: an attention is written in a way that isn't known here.
