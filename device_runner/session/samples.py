@@ -126,17 +126,18 @@ class Samples:
         """Answer the prompts that have no answer of this step yet, and write the answers down."""
         self._last = step = self._state.step
         known = self._of(step)
-        lacking = [each for each in self._prompts if json.dumps(each.asked) not in known]
-        if not lacking:
+        if all(json.dumps(each.asked) in known for each in self._prompts):
             return
         # Training changes the adapter, and a generator's must stay.
         adapter = self._state.adapter.copy()
         wanted = GenerationSettings(MOST_TOKENS, overflow="truncate")
-        answers = self._generator.generate([Request(each.prompt, adapter, wanted) for each in lacking])
+        # All of them, for an engine may round otherwise in other company.
+        answers = self._generator.generate([Request(each.prompt, adapter, wanted) for each in self._prompts])
         self._generator.close()
         records = [
             {"step": step, "prompt": each.asked, "text": answer.text}
-            for each, answer in zip(lacking, answers, strict=True)
+            for each, answer in zip(self._prompts, answers, strict=True)
+            if json.dumps(each.asked) not in known
         ]
         with reported(self._path), open_regular(self._path, "ab") as stream:
             stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
