@@ -169,7 +169,11 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
 
 def read_adapters(bundle: Bundle, words: Sequence[str]) -> dict[str, Adapter]:
     """Adapters by name, as `read_adapter`; without words the bundle's own. Names must differ."""
-    found = [read_adapter(bundle, word) for word in words or [BUNDLE]]
+    return by_name([read_adapter(bundle, word) for word in words or [BUNDLE]])
+
+
+def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
+    """Adapters by their names; raises ConfigError for names that aren't one adapter's alone."""
     counts = Counter(name for name, _ in found)
     if problems := [f"{name!r} is the name of {count}" for name, count in counts.items() if count > 1]:
         raise ConfigError("adapters need names of their own:", problems, remedy="give --adapter NAME=PATH")
