@@ -9,7 +9,7 @@ a process of its own; ratios are medians over rounds. Prints JSON by model:
     tokens_over_stock, prefill_over_stock   tokens a second, of one sequence, over those of the runner
     decode_over_bandwidth                   time of a token over that of reading all packed weights once
     batch8_over_1                           tokens a second of 8 sequences over those of one
-    anonymous_mb                            of the process that writes the end of a text of `--context` tokens;
+    anonymous_mb                            of the process that writes the end of `--context` tokens; its
                                             weights are mapped
     memory, stock_memory                    of the processes that are compared
 """

@@ -163,22 +163,11 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
 
 
 def _infer_sizes(graph_module: GraphModule, marker: int) -> None:
-    """Leave the one size of a shape that a call chooses to be inferred, in place: XNNPACK can do that.
-
-    What moves dimensions of which one is 1 is a shape too, and of shapes one after the other the last counts.
-    """
+    """Leave the one size of a shape that a call chooses to be inferred, in place: XNNPACK can do that."""
     for node in graph_module.graph.nodes:
-        if node.target is aten.transpose.int:
-            moved = [node.meta["val"].shape[dim] for dim in node.args[1:]]
-            if 1 not in moved:
-                continue
-        elif node.target not in _RESHAPES:
-            continue
-        shape = node.meta["val"].shape
-        chosen = [number % marker == 0 for number in shape]
-        if sum(chosen) == 1:
-            source = node.args[0]
-            while source.target is aten.view.default:
-                source = source.args[0]
-            sizes = [-1 if is_chosen else n for n, is_chosen in zip(shape, chosen, strict=True)]
-            node.target, node.args = aten.view.default, (source, sizes)
+        if node.target in _RESHAPES:
+            shape = node.meta["val"].shape
+            chosen = [number % marker == 0 for number in shape]
+            if sum(chosen) == 1:
+                sizes = [-1 if is_chosen else n for n, is_chosen in zip(shape, chosen, strict=True)]
+                node.target, node.args = aten.view.default, (node.args[0], sizes)
