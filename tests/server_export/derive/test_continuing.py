@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 
 from prge.chain import CAUSAL, DECODE, MASKED, PAST_KEYS, PAST_VALUES, PREFILL, SEEN, STACK
 from prge.errors import BundleError
-from server_export.derive.continuing import continued
+from server_export.derive.continuing import FROZEN_PREFIX, continued
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import fill_in_values, with_size
 from server_export.lower.roles import PAST, role_graphs
@@ -43,11 +43,12 @@ class Block:
         )
         self.tables = [chain.tables.all[table] for table in self.block.tables]
         modules = {module.name: module for module in chain.modules}
+        adapted = {name: modules[chain.adapter[name]] for name in self.block.adapter}
         self.adapter = {
-            name: random(
-                1, modules[chain.adapter[name]].rank, modules[chain.adapter[name]].out_features
-            ).float()
-            for name in self.block.adapter
+            name: random(1, module.rank, module.out_features).float() for name, module in adapted.items()
+        }
+        self.frozen = {
+            FROZEN_PREFIX + name: chain.lora_a[module.name][None] for name, module in adapted.items()
         }
         self.width = kind.graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape[-1]
         causal = next(table for table in self.tables if table.kind == "causal")
@@ -57,7 +58,8 @@ class Block:
         graph = self.graphs[role]
         for marker, size in ((COPIES, rows), (BATCH, 1), (TOKENS, tokens), (PAST, past)):
             graph = with_size(graph, marker, size)
-        given |= {name: matrix.expand(rows, -1, -1) for name, matrix in self.adapter.items()}
+        for matrices in (self.adapter, self.frozen):
+            given |= {name: matrix.expand(rows, -1, -1) for name, matrix in matrices.items()}
         return list(graph(*(given[name] for name in inputs_of(graph))))
 
     def tables_of(self, start: int, end: int) -> dict[str, torch.Tensor]:
@@ -147,4 +149,4 @@ def test_scores_of_another_kind_are_refused() -> None:
     graph_module = GraphModule(torch.nn.Module(), graph)
     fill_in_values(graph_module)
     with pytest.raises(BundleError, match="keys come from"):
-        continued(graph_module, 1, 4, PAST)
+        continued(graph_module, [], 1, 4, PAST)
