@@ -201,7 +201,8 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"\nmemory of a run, {DEFAULT_BATCH} rows of {tokens} tokens, native engine, estimated"
         yield from memory_text(report["memory"])
     if text := report["text"]:
-        yield f"\ntexts of up to {text['context']} tokens, of which each takes {bytes_text(text['token_bytes'])}"
+        size = bytes_text(text["token_bytes"])
+        yield f"\ntexts of up to {text['context']} tokens, of which each takes {size}"
     yield from _section("most of each size in one call of a program", asdict(chain.bounds))
     yield "\ntables"
     for number, table in enumerate(chain.tables):
