@@ -32,13 +32,22 @@ CORE = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm")
 DEVICE = (*CORE, "torch", "executorch", "engine")
 EXPORT = (*DEVICE, "torchao", "transformers", "peft")
 
-BY_EXTRA = {"": CORE, "device": DEVICE, "plot": (*CORE, "matplotlib"), "export": EXPORT}
+BY_EXTRA = {
+    "": CORE,
+    "device": DEVICE,
+    "plot": (*CORE, "matplotlib"),
+    "serve": (*DEVICE, "starlette", "uvicorn"),
+    "export": EXPORT,
+}
 NEEDS: Mapping[str, Sequence[str]] = {
     name: (*BY_EXTRA[verb.extra], *(["matplotlib"] if name == "compare" else []))
     for name, verb in VERBS.items()
 }
+# What is there if it can be imported.
+FOUND = ("jinja2", "torchao", "transformers", "peft", "matplotlib", "starlette", "uvicorn")
 # What these verbs do without where the native engine is.
-NATIVE_VERBS, NOT_FOR_NATIVE = ("probe", "run", "eval", "generate", "chat"), ("torch", "engine")
+NATIVE_VERBS = ("probe", "run", "eval", "generate", "chat", "serve")
+NOT_FOR_NATIVE = ("torch", "engine")
 
 # The engine in a process of its own: a broken build may end it with a signal.
 _ENGINE_PROBE = """
@@ -90,7 +99,7 @@ def examine() -> Iterator[Check]:
         ("memory", _check_memory),
         ("disk", _check_disk),
         ("cache", _check_cache),
-        *[(name, _finder(name)) for name in ("jinja2", "torchao", "transformers", "peft", "matplotlib")],
+        *[(name, _finder(name)) for name in FOUND],
         ("adb", _check_adb),
     ]
     for name, check in checks:

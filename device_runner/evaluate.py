@@ -10,22 +10,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from device_runner.engines.opening import open_engines
+from prge.adapter import Adapter
 from prge.bundle import open_bundle
 from prge.checkpoint import HEAD, read_head
 from prge.engine import EngineName
 from prge.errors import ConfigError, EngineError
 from prge.evaluation import Scores
 from prge.examples import Example
+from prge.generation.loop import Answer, GenerationSettings, Generator, Overflow, Request
+from prge.generation.prompts import Prompt
 from prge.head import Head
 from prge.peft import find_adapter, read_peft
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
-from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
-from prge.rows.task import load_task
+from prge.rows.scoring import evaluate, extract_answers, text_metrics
+from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import reported
 from prge.settings import Bytes, parse_settings
 
+# Answers that are written at once.
+SLOTS = 8
 DESCRIPTION = "Score an adapter on rows of a file; prints the loss and the metric of the task."
 
 
@@ -47,6 +52,9 @@ class EvaluateSettings:
     """Most rows to score."""
     shuffle_seed: int | None = None
     """Shuffle the file before start and limit; the same rows on every machine."""
+    answers: Literal["generate", "spans"] | None = None
+    """Tasks whose answers are texts: let the model write them, as the task's `generate` says, or search them
+    among the spans of the passage. Default: write them where the task says how, else search."""
     overflow: Literal["error", "truncate", "split"] = "truncate"
     """What to do with a row that is too long for the program; whatever is cut is reported."""
     append_eos: bool = True
@@ -87,6 +95,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     contract = bundle.score_contract
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
+    way = way_to_answers(settings, task)
     options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
     selection = Selection(settings.start, settings.limit, settings.shuffle_seed)
     examples, report = load_examples(
@@ -105,7 +114,9 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             )
         head = Head(examples[0].candidates, contract.width)
         read_head(source / HEAD, head)
-    engine = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True).score
+    engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True)
+    engine = engines.score
+    generator = Generator(engines.speaker(SLOTS), tokenizer) if way == "generate" else None
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
     if not math.isfinite(record["loss"]):
         raise EngineError(
@@ -114,12 +125,56 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         )
     del record["value"]
     answers: list[str] = []
-    if task is not None and task.is_completion and task.metric == "f1_answer" and "passage" in task.columns:
+    if task is not None and way == "spans":
         answers = extract_answers(engine, adapter, examples, tokenizer, task)
-        record["f1"] = mean_token_f1(answers, examples)
+    elif task is not None and task.generate is not None and generator is not None:
+        written = write_answers(generator, examples, adapter, task.generate, settings.overflow)
+        answers = [answer.text.strip() for answer in written]
+        pairs = zip(examples, written, strict=True)
+        if cut := sum(example.cut or answer.cut_tokens > 0 for example, answer in pairs):
+            record["cut_examples"] = cut
+    if task is not None and answers:
+        record |= text_metrics(task, answers, examples)
     if settings.predictions:
         _write_predictions(settings.predictions, examples, scored, answers)
     return record
+
+
+def write_answers(
+    generator: Generator, examples: Sequence[Example], adapter: Adapter, generate: Generate, overflow: str
+) -> list[Answer]:
+    """What the model writes after the prompt of each example, the most likely token each time.
+
+    Args:
+        generator: of the bundle that the examples were built for.
+        examples: of a task whose answers are texts.
+        adapter: what it is asked with.
+        generate: when an answer ends.
+        overflow: `error` keeps prompts whole; else one that leaves an answer no room loses its beginning.
+    """
+    cut: Overflow = "error" if overflow == "error" else "truncate"
+    wanted = GenerationSettings(generate.max_tokens, generate.stop, overflow=cut)
+    return generator.generate([Request(Prompt(each.prompt), adapter, wanted) for each in examples])
+
+
+def way_to_answers(settings: EvaluateSettings, task: Task | None) -> Literal["generate", "spans"] | None:
+    """How texts are found that a task's metric compares; None if it compares none."""
+    spans, generate = task is not None and task.answers_in_passage, task is not None and task.generate
+    way = settings.answers or ("generate" if generate else "spans" if spans else None)
+    if (way == "generate" and not generate) or (way == "spans" and not spans):
+        needed = "generate" if way == "generate" else "columns.passage, and a metric of texts"
+        raise ConfigError(
+            "these settings can't be used:",
+            [f"--answers is {way}, the task {task.name if task else '(none)'} lacks {needed}"],
+            remedy="add it to a task file of your own",
+        )
+    if way and settings.overflow == "split":
+        raise ConfigError(
+            "these settings can't be used:",
+            ["--overflow is split: a question with its answer is one row"],
+            remedy="set --overflow to truncate or error",
+        )
+    return way
 
 
 def _write_predictions(

@@ -12,7 +12,7 @@ from typing import Any
 from device_runner.session.settings import DEFAULT_BATCH, DEFAULT_QUERIES
 from prge.adapter import adapter_size
 from prge.bundle import MANIFEST, check_file, read_chain, read_manifest
-from prge.chain import ROLE_OF, Chain
+from prge.chain import DECODE, ROLE_OF, Chain
 from prge.contract import AdaptedModule
 from prge.costs import KINDS, Outline, bytes_text, memory_table, memory_text, weights_of
 from prge.errors import BundleError, printable
@@ -21,7 +21,7 @@ from prge.settings import parse_settings
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
 _SHOWN_ELSEWHERE = {
     *("folder", "manifest_sha256", "format", "model", "files", "unlisted_files"),
-    *("adapter_parameters", "chain", "roles", "programs", "weights", "outline", "memory"),
+    *("adapter_parameters", "chain", "roles", "programs", "weights", "outline", "memory", "text"),
 }
 # Tokens of a row whose memory is told, as by `prge estimate`.
 _TOKENS = 64
@@ -101,6 +101,7 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
             "largest_bytes": loaded[largest],
         },
         "memory": _memory(manifest, chain, size(chain.blocks[0].weights), loaded[largest]),
+        "text": _text_facts(manifest, chain),
     }
 
 
@@ -126,6 +127,15 @@ def _memory(
         if ROLE_OF[kind] in chain.roles
     }
     return memory_table(outline, contracts, replace(weights, largest=largest_bytes), chain.roles)
+
+
+def _text_facts(manifest: Mapping[str, Any], chain: Chain) -> dict[str, int] | None:
+    """How long texts may be, and what keys and values of a token take; None if that isn't known."""
+    if "outline" not in manifest or DECODE not in chain.roles:
+        return None
+    outline = Outline.from_json(manifest["outline"], chain)
+    # Keys and values of about one width, in float32.
+    return {"context": chain.bounds.context, "token_bytes": 2 * 4 * outline.key_width * outline.blocks}
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -190,6 +200,9 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
         tokens = min(_TOKENS, chain.bounds.tokens)
         yield f"\nmemory of a run, {DEFAULT_BATCH} rows of {tokens} tokens, native engine, estimated"
         yield from memory_text(report["memory"])
+    if text := report["text"]:
+        size = bytes_text(text["token_bytes"])
+        yield f"\ntexts of up to {text['context']} tokens, of which each takes {size}"
     yield from _section("most of each size in one call of a program", asdict(chain.bounds))
     yield "\ntables"
     for number, table in enumerate(chain.tables):

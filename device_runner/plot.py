@@ -14,7 +14,7 @@ from prge.run_folder import Record, read_metrics, reported
 from prge.settings import parse_settings
 
 AXES = ("step", "rows", "seconds")
-SCORES = ("accuracy", "f1", "perplexity")
+SCORES = ("accuracy", "f1", "exact_match", "rouge_l", "perplexity")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 config.yaml      the settings            checkpoints/step-N/   PEFT folder and optimizer state
 journal.jsonl    what each step learnt   final/                PEFT folder of the best step
 metrics.jsonl    what to plot            run.json, log.txt     what, where, how it ended
+samples.jsonl    what the model said to prompts
 trunk_cache/     what lower blocks made of training rows; may be deleted at any time
 """
 
@@ -29,6 +30,7 @@ from device_runner.session.inputs import (
     settings_records,
 )
 from device_runner.session.noise import noise_note
+from device_runner.session.samples import Samples
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, bundle_for, settled
 from prge.atomic import write_file
@@ -49,6 +51,7 @@ from prge.engine import Engine
 from prge.errors import ConfigError, RunError
 from prge.exact import check_candidates, check_single_sequences
 from prge.examples import token_count
+from prge.generation.loop import Generator
 from prge.journal import Journal, Record
 from prge.peft import write_peft
 from prge.rows.scoring import evaluate
@@ -56,7 +59,7 @@ from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, ru
 from prge.sampling import Sampler, check_batch
 from prge.settings import parse_settings, settings_to_yaml
 from prge.terminal import best_effort
-from prge.training import AdapterLearner, train
+from prge.training import AdapterLearner, Observer, train
 from prge.watching import Watcher, graceful_stop
 
 DESCRIPTION = "Fine-tune the adapter of a bundle on the stock engine."
@@ -112,14 +115,19 @@ def run(settings: RunSettings) -> Path:
                 watcher.say(inputs.report)
                 if engines.notes:
                     watcher.say(engines.notes)
-                final = _train(settings, inputs, engines, journal, watcher)
+                final = _train(settings, inputs, engines, journal, watcher, facts)
                 if cache is not None:
                     watcher.say(f"trunk: {cache.computed} rows computed, {cache.reused} from the cache")
                 return final
 
 
 def _train(
-    settings: RunSettings, inputs: RunInputs, engines: Engines, journal: Journal, watcher: Watcher
+    settings: RunSettings,
+    inputs: RunInputs,
+    engines: Engines,
+    journal: Journal,
+    watcher: Watcher,
+    facts: _Facts,
 ) -> Path:
     pad = inputs.tokenizer.pad_id
     checkpoints = settings.out / CHECKPOINTS
@@ -157,11 +165,18 @@ def _train(
         save,
         score if inputs.dev else None,
     )
-    train(learner, settings.of_loop, watcher, lambda: gates.hold(watcher))
+    observer: Observer = watcher
+    samples = None
+    if prompts := inputs.sample_prompts:
+        generator, every = Generator(engines.speaker(len(prompts)), inputs.tokenizer), settings.sample_every
+        observer = samples = facts.samples = Samples(prompts, generator, state, every, watcher)
+    train(learner, settings.of_loop, observer, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
     final = write_final(settings, inputs, state)
+    if samples is not None:
+        samples.take()
     best = journal.evaluation(state.step) or {}
     with journal.reading(best):
         watcher.say_final(state.step, best)
@@ -266,6 +281,7 @@ class _Facts:
         self.inputs = inputs
         self.engines = engines
         self.sensors = {"start": Sensors().record()}
+        self.samples: Samples | None = None
 
     def __call__(self) -> tuple[Record, Record]:
         """The blocks `run` and `train`."""
@@ -280,4 +296,5 @@ class _Facts:
             "development_rows": len(self.inputs.dev),
             "trained_values": self.inputs.adapter.size,
             "sensors": {**self.sensors, "last": Sensors().record()},
+            **({"samples": self.samples.summary()} if self.samples else {}),
         }

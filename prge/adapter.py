@@ -7,7 +7,7 @@ stack   {"lora_b.<module>": [copies, rank, out]}                    what a call 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,12 +18,21 @@ from prge.engine import FloatArray
 class Adapter:
     """`lora_b` of all modules in one float32 vector, `values`; `modules` gives its layout.
 
+    `lora_a`, f32 [rank, in] by module name with alpha / rank in it, is there only if it isn't the bundle's;
+    such an adapter writes text, and is neither trained nor scored.
+
     Raises:
         ValueError: `values` is not a contiguous float32 vector of the modules' total size.
     """
 
-    def __init__(self, modules: Sequence[AdaptedModule], values: FloatArray) -> None:
+    def __init__(
+        self,
+        modules: Sequence[AdaptedModule],
+        values: FloatArray,
+        lora_a: Mapping[str, FloatArray] | None = None,
+    ) -> None:
         self.modules = tuple(modules)
+        self.lora_a = lora_a
         size = adapter_size(modules)
         if values.shape != (size,) or values.dtype != np.float32 or not values.flags.c_contiguous:
             raise ValueError(f"values is {values.dtype} {values.shape}, must be contiguous float32 ({size},)")

@@ -50,7 +50,8 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("steps", "limit", "train_limit", "dev_limit", "test_limit"), _COUNT),
     **dict.fromkeys(("step", "start", "train_start", "dev_start", "test_start"), _COUNT_OR_NONE),
     **dict.fromkeys(
-        ("warmup", "evaluate_every", "evaluate_at", "checkpoint_every", "patience"), _COUNT_OR_NONE
+        ("warmup", "evaluate_every", "evaluate_at", "checkpoint_every", "sample_every", "patience"),
+        _COUNT_OR_NONE,
     ),
     **dict.fromkeys(("calls", "batches", "search_trials", "analysis_steps"), _PASSES),
     **dict.fromkeys(("calibration_rows", "held_out", "threads"), _PASSES),
@@ -59,7 +60,7 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("batch_size", "sequence_length", "context"), _SIZE),
     **dict.fromkeys(("trunk_cache_bytes", "memory"), _BYTES),
     "max_dropped": Range(0, 1),
-    **dict.fromkeys(("max_tokens", "context"), _SIZE),
+    **dict.fromkeys(("max_tokens", "queue", "slots"), _SIZE),
     "temperature": Range(0, 100),
     "top_k": _COUNT_OR_NONE,
     "top_p": _SHARE,
@@ -79,6 +80,7 @@ BOUNDS: Mapping[str, Range] = {
     "pause_above_celsius": Range(-273, 1000),
     "pause_below_battery": Range(0, 100),
     "seconds": Range(0, 1e6),
+    "port": Range(0, 65535),
 }
 
 

@@ -10,11 +10,12 @@ A program has a method for each role of its kind, whose sizes a call chooses:
               u.<n> [queries, batch, rank], v.<n> [queries, batch, out] -> state, d_state
     back      state, slope, lora_b.<n> [rank, out] -> slope of the state that entered,
               gradient.<n> [rank, out]
-    prefill   tokens i64 [1, tokens] or state [1, tokens, width], lora_b.<n> [1, rank, out], past_keys and
-              past_values [heads, past, width], seen [members x tokens, past], causal [members x tokens,
-              tokens] -> state, keys and values [heads, tokens, width]
-    decode    tokens i64 [rows, 1] or state [rows, 1, width], lora_b.<n> [rows, rank, out], past_keys and
-              past_values [rows x heads, past, width], seen [rows x heads, 1, past] -> state, keys, values
+    prefill   tokens i64 [1, tokens] or state [1, tokens, width], lora_a.<n> [1, rank, in], lora_b.<n> [1,
+              rank, out], past_keys and past_values [heads, past, width], seen [members x tokens, past],
+              causal [members x tokens, tokens] -> state, keys and values [heads, tokens, width]
+    decode    tokens i64 [rows, 1] or state [rows, 1, width], lora_a.<n> [rows, rank, in], lora_b.<n> [rows,
+              rank, out], past_keys and past_values [rows x heads, past, width], seen [rows x heads, 1, past]
+              -> state, keys, values
 
 A decoder's head is one or more blocks of a kind, each with a piece of the vocabulary. It takes picked states
 [1, n, width], `targets` i64 [1, n] as the piece counts them, and `shift` f32 [1, n, 1], and answers `parts`
@@ -43,7 +44,7 @@ ROLES = (*STEP_ROLES, PREFILL, DECODE)
 ROLE_OF = {"stack": STACK, "tangent": TANGENT, "exact": BACK}
 TABLES = ("causal", "rotary", "positions", "zeros")
 POOLINGS = ("mean", "first")
-LORA_B, U, V, TABLE, GRADIENT = "lora_b.", "u.", "v.", "table.", "gradient."
+LORA_A, LORA_B, U, V, TABLE, GRADIENT = "lora_a.", "lora_b.", "u.", "v.", "table.", "gradient."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
 SEEN, CAUSAL = "seen", "causal"
 _STATES = dict.fromkeys(ROLES, ("state",)) | {TANGENT: ("state", "d_state"), BACK: ("state", "slope")}
@@ -230,6 +231,8 @@ class Chain:
                     given |= {f"{prefix}{n}" for prefix in (U, V) for n in modules}
                 if role == BACK:
                     answers = (*answers, *(f"{GRADIENT}{n}" for n in modules))
+                if role not in STEP_ROLES:
+                    given |= {f"{LORA_A}{n}" for n in modules}
                 if role not in STEP_ROLES and self.attends(number):
                     needed |= {*_PAST, *([CAUSAL] if role == PREFILL else [])}
                     answers = (*answers, KEYS, VALUES)

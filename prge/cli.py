@@ -35,6 +35,7 @@ VERBS = {
     "eval": Verb("device_runner.evaluate", "measure an adapter on rows of a task", "device"),
     "generate": Verb("device_runner.generate", "write what a model answers to prompts", "device"),
     "chat": Verb("device_runner.chat", "talk to a model and its adapters in the terminal", "device"),
+    "serve": Verb("device_runner.serve", "serve a bundle and its adapters by OpenAI's protocol", "serve"),
     "baseline": Verb("server_export.baselines.command", "train the same model by another method", "export"),
     "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", ""),
     "plot": Verb("device_runner.plot", "draw loss and score of runs", "plot"),

@@ -59,6 +59,12 @@ class Example:
     choices: tuple[str, ...] = ()
     cut: bool = False
 
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The tokens before a completion's first target."""
+        (sequence,) = self.sequences
+        return sequence.tokens[: sequence.slots[0].position + 1]
+
 
 def token_count(examples: Sequence[Example]) -> int:
     """Tokens of some examples: a candidate's sequence counts with the prompt that it begins with."""

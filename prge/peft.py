@@ -225,6 +225,60 @@ def read_peft(
     return adapter
 
 
+def read_any(folder: Path | str, modules: Sequence[AdaptedModule], template_folder: Path | str) -> Adapter:
+    """Read an adapter of a bundle's model from any PEFT folder, to write text with it.
+
+    Args:
+        folder: of plain LoRA, in float32, float16 or bfloat16; of the bundle's modules or some of them, and
+            of its rank or a lower one.
+        modules: what the bundle adapts.
+        template_folder: the bundle's own adapter.
+
+    Returns:
+        The adapter, with a `lora_a` if its own isn't the bundle's.
+
+    Raises:
+        AdapterError: it is damaged or a variant of LoRA; it was trained on another model, as far as hash or
+            commit tell; or its rank is higher, or its modules are others or of other sizes.
+    """
+    found, frozen = read_lora(folder), scaled_lora_a(template_folder)
+    problems = _base_problems(found.config, read_config(Path(template_folder)))
+    known = {module.name: module for module in modules}
+    strangers = [name for name in found.lora_a if name not in known]
+    if strangers:
+        problems.append(
+            f"it adapts {len(strangers)} modules that the bundle doesn't, the first is {strangers[0]}"
+        )
+    rank = min(module.rank for module in modules)
+    if found.rank > rank:
+        problems.append(f"{CONFIG} has rank r = {found.rank}, the bundle has {rank}")
+    for module in found.modules:
+        wanted = known.get(module.name, module)
+        sizes, expected = ((each.in_features, each.out_features) for each in (module, wanted))
+        if sizes != expected:
+            problems.append(f"{module.name} is a layer from {sizes[0]} to {sizes[1]}, not {expected}")
+    if problems:
+        raise AdapterError(
+            f"the adapter {folder} doesn't fit the bundle",
+            problems,
+            remedy="export a bundle from it with --adapter, or give one of this model and these modules",
+        )
+    adapter = Adapter.zeros(modules)
+    lora_a = {name: np.zeros_like(frozen[name]) for name in known}
+    for name, view in adapter.named().items():
+        if name in found.lora_a:
+            view[: found.rank] = found.lora_b[name].T
+            lora_a[name][: found.rank] = found.lora_a[name] * np.float32(found.scale)
+    is_own = all(np.array_equal(lora_a[name], frozen[name]) for name in found.lora_a)
+    return adapter if is_own else Adapter(adapter.modules, adapter.values, lora_a)
+
+
+def scaled_lora_a(folder: Path | str) -> dict[str, FloatArray]:
+    """A PEFT folder's `lora_A` f32 [rank, in] by module name, times alpha / rank; raises AdapterError."""
+    found = read_lora(folder)
+    return {name: matrix * np.float32(found.scale) for name, matrix in found.lora_a.items()}
+
+
 def write_peft(
     folder: Path | str,
     adapter: Adapter,

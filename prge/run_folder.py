@@ -22,6 +22,7 @@ from prge.regular_files import open_regular, read_regular
 CONFIG = "config.yaml"
 JOURNAL = "journal.jsonl"
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 LOG = "log.txt"
 SUMMARY = "run.json"
 LOCK = "run.lock"
@@ -34,7 +35,17 @@ _PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "executorch", "torch
 Record = dict[str, Any]
 
 # Of a record of metrics.jsonl: what is drawn, and what a resumed run goes on from.
-_NUMBERS = ("loss", "rows", "seconds", "largest_tangent", "accuracy", "f1", "perplexity")
+_NUMBERS = (
+    "loss",
+    "rows",
+    "seconds",
+    "largest_tangent",
+    "accuracy",
+    "f1",
+    "exact_match",
+    "rouge_l",
+    "perplexity",
+)
 _MOST = 1e300
 
 

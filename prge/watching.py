@@ -121,12 +121,18 @@ class Watcher:
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
         """See prge.training.Observer."""
-        self._evaluating += time.perf_counter() - self._last
+        self.on_samples()
         self._evaluation = _evaluation(record)
         if fresh:
             self._write_evaluation(record)
             self.say(f"step {record['step']}: development rows: {_figures_text(record)}")
         self._last = time.perf_counter()
+
+    def on_samples(self) -> None:
+        """Prompts were answered, which counts as an evaluation."""
+        now = time.perf_counter()
+        self._evaluating += now - self._last
+        self._last = now
 
     def say_final(self, step: int, evaluation: Record) -> None:
         """Say which step the result is of, and its figures where it was evaluated."""

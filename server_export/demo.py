@@ -1,6 +1,6 @@
 """`prge demo`: the whole path on a tiny model that comes with the package, each step a command of its own.
 
-export -> evaluate -> run, killed on the way -> resume -> evaluate -> publish -> a table and a picture
+export -> evaluate -> run, killed on the way -> resume -> evaluate -> write -> publish -> a table, a picture
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import PrgeError, RunError
+from prge.rows.readers import read_rows
+from prge.rows.task import load_task
 from prge.settings import parse_settings
 
 DATA = Path(__file__).resolve().parent / "demo_data"
@@ -33,6 +35,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "tangent": {"estimator": "tangent", "queries": 4, "steps": 600, "learning-rate": 0.01},
     "exact": {"estimator": "exact", "steps": 200, "learning-rate": 0.01},
 }
+# Candidates are compared with each other. To write the right one, the model learns it as a text, and its end.
+WRITING = {"estimator": "exact", "steps": 300, "learning-rate": 0.01, "evaluate-every": 0, "sample-every": 0}
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,12 @@ def demo(settings: DemoSettings) -> dict[str, Any]:
     bundle, exact = out / "bundle", out / "exact"
     task = ["--task", DATA / "task.yaml"]
     test = ["--bundle", bundle, "--data", DATA / "test.jsonl", *task]
-    _step("1/5  export the model into a bundle")
+    _step("1/6  export the model into a bundle")
     quantize = ["--quantize", settings.quantize]
     _prge("export", "--model", DATA / "model", "--out", bundle, *_flags(EXPORT), *quantize)
-    _step("2/5  score it on test rows: it has never seen this task")
+    _step("2/6  score it on test rows: it has never seen this task")
     before = _evaluate(out / "before.json", *test)
-    _step("3/5  fine-tune it three times; one process is killed on the way, and its run goes on")
+    _step("3/6  fine-tune it three times; one process is killed on the way, and its run goes on")
     data = ["--train", DATA / "train.jsonl", "--dev", DATA / "dev.jsonl", *task]
     for name, method in METHODS.items():
         words = ["--bundle", bundle, "--out", out / name, *data, *_flags(RUN | method)]
@@ -88,15 +92,18 @@ def demo(settings: DemoSettings) -> dict[str, Any]:
             _prge("run", "--resume", out / name)
         else:
             _prge("run", *words)
-    _step("4/5  score all on test rows")
+    _step("4/6  score all on test rows")
     methods = {name: _figures(out, name, *test) for name in METHODS}
-    _step("5/5  publish an adapter for PEFT, and draw the curves")
+    _step("5/6  teach it to write its answer, and ask it before and after")
+    samples = _written(out, bundle, settings.seed)
+    _step("6/6  publish an adapter for PEFT, and draw the curves")
     _prge("publish", exact, "--bundle", bundle, "--model", DATA / "model", "--out", out / "adapter")
     _prge("plot", *(out / name for name in METHODS), "--out", out / "curve.png")
     figures = {
         "accuracy_before": before["accuracy"],
         "loss_before": before["loss"],
         "methods": methods,
+        "samples": samples,
         "seconds": time.perf_counter() - begin,
     }
     print(_table(figures, out))
@@ -118,6 +125,24 @@ def _figures(out: Path, name: str, *test: object) -> dict[str, Any]:
         "trained_values": summary["train"]["trained_values"],
         "completed": summary["run"]["status"] == "completed",
     }
+
+
+def _written(out: Path, bundle: Path, seed: int) -> dict[str, Any]:
+    """What the model writes after a text of each class that it never saw, before and after a run."""
+    task = load_task(DATA / "task.yaml")
+    rows = [row.fields for row in read_rows(DATA / "train.jsonl")]
+    answers = [
+        {"prompt": task.prompt(row), "completion": task.candidates(row)[task.label(row)]} for row in rows
+    ]
+    unseen = {task.label(row.fields): row.fields for row in read_rows(DATA / "test.jsonl")}
+    prompts = [{"prompt": task.prompt(row)} for row in unseen.values()]
+    for name, lines in (("answers", answers), ("prompts", prompts)):
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--bundle", bundle, "--train", out / "answers.jsonl", "--out", out / "writing", "--seed", seed]
+    _prge("run", *words, *_flags(RUN | WRITING), "--sample-prompts", out / "prompts.jsonl")
+    summary = json.loads((out / "writing" / "run.json").read_text())
+    samples: dict[str, Any] = summary["train"]["samples"]
+    return samples
 
 
 def _prge(*words: object) -> None:
@@ -176,6 +201,13 @@ def _table(figures: dict[str, Any], out: Path) -> str:
             f"{name:<10}{found['steps']:>9,}{found['rows']:>10,}{found['seconds']:>10.1f}{memory:>10}"
             f"{found['accuracy_after']:>10.1%}"
         )
+    for before, after in zip(*figures["samples"].values(), strict=True):
+        lines += [
+            "",
+            before["prompt"],
+            f"  before: {before['text'].strip()}",
+            f"  after:  {after['text'].strip()}",
+        ]
     lines += [
         "",
         f"seconds in all: {figures['seconds']:.1f}",

@@ -345,6 +345,8 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     changes["out"] = Path(phone.path("runs", plain.out.name))
     if plain.task and Path(plain.task).is_file():
         changes["task"] = phone.send_file(Path(plain.task))
+    if plain.sample_prompts:
+        changes["sample_prompts"] = Path(phone.send_file(plain.sample_prompts))
     if plain.adapter:
         source = find_adapter(plain.adapter)
         remote = phone.path("adapters", digest(str(source.resolve()))[:12])

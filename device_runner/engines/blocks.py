@@ -13,6 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from device_runner.engines.refusals import RefusedError, captured_stderr, foreig
 from device_runner.engines.tables import Tables
 from prge.bundle import Bundle, check_content
 from prge.chain import DECODE, STACK, TABLE, Interface
-from prge.engine import Array
+from prge.engine import Array, FloatArray
 from prge.errors import EngineError
+from prge.peft import scaled_lora_a
 
 
 class Blocks:
@@ -91,6 +93,11 @@ class Blocks:
     def heads(self, number: int) -> Heads:
         """The heads of a block's attention."""
         return self._shapes.heads[number]
+
+    @cached_property
+    def lora_a(self) -> dict[str, FloatArray]:
+        """The bundle's own, by module; what writes text takes it as an input."""
+        return scaled_lora_a(self._bundle.adapter)
 
     def interface(self, number: int, role: str) -> Interface:
         """Names of what a block's method takes and answers."""

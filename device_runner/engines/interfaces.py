@@ -12,7 +12,18 @@ from typing import Any
 
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
-from prge.chain import DECODE, PAST_KEYS, PAST_VALUES, PREFILL, STACK, STEP_ROLES, TABLE, Bounds, Chain
+from prge.chain import (
+    DECODE,
+    LORA_A,
+    PAST_KEYS,
+    PAST_VALUES,
+    PREFILL,
+    STACK,
+    STEP_ROLES,
+    TABLE,
+    Bounds,
+    Chain,
+)
 
 # Sizes that a method is tried with before it is used.
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4)
@@ -84,7 +95,8 @@ class Shapes:
             return dtype, (rows, *shape[1:])
         if "." in name:
             module = self._chain.modules[block.modules[_index(name)]]
-            return "float32", (rows, module.rank, module.out_features)
+            width = module.in_features if name.startswith(LORA_A) else module.out_features
+            return "float32", (rows, module.rank, width)
         of_rows, past = rows * heads.count, sizes.context
         members = mask.members if (mask := self._chain.causal_table(number)) else 0
         shapes: dict[str, tuple[int, ...]] = {

@@ -23,6 +23,7 @@ from prge.chain import (
     CAUSAL,
     DECODE,
     FEWEST_TOKENS,
+    LORA_A,
     LORA_B,
     MASKED,
     PAST_KEYS,
@@ -187,6 +188,9 @@ class ChainSpeaker:
             self._sequences[sequence].length += 1
         return {sequence: step.logits[row].copy() for row, sequence in enumerate(tokens)}
 
+    def _lora_a(self, adapter: Adapter) -> Mapping[str, FloatArray]:
+        return self._blocks.lora_a if adapter.lora_a is None else adapter.lora_a
+
     # Sequences and their memory
 
     def _reserve(self, length: int) -> None:
@@ -235,7 +239,7 @@ class ChainSpeaker:
         chain, rows = self._chain, len(sequences)
         logits = np.empty((rows, chain.vocabulary_size), np.float32)
         step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, logits)
-        adapters = [self._sequences[sequence].adapter.named() for sequence in sequences]
+        adapters = [self._sequences[sequence].adapter for sequence in sequences]
         state: Array = step.tokens
         of_pieces = np.empty((len(chain.blocks) - chain.end, rows, 1, chain.piece_words), np.float32)
         for number, block in enumerate(chain.blocks):
@@ -247,7 +251,8 @@ class ChainSpeaker:
                 given[f"{TABLE}{index}"] = step.tables[table]
             for index, module in enumerate(block.modules):
                 name = chain.modules[module].name
-                given[f"{LORA_B}{index}"] = np.stack([adapter[name] for adapter in adapters])
+                given[f"{LORA_A}{index}"] = np.stack([self._lora_a(adapter)[name] for adapter in adapters])
+                given[f"{LORA_B}{index}"] = np.stack([adapter.named()[name] for adapter in adapters])
             heads = self._blocks.heads(number)
             mask = chain.causal_table(number)
             if mask is not None:
@@ -294,7 +299,7 @@ class ChainSpeaker:
         # The mask hides what isn't there yet, so all that was reserved goes in; at first next to nothing.
         past = self._capacity if start else FEWEST_TOKENS
         state: Array = np.array([tokens], np.int64)
-        adapter = sequence.adapter.named()
+        lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.named()
         masks: dict[tuple[int | None, int], FloatArray] = {}
         for number, block in enumerate(chain.blocks[: chain.end]):
             given: dict[str, Array] = {"tokens": state, "state": state}
@@ -305,7 +310,9 @@ class ChainSpeaker:
                     own = self._blocks.tables.of(table, length)
                     given[CAUSAL] = own.reshape(-1, length)
             for index, module in enumerate(block.modules):
-                given[f"{LORA_B}{index}"] = adapter[chain.modules[module].name][None]
+                name = chain.modules[module].name
+                given[f"{LORA_A}{index}"] = lora_a[name][None]
+                given[f"{LORA_B}{index}"] = lora_b[name][None]
             mask = chain.causal_table(number)
             if mask is not None:
                 key = mask.window, mask.members

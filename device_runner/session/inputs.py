@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from device_runner.session.samples import SamplePrompt, read_prompts
 from device_runner.session.settings import RunSettings
 from prge.adapter import Adapter
 from prge.bundle import Bundle, file_sha256
@@ -16,6 +17,7 @@ from prge.encoder_heads import Heads
 from prge.estimators import Estimator, InTurn
 from prge.exact import Exact
 from prge.examples import Example
+from prge.generation.prompts import Prompts
 from prge.head import Head
 from prge.journal import Journal, Record, encode_array
 from prge.optimizers import make_optimizer, schedule
@@ -35,6 +37,7 @@ _NOT_IDENTITY = frozenset(
         *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
         *("pause_above_celsius", "pause_below_battery", "only_charging"),
+        *("sample_prompts", "sample_every"),
     }
 )
 
@@ -62,6 +65,7 @@ class RunInputs:
     start_head: Head | None
     identity: Record
     report: str
+    sample_prompts: list[SamplePrompt]
 
 
 def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
@@ -114,6 +118,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         start_head,
         identity,
         "\n".join(texts),
+        read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
     )
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from device_runner.engines.trunk_cache import Precision
 from prge.bounds import flag
 from prge.bundle import Bundle
-from prge.chain import ROLE_OF
+from prge.chain import DECODE, PREFILL, ROLE_OF
 from prge.directions import Distribution
 from prge.engine import EngineName
 from prge.errors import ConfigError
@@ -82,6 +82,12 @@ class RunSettings(TrainingFlags):
     """adam's second coefficient."""
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
+
+    sample_prompts: Path | None = None
+    """Prompts that the model answers before, on the way and after, into samples.jsonl: one a line, or jsonl
+    with prompt or messages."""
+    sample_every: int = 100
+    """Steps between these answers; 0: before and after only."""
 
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
@@ -162,6 +168,12 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             "the settings don't fit the bundle:",
             ["--trunk-cache-bytes is given, and no block lies below the first adapted layer"],
             remedy="leave it out, or export with --adapt-layers top:k",
+        )
+    if settings.sample_prompts and not {PREFILL, DECODE} <= set(chain.roles):
+        raise ConfigError(
+            "the settings don't fit the bundle:",
+            [f"--sample-prompts is given, and the bundle has the roles {', '.join(chain.roles)}"],
+            remedy="leave it out, or export with the roles prefill and decode",
         )
     queries = None if estimator == "exact" else settings.queries or DEFAULT_QUERIES
     every = settings.checkpoint_every

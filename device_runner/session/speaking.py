@@ -15,7 +15,7 @@ from prge.engine import EngineName
 from prge.errors import BundleError, ConfigError
 from prge.generation.choice import ChoiceSettings
 from prge.generation.loop import GenerationSettings, Generator, Overflow
-from prge.peft import find_adapter, read_peft
+from prge.peft import find_adapter, read_any, read_peft
 from prge.rows.tokenizer import Tokenizer
 from prge.settings import Bytes
 from prge.terminal import best_effort
@@ -164,12 +164,16 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
         return BUNDLE, read_peft(bundle.adapter, modules, bundle.adapter)
     name, equals, path = word.partition("=")
     source = Path(path if equals and not Path(word).exists() else word)
-    return (name if equals else word), read_peft(find_adapter(source), modules, bundle.adapter)
+    return (name if equals else word), read_any(find_adapter(source), modules, bundle.adapter)
 
 
 def read_adapters(bundle: Bundle, words: Sequence[str]) -> dict[str, Adapter]:
     """Adapters by name, as `read_adapter`; without words the bundle's own. Names must differ."""
-    found = [read_adapter(bundle, word) for word in words or [BUNDLE]]
+    return by_name([read_adapter(bundle, word) for word in words or [BUNDLE]])
+
+
+def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
+    """Adapters by their names; raises ConfigError for names that aren't one adapter's alone."""
     counts = Counter(name for name, _ in found)
     if problems := [f"{name!r} is the name of {count}" for name, count in counts.items() if count > 1]:
         raise ConfigError("adapters need names of their own:", problems, remedy="give --adapter NAME=PATH")

@@ -74,7 +74,7 @@ def read_rows(path: Path | str) -> list[Row]:
         )
     if not path.is_file():
         raise DataError(f"{path} can't be read as data", ["there is no such file"], remedy="check the path")
-    text = _decode(path)
+    text = read_text(path)
     problems: list[str] = []
     if suffix in (".jsonl", ".ndjson"):
         rows = list(_json_rows(text, problems))
@@ -117,7 +117,8 @@ def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
     return chosen
 
 
-def _decode(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file; raises OSError, or DataError that tells where it isn't UTF-8."""
     content = path.read_bytes()
     what, remedy = f"{path} is not UTF-8", "save the file as UTF-8"
     if content.startswith(UTF16_MARKS):

@@ -11,11 +11,11 @@ from prge.evaluation import Scores, score
 from prge.examples import Example, Slot, TokenSequence
 from prge.head import Head
 from prge.rows.spans import Question, answer_by_span
-from prge.rows.task import Task
-from prge.rows.text_metrics import accuracy, macro_f1, perplexity, token_f1
+from prge.rows.task import TEXT_METRICS, Task
+from prge.rows.text_metrics import accuracy, exact_match, macro_f1, perplexity, rouge_l, token_f1
 from prge.rows.tokenizer import Tokenizer
 
-METRIC_NAMES = ("accuracy", "f1", "perplexity", "cut_examples")
+METRIC_NAMES = ("accuracy", "f1", "exact_match", "rouge_l", "perplexity", "cut_examples")
 
 
 def evaluate(
@@ -50,9 +50,10 @@ def evaluate(
 def metric_of(task: Task, examples: Sequence[Example], scored: Scores) -> tuple[str, float]:
     """Name and value of the task's metric over scored candidates."""
     predictions = scored.predictions.tolist()
-    if task.metric == "f1_answer":
+    if task.metric in TEXT_METRICS:
         texts = [example.choices[choice] for example, choice in zip(examples, predictions, strict=True)]
-        return "f1", mean_token_f1(texts, examples)
+        name = "f1" if task.metric == "f1_answer" else task.metric
+        return name, text_metrics(task, texts, examples)[name]
     labels = [example.label for example in examples]
     if task.metric == "f1":
         return "f1", macro_f1(predictions, labels)
@@ -63,10 +64,16 @@ def metric_of(task: Task, examples: Sequence[Example], scored: Scores) -> tuple[
     return "accuracy", accuracy(predictions, labels)
 
 
-def mean_token_f1(texts: Sequence[str], examples: Sequence[Example]) -> float:
-    """Mean F1 of shared words of each text with the best of its example's answers."""
-    values = [token_f1(text, example.answers) for text, example in zip(texts, examples, strict=True)]
-    return sum(values) / len(values)
+def text_metrics(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
+    """Means of the task's metrics of each text with the best of its example's answers, by their names.
+
+    SQuAD's two, exact match and F1 of shared words, go together.
+    """
+    measures = (
+        {"rouge_l": rouge_l} if task.metric == "rouge_l" else {"exact_match": exact_match, "f1": token_f1}
+    )
+    pairs = [(text, example.answers) for text, example in zip(texts, examples, strict=True)]
+    return {name: sum(measure(*pair) for pair in pairs) / len(pairs) for name, measure in measures.items()}
 
 
 def extract_answers(

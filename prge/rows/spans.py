@@ -87,9 +87,7 @@ def answer_by_span(
     """
     if not example.choices or not example.sequences[0].slots:
         raise ValueError(f"row {example.row} names no passage to find an answer in")
-    sequence = example.sequences[0]
-    prompt = sequence.tokens[: sequence.slots[0].position + 1]
-    room = sequence_length - max_tokens
+    prompt, room = example.prompt, sequence_length - max_tokens
     if len(prompt) > room:
         begin = tokenizer.begin
         prompt = (*begin, *prompt[-max(room - len(begin), 1) :])

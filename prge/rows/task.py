@@ -17,11 +17,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from prge.bounds import BOUNDS
 from prge.documents import DocumentError, read_yaml
 from prge.errors import ConfigError, shown
 
 TASKS = Path(__file__).parent / "tasks"
-METRICS = ("accuracy", "f1", "f1_answer")
+# What compares texts with the best of a row's answers.
+TEXT_METRICS = ("f1_answer", "exact_match", "rouge_l")
+METRICS = ("accuracy", "f1", *TEXT_METRICS)
 OBJECTIVES = ("candidates", "completion")
 COLUMNS = ("label", "answers", "passage")
 PLACEHOLDER = "@placeholder"
@@ -115,6 +118,17 @@ class Template:
 
 
 @dataclass(frozen=True)
+class Generate:
+    """How a model writes an answer: at most `max_tokens`, and up to the first of the texts in `stop`.
+
+    The defaults are MeZO's (arXiv 2305.17333): 50 tokens, up to a line break.
+    """
+
+    max_tokens: int = 50
+    stop: tuple[str, ...] = ("\n",)
+
+
+@dataclass(frozen=True)
 class Task:
     """What a task file says: one of label_words, choices, choices_column, or columns.answers alone."""
 
@@ -137,11 +151,13 @@ class Task:
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Column to {value: text}: words for what a column holds."""
     metric: str = "accuracy"
-    """accuracy, f1 (macro) or f1_answer (shared words with the best answer)."""
+    """accuracy, f1 (macro), or of texts: f1_answer and exact_match (SQuAD's two), rouge_l."""
     objective: str = "candidates"
     """What training lowers: cross-entropy over `candidates`, or of the right one as a `completion`."""
     separator: str = " "
     """Between prompt and candidate, unless one of them has white space there."""
+    generate: Generate | None = None
+    """An evaluation lets the model write its answers, and how."""
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -163,8 +179,12 @@ class Task:
         for name, choices in (("metric", METRICS), ("objective", OBJECTIVES)):
             if getattr(self, name) not in choices:
                 problems.append(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(choices)}")
-        if self.metric == "f1_answer" and "answers" not in self.columns:
-            problems.append("metric f1_answer needs columns.answers")
+        if self.metric in TEXT_METRICS and "answers" not in self.columns:
+            problems.append(f"metric {self.metric} needs columns.answers")
+        if self.generate and (kinds or "answers" not in self.columns):
+            problems.append("generate is for tasks with columns.answers alone")
+        if self.generate and self.metric not in TEXT_METRICS:
+            problems.append(f"generate needs one of the metrics {', '.join(TEXT_METRICS)}")
         if self.metric == "f1" and not self.label_words:
             problems.append("metric f1 needs label_words: it is a mean over classes")
         unknown = sorted(set(self.columns) - set(COLUMNS))
@@ -185,6 +205,11 @@ class Task:
     def is_completion(self) -> bool:
         """Whether rows hold answers and no candidates."""
         return not (self.label_words or self.choices or self.choices_column)
+
+    @property
+    def answers_in_passage(self) -> bool:
+        """Whether answers can be searched among the spans of a passage."""
+        return self.is_completion and self.metric in TEXT_METRICS and "passage" in self.columns
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -350,6 +375,8 @@ def parse_task(content: object, source: str) -> Task:
                 arguments[key] = tuple(value)
             else:
                 problems.append(f"{key} is {shown(value)}, must be a list of columns")
+        elif key == "generate":
+            arguments[key] = _generate(value, problems)
         elif isinstance(value, str):
             arguments[key] = value
         else:
@@ -363,6 +390,21 @@ def parse_task(content: object, source: str) -> Task:
     if problems:
         raise ConfigError(f"{source} can't be used as a task", problems, remedy=remedy)
     return task
+
+
+def _generate(value: object, problems: list[str]) -> Generate:
+    known = [each.name for each in fields(Generate)]
+    if not isinstance(value, dict) or any(name not in known for name in value):
+        problems.append(f"generate is {shown(value)}, must have max_tokens, stop or both")
+        return Generate()
+    most, stop = value.get("max_tokens", Generate.max_tokens), value.get("stop", list(Generate.stop))
+    if type(most) is not int or (problem := BOUNDS["max_tokens"].problem(most)):
+        told = problem if type(most) is int else "must be a whole number"
+        problems.append(f"generate.max_tokens is {shown(most)}, {told}")
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        problems.append(f"generate.stop is {shown(stop)}, must be a list of texts")
+        stop = []
+    return Generate(most, tuple(stop))
 
 
 def _texts(value: object, key: str, problems: list[str]) -> dict[str, str]:

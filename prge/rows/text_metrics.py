@@ -1,4 +1,4 @@
-"""Measures of answers: accuracy, macro F1, token F1 of texts, perplexity."""
+"""Measures of answers: accuracy, macro F1, exact match, token F1 and ROUGE-L of texts, perplexity."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
+WORD = re.compile(r"\w+")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -37,6 +38,11 @@ def normalized_answer(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
+def exact_match(prediction: str, answers: Sequence[str]) -> float:
+    """1 if the prediction is one of the answers, both normalized (SQuAD, arXiv 1606.05250), else 0."""
+    return float(normalized_answer(prediction) in map(normalized_answer, answers))
+
+
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
     """Highest F1 of shared words with one of the answers (SQuAD, arXiv 1606.05250), or 0."""
     return max((_shared_words(prediction, answer) for answer in answers), default=0.0)
@@ -48,6 +54,37 @@ def _shared_words(prediction: str, answer: str) -> float:
         return float(predicted == gold)
     shared = sum((Counter(predicted) & Counter(gold)).values())
     return 2 * shared / (len(predicted) + len(gold))
+
+
+def rouge_l(prediction: str, answers: Sequence[str]) -> float:
+    """Highest ROUGE-L with one of the answers, or 0 (Lin 2004, ROUGE, section 3).
+
+    It is the F-measure of the longest common subsequence of lower-cased words, precision and recall alike.
+    """
+    return max((_common_order(prediction, answer) for answer in answers), default=0.0)
+
+
+def _common_order(prediction: str, answer: str) -> float:
+    predicted, gold = WORD.findall(prediction.lower()), WORD.findall(answer.lower())
+    if not predicted or not gold:
+        return float(predicted == gold)
+    return 2 * longest_common_subsequence(predicted, gold) / (len(predicted) + len(gold))
+
+
+def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
+    """Length of the longest sequence that both have in this order, with anything between.
+
+    A row of the usual table is one integer, whose zeros are where the length grows (Hyyro 2004,
+    Bit-parallel LCS-length computation revisited): time is that of len(first) additions of len(second) bits.
+    """
+    places: dict[Hashable, int] = {}
+    for index, element in enumerate(second):
+        places[element] = places.get(element, 0) | 1 << index
+    row = whole = (1 << len(second)) - 1
+    for element in first:
+        matches = row & places.get(element, 0)
+        row = ((row + matches) | (row - matches)) & whole
+    return len(second) - bin(row).count("1")
 
 
 def perplexity(negative_log_likelihoods: Sequence[float], counts: Sequence[int] | None = None) -> float:

@@ -3,15 +3,15 @@
     python scripts/bench/generate.py --models smollm2-135m tinyllama-1.1b --json generate.json
 
 A model has random weights, which are the bundle's and those of the program that `prge publish --format llm`
-makes. Both engines answer the same lengths in turns, each in a process of its own; ratios are medians over
-rounds. Prints JSON by model:
+makes, with a cache of just the tokens that are needed. Both engines answer the same lengths in turns, each in
+a process of its own; ratios are medians over rounds. Prints JSON by model:
 
     tokens_over_stock, prefill_over_stock   tokens a second, of one sequence, over those of the runner
     decode_over_bandwidth                   time of a token over that of reading all packed weights once
     batch8_over_1                           tokens a second of 8 sequences over those of one
-    anonymous_mb                            of the process with one text of `--context` tokens, weights not
-                                            in it, for they are mapped
-    long_tokens_over_stock                  as the first, with prompts of `--context` less the new tokens
+    anonymous_mb                            of the process that writes the end of `--context` tokens; its
+                                            weights are mapped
+    memory, stock_memory                    of the processes that are compared
 """
 
 from __future__ import annotations
@@ -46,47 +46,38 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     save_random_model(folder / "model", model, arguments.layers)
     flags = ["--quantize", arguments.quantize, "--roles", STACK, PREFILL, DECODE]
     export(folder / "model", folder / "bundle", *flags, "--context", str(arguments.context))
-    make_program(folder / "model", folder / "llm", arguments.quantize, arguments.context)
-    new, threads = arguments.new, arguments.threads
-    figures: dict[str, Any] = {}
-    for prompt in (arguments.prompt, arguments.context - new):
-        with (
-            speaker(folder, 1, prompt, new, threads) as one,
-            speaker(folder, _SEQUENCES, prompt, new, threads) as several,
-            stock_runner(folder / "llm", prompt, new, threads) as stock,
-        ):
-            # Packed weights that a token reads: all but the table of embeddings.
-            bandwidth = Bandwidth(_packed_bytes(folder), threads)
-            rounds = []
-            for _ in range(arguments.repeats):
-                theirs = stock.measure()
-                first, rest = one.answer()
-                _, of_several = several.answer()
-                rate = (new - 1) / rest
-                rounds.append(
-                    {
-                        "tokens_over_stock": rate / theirs.decode_tokens_per_second,
-                        "prefill_over_stock": prompt / first / theirs.prefill_tokens_per_second,
-                        "decode_over_bandwidth": 1 / rate / bandwidth.seconds(),
-                        "batch8_over_1": _SEQUENCES * (new - 1) / of_several / rate,
-                        "tokens_per_second": rate,
-                        "prefill_tokens_per_second": prompt / first,
-                        "stock_tokens_per_second": theirs.decode_tokens_per_second,
-                        "stock_prefill_tokens_per_second": theirs.prefill_tokens_per_second,
-                    }
-                )
-            found = {name: statistics.median(round[name] for round in rounds) for name in rounds[0]}
-            found |= {"memory": asdict(one.memory(1)), "stock_memory": asdict(stock.memory(1))}
-            found["packed_mb"] = bandwidth.size / 1e6
-        figures[f"prompt_{prompt}"] = found
-    short, long = figures.values()
-    names = ("tokens_over_stock", "prefill_over_stock", "decode_over_bandwidth", "batch8_over_1")
-    return {
-        **{name: short[name] for name in names},
-        "anonymous_mb": long["memory"]["anonymous_mb"],
-        "long_tokens_over_stock": long["tokens_over_stock"],
-        **figures,
-    }
+    prompt, new, threads = arguments.prompt, arguments.new, arguments.threads
+    make_program(folder / "model", folder / "llm", arguments.quantize, prompt + new)
+    rounds = []
+    with (
+        speaker(folder, 1, prompt, new, threads) as one,
+        speaker(folder, _SEQUENCES, prompt, new, threads) as several,
+        stock_runner(folder / "llm", prompt, new, threads) as stock,
+    ):
+        bandwidth = Bandwidth(_packed_bytes(folder), threads)
+        for _ in range(arguments.repeats):
+            theirs = stock.measure()
+            first, rest = one.answer()
+            _, of_several = several.answer()
+            rate = (new - 1) / rest
+            rounds.append(
+                {
+                    "tokens_over_stock": rate / theirs.decode_tokens_per_second,
+                    "prefill_over_stock": prompt / first / theirs.prefill_tokens_per_second,
+                    "decode_over_bandwidth": 1 / rate / bandwidth.seconds(),
+                    "batch8_over_1": _SEQUENCES * (new - 1) / of_several / rate,
+                    "tokens_per_second": rate,
+                    "prefill_tokens_per_second": prompt / first,
+                    "packed_gb_per_second": bandwidth.size / 1e9 / bandwidth.seconds(),
+                }
+            )
+        figures: dict[str, Any] = {
+            name: statistics.median(round[name] for round in rounds) for name in rounds[0]
+        }
+        figures |= {"memory": asdict(one.memory(1)), "stock_memory": asdict(stock.memory(1))}
+    with speaker(folder, 1, arguments.context - new, new, threads) as long:
+        figures["anonymous_mb"] = long.memory(1).anonymous_mb
+    return figures
 
 
 @contextmanager

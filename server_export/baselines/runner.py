@@ -24,7 +24,7 @@ from prge.journal import Record
 from prge.memory import resident_bytes
 from prge.optimizers import schedule
 from prge.peft import CONFIG, read_arrays, read_config, write_config
-from prge.rows.scoring import evaluate, extract_answers, mean_token_f1
+from prge.rows.scoring import evaluate, extract_answers, text_metrics
 from prge.run_folder import FINAL
 from prge.sampling import Sampler
 from prge.training import train
@@ -177,9 +177,9 @@ def _test(inputs: BaselineInputs, problem: ModelProblem, rows: _Scoring) -> Reco
     record = rows(inputs.test)
     del record["value"]
     task = inputs.task
-    if task is not None and task.is_completion and task.metric == "f1_answer" and "passage" in task.columns:
+    if task is not None and task.answers_in_passage:
         answers = extract_answers(problem.engine(), rows.adapter, inputs.test, inputs.tokenizer, task)
-        record["f1"] = mean_token_f1(answers, inputs.test)
+        record |= text_metrics(task, answers, inputs.test)
     return record
 
 

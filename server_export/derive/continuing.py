@@ -7,6 +7,8 @@ A block answers the keys and values of its tokens beside the state; whoever asks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,30 +23,38 @@ from server_export.graph.writing import Writer
 
 aten = torch.ops.aten
 
+# How the name of a matrix begins that is a constant in the other roles.
+FROZEN_PREFIX = "a_"
 _RESHAPES = (aten.reshape.default, aten.view.default)
 _REMEDY = "leave decode out of --roles, and please report it with the name of the model"
 
 
-def continued(graph_module: GraphModule, rows: int, tokens: int, past: int) -> GraphModule:
+def continued(
+    graph_module: GraphModule, adapter: Sequence[str], rows: int, tokens: int, past: int
+) -> GraphModule:
     """Make a graph that goes on with sequences: any tokens of one, or one token of any number of them.
 
     Args:
         graph_module: of an embedding or a block; its nodes carry `meta["val"]`, and constants are shared.
+        adapter: its placeholders of the adapter, `lora_b` [rows, rank, out].
         rows, tokens: its sizes, one of them 1 and the other a marker.
         past: marker of the tokens that came before.
 
     Returns:
-        A module that also takes `past_keys` and `past_values` f32 [rows x heads, past, width] and `seen`,
-        which is added to the scores of what came before: f32 [members x tokens, past] for one row, [rows x
-        heads, 1, past] for one token. It answers keys and values of its tokens beside the state, laid out as
-        those of the past. A causal mask is `causal` [members x tokens, tokens] and not a table; other tables
-        have as many rows as the state.
+        A module that also takes the matrices that come before those of the adapter, [rows, rank, in] in this
+        order, so that every row may have one from elsewhere; `past_keys` and `past_values` f32 [rows x heads,
+        past, width]; and `seen`, which is added to the scores of what came before: f32 [members x tokens,
+        past] for one row, [rows x heads, 1, past] for one token. It answers keys and values of its tokens
+        beside the state, laid out as those of the past. A causal mask is `causal` [members x tokens, tokens]
+        and not a table; other tables have as many rows as the state.
 
     Raises:
         BundleError: an attention is written in a way that isn't known here.
     """
     result = copied(graph_module)
     _give_rows(result, rows)
+    for name in adapter:
+        _give_lora_a(result, name, rows)
     attentions = [
         (table, user)
         for table in result.graph.find_nodes(op="placeholder")
@@ -105,6 +115,36 @@ def _give_rows(graph_module: GraphModule, rows: int) -> None:
                 given.add(node)
 
 
+def _give_lora_a(graph_module: GraphModule, name: str, rows: int) -> None:
+    """Make an input [rows, rank, in] of the matrix before a placeholder of the adapter, in place."""
+    (lora_b,) = graph_module.graph.find_nodes(op="placeholder", target=name)
+    (product,) = lora_b.users
+    layer: Any = product.args[0]
+    while layer.target in _RESHAPES:
+        layer = layer.args[0]
+    if layer.target is not aten.linear.default:
+        raise BundleError(f"what {name} multiplies comes from {layer.format_node()}", remedy=_REMEDY)
+    source, matrix = layer.args
+    rank, width = matrix.meta["val"].shape
+    lora_a = _given(graph_module, FROZEN_PREFIX + name, rows, rank, width)
+
+    def factor(writer: Writer) -> Node:
+        states = writer.reshape(source, [rows, -1, width])
+        found = writer.call(aten.bmm.default, states, writer.call(aten.transpose.int, lora_a, 1, 2))
+        return writer.reshape(found, layer.meta["val"].shape)
+
+    Writer(graph_module).replace(layer, factor)
+
+
+def _given(graph_module: GraphModule, name: str, *shape: int) -> Node:
+    """One more input, behind the others."""
+    graph = graph_module.graph
+    with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
+        node = graph.placeholder(name)
+    node.meta["val"] = torch.empty(shape, device="meta")
+    return node
+
+
 def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tokens: int, past: int) -> None:
     """Rewrite one attention, whose scores have their mask in `masked`, in place."""
     graph = graph_module.graph
@@ -126,13 +166,7 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
     heads, _, width = keys.meta["val"].shape
     value_width = values.meta["val"].shape[-1]
     members = table.meta["val"].shape[0]
-
-    def given(name: str, *shape: int) -> Node:
-        with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
-            node = graph.placeholder(name)
-        node.meta["val"] = torch.empty(shape, device="meta")
-        return node
-
+    given = partial(_given, graph_module)
     past_keys = given(PAST_KEYS, heads, past, width)
     past_values = given(PAST_VALUES, heads, past, value_width)
     # A token that comes alone sees itself.
@@ -163,22 +197,11 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
 
 
 def _infer_sizes(graph_module: GraphModule, marker: int) -> None:
-    """Leave the one size of a shape that a call chooses to be inferred, in place: XNNPACK can do that.
-
-    What moves dimensions of which one is 1 is a shape too, and of shapes one after the other the last counts.
-    """
+    """Leave the one size of a shape that a call chooses to be inferred, in place: XNNPACK can do that."""
     for node in graph_module.graph.nodes:
-        if node.target is aten.transpose.int:
-            moved = [node.meta["val"].shape[dim] for dim in node.args[1:]]
-            if 1 not in moved:
-                continue
-        elif node.target not in _RESHAPES:
-            continue
-        shape = node.meta["val"].shape
-        chosen = [number % marker == 0 for number in shape]
-        if sum(chosen) == 1:
-            source = node.args[0]
-            while source.target is aten.view.default:
-                source = source.args[0]
-            sizes = [-1 if is_chosen else n for n, is_chosen in zip(shape, chosen, strict=True)]
-            node.target, node.args = aten.view.default, (source, sizes)
+        if node.target in _RESHAPES:
+            shape = node.meta["val"].shape
+            chosen = [number % marker == 0 for number in shape]
+            if sum(chosen) == 1:
+                sizes = [-1 if is_chosen else n for n, is_chosen in zip(shape, chosen, strict=True)]
+                node.target, node.args = aten.view.default, (node.args[0], sizes)

@@ -26,6 +26,7 @@ from prge.chain import (
     DECODE,
     GRADIENT,
     KEYS,
+    LORA_A,
     LORA_B,
     PREFILL,
     STACK,
@@ -37,7 +38,7 @@ from prge.chain import (
 )
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
-from server_export.derive.continuing import continued, logits
+from server_export.derive.continuing import FROZEN_PREFIX, continued, logits
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
@@ -125,10 +126,10 @@ def role_graphs(
     if BACK in roles:
         graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], adapter, TOKENS)
     if PREFILL in roles and not is_head:
-        graphs[PREFILL] = continued(with_size(one_copy, BATCH, 1), 1, TOKENS, PAST)
+        graphs[PREFILL] = continued(with_size(one_copy, BATCH, 1), adapter, 1, TOKENS, PAST)
     if DECODE in roles:
         one_token = with_size(with_size(several, BATCH, 1), TOKENS, 1)
-        graphs[DECODE] = logits(one_token) if is_head else continued(one_token, COPIES, 1, PAST)
+        graphs[DECODE] = logits(one_token) if is_head else continued(one_token, adapter, COPIES, 1, PAST)
     graphs = {role: copied(graph) for role, graph in graphs.items()}
     for graph in graphs.values():
         fill_in_values(graph)
@@ -165,6 +166,8 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, str], is_hea
             return adapter[name]
         if name[:2] in ("u_", "v_") and name[2:] in adapter:
             return f"{name[0]}.{adapter[name[2:]].removeprefix(LORA_B)}"
+        if name.startswith(FROZEN_PREFIX):
+            return LORA_A + adapter[name.removeprefix(FROZEN_PREFIX)].removeprefix(LORA_B)
         if name.startswith(TABLE_PREFIX):
             return TABLE + name.removeprefix(TABLE_PREFIX)
         if name == "beside":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,8 @@ class Device:
 
     def open_engines(self, bundle: Bundle, *_: object, **__: object) -> Engines:
         """Stands for device_runner.engines.opening.open_engines."""
-        return Engines(self.engine(bundle.contract), self.engine(bundle.score_contract), 1, "numpy")
+        blocks: Any = None  # nobody speaks
+        return Engines(self.engine(bundle.contract), self.engine(bundle.score_contract), 1, "numpy", blocks)
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
         """Put this device where these modules open engines."""

@@ -76,6 +76,9 @@ settings |= dict(
     steps=60, evaluate_every=10, checkpoint_every=7, estimator=sys.argv[5],
     trunk_cache_bytes=1 << 20 if bundle.name == "upper" else 0,
 )
+if sys.argv[5] == "tangent":
+    settings |= dict(sample_prompts=folder / "prompts.txt", sample_every=5)
+    (folder / "prompts.txt").write_text("aa bb\\ncc\\n")
 begin = time.perf_counter()
 _, status = os.waitpid(start(out=folder / "whole"), 0)
 assert status == 0, status
@@ -187,6 +190,9 @@ def test_killed_many_times_it_ends_in_the_same_bits(
     killed = in_a_parent(BY_CHANCE, workshop, workshop / name, tmp_path, KILLS[kind], estimator)
     assert int(killed) == KILLS[kind]
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=60)
+    if estimator == "tangent":
+        samples = [(tmp_path / name / "samples.jsonl").read_bytes() for name in ("whole", "killed")]
+        assert samples[0] == samples[1] and samples[0].count(b"\n") == 2 * (60 // 5 + 1)
 
 
 @pytest.mark.slow

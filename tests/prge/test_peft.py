@@ -24,6 +24,7 @@ from prge.errors import AdapterError, RunError
 from prge.peft import (
     PeftAdapter,
     find_adapter,
+    read_any,
     read_arrays,
     read_lora,
     read_peft,
@@ -524,3 +525,45 @@ def test_a_config_with_a_list_for_a_rank(template: Path) -> None:
     (template / "adapter_config.json").write_text(json.dumps({**config, "r": [1] * 10_000}))
     with pytest.raises(AdapterError, match=r"has rank r = \[1, 1"):
         read_peft(template, MODULES)
+
+
+def test_an_adapter_of_the_bundle_needs_no_lora_a_of_its_own(tmp_path: Path, template: Path) -> None:
+    adapter = some_adapter()
+    write_peft(tmp_path / "run", adapter, template)
+    found = read_any(tmp_path / "run", MODULES, template)
+    assert found.lora_a is None
+    assert found.values.tobytes() == adapter.values.tobytes()
+
+
+def test_an_adapter_from_elsewhere_brings_its_own_lora_a(tmp_path: Path, template: Path) -> None:
+    """Scaled by its own alpha and rank; what it lacks is 0: a rank, and a module."""
+    (module, other) = MODULES
+    small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
+    arrays = tensors(small, seed=3)
+    folder = write_folder(tmp_path / "elsewhere", arrays, r=1, lora_alpha=3, target_modules=["q_proj"])
+    found = read_any(folder, MODULES, template)
+    assert found.lora_a is not None
+    lora_a, lora_b = (arrays[f"{PREFIX}{module.name}.lora_{letter}.weight"] for letter in "AB")
+    product = found.lora_a[module.name].T @ found.named()[module.name]
+    np.testing.assert_allclose(product.T, 3 * lora_b @ lora_a, rtol=1e-6)
+    assert found.lora_a[module.name].shape == (2, 5) and not found.named()[other.name].any()
+
+
+@pytest.mark.parametrize(
+    ("modules", "told"),
+    [
+        ((AdaptedModule(MODULES[0].name, 3, 5, 3),), "rank r = 3, the bundle has 2"),
+        (
+            (AdaptedModule("model.layers.7.q_proj", 2, 5, 3),),
+            "1 modules that the bundle doesn't, the first is",
+        ),
+        ((AdaptedModule(MODULES[0].name, 2, 6, 3),), "is a layer from 6 to 3, not (5, 3)"),
+    ],
+)
+def test_an_adapter_that_doesnt_fit_is_refused(
+    tmp_path: Path, template: Path, modules: tuple[AdaptedModule, ...], told: str
+) -> None:
+    folder = write_folder(tmp_path / "elsewhere", tensors(modules), r=modules[0].rank)
+    with pytest.raises(AdapterError) as error:
+        read_any(folder, MODULES, template)
+    assert told in str(error.value)

@@ -204,3 +204,25 @@ def test_no_token_is_no_question(bundle: Bundle) -> None:
     speaker = open_speaker(bundle)
     with pytest.raises(EngineError, match="no token is given"):
         speaker.feed(speaker.open(adapter_of(bundle, 1)), [])
+
+
+def test_a_sequence_may_have_an_adapter_from_elsewhere(bundle: Bundle, make_chain: Any) -> None:
+    """Another lora_a beside the bundle's own, in one step."""
+    folder = make_chain("llama")
+    own, random = adapter_of(bundle, 1), np.random.default_rng(7)
+    lora_a = {
+        module.name: random.standard_normal((module.rank, module.in_features), np.float32) * 0.3
+        for module in bundle.chain.modules
+    }
+    stranger = Adapter(own.modules, adapter_of(bundle, 2).values, lora_a)
+    elsewhere = Whole.of(folder)
+    elsewhere.lora_a = {name: torch.from_numpy(matrix) for name, matrix in lora_a.items()}
+    speaker, tokens = open_speaker(bundle, slots=2), tokens_of(bundle, 30)
+    expected = [logits_of(Whole.of(folder), own, tokens), logits_of(elsewhere, stranger, tokens)]
+    both = [speaker.open(adapter) for adapter in (own, stranger)]
+    for sequence, logits in zip(both, expected, strict=True):
+        assert difference(speaker.feed(sequence, tokens[:20]), logits[19]) < TOLERANCE
+    for place in range(20, 30):
+        found = speaker.step(dict.fromkeys(both, tokens[place]))
+        for sequence, logits in zip(both, expected, strict=True):
+            assert difference(found[sequence], logits[place]) < TOLERANCE

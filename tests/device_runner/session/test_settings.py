@@ -57,6 +57,7 @@ def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
             {"clip_examples": 1.0, "batch_size": 1},
             "--clip-examples belongs to --estimator exact, the estimator is antithetic",
         ),
+        ({"sample_prompts": Path("p")}, "--sample-prompts is given.*roles prefill and decode"),
         ({"trunk_cache_bytes": 1}, "no block lies below.*--adapt-layers"),
     ],
 )

@@ -123,6 +123,10 @@ def test_messages_that_can_not_be_used(messages: object, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_messages_without_an_answer_are_a_prompt() -> None:
+    assert check_messages([SYSTEM, USER], answered=False) == [SYSTEM, USER]
+
+
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_same_tokens_as_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from prge.adapter import Adapter
-from prge.rows.scoring import evaluate
+from prge.rows.scoring import evaluate, text_metrics
+from prge.rows.task import parse_task
 from tests.numpy_engine import NumpyEngine
 from tests.rows import bigram_completions
 
@@ -30,3 +31,18 @@ def test_scores_of_cut_rows_say_so() -> None:
     assert "cut_examples" not in evaluate(engine, adapter, whole, task=None)[0]
     some = [replace(example, cut=index < 2) for index, example in enumerate(whole)]
     assert evaluate(engine, adapter, some, task=None)[0]["cut_examples"] == 2
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("f1_answer", {"exact_match": 1 / 3, "f1": (1 + 2 / 3 + 0) / 3}),
+        ("exact_match", {"exact_match": 1 / 3, "f1": (1 + 2 / 3 + 0) / 3}),
+        ("rouge_l", {"rouge_l": (1 + 2 / 3 + 0) / 3}),
+    ],
+)
+def test_texts_are_compared_with_the_best_of_their_answers(metric: str, expected: dict[str, float]) -> None:
+    content = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric": metric}
+    examples = [replace(each, answers=("Paris", "Rome")) for each in bigram_completions(3)]
+    found = text_metrics(parse_task(content, "q"), ["Rome.", "in Paris", "Bonn"], examples)
+    assert found == pytest.approx(expected)

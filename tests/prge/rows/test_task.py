@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prge.errors import ConfigError
-from prge.rows.task import RowError, Task, Template, load_task, parse_task, task_names
+from prge.rows.task import Generate, RowError, Task, Template, load_task, parse_task, task_names
 
 TEXTS = {"passage": "Ann lives in Rome. ", "question": "Where does Ann live?", "title": "Ann_of_Rome"}
 
@@ -283,6 +283,9 @@ def test_every_problem_of_a_task_file_is_told(tmp_path: Path) -> None:
     assert "known keys: name, template" in caught.value.remedy
 
 
+QUESTION = {"name": "q", "template": "{q}", "columns": {"answers": "a"}, "metric": "f1_answer"}
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -310,6 +313,17 @@ def test_every_problem_of_a_task_file_is_told(tmp_path: Path) -> None:
             {"name": "a", "template": "{a}", "label_words": {0: "a", 1: "b"}, "metric": "f1_answer"},
             "metric f1_answer needs columns.answers",
         ),
+        (
+            {"name": "a", "template": "{a}", "label_words": {0: "a", 1: "b"}, "generate": {}},
+            "generate is for tasks with columns.answers alone",
+        ),
+        ({**QUESTION, "metric": "accuracy", "generate": {}}, "generate needs one of the metrics f1_answer"),
+        ({**QUESTION, "generate": {"tokens": 5}}, "generate is {'tokens': 5}, must have max_tokens, stop"),
+        ({**QUESTION, "generate": 50}, "generate is 50, must have max_tokens, stop or both"),
+        ({**QUESTION, "generate": {"max_tokens": 0}}, "generate.max_tokens is 0, must be at least 1"),
+        ({**QUESTION, "generate": {"max_tokens": True}}, "generate.max_tokens is True, must be a whole"),
+        ({**QUESTION, "generate": {"stop": "x"}}, "generate.stop is 'x', must be a list of texts"),
+        ({**QUESTION, "generate": {"stop": [""]}}, "generate.stop is [''], must be a list of texts"),
         (["a"], "it must hold keys and values"),
     ],
 )
@@ -317,6 +331,14 @@ def test_task_that_can_not_be_used(content: object, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_task(content, "mine.yaml")
     assert any(each.startswith(problem) for each in caught.value.problems), caught.value.problems
+
+
+def test_how_answers_are_written() -> None:
+    assert load_task("squad").generate == load_task("drop").generate == Generate(50, ("\n",))
+    assert load_task("sst2").generate is None
+    assert parse_task({**QUESTION, "generate": {}}, "a").generate == Generate(50, ("\n",))
+    given = {"max_tokens": 5, "stop": ["#", "\n\n"]}
+    assert parse_task({**QUESTION, "generate": given}, "a").generate == Generate(5, ("#", "\n\n"))
 
 
 def test_unknown_name_and_damaged_yaml(tmp_path: Path) -> None:

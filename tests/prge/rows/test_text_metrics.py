@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,9 +11,12 @@ from hypothesis import strategies as st
 
 from prge.rows.text_metrics import (
     accuracy,
+    exact_match,
+    longest_common_subsequence,
     macro_f1,
     normalized_answer,
     perplexity,
+    rouge_l,
     token_f1,
 )
 
@@ -46,6 +50,48 @@ def test_normalized_answer() -> None:
 )
 def test_token_f1(prediction: str, answers: list[str], value: float) -> None:
     assert token_f1(prediction, answers) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "value"),
+    [("The  Rome!", ["Paris", "Rome"], 1), ("in Rome", ["Rome"], 0), ("", ["the"], 1), ("Rome", [], 0)],
+)
+def test_exact_match(prediction: str, answers: list[str], value: float) -> None:
+    assert exact_match(prediction, answers) == value
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "value"),
+    [
+        # Lin 2004, section 3.1: the reference is "police killed the gunman"
+        ("police kill the gunman", ["police killed the gunman"], 3 / 4),
+        ("the gunman kill police", ["police killed the gunman"], 2 / 4),
+        ("the gunman police killed", ["police killed the gunman"], 2 / 4),
+        # 2 words in common, 3 predicted and 5 right: 2 * 2 / (3 + 5)
+        ("A cat, sat.", ["the cat then SAT down"], 4 / 8),
+        ("Rome", ["Paris", "rome!"], 1),
+        ("", ["Rome"], 0),
+        ("?", ["!"], 1),
+        ("Rome", [], 0),
+    ],
+)
+def test_rouge_l(prediction: str, answers: list[str], value: float) -> None:
+    assert rouge_l(prediction, answers) == pytest.approx(value)
+
+
+def _longest(first: list[int], second: list[int]) -> int:
+    """By the definition: the longest of the first's subsequences that the second has too."""
+    for length in range(len(first), 0, -1):
+        for chosen in itertools.combinations(first, length):
+            rest = iter(second)
+            if all(element in rest for element in chosen):
+                return length
+    return 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=12))
+def test_longest_common_subsequence(first: list[int], second: list[int]) -> None:
+    assert longest_common_subsequence(first, second) == _longest(first, second)
 
 
 def test_perplexity() -> None:

@@ -1,0 +1,1 @@
+"""A bundle as a server that speaks OpenAI's protocol."""

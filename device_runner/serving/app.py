@@ -1,0 +1,288 @@
+"""The server's routes: what a client sends to sequences of the worker, their texts to answers.
+
+    body, bounded -> what is asked -> prompts -> worker -> events of each answer -> JSON, or a stream
+
+A client that goes away takes its sequences along, wherever it goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from device_runner.serving.models import Models
+from device_runner.serving.protocol import (
+    Asked,
+    Finish,
+    Json,
+    Reply,
+    RequestError,
+    read_chat,
+    read_completion,
+    usage_of,
+)
+from device_runner.serving.worker import BusyError, Tell, Told, Worker
+from prge.errors import DataError, PrgeError
+from prge.generation.loop import Answer, Reason
+
+MOST_BYTES = 4 << 20
+# Of all bodies at once.
+MOST_HELD = 16 * MOST_BYTES
+# For a client to send its body.
+SECONDS = 60.0
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+def make_app(models: Models, worker: Worker, key: str | None = None, hosts: Sequence[str] = ()) -> Starlette:
+    """The server as an ASGI application.
+
+    Args:
+        models: names, prompts.
+        worker: the thread that writes.
+        key: what clients must send as `Authorization: Bearer KEY`.
+        hosts: names that clients may call the server by; any where none is given. A page of the web can make
+            its own name lead here, but not make a browser send another.
+    """
+    server = _Server(models, worker, key)
+    routes = [
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/models", server.list_models, methods=["GET"]),
+        Route("/v1/models/{name:path}", server.one_model, methods=["GET"]),
+        Route("/health", server.health, methods=["GET"]),
+    ]
+    trusted = [Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])] if hosts else []
+    handlers = {
+        RequestError: _refuse,
+        PrgeError: _refuse_failed,
+        HTTPException: _refuse_http,
+        ClientDisconnect: _gone,
+        Exception: _fail,
+    }
+    return Starlette(routes=routes, middleware=trusted, exception_handlers=handlers)
+
+
+Events = asyncio.Queue[tuple[int, Told]]
+_FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
+
+
+class _Server:
+    def __init__(self, models: Models, worker: Worker, key: str | None) -> None:
+        self.models = models
+        self.worker = worker
+        self.key = key
+        self.begun = int(time.time())
+        # Bytes of bodies that are being read or made prompts of.
+        self.held = 0
+
+    async def health(self, request: Request) -> Response:
+        """Whether the worker lives."""
+        alive = self.worker.alive
+        return JSONResponse({"status": "ok" if alive else "down"}, 200 if alive else 503)
+
+    async def list_models(self, request: Request) -> Response:
+        """Names of all models."""
+        self._check_key(request)
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.models.names]})
+
+    async def one_model(self, request: Request) -> Response:
+        """One model by its name."""
+        self._check_key(request)
+        name = request.path_params["name"]
+        self.models.adapter(name)
+        return JSONResponse(self._model(name))
+
+    async def chat(self, request: Request) -> Response:
+        """The assistant's next message."""
+        return await self._answer(request, read_chat)
+
+    async def completions(self, request: Request) -> Response:
+        """What follows a text."""
+        return await self._answer(request, read_completion)
+
+    def _model(self, name: str) -> Json:
+        return {"id": name, "object": "model", "created": self.begun, "owned_by": "prge"}
+
+    def _check_key(self, request: Request) -> None:
+        if self.key is not None:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self.key.encode()):
+                raise RequestError(401, "wrong or no API key", code="invalid_api_key")
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """A request's body, refused as soon as it is known to be too large; what comes then nobody keeps."""
+        body = bytearray()
+
+        async def read() -> None:
+            if int(request.headers.get("content-length", "0")[:20]) > MOST_BYTES:
+                raise too_large
+            async for part in request.stream():
+                body.extend(part)
+                self.held += len(part)
+                if len(body) > MOST_BYTES:
+                    raise too_large
+                if self.held > MOST_HELD:
+                    raise _busy("there are too many large requests: try again later")
+
+        too_large = RequestError(413, f"the body has more than {MOST_BYTES} bytes")
+        try:
+            await asyncio.wait_for(read(), SECONDS)
+            yield bytes(body)
+        except asyncio.TimeoutError:
+            raise RequestError(408, f"the body didn't come within {SECONDS:.0f} seconds") from None
+        finally:
+            self.held -= len(body)
+
+    async def _answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
+        self._check_key(request)
+        async with self._body(request) as body:
+            asked, requests = await run_in_threadpool(self.models.requests, body, read, self.worker.context)
+        loop = asyncio.get_running_loop()
+        events: Events = asyncio.Queue()
+
+        def telling(index: int) -> Tell:
+            def tell(told: Told) -> None:
+                with suppress(RuntimeError):  # the loop has ended, and the server with it
+                    loop.call_soon_threadsafe(events.put_nowait, (index, told))
+
+            return tell
+
+        try:
+            if not self.worker.alive:
+                raise RequestError(503, "the server ends", kind="server_error")
+            jobs = self.worker.submit([(each, telling(index)) for index, each in enumerate(requests)])
+        except BusyError as busy:
+            raise _busy(str(busy)) from None
+        except DataError as error:
+            raise RequestError(400, str(error)) from None
+
+        def cancel() -> None:
+            self.worker.cancel(jobs)
+
+        reply = Reply(asked)
+        prompts = sum(len(each.prompt.tokens) for each in requests[:: asked.count])
+        if asked.stream:
+            return _Stream(_streamed(reply, events, len(jobs), prompts), cancel)
+        try:
+            return await _unless_gone(request, _whole(reply, events, len(jobs), prompts))
+        finally:
+            cancel()
+
+
+async def _whole(reply: Reply, events: Events, count: int, prompts: int) -> Response:
+    answers: dict[int, Answer] = {}
+    while len(answers) < count:
+        index, told = await events.get()
+        if not isinstance(told, str):
+            answers[index] = told.wait()
+    usage = usage_of(prompts, sum(len(answer.tokens) for answer in answers.values()))
+    texts = [(answers[index].text, _FINISH[answers[index].reason]) for index in range(count)]
+    return JSONResponse(reply.whole(texts, usage))
+
+
+async def _streamed(reply: Reply, events: Events, count: int, prompts: int) -> AsyncIterator[str]:
+    for index in range(count):
+        for chunk in reply.begin(index):
+            yield _event(chunk)
+    tokens, open_answers = 0, count
+    while open_answers:
+        index, told = await events.get()
+        if isinstance(told, str):
+            yield _event(reply.piece(index, told))
+            continue
+        try:
+            answer = told.wait()
+        except PrgeError as error:
+            # The status was sent long ago.
+            yield _event(_failure(error).body)
+            return
+        open_answers -= 1
+        tokens += len(answer.tokens)
+        yield _event(reply.end(index, _FINISH[answer.reason]))
+    for chunk in reply.usage(usage_of(prompts, tokens)):
+        yield _event(chunk)
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: Json) -> str:
+    # Without line breaks, which end an event, and in ASCII: no reader takes another character for one.
+    return f"data: {json.dumps(content)}\n\n"
+
+
+class _Stream(StreamingResponse):
+    """A stream of events whose sequences end with it, even where it never began."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _unless_gone(request: Request, work: Awaitable[Response]) -> Response:
+    """What `work` answers, unless the client goes away before."""
+
+    async def gone() -> Response:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        raise ClientDisconnect
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return (tasks[0] if tasks[0] in done else tasks[1]).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _busy(why: str) -> RequestError:
+    return RequestError(429, why, kind="rate_limit_error", code="rate_limit_exceeded")
+
+
+def _failure(error: PrgeError) -> RequestError:
+    return RequestError(500, error.what, kind="server_error")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _refuse_failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PrgeError)
+    return JSONResponse(_failure(error).body, 500)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # read by nobody
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(RequestError(error.status_code, what).body, error.status_code, error.headers)
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return JSONResponse(RequestError(500, "the server made a mistake", kind="server_error").body, 500)

@@ -1,0 +1,181 @@
+"""What the model says while it learns: a few prompts, answered before, on the way and after.
+
+    samples.jsonl    {"step": 0, "prompt": ..., "text": ...}     a line for each step and prompt
+
+Answers take the most likely token each time, so those of a resumed run are those of one that never stopped.
+A line that is there already is not written again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prge.atomic import write_file
+from prge.checkpoint import TrainingState
+from prge.documents import DocumentError, parse_json
+from prge.errors import DataError, shown
+from prge.estimators import Measurement
+from prge.generation.loop import GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompt, Prompts
+from prge.journal import Record
+from prge.regular_files import open_regular, read_regular
+from prge.rows.readers import FORMATS, Row, read_rows, read_text
+from prge.run_folder import SAMPLES, reported
+from prge.watching import Watcher
+
+MOST_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class SamplePrompt:
+    """A prompt as its file has it, a text or messages, and as the model reads it."""
+
+    asked: Any
+    prompt: Prompt
+
+
+def read_prompts(path: Path, prompts: Prompts) -> list[SamplePrompt]:
+    """Prompts of a file: jsonl, csv or tsv with the column prompt or messages, else one a line.
+
+    Raises:
+        DataError: it can't be read or has none, or the model can't take one of them; all are named.
+    """
+    if path.suffix.lower() in FORMATS:
+        rows = read_rows(path)
+    else:
+        lines = enumerate(read_text(path).splitlines(), 1)
+        rows = [Row(number, {"prompt": line}) for number, line in lines if line.strip()]
+    found, problems = [], []
+    for row in rows:
+        try:
+            found.append(_prompt(row, prompts))
+        except ValueError as error:
+            problems.append(f"row {row.number}: {error}")
+        except DataError as error:
+            headline = error.what.partition("\n")[0]
+            problems.append(f"row {row.number}: {'; '.join([headline, *error.problems])}")
+    if problems or not found:
+        raise DataError(f"{path} can't be used as prompts", problems or ["it has none"])
+    return found
+
+
+def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
+    from prge.rows.chat import ASSISTANT, check_messages
+
+    if "messages" in row.fields:
+        messages = check_messages(row.fields["messages"], answered=False)
+        if messages[-1]["role"] == ASSISTANT:
+            raise ValueError("the last message is the assistant's: there is nothing to answer")
+        return SamplePrompt(messages, prompts.of_messages(messages))
+    text = row.fields.get("prompt")
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"prompt is {shown(text)}, must be a text; or give messages")
+    return SamplePrompt(text, prompts.of_text(text))
+
+
+class Samples:
+    """Implements prge.training.Observer: tells a watcher all, and answers prompts every so many steps.
+
+    Args:
+        prompts: what is asked.
+        generator: answers it.
+        state: whose adapter is asked, as it is at the time.
+        every: steps between samples; 0: none on the way.
+        watcher: of the run.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[SamplePrompt],
+        generator: Generator,
+        state: TrainingState,
+        every: int,
+        watcher: Watcher,
+    ) -> None:
+        self._prompts = prompts
+        self._generator = generator
+        self._state = state
+        self._every = every
+        self._watcher = watcher
+        self._path = watcher.settings.out / SAMPLES
+        self._records = _kept_records(self._path)
+        self._last = 0
+        self.take_due()
+
+    def on_step(self, record: Record, measurement: Measurement | None) -> None:
+        """See prge.training.Observer."""
+        self._watcher.on_step(record, measurement)
+        self.take_due()
+
+    def on_evaluation(self, record: Record, fresh: bool) -> None:
+        """See prge.training.Observer."""
+        self._watcher.on_evaluation(record, fresh)
+
+    def take_due(self) -> None:
+        """Answer all prompts if it is time for it."""
+        step = self._state.step
+        if step == 0 or (self._every and step % self._every == 0):
+            self.take()
+
+    def take(self) -> None:
+        """Answer the prompts that have no answer of this step yet, and write the answers down."""
+        self._last = step = self._state.step
+        known = self._of(step)
+        if all(json.dumps(each.asked) in known for each in self._prompts):
+            return
+        # Training changes the adapter, and a generator's must stay.
+        adapter = self._state.adapter.copy()
+        wanted = GenerationSettings(MOST_TOKENS, overflow="truncate")
+        # All of them, for an engine may round otherwise in other company.
+        answers = self._generator.generate([Request(each.prompt, adapter, wanted) for each in self._prompts])
+        self._generator.close()
+        records = [
+            {"step": step, "prompt": each.asked, "text": answer.text}
+            for each, answer in zip(self._prompts, answers, strict=True)
+            if json.dumps(each.asked) not in known
+        ]
+        with reported(self._path), open_regular(self._path, "ab") as stream:
+            stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._records += records
+        first = records[0]
+        self._watcher.say(f"step {step}: {shown(first['prompt'])} -> {shown(first['text'])}")
+        self._watcher.on_samples()
+
+    def summary(self) -> Record:
+        """Answers before the first step, and those taken last."""
+        return {
+            "before": list(self._of(0).values()),
+            "after": list(self._of(self._last).values()),
+        }
+
+    def _of(self, step: int) -> dict[str, Record]:
+        """The records of a step by their prompts."""
+        return {json.dumps(each["prompt"]): each for each in self._records if each["step"] == step}
+
+
+def _kept_records(path: Path) -> list[Record]:
+    """The records of a file of samples; what was torn leaves the file."""
+    if not os.path.lexists(path):
+        return []
+    with reported(path):
+        lines = read_regular(path).splitlines(keepends=True)
+    records = [(line, _record(line)) for line in lines]
+    if any(record is None for _, record in records):
+        write_file(path, b"".join(line for line, record in records if record is not None))
+    return [record for _, record in records if record is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = parse_json(line)
+    except DocumentError:
+        return None
+    whole = line.endswith(b"\n") and isinstance(record, dict) and {"prompt", "text"} <= record.keys()
+    return record if whole and type(record.get("step")) is int else None

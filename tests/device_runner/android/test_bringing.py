@@ -1,0 +1,44 @@
+"""What a run on a phone needs of the workstation's files, and its settings there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.android import command
+from device_runner.android.command import AndroidRunSettings
+
+
+class Phone:
+    """Remembers what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Path] = []
+
+    def send_file(self, path: Path) -> str:
+        self.sent.append(path)
+        return f"/phone/data/{path.name}"
+
+    def path(self, *parts: str) -> str:
+        return "/".join(["/phone", *parts])
+
+
+def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "_send_bundle", lambda phone, folder: "/phone/bundle")
+    files = {name: tmp_path / name for name in ("train.jsonl", "dev.jsonl", "task.yaml", "prompts.txt")}
+    for path in files.values():
+        path.touch()
+    phone: Any = Phone()
+    settings = AndroidRunSettings(
+        bundle=tmp_path, train=files["train.jsonl"], dev=files["dev.jsonl"], task=str(files["task.yaml"]),
+        sample_prompts=files["prompts.txt"], out=Path("mine"),
+    )  # fmt: skip
+    there = command._brought(phone, settings)
+    assert set(phone.sent) == set(files.values())
+    paths = [there.bundle, there.train, there.dev, there.task, there.sample_prompts, there.out]
+    assert [str(path) for path in paths] == [
+        "/phone/bundle", "/phone/data/train.jsonl", "/phone/data/dev.jsonl", "/phone/data/task.yaml",
+        "/phone/data/prompts.txt", "/phone/runs/mine",
+    ]  # fmt: skip

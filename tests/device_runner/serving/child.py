@@ -1,0 +1,60 @@
+"""A server in a process of its own, with a small model in numpy: `child.py SECONDS_A_STEP QUEUE KEY`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from device_runner.serving.app import LOCAL, make_app
+from device_runner.serving.listening import Server, address_of, listening
+from device_runner.serving.models import Models
+from device_runner.serving.worker import Worker
+from prge.adapter import Adapter
+from prge.engine import FloatArray
+from prge.generation.loop import Generator
+from prge.rows import chat
+from prge.rows.tokenizer import Tokenizer
+from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.speakers import NumpySpeaker, make_adapter
+
+CONTEXT = 2048
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if messages[0].content == 'loop' %}{% for a in range(90000) %}{% for b in range(90000) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
+)
+# The engine fails at this token.
+FAILING = 419
+
+
+class SlowSpeaker(NumpySpeaker):
+    """A speaker whose steps take a while, and of which a test may ask when it misuses it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(context=CONTEXT, slots=4)
+        self.failing.add(FAILING)
+        self._seconds = seconds
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
+        time.sleep(self._seconds)
+        return super().step(tokens)
+
+
+def make_tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=TEMPLATE)
+
+
+def adapters() -> dict[str, Adapter]:
+    return {"base": make_adapter(), "tuned": make_adapter(1)}
+
+
+if __name__ == "__main__":
+    chat.SECONDS = 0.5  # of a template
+    seconds, queue, key = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    models = Models(adapters(), make_tokenizer())
+    generator = Generator(SlowSpeaker(seconds), make_tokenizer())
+    with listening("127.0.0.1", 0) as listener, Worker(generator, queue) as worker:
+        print(address_of(listener), flush=True)
+        Server(make_app(models, worker, key or None, LOCAL), worker).run([listener])

@@ -1,0 +1,157 @@
+"""OpenAI's protocol: what is understood of a request, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from device_runner.serving.protocol import Reply, RequestError, read_chat, read_completion, usage_of
+from prge.generation.choice import ChoiceSettings
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Once"}
+
+
+def refused(content: object, read: Any = read_chat) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        read(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return caught.value
+
+
+def test_defaults_are_openais() -> None:
+    chat = read_chat(json.dumps(CHAT).encode())
+    assert (chat.most, chat.stop, chat.count, chat.stream, chat.usage) == (None, (), 1, False, False)
+    assert chat.choice == ChoiceSettings(temperature=1.0)
+    assert read_completion(json.dumps(COMPLETION).encode()).most == 16
+
+
+def test_everything_that_a_request_may_say() -> None:
+    asked = read_chat(
+        json.dumps(
+            {
+                "model": "m",
+                "messages": [
+                    {"role": "developer", "content": "Be brief."},
+                    {"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]},
+                    {"role": "assistant", "content": "c", "tool_calls": None},
+                ],
+                "max_tokens": 3, "max_completion_tokens": 5, "temperature": 0, "top_p": 0.5, "seed": -1,
+                "n": 2, "stop": ["\n", "."], "stream": True, "stream_options": {"include_usage": True},
+                "top_k": 7, "presence_penalty": 0.0, "frequency_penalty": None, "tools": [], "user": "me",
+            }
+        ).encode()
+    )  # fmt: skip
+    assert asked.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "c"},
+    )
+    assert asked.choice == ChoiceSettings(0, top_k=7, top_p=0.5, seed=(1 << 64) - 1)
+    assert (asked.most, asked.count, asked.stop, asked.stream, asked.usage) == (5, 2, ("\n", "."), True, True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ([[1], [2, 3]], ((1,), (2, 3)))],
+)
+def test_prompts(prompt: object, expected: tuple[object, ...]) -> None:
+    assert read_completion(json.dumps({**COMPLETION, "prompt": prompt}).encode()).prompts == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "told"),
+    [
+        ({"model": 3}, "model", "model is 3, must be the name of a model"),
+        ({"model": None}, "model", "model is missing"),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": ["a"]}, "messages[0]", "must be an object with role and content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "one of system, developer"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role", "is ['user']"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]},
+            "messages[0]",
+            "tool_calls",
+        ),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, must be a whole number of at least 1"),
+        ({"max_tokens": True}, "max_tokens", "is True"),
+        ({"temperature": "hot"}, "temperature", "temperature is 'hot', must be a number"),
+        ({"temperature": -1}, "temperature", "at least 0"),
+        ({"top_p": 2}, "top_p", "at most 1"),
+        ({"n": 9}, "n", "9 answers in one request, at most 8"),
+        ({"stop": [3]}, "stop", "a text or a list of texts"),
+        ({"stop": ""}, "stop", "stop is ''"),
+        ({"stop": ["a"] * 17}, "stop", "17 texts"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream_options": 1}, "stream_options", "an object"),
+        ({"presence_penalty": 1}, "presence_penalty", "this server doesn't do that"),
+        ({"tools": [{"type": "function"}]}, "tools", "this server doesn't do that"),
+        ({"logprobs": True}, "logprobs", "this server doesn't do that"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "this server doesn't do that"),
+        ({"tempature": 1}, "tempature", "unknown field 'tempature'"),
+    ],
+)
+def test_what_is_refused_is_named(change: dict[str, Any], param: str, told: str) -> None:
+    error = refused({**CHAT, **change})
+    assert error.status == 400
+    described = error.body["error"]
+    assert described["type"] == "invalid_request_error" and described["param"] == param
+    assert told in described["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"model": "\\ud800"}', b'{"n": NaN}', b"9" * 5000]
+)
+def test_a_body_that_is_no_request(body: bytes) -> None:
+    assert refused(body).status == refused(body, read_completion).status == 400
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], {"a": 1}, ["a", 3], [True], 3])
+def test_a_prompt_that_is_none(prompt: object) -> None:
+    error = refused({**COMPLETION, "prompt": prompt}, read_completion)
+    assert error.body["error"]["param"].startswith("prompt")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(
+    "model messages prompt max_tokens temperature top_p n stop seed stream stream_options tools".split()
+)
+
+
+@given(st.dictionaries(NAMES, JSON), st.sampled_from([CHAT, COMPLETION]))
+def test_any_json_is_understood_or_refused(changes: dict[str, Any], whole: dict[str, Any]) -> None:
+    for read in (read_chat, read_completion):
+        try:
+            read(json.dumps({**whole, **changes}).encode())
+        except RequestError as error:
+            assert error.status == 400
+
+
+def test_bodies_of_answers() -> None:
+    asked = read_chat(
+        json.dumps({**CHAT, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    )
+    reply = Reply(asked)
+    whole = reply.whole([("a", "stop"), ("b", "length")], usage_of(3, 2))
+    assert whole["object"] == "chat.completion" and whole["id"].startswith("chatcmpl-")
+    assert [choice["message"]["content"] for choice in whole["choices"]] == ["a", "b"]
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "length"]
+    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    events = [*reply.begin(0), reply.piece(0, "a"), reply.end(0, "stop"), *reply.usage(usage_of(3, 2))]
+    assert all(event["object"] == "chat.completion.chunk" and event["id"] == whole["id"] for event in events)
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {}]
+    assert [event["usage"] for event in events[:3]] == [None] * 3 and events[3]["choices"] == []
+    plain = Reply(read_completion(json.dumps(COMPLETION).encode()))
+    assert plain.whole([("a", "stop")], usage_of(3, 2))["choices"][0]["text"] == "a"
+    assert plain.piece(0, "a")["choices"][0]["text"] == "a" and "usage" not in plain.piece(0, "a")
+    assert plain.begin(0) == plain.usage(usage_of(3, 2)) == []

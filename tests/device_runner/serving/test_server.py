@@ -1,0 +1,363 @@
+"""The server with OpenAI's own client, many clients, rude clients, and at its end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prge.generation.loop import GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompts
+from tests.device_runner.serving.child import CONTEXT, FAILING, SlowSpeaker, adapters, make_tokenizer
+
+openai = pytest.importorskip("openai")
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SLOW = 0.01
+
+
+class Child:
+    """A running server."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+        self.process = process
+        self.host, port = address.rsplit(":", 1)
+        self.port = int(port)
+        self.url = f"http://{address}/v1"
+
+    def client(self, key: str = "none") -> Any:
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=30)
+
+    def ask(self, body: object, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, Any]]:
+        """Status and body of the answer to a request; `body` is JSON, or bytes as they are."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        with closing(http.client.HTTPConnection(self.host, self.port, timeout=30)) as connection:
+            connection.request("POST", path, content, {"Content-Type": "application/json", **headers})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+
+    def health(self) -> bool:
+        with closing(http.client.HTTPConnection(self.host, self.port, timeout=10)) as connection:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+
+    def peak_bytes(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+@contextmanager
+def served(seconds: float = 0.0, queue: int = 64, key: str = "") -> Iterator[Child]:
+    words = [sys.executable, REPOSITORY / "tests/device_runner/serving/child.py", seconds, queue, key]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield Child(process, process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    with served() as server:
+        yield server
+        assert server.health()
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Child]:
+    """A server that makes or keeps 2 answers at most, a hundred tokens a second."""
+    with served(SLOW, queue=2) as server:
+        yield server
+        assert server.health()
+
+
+def expected(model: str, most: int, prompt: str = "", messages: list[Any] | None = None) -> str:
+    """What the model says, asked without a server."""
+    prompts = Prompts(make_tokenizer())
+    asked = prompts.of_messages(messages) if messages else prompts.of_text(prompt)
+    request = Request(asked, adapters()[model], GenerationSettings(most))
+    return Generator(SlowSpeaker(0), make_tokenizer()).generate([request])[0].text
+
+
+HELLO = [{"role": "user", "content": "Hi!"}]
+
+
+def test_models_by_their_names(child: Child) -> None:
+    client = child.client()
+    assert [model.id for model in client.models.list()] == ["base", "tuned"]
+    assert client.models.retrieve("tuned").id == "tuned"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'; there are base, tuned"):
+        client.models.retrieve("gpt")
+
+
+@pytest.mark.parametrize("model", ["base", "tuned"])
+def test_a_chat(child: Child, model: str) -> None:
+    chat = child.client().chat.completions
+    whole = chat.create(model=model, messages=HELLO, max_completion_tokens=20, temperature=0)
+    (choice,) = whole.choices
+    assert choice.message.content == expected(model, 20, messages=HELLO)
+    assert choice.message.role == "assistant" and choice.finish_reason == "length"
+    assert whole.usage.completion_tokens == 20
+    options = {"include_usage": True}
+    events = [
+        *chat.create(
+            model=model, messages=HELLO, max_tokens=20, temperature=0, stream=True, stream_options=options
+        )
+    ]
+    pieces = [event.choices[0].delta.content or "" for event in events[:-1]]
+    assert "".join(pieces) == choice.message.content and sum(map(bool, pieces)) > 3
+    assert events[0].choices[0].delta.role == "assistant"
+    assert events[-2].choices[0].finish_reason == "length"
+    assert events[-1].usage == whole.usage and not events[-1].choices
+
+
+def test_a_completion(child: Child) -> None:
+    completions = child.client().completions
+    prompts = ["the film", "a dog"]
+    whole = completions.create(model="base", prompt=prompts, max_tokens=12, temperature=0)
+    texts = [expected("base", 12, prompt) for prompt in prompts]
+    assert [choice.text for choice in whole.choices] == texts
+    tokens = make_tokenizer().encode("the film")
+    asked = completions.create(model="base", prompt=[1, *tokens], max_tokens=12, temperature=0, stream=True)
+    assert "".join(event.choices[0].text for event in asked) == texts[0]
+
+
+def test_several_answers_and_the_seed(child: Child) -> None:
+    def texts(**more: Any) -> list[str]:
+        chat = child.client().chat.completions.create(
+            model="base", messages=HELLO, max_tokens=12, temperature=1.5, n=3, **more
+        )
+        assert [choice.index for choice in chat.choices] == [0, 1, 2] and chat.usage.completion_tokens <= 36
+        return [choice.message.content for choice in chat.choices]
+
+    assert len(set(texts())) == 3
+    assert texts(seed=5) == texts(seed=5) != texts(seed=6)
+
+
+def test_a_stop_word_ends_the_answer_before_it(child: Child) -> None:
+    text = expected("base", 30, messages=HELLO)
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    chat = child.client().chat.completions.create(
+        model="base", messages=HELLO, max_tokens=30, temperature=0, stop=stop
+    )
+    assert chat.choices[0].message.content == text[: text.index(stop)]
+    assert chat.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_ends_with_the_context(child: Child) -> None:
+    prompt = [5] * (CONTEXT - 3)
+    status, answer = child.ask({"model": "base", "prompt": prompt, "max_tokens": 50, "temperature": 0})
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == {
+        "prompt_tokens": CONTEXT - 3, "completion_tokens": 3, "total_tokens": CONTEXT
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code", "told"),
+    [
+        ({"model": "gpt-5"}, 404, "model_not_found", "there is no model 'gpt-5'"),
+        ({"prompt": [5] * CONTEXT}, 400, "context_length_exceeded", "2048 tokens"),
+        ({"prompt": [100_000]}, 400, None, "the tokenizer is not this bundle's"),
+        ({"temperature": -1}, 400, None, "temperature is -1"),
+        ({"colour": "blue"}, 400, "unknown_parameter", "unknown field 'colour'"),
+        ({"prompt": [FAILING]}, 500, None, "the engine refuses token 419"),
+    ],
+)
+def test_errors_are_told_as_openai_does(
+    child: Child, change: dict[str, Any], status: int, code: str | None, told: str
+) -> None:
+    found, body = child.ask({"model": "base", "prompt": "a", **change})
+    assert found == status
+    assert body["error"]["code"] == code and told in body["error"]["message"] and body["error"]["type"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 1_000_000, b'"a"', b"null", b"\0" * 100])
+def test_a_body_that_is_no_request(child: Child, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        status, answer = child.ask(body, path)
+        assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+
+
+def test_paths_and_methods_that_are_not_there(child: Child) -> None:
+    assert child.ask({}, "/v1/embeddings")[0] == 404
+    assert child.ask({}, "/health")[0] == 405
+    assert "error" in child.ask({}, "/../../etc/passwd")[1]
+
+
+def test_an_engine_that_fails_ends_a_stream_with_an_error(child: Child) -> None:
+    with pytest.raises(openai.APIError, match="the engine refuses token"):
+        [*child.client().completions.create(model="base", prompt=[FAILING], stream=True)]
+
+
+def test_a_hundred_megabytes_are_refused_and_never_held(child: Child) -> None:
+    before = child.peak_bytes()
+    piece, pieces = b" " * (1 << 20), 100
+
+    def parts() -> Iterator[bytes]:
+        for _ in range(pieces):
+            yield piece
+
+    for headers in ({"Content-Length": str(pieces * len(piece))}, {"Transfer-Encoding": "chunked"}):
+        with closing(http.client.HTTPConnection(child.host, child.port, timeout=30)) as connection:
+            connection.request(
+                "POST", "/v1/completions", parts(), headers, encode_chunked="Transfer-Encoding" in headers
+            )
+            answer = connection.getresponse()
+            assert answer.status == 413
+            assert "more than 4194304 bytes" in json.loads(answer.read())["error"]["message"]
+    assert child.peak_bytes() - before < 30e6
+
+
+def test_many_large_bodies_are_not_held_at_once(child: Child) -> None:
+    before = child.peak_bytes()
+    # Each lacks its last byte.
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4194304\r\n\r\n"
+    content = head + b" " * (4194304 - 1)
+    connections = [_raw(child, content) for _ in range(30)]
+    try:
+        assert child.ask({"model": "base", "prompt": "a"})[0] in (200, 429)
+        refused = [connection for connection in connections if _refused(connection)]
+        assert len(refused) >= 30 - 17
+    finally:
+        for connection in connections:
+            connection.close()
+    assert child.peak_bytes() - before < 150e6
+    while child.ask({"model": "base", "prompt": "a"})[0] != 200:
+        time.sleep(0.05)
+
+
+def _refused(connection: socket.socket) -> bool:
+    connection.settimeout(0.2)
+    try:
+        return b" 429 " in connection.recv(100)
+    except TimeoutError:
+        return False
+
+
+def test_fifty_clients_at_once_get_what_each_would_alone(child: Child) -> None:
+    words = ["the film", "a dog", "on mat", "good town", "river"]
+    texts = {word: expected("tuned", 16, word) for word in words}
+
+    def ask(number: int) -> bool:
+        word = words[number % len(words)]
+        client = child.client()
+        given = {"model": "tuned", "prompt": word, "max_tokens": 16, "temperature": 0}
+        if number % 2:
+            return bool(client.completions.create(**given).choices[0].text == texts[word])
+        events = client.completions.create(**given, stream=True)
+        return "".join(event.choices[0].text for event in events) == texts[word]
+
+    with ThreadPoolExecutor(50) as pool:
+        assert all(pool.map(ask, range(50)))
+
+
+def _raw(child: Child, content: bytes) -> socket.socket:
+    connection = socket.create_connection((child.host, child.port), timeout=10)
+    connection.sendall(content)
+    return connection
+
+
+LONG = {"model": "base", "prompt": "a", "max_tokens": 2000, "temperature": 1}
+
+
+def _request(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_makes_room_for_others(slow: Child, stream: bool) -> None:
+    connections = [_raw(slow, _request({**LONG, "stream": stream})) for _ in range(2)]
+    time.sleep(0.2)
+    status, answer = slow.ask({"model": "base", "prompt": "a", "max_tokens": 1})
+    assert status == 429 and "at most 2 answers" in answer["error"]["message"]
+    with pytest.raises(openai.RateLimitError):
+        slow.client().completions.create(model="base", prompt="a", max_tokens=1)
+    # They would have gone on for twenty seconds.
+    for connection in connections:
+        connection.close()
+    deadline = time.monotonic() + 5
+    while slow.ask({"model": "base", "prompt": "a", "max_tokens": 1})[0] == 429:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000,
+        b"",
+    ],
+)
+def test_connections_that_make_no_sense_or_are_cut(child: Child, content: bytes) -> None:
+    for _ in range(5):
+        _raw(child, content).close()
+    with closing(_raw(child, content)):
+        assert child.health()
+
+
+def test_a_client_that_reads_slowly_holds_up_nobody(child: Child) -> None:
+    with closing(_raw(child, _request({**LONG, "stream": True}))):
+        assert child.ask({"model": "base", "prompt": "a", "max_tokens": 5})[0] == 200
+
+
+def test_a_template_that_never_ends_is_that_clients_problem(child: Child) -> None:
+    asked = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
+    status, answer = child.ask(asked, "/v1/chat/completions")
+    assert status == 400 and "chat template takes more than" in answer["error"]["message"]
+    assert child.ask({**asked, "messages": HELLO}, "/v1/chat/completions")[0] == 200
+
+
+def test_a_page_of_the_web_that_calls_itself_this_server(child: Child) -> None:
+    with closing(http.client.HTTPConnection(child.host, child.port, timeout=10)) as connection:
+        connection.request("GET", "/v1/models", headers={"Host": "evil.example"})
+        answer = connection.getresponse()
+        assert answer.status == 400
+        assert "access-control-allow-origin" not in {name.lower() for name, _ in answer.getheaders()}
+
+
+def test_a_key_and_an_end_by_a_signal() -> None:
+    with served(SLOW, key="secret") as server:
+        assert server.health()
+        assert [model.id for model in server.client("secret").models.list()] == ["base", "tuned"]
+        for key in ("", "secret2", "é"):
+            status, answer = server.ask({**LONG}, Authorization=f"Bearer {key}")
+            assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+        stream = server.client("secret").completions.create(**LONG, stream=True)
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
+
+
+def test_executorchs_own_conformance_test(child: Child) -> None:
+    pytest.importorskip("executorch")
+    import executorch
+
+    contract = Path(executorch.__path__[0]) / "examples/llm_server/conformance/test_openai_contract.py"
+    # It asks for tools, which no server has that doesn't constrain what a model writes.
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "--deselect",
+             f"{contract}::test_tool_call_response_shape", "-k", "not tool_call"]  # fmt: skip
+    environment = {**os.environ, "OPENAI_BASE_URL": child.url, "OPENAI_MODEL": "base"}
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment, cwd="/")
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout

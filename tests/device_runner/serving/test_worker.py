@@ -1,0 +1,84 @@
+"""The thread that asks the engine: how much it takes in, and what happens to that at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from queue import Queue
+
+import pytest
+
+from device_runner.serving.worker import BusyError, Told, Worker
+from prge.engine import FloatArray
+from prge.errors import DataError, EngineError
+from prge.generation.loop import GenerationSettings, Generator, Request, Ticket
+from prge.generation.prompts import Prompt
+from prge.rows.tokenizer import Tokenizer
+from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.speakers import NumpySpeaker, make_adapter
+
+TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
+
+
+def request(*tokens: int, most: int = 5) -> Request:
+    return Request(Prompt(tokens or (1, 5)), make_adapter(), GenerationSettings(most))
+
+
+class Broken(NumpySpeaker):
+    """A speaker with a mistake in it."""
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
+        raise ZeroDivisionError("a mistake")
+
+
+def ended(told: Queue[Told]) -> tuple[str, Ticket]:
+    """All pieces of an answer's text, and its ticket."""
+    text = ""
+    while isinstance(piece := told.get(timeout=10), str):
+        text += piece
+    return text, piece
+
+
+def test_texts_and_the_ticket_are_told_in_order() -> None:
+    told: Queue[Told] = Queue()
+    with Worker(Generator(NumpySpeaker(), TOKENIZER), 4) as worker:
+        for tokens in ((1, 5), (1, 9)):
+            worker.submit([(request(*tokens), told.put)])
+            text, ticket = ended(told)
+            assert ticket.wait(0).text == text
+            (alone,) = Generator(NumpySpeaker(), TOKENIZER).generate([request(*tokens)])
+            assert alone.text == text
+
+
+def test_it_takes_all_answers_of_a_request_or_none() -> None:
+    told: Queue[Told] = Queue()
+    worker = Worker(Generator(NumpySpeaker(context=4000), TOKENIZER), 3)
+    with worker:
+        tickets = worker.submit([(request(most=3000), told.put)] * 2)
+        with pytest.raises(BusyError, match="at most 3 answers"):
+            worker.submit([(request(), told.put)] * 2)
+        with pytest.raises(DataError, match="it is empty"):
+            worker.submit([(Request(Prompt(()), make_adapter()), told.put)])
+        worker.cancel(tickets)
+        assert {ended(told)[1].wait(0).reason for _ in tickets} == {"cancelled"}
+        worker.submit([(request(), told.put)] * 3)
+        assert {ended(told)[1].wait(0).reason for _ in range(3)} == {"length"}
+    assert not worker.alive
+    with pytest.raises(BusyError):
+        worker.submit([(request(), told.put)])
+
+
+def test_at_its_end_nobody_waits_any_more() -> None:
+    told: Queue[Told] = Queue()
+    with Worker(Generator(NumpySpeaker(context=4000), TOKENIZER), 3) as worker:
+        worker.submit([(request(most=3000), told.put)])
+    with pytest.raises(EngineError, match="the server ends"):
+        ended(told)[1].wait(0)
+
+
+def test_a_mistake_ends_it_and_is_not_hidden() -> None:
+    told: Queue[Told] = Queue()
+    with pytest.raises(ZeroDivisionError), Worker(Generator(Broken(), TOKENIZER), 3) as worker:
+        worker.submit([(request(), told.put)])
+        with pytest.raises(EngineError, match="the server ends"):
+            ended(told)[1].wait(0)
+        assert not worker.alive

@@ -1,0 +1,96 @@
+"""Answers to questions: how `prge eval` comes to them, and what the model is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.evaluate import EvaluateSettings, way_to_answers, write_answers
+from prge.contract import AdaptedModule, Contract
+from prge.errors import ConfigError, DataError
+from prge.examples import Example
+from prge.generation.loop import GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompts
+from prge.rows.example_building import build_examples
+from prge.rows.readers import Row
+from prge.rows.task import Generate, load_task, parse_task
+from prge.rows.tokenizer import Tokenizer
+from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.speakers import NumpySpeaker, make_adapter
+
+TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
+QUESTION = {"name": "q", "template": "{q}\nAnswer:", "columns": {"answers": "a"}, "metric": "rouge_l"}
+CONTRACT = Contract("stack", "logprobs", 2, 4, 64, 32, 8, 1000, (), (AdaptedModule("q_proj", 2, 8, 8),))
+
+
+def examples(*questions: str) -> list[Example]:
+    task = parse_task({**QUESTION, "generate": {}}, "q")
+    rows = [Row(number, {"q": text, "a": ["a dog", "dog"]}) for number, text in enumerate(questions, 1)]
+    return build_examples(rows, TOKENIZER, CONTRACT, task, training=False)[0]
+
+
+def texts(found: Sequence[Any]) -> list[str]:
+    return [answer.text for answer in found]
+
+
+def test_the_model_is_asked_the_question_without_its_answer() -> None:
+    asked = ["the film", "on mat"]
+    found = write_answers(
+        Generator(NumpySpeaker(), TOKENIZER), examples(*asked), make_adapter(1), Generate(9, ()), "error"
+    )
+    prompts = [Prompts(TOKENIZER).of_text(f"{text}\nAnswer:") for text in asked]
+    wanted = GenerationSettings(9)
+    direct = Generator(NumpySpeaker(), TOKENIZER).generate(
+        [Request(prompt, make_adapter(1), wanted) for prompt in prompts]
+    )
+    assert texts(found) == texts(direct) and len(found[0].tokens) == 9
+
+
+def test_an_answer_ends_before_a_stop_text() -> None:
+    generator = Generator(NumpySpeaker(), TOKENIZER)
+    asked = examples("the film")
+    (whole,) = write_answers(generator, asked, make_adapter(), Generate(20, ()), "truncate")
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    (cut,) = write_answers(generator, asked, make_adapter(), Generate(20, (stop,)), "truncate")
+    assert cut.text == whole.text[: whole.text.index(stop)]
+
+
+def test_a_question_that_leaves_no_room_loses_its_beginning_or_is_refused() -> None:
+    asked = examples("the film was good " * 6)
+    context = len(asked[0].prompt)
+    for overflow, cut in (("truncate", 8),):
+        generator = Generator(NumpySpeaker(context=context), TOKENIZER)
+        (found,) = write_answers(generator, asked, make_adapter(), Generate(8), overflow)
+        assert found.cut_tokens == cut and found.prompt_tokens == context - cut
+    with pytest.raises(DataError, match="the prompt can't be used"):
+        write_answers(generator, asked, make_adapter(), Generate(8), "error")
+
+
+def settings(**given: Any) -> EvaluateSettings:
+    return EvaluateSettings(Path("bundle"), Path("data"), **given)
+
+
+def test_how_answers_are_found() -> None:
+    plain = parse_task(QUESTION, "q")
+    assert way_to_answers(settings(), load_task("squad")) == "generate"
+    assert way_to_answers(settings(answers="spans"), load_task("squad")) == "spans"
+    assert way_to_answers(settings(), load_task("sst2")) is way_to_answers(settings(), None) is None
+    assert way_to_answers(settings(overflow="split"), plain) is None
+    passage = parse_task({**QUESTION, "columns": {"answers": "a", "passage": "q"}}, "q")
+    assert way_to_answers(settings(), passage) == "spans"
+
+
+@pytest.mark.parametrize(
+    ("given", "task", "told"),
+    [
+        ({"answers": "generate"}, "sst2", "--answers is generate, the task sst2 lacks generate"),
+        ({"answers": "spans"}, "copa", "the task copa lacks columns.passage"),
+        ({"overflow": "split"}, "squad", "--overflow is split: a question with its answer is one row"),
+    ],
+)
+def test_settings_that_do_not_fit_the_task(given: dict[str, Any], task: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        way_to_answers(settings(**given), load_task(task))

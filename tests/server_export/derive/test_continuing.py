@@ -1,0 +1,152 @@
+"""A block that goes on with a sequence answers what the block does that reads it from its beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchao")
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from prge.chain import CAUSAL, DECODE, MASKED, PAST_KEYS, PAST_VALUES, PREFILL, SEEN, STACK
+from prge.errors import BundleError
+from server_export.derive.continuing import FROZEN_PREFIX, continued
+from server_export.graph.modules import attribute
+from server_export.graph.shapes import fill_in_values, with_size
+from server_export.lower.roles import PAST, role_graphs
+from server_export.model.traced import BATCH, COPIES, TOKENS
+from tests.server_export.derive.tangent.graphs import inputs_of, random
+from tests.server_export.derive.test_blocks import chain_of
+
+torch.set_num_threads(1)
+
+RANK = 4
+# What came before, and what comes: more than the window of those that have one.
+BEFORE, AFTER = 6, 3
+LENGTH = BEFORE + AFTER
+
+
+class Block:
+    """The first block of a tiny model by role, with the tables and adapters of its call."""
+
+    def __init__(self, architecture: str, folder: Path) -> None:
+        chain = chain_of(architecture, folder, "fp32", RANK)
+        number = 1
+        self.block, kind = chain.blocks[number], chain.kinds[number]
+        for name, tensor in chain.tensors(number).items():
+            attribute(kind.graph_module, name).copy_(tensor)
+        self.graphs = role_graphs(
+            kind.graph_module, [*self.block.adapter], {STACK, PREFILL, DECODE}, is_head=False
+        )
+        self.tables = [chain.tables.all[table] for table in self.block.tables]
+        modules = {module.name: module for module in chain.modules}
+        adapted = {name: modules[chain.adapter[name]] for name in self.block.adapter}
+        self.adapter = {
+            name: random(1, module.rank, module.out_features).float() for name, module in adapted.items()
+        }
+        self.frozen = {
+            FROZEN_PREFIX + name: chain.lora_a[module.name][None] for name, module in adapted.items()
+        }
+        self.width = kind.graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape[-1]
+        causal = next(table for table in self.tables if table.kind == "causal")
+        self.members, self.window = causal.members, causal.window
+
+    def call(self, role: str, rows: int, tokens: int, past: int, **given: torch.Tensor) -> list[torch.Tensor]:
+        graph = self.graphs[role]
+        for marker, size in ((COPIES, rows), (BATCH, 1), (TOKENS, tokens), (PAST, past)):
+            graph = with_size(graph, marker, size)
+        for matrices in (self.adapter, self.frozen):
+            given |= {name: matrix.expand(rows, -1, -1) for name, matrix in matrices.items()}
+        return list(graph(*(given[name] for name in inputs_of(graph))))
+
+    def tables_of(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        return {
+            f"table_{number}": table.of(end)[:, start:]
+            for number, table in enumerate(self.tables)
+            if table.kind != "causal"
+        }
+
+    def mask(self, start: int, end: int) -> torch.Tensor:
+        """What tokens [start, end) see of those before them, and of each other: [members x tokens, end]."""
+        table = next(table for table in self.tables if table.kind == "causal")
+        return table.of(end)[:, start:].reshape(-1, end)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral", "gpt2"])
+def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, tmp_path: Path) -> None:
+    block = Block(architecture, tmp_path)
+    states = random(2, LENGTH, block.width).float()
+    causal = {f"table_{n}": t.of(LENGTH) for n, t in enumerate(block.tables)}
+    whole = [block.call(STACK, 1, LENGTH, 1, state=state[None], **causal)[0][0] for state in states]
+    # Nothing came before: the mask hides what lies there.
+    hidden = torch.full((block.members * BEFORE, 2), MASKED)
+    known = []
+    for state, expected in zip(states, whole, strict=True):
+        shapes = {PAST_KEYS: None, PAST_VALUES: None}
+        heads = {
+            name: next(n for n in block.graphs[PREFILL].graph.nodes if n.name == name).meta["val"].shape
+            for name in shapes
+        }
+        empty = {name: torch.ones(shape[0], 2, shape[2]) for name, shape in heads.items()}
+        answer, keys, values = block.call(
+            PREFILL,
+            1,
+            BEFORE,
+            2,
+            state=state[None, :BEFORE],
+            **block.tables_of(0, BEFORE),
+            **empty,
+            **{SEEN: hidden, CAUSAL: block.mask(0, BEFORE)},
+        )
+        assert torch.allclose(answer[0], expected[:BEFORE], atol=1e-5)
+        known.append((keys, values))
+    # A piece of one sequence.
+    keys, values = known[0]
+    mask = block.mask(BEFORE, LENGTH)
+    answer, *_ = block.call(
+        PREFILL,
+        1,
+        AFTER,
+        BEFORE,
+        state=states[:1, BEFORE:],
+        **block.tables_of(BEFORE, LENGTH),
+        **{PAST_KEYS: keys, PAST_VALUES: values, SEEN: mask[:, :BEFORE], CAUSAL: mask[:, BEFORE:]},
+    )
+    assert torch.allclose(answer[0], whole[0][BEFORE:], atol=1e-5)
+    # A token of two.
+    seen = block.mask(BEFORE, BEFORE + 1)[:1, :BEFORE].expand(2 * len(keys), 1, -1)
+    tables = {
+        name: table.expand(2, *table.shape[1:]) for name, table in block.tables_of(BEFORE, BEFORE + 1).items()
+    }
+    both = [torch.cat(parts) for parts in zip(*known, strict=True)]
+    answer, keys, values = block.call(
+        DECODE,
+        2,
+        1,
+        BEFORE,
+        state=states[:, BEFORE : BEFORE + 1],
+        **tables,
+        **{PAST_KEYS: both[0], PAST_VALUES: both[1], SEEN: seen},
+    )
+    assert torch.allclose(answer[:, 0], torch.stack([w[BEFORE] for w in whole]), atol=1e-5)
+    assert keys.shape == (len(both[0]), 1, both[0].shape[-1]) and values.shape[:2] == keys.shape[:2]
+
+
+def test_scores_of_another_kind_are_refused() -> None:
+    """Those that aren't a product of queries and transposed keys."""
+    graph = Graph()
+    state, table = graph.placeholder("state"), graph.placeholder("table_0")
+    scores = graph.call_function(torch.ops.aten.bmm.default, (state, state))
+    mask = graph.call_function(torch.ops.aten.reshape.default, (table, [-1, 4]))
+    masked = graph.call_function(torch.ops.aten.add.Tensor, (scores, mask))
+    weights = graph.call_function(torch.ops.aten.softmax.int, (masked, -1))
+    graph.output((graph.call_function(torch.ops.aten.bmm.default, (weights, state)),))
+    for node in (state, table):
+        node.meta["val"] = torch.empty(1, 4, 4, device="meta")
+    graph_module = GraphModule(torch.nn.Module(), graph)
+    fill_in_values(graph_module)
+    with pytest.raises(BundleError, match="keys come from"):
+        continued(graph_module, [], 1, 4, PAST)
