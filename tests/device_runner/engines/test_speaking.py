@@ -24,7 +24,7 @@ from tests.device_runner.engines.chains import POSITIONS, Whole, export_chain
 
 pytestmark = [pytest.mark.export, pytest.mark.slow]
 
-# What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
+# What is different in the engine; tests/server_export/derive/test_continuing.py has the graphs of all.
 ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2")
 # In the model's own float32 attention, as a part of the largest logit; logits of these models go up to 10.
 TOLERANCE = 2e-5
