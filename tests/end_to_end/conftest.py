@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import save_model
+from tests.tiny_models import SHALLOW, save_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -44,10 +44,16 @@ def export(model: Path, bundle: Path, *words: object) -> Path:
     return bundle
 
 
+Made = Callable[[str, Callable[[Path], object]], Path]
+
+
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workshop(made_once: Made) -> Path:
     """A folder with `model` of two blocks, `bundle`, `train.jsonl`, `dev.jsonl` and `task.yaml`."""
-    folder = tmp_path_factory.mktemp("workshop")
+    return made_once("workshop", _fill_workshop)
+
+
+def _fill_workshop(folder: Path) -> None:
     save_model(folder / "model", "llama")
     export(folder / "model", folder / "bundle")
     words = ["aa", "bb", "cc", "dd"]
@@ -58,14 +64,24 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         'name: letters\ntemplate: "{text} ?"\nlabel_words: {0: " no", 1: " yes"}\ncolumns: {label: label}\n'
         "metric: accuracy\n"
     )
-    return folder
 
 
 @pytest.fixture(scope="session")
-def upper_bundle(workshop: Path) -> Path:
+def upper_bundle(workshop: Path, made_once: Made) -> Path:
     """The workshop's model with int4 weights and an adapter on its upper block alone, for exact gradients."""
     upper = ["--adapt-layers", "top:1", "--quantize", "8da4w", "--roles", "back"]
-    return export(workshop / "model", workshop / "upper", *upper)
+    return made_once("upper", lambda folder: export(workshop / "model", folder / "upper", *upper)) / "upper"
+
+
+@pytest.fixture(scope="session")
+def encoder(made_once: Made) -> Path:
+    """The bundle of a tiny BERT."""
+
+    def fill(folder: Path) -> None:
+        save_model(folder / "model", "bert", **SHALLOW["bert"])
+        export(folder / "model", folder / "bundle", "--roles", "tangent", "back")
+
+    return made_once("encoder", fill) / "bundle"
 
 
 @pytest.fixture

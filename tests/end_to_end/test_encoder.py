@@ -10,21 +10,8 @@ import pytest
 
 from prge.peft import read_arrays
 from tests.end_to_end.conftest import prge
-from tests.tiny_models import SHALLOW, save_model
 
 pytestmark = pytest.mark.export
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle of a tiny BERT."""
-    folder = tmp_path_factory.mktemp("encoder")
-    save_model(folder / "model", "bert", **SHALLOW["bert"])
-    prge(
-        "export", "--model", folder / "model", "--out", folder / "bundle", "--sequence-length", 16,
-        "--roles", "tangent",
-    )  # fmt: skip
-    return folder / "bundle"
 
 
 def _words(encoder: Path, workshop: Path, out: Path) -> list[object]:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from prge.journal import Journal
-from tests.end_to_end.conftest import export, prge, write_rows
-from tests.tiny_models import SHALLOW, save_model
+from tests.end_to_end.conftest import prge, write_rows
 
 pytestmark = pytest.mark.export
 
@@ -87,9 +86,7 @@ def test_what_lies_below_the_adapter_is_computed_once_a_row(
     assert (out / final).read_bytes() == (other / final).read_bytes()
 
 
-def test_an_encoder_learns_under_its_head(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", "bert", **SHALLOW["bert"])
-    bundle = export(tmp_path / "model", tmp_path / "bundle", "--roles", "back")
+def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None:
     letters = np.random.default_rng(0).integers(0, 20, (160, 6))
     write_rows(
         tmp_path / "train.jsonl",
@@ -105,7 +102,7 @@ def test_an_encoder_learns_under_its_head(tmp_path: Path) -> None:
         'name: letters\ntemplate: "{text}"\nlabel_words: {0: "no", 1: "yes"}\ncolumns: {label: label}\n'
         "metric: accuracy\n"
     )
-    words = words_of(tmp_path, bundle, tmp_path / "run", steps=40)
+    words = words_of(tmp_path, encoder, tmp_path / "run", steps=40)
     # The rows that it learns, by the head that they are learnt under: a head of random states can't do more.
     words[words.index("--dev") + 1] = tmp_path / "train.jsonl"
     words[words.index("--learning-rate") + 1] = 3e-4

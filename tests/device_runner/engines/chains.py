@@ -22,6 +22,8 @@ from prge.engine import Array
 from tests.tiny_models import save_model
 
 TOKENS = 16
+# More than a call computes at once.
+POSITIONS = 224
 Inputs = dict[str, Array]
 
 

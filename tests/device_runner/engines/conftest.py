@@ -27,13 +27,12 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool],
 
 
 @pytest.fixture(scope="session")
-def make_chain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def make_chain(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[str], Path]:
     """The folder of an exported chain by its architecture, made when it is first asked for."""
 
-    @lru_cache
     def made(architecture: str) -> Path:
-        from tests.device_runner.engines.chains import export_chain
+        from tests.device_runner.engines.chains import POSITIONS, export_chain
 
-        return export_chain(tmp_path_factory.mktemp(architecture), architecture)
+        return made_once(architecture, lambda folder: export_chain(folder, architecture, positions=POSITIONS))
 
     return made

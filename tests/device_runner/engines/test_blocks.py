@@ -22,7 +22,7 @@ from prge.cli import main
 from prge.errors import BundleError, PrgeError
 from tests.bundles import read_json, write_manifest
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.chains import inputs_of, opened
+from tests.device_runner.engines.chains import POSITIONS, inputs_of, opened
 
 pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
 
@@ -248,7 +248,10 @@ def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) 
     ("damage", "told"),
     [
         (lambda tensors: {}, "has no table"),
-        (lambda tensors: {n: a[:5] for n, a in tensors.items()}, "is for 5 tokens, the manifest says 64"),
+        (
+            lambda tensors: {n: a[:5] for n, a in tensors.items()},
+            f"is for 5 tokens, the manifest says {POSITIONS}",
+        ),
         (lambda tensors: {n: a.astype(np.float64) for n, a in tensors.items()}, "has no table"),
         (
             lambda tensors: {n: np.ascontiguousarray(a[:, :3]) for n, a in tensors.items()},

@@ -20,12 +20,12 @@ from prge.bundle import Bundle, open_bundle
 from prge.chain import DECODE, PREFILL, STACK
 from prge.engine import FloatArray
 from prge.errors import BundleError, EngineError
-from tests.device_runner.engines.chains import Whole, export_chain
-from tests.tiny_models import DECODERS
+from tests.device_runner.engines.chains import POSITIONS, Whole, export_chain
 
 pytestmark = [pytest.mark.export, pytest.mark.slow]
 
-POSITIONS = 224
+# What is different in the engine; tests/server_export/derive/test_continuing.py has the graphs of all.
+ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2")
 # In the model's own float32 attention, as a part of the largest logit; logits of these models go up to 10.
 TOLERANCE = 2e-5
 
@@ -44,7 +44,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bundle(make_chain: Callable[[str], Path]) -> Bundle:
-    """A Llama's, with 64 positions; rows, and pieces of a prompt, have up to 16 tokens."""
+    """A Llama's; rows, and pieces of a prompt, have up to 16 tokens."""
     return open_bundle(make_chain("llama") / "bundle")
 
 
@@ -76,10 +76,15 @@ def difference(found: FloatArray, expected: FloatArray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-@pytest.mark.parametrize("architecture", DECODERS)
-def test_logits_are_the_models_token_by_token(architecture: str, tmp_path: Path) -> None:
+@pytest.fixture(params=["llama", *ARCHITECTURES])
+def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path], tmp_path: Path) -> Path:
+    if request.param == "llama":
+        return make_chain("llama")
+    return export_chain(tmp_path, request.param, positions=POSITIONS, roles=[STACK, PREFILL, DECODE])
+
+
+def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     """Grouped keys, sliding windows, rotations, learnt positions, soft caps, up to the last position."""
-    folder = export_chain(tmp_path, architecture, positions=POSITIONS, roles=[STACK, PREFILL, DECODE])
     bundle = open_bundle(folder / "bundle")
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, POSITIONS)
     expected = logits_of(Whole.of(folder), adapter, tokens)
@@ -161,12 +166,12 @@ def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle) -> None
 def test_a_text_ends_at_the_last_position(bundle: Bundle) -> None:
     speaker, adapter = open_speaker(bundle), adapter_of(bundle, 1)
     sequence = speaker.open(adapter)
-    speaker.feed(sequence, tokens_of(bundle, 64))
-    with pytest.raises(EngineError, match="a text of 65 tokens is too long, the limit is 64"):
+    speaker.feed(sequence, tokens_of(bundle, POSITIONS))
+    with pytest.raises(EngineError, match=f"a text of {POSITIONS + 1} tokens is too long, the limit is 224"):
         speaker.step({sequence: 5})
-    with pytest.raises(EngineError, match="a text of 70 tokens is too long, the limit is 64"):
+    with pytest.raises(EngineError, match=f"a text of {POSITIONS + 6} tokens is too long, the limit is 224"):
         speaker.feed(sequence, [5] * 6)
-    assert speaker.length(sequence) == 64
+    assert speaker.length(sequence) == POSITIONS
 
 
 def test_a_shorter_context_may_be_asked_for(bundle: Bundle) -> None:

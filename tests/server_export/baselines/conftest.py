@@ -15,6 +15,8 @@ from server_export.baselines.settings import BaselineSettings
 from server_export.export import ExportConfig, export
 from tests.tiny_models import LENGTH, save_model
 
+Made = Callable[[str, Callable[[Path], object]], Path]
+
 
 def make_workplace(folder: Path, architecture: str, **changes: Any) -> Path:
     """A folder with `model`, `bundle`, `train.jsonl`, `dev.jsonl` and `task.yaml`."""
@@ -35,15 +37,17 @@ def make_workplace(folder: Path, architecture: str, **changes: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(made_once: Made) -> Path:
     """The folder of a decoder whose linear layers are all adapted."""
-    return make_workplace(tmp_path_factory.mktemp("decoder"), "llama", target_modules="all-linear")
+    return made_once(
+        "decoder-workplace", lambda folder: make_workplace(folder, "llama", target_modules="all-linear")
+    )
 
 
 @pytest.fixture(scope="session")
-def encoder_workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def encoder_workplace(made_once: Made) -> Path:
     """The folder of an encoder."""
-    return make_workplace(tmp_path_factory.mktemp("encoder"), "bert")
+    return made_once("encoder-workplace", lambda folder: make_workplace(folder, "bert"))
 
 
 @pytest.fixture

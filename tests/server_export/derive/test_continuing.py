@@ -20,6 +20,7 @@ from server_export.lower.roles import PAST, role_graphs
 from server_export.model.traced import BATCH, COPIES, TOKENS
 from tests.server_export.derive.tangent.graphs import inputs_of, random
 from tests.server_export.derive.test_blocks import chain_of
+from tests.tiny_models import DECODERS
 
 torch.set_num_threads(1)
 
@@ -75,7 +76,7 @@ class Block:
         return table.of(end)[:, start:].reshape(-1, end)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral", "gpt2"])
+@pytest.mark.parametrize("architecture", DECODERS)
 def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, tmp_path: Path) -> None:
     block = Block(architecture, tmp_path)
     states = random(2, LENGTH, block.width).float()
