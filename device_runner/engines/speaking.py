@@ -125,6 +125,7 @@ class ChainSpeaker:
             raise EngineError(f"all {self._slots} sequences are open", remedy="close one")
         number, self._next = self._next, self._next + 1
         self._sequences[number] = _Sequence(adapter, len(self._sequences))
+        self._forget(self._sequences[number])
         return number
 
     def length(self, sequence: int) -> int:
@@ -134,6 +135,7 @@ class ChainSpeaker:
     def rewind(self, sequence: int, length: int) -> None:
         """See Speaker."""
         self._sequences[sequence].length = min(length, self.length(sequence))
+        self._forget(self._sequences[sequence])
 
     def close(self, sequence: int) -> None:
         """See Speaker."""
@@ -216,6 +218,12 @@ class ChainSpeaker:
                 values[:, :, : before.values.shape[2]] = before.values
             self._caches[number] = _Cache(keys, values)
         self._step = None
+
+    def _forget(self, sequence: _Sequence) -> None:
+        """Clear a slot behind its tokens: a mask hides numbers, but not those that aren't finite."""
+        for cache in self._caches.values():
+            cache.keys[sequence.slot, :, sequence.length :] = 0
+            cache.values[sequence.slot, :, sequence.length :] = 0
 
     def _arrange(self, sequences: Sequence[int]) -> None:
         """Move some sequences to the first slots, in this order."""

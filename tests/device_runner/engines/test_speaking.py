@@ -226,3 +226,20 @@ def test_a_sequence_may_have_an_adapter_from_elsewhere(bundle: Bundle, make_chai
         found = speaker.step(dict.fromkeys(both, tokens[place]))
         for sequence, logits in zip(both, expected, strict=True):
             assert difference(found[sequence], logits[place]) < TOLERANCE
+
+
+def test_what_isnt_finite_stays_in_its_own_sequence(bundle: Bundle, whole: Whole) -> None:
+    broken, adapter = adapter_of(bundle, 1), adapter_of(bundle, 2)
+    broken.values[:] = np.inf
+    speaker, tokens = open_speaker(bundle, slots=2), tokens_of(bundle, 20)
+    sound, other = speaker.open(adapter), speaker.open(broken)
+    speaker.feed(sound, tokens[:5])
+    assert not np.isfinite(speaker.feed(other, tokens)).any()
+    expected = logits_of(whole, adapter, tokens)
+    found = speaker.step({other: 5, sound: tokens[5]})
+    assert difference(found[sound], expected[5]) < TOLERANCE
+    speaker.close(other)
+    speaker.feed(follower := speaker.open(adapter), tokens[:5])
+    found = speaker.step({follower: tokens[5], sound: tokens[6]})
+    assert difference(found[follower], expected[5]) < TOLERANCE
+    assert difference(found[sound], expected[6]) < TOLERANCE
