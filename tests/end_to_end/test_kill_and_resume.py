@@ -187,7 +187,8 @@ def test_killed_many_times_it_ends_in_the_same_bits(
     workshop: Path, upper_bundle: Path, tmp_path: Path, kind: str
 ) -> None:
     name, _, estimator = kind.partition(" ")
-    killed = in_a_parent(BY_CHANCE, workshop, workshop / name, tmp_path, KILLS[kind], estimator)
+    bundle = {"bundle": workshop / "bundle", "upper": upper_bundle}[name]
+    killed = in_a_parent(BY_CHANCE, workshop, bundle, tmp_path, KILLS[kind], estimator)
     assert int(killed) == KILLS[kind]
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=60)
     if estimator == "tangent":

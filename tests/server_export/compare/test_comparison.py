@@ -90,7 +90,8 @@ def test_the_same_command_goes_on_and_takes_more_seeds(tmp_path: Path) -> None:
     again = PretendedVerbs()
     run(tmp_path / "cmp", again, *BOTH)
     assert again.calls == []
-    run(tmp_path / "cmp", again, *BOTH, "--methods", "p-rge", "--seeds", 1, 2, 3)
+    more = ("--methods", "p-rge", "--seeds", 1, 2, 3, "--learning-rates", RATES)
+    run(tmp_path / "cmp", again, *more)
     assert again.verbs() == ["run", "eval"]
 
 
