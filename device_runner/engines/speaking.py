@@ -66,6 +66,7 @@ class _Step:
     sequences: list[int]
     tokens: Array
     tables: dict[int, Array]
+    pieces: FloatArray
     logits: FloatArray
     seen: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
     inputs: list[list[Array]] = field(default_factory=list)
@@ -172,20 +173,23 @@ class ChainSpeaker:
         if step is None or step.sequences != [*tokens]:
             self._arrange([*tokens])
             step = self._step = self._bound([*tokens])
-        lengths = np.array([self.length(sequence) for sequence in tokens])
+        lengths = [self.length(sequence) for sequence in tokens]
         step.tokens[:, 0] = list(tokens.values())
         for number, table in step.tables.items():
-            self._fill(number, table, lengths)
-        rows = np.arange(len(lengths))
+            self._fill(number, table, np.array(lengths))
         for (window, _), seen in step.seen.items():
-            _see(seen.reshape(len(rows), -1, seen.shape[-1]), lengths, window, lengths)
+            _see(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window, lengths)
         for number in range(len(self._chain.blocks)):
             self._compute(step, number)
             if number in self._caches:
                 cache, found = self._caches[number], step.outputs[number]
-                shape = len(rows), cache.keys.shape[1], -1
-                cache.keys[rows, :, lengths] = found["keys"].reshape(shape)
-                cache.values[rows, :, lengths] = found["values"].reshape(shape)
+                shape = len(tokens), cache.keys.shape[1], -1
+                keys, values = (found[name].reshape(shape) for name in ("keys", "values"))
+                for row, length in enumerate(lengths):
+                    cache.keys[row, :, length] = keys[row]
+                    cache.values[row, :, length] = values[row]
+        if len(step.pieces) > 1:
+            np.concatenate(step.pieces[:, :, 0], axis=1, out=step.logits)
         for sequence in tokens:
             self._sequences[sequence].length += 1
         return {sequence: step.logits[row].copy() for row, sequence in enumerate(tokens)}
@@ -245,11 +249,11 @@ class ChainSpeaker:
     def _bound(self, sequences: list[int]) -> _Step:
         """Arrays for steps of some sequences."""
         chain, rows = self._chain, len(sequences)
-        logits = np.empty((rows, chain.vocabulary_size), np.float32)
-        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, logits)
+        pieces = np.empty((len(chain.blocks) - chain.end, rows, 1, chain.piece_words), np.float32)
+        logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(pieces) > 1 else pieces[0, :, 0]
+        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, pieces, logits)
         adapters = [self._sequences[sequence].adapter for sequence in sequences]
         state: Array = step.tokens
-        of_pieces = np.empty((len(chain.blocks) - chain.end, rows, 1, chain.piece_words), np.float32)
         for number, block in enumerate(chain.blocks):
             given: dict[str, Array] = {"tokens": state, "state": state}
             for index, table in enumerate(block.tables):
@@ -281,12 +285,10 @@ class ChainSpeaker:
                 answers["state"] = np.empty((rows, 1, self._blocks.width(number + 1)), np.float32)
                 state = answers["state"]
             else:
-                answers["logits"] = of_pieces[number - chain.end]
+                answers["logits"] = pieces[number - chain.end]
             interface = self._blocks.interface(number, DECODE)
             step.inputs.append([given[name] for name in interface.inputs])
             step.outputs.append({name: answers[name] for name in interface.outputs})
-        if len(of_pieces) == 1:
-            step.logits = of_pieces[0, :, 0]
         return step
 
     def _compute(self, step: _Step, number: int) -> None:
@@ -296,10 +298,6 @@ class ChainSpeaker:
             outputs = [*step.outputs[number].values()]
             bound = step.calls[number] = (method, method.prepared(step.inputs[number], outputs))
         bound[1]()
-        first, words = self._chain.end, self._chain.piece_words
-        if number >= first and len(self._chain.blocks) - first > 1:
-            piece = slice((number - first) * words, (number - first + 1) * words)
-            step.logits[:, piece] = step.outputs[number]["logits"][:, 0]
 
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
         """The state f32 [1, 1, width] of the last of some tokens, which are appended to a sequence."""
@@ -326,8 +324,8 @@ class ChainSpeaker:
                 key = mask.window, mask.members
                 if key not in masks:
                     masks[key] = np.empty((mask.members, length, past), np.float32)
-                    positions = np.arange(start, start + length)
-                    _see(masks[key].swapaxes(0, 1), positions, mask.window, np.full(length, start))
+                    positions = range(start, start + length)
+                    _see(masks[key].swapaxes(0, 1), positions, mask.window, [start] * length)
                 cache, heads, slot = self._caches[number], self._blocks.heads(number), sequence.slot
                 given[SEEN] = masks[key].reshape(-1, past)
                 if start:
@@ -370,7 +368,7 @@ class ChainSpeaker:
             table[:, 0] = known[lengths]
 
 
-def _see(seen: FloatArray, positions: Array, window: int | None, known: Array) -> None:
+def _see(seen: FloatArray, positions: Sequence[int], window: int | None, known: Sequence[int]) -> None:
     """Write what is added to scores of the past, 0 where a token sees another and MASKED elsewhere.
 
     Args:
@@ -380,7 +378,7 @@ def _see(seen: FloatArray, positions: Array, window: int | None, known: Array) -
         known: for each, how many places hold a token.
     """
     seen[:] = MASKED
-    for row, (position, end) in enumerate(zip(positions.tolist(), known.tolist(), strict=True)):
+    for row, (position, end) in enumerate(zip(positions, known, strict=True)):
         first = 0 if window is None else max(0, position - window + 1)
         seen[row, ..., first:end] = 0
 
