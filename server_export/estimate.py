@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.contract import Contract
@@ -110,17 +108,13 @@ def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple
     """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
     from prge.rows.example_building import BuildOptions, load_examples
     from prge.rows.task import load_task
-    from prge.rows.tokenizer import load_tokenizer as load_written
     from prge.sampling import Sampler
-    from server_export.model.tokenization import load_tokenizer, tokenizer_block, write_tokenizer
+    from server_export.model.tokenization import load_tokenizer, on_device
 
     assert config.train is not None
     longest = estimated.outline.longest
-    with tempfile.TemporaryDirectory() as folder:
-        original = load_tokenizer(config.model, config.revision)
-        write_tokenizer(original, Path(folder))
-        block = tokenizer_block(original, config.prepend_bos, estimated.vocabulary_size)
-        tokenizer = load_written(folder, block)
+    original = load_tokenizer(config.model, config.revision)
+    tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
     options = BuildOptions(overflow="truncate")

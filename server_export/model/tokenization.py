@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError, ConfigError
+from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenizer import load_tokenizer as read_tokenizer
 from server_export.settings import PrependBos
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -146,6 +149,13 @@ def tokenizer_block(
         "chat_template": chat_template(tokenizer) is not None,
         "vocabulary_size": size,
     }
+
+
+def on_device(tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int) -> Tokenizer:
+    """The tokenizer that a device makes of what an export writes; arguments and errors as above."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(tokenizer, Path(folder))
+        return read_tokenizer(folder, tokenizer_block(tokenizer, prepend_bos, vocabulary_size))
 
 
 def adds_bos(tokenizer: Any) -> bool:
