@@ -34,7 +34,7 @@ from prge.tangents import Tangents
 _NOT_IDENTITY = frozenset(
     {
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
-        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
+        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet", "log_to"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
         *("pause_above_celsius", "pause_below_battery", "only_charging"),
         *("sample_prompts", "sample_every"),
@@ -54,7 +54,10 @@ CHANGE = "change"
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Everything that a run reads before it needs an engine."""
+    """Everything that a run reads before it needs an engine.
+
+    `report` tells the user what became of the rows, `data` tells run.json.
+    """
 
     bundle: Bundle
     tokenizer: Tokenizer
@@ -65,6 +68,7 @@ class RunInputs:
     start_head: Head | None
     identity: Record
     report: str
+    data: Record
     sample_prompts: list[SamplePrompt]
 
 
@@ -82,6 +86,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     chosen = Selection(settings.train_start, settings.train_limit, seed)
     train_examples, report = load_examples(settings.train, tokenizer, contract, task, chosen, options)
     texts = [report.text(), show_sample(train_examples[0], tokenizer, contract.label_tokens)]
+    data = {"train": report.facts()}
     dev_examples: list[Example] = []
     if settings.dev:
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
@@ -89,6 +94,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
             settings.dev, tokenizer, bundle.score_contract, task, chosen, options, training=False
         )
         texts.insert(1, dev_report.text())
+        data["dev"] = dev_report.facts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     start_head = None
@@ -118,6 +124,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         start_head,
         identity,
         "\n".join(texts),
+        data,
         read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
     )
 
