@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
 
 SCORES = ("accuracy", "f1", "exact_match", "rouge_l", "perplexity")
+
+
+def score_of(record: Mapping[str, Any]) -> tuple[str, float]:
+    """Name and value of an evaluation's metric; the loss where it has none, or one that was not finite."""
+    name = next((name for name in SCORES if record.get(name) is not None), "loss")
+    return name, float(record[name])
 
 
 def series(

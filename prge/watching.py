@@ -11,7 +11,7 @@ from types import TracebackType
 
 import numpy as np
 
-from prge.curves import SCORES
+from prge.curves import score_of
 from prge.errors import DivergenceError, PrgeError
 from prge.estimators import Measurement
 from prge.interrupts import ignore_interrupts
@@ -169,7 +169,7 @@ class Watcher:
         """What the bar tells of a step."""
         shown: dict[str, float | str | None] = {"loss": record["loss"]}
         if self._best is not None:
-            shown["best"] = f"{score_of(self._best)[1]:.4g} (step {self._best['step']})"
+            shown["best"] = score_of(self._best)[1]
         if self._examples and "rows" in record:
             shown["epoch"] = f"{self.steps * len(record['rows']) / self._examples:.2f}"
         peak = self.log.memory.peak
@@ -222,6 +222,8 @@ class Watcher:
                 "rows": self.rows(self.steps),
                 "largest_tangent": self._largest_tangent,
                 "last_evaluation": self._evaluation,
+                "before": _evaluation(self._before or {}) or None,
+                "best": _evaluation(self._best or {}) or None,
                 "final_step": self._final,
                 **train,
                 "memory": {**memory, "proportional": proportional_memory(), **train.get("memory", {})},
@@ -247,12 +249,6 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is stop:
                 signal.signal(number, handler)
-
-
-def score_of(record: Record) -> tuple[str, float]:
-    """Name and value of an evaluation's metric; the loss where it has none, or one that was not finite."""
-    name = next((name for name in SCORES if record.get(name) is not None), "loss")
-    return name, float(record[name])
 
 
 def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
+from prge.errors import shortened
 from prge.palette import COLOURS
 
 Point = tuple[float, float]
@@ -15,7 +16,7 @@ Look = Literal["faint", "line", "marked"]
 
 # In units of the picture, about pixels on a phone; it grows with the page.
 _WIDTH, _HEIGHT = 380, 240
-_LEFT, _RIGHT, _BOTTOM, _LEGEND = 48, 12, 38, 16
+_LEFT, _RIGHT, _BOTTOM, _LEGEND = 54, 12, 38, 16
 # Points of a line at most: more can't be told apart on any screen.
 _MOST, _MOST_DOTS = 500, 100
 _TICKS = 5
@@ -46,7 +47,7 @@ def line_chart(lines: Sequence[Line], x_label: str, y_label: str) -> str:
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     across = _Axis.over(min(0.0, *xs), max(xs), _LEFT, _WIDTH - _RIGHT)
-    up = _Axis.over(min(ys), max(ys), top + _HEIGHT - _BOTTOM, top)
+    up = _Axis.over(min(ys), max(ys), top + _HEIGHT - _BOTTOM, top, whole=True)
     height, floor = top + _HEIGHT, up.start
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {height}" xmlns="http://www.w3.org/2000/svg" '
@@ -55,7 +56,7 @@ def line_chart(lines: Sequence[Line], x_label: str, y_label: str) -> str:
     for row, line in enumerate(named):
         at = 10 + _LEGEND * row
         parts.append(_drawn(line, [(_LEFT, at), (_LEFT + 12, at), (_LEFT + 24, at)]))
-        parts.append(_text(_LEFT + 32, at + 4, line.name, "start"))
+        parts.append(_text(_LEFT + 32, at + 4, shortened(line.name, 48), "start"))
     for value in up.ticks:
         y = up(value)
         parts.append(_rule(_LEFT, y, _WIDTH - _RIGHT, y, 0.15))
@@ -108,14 +109,16 @@ class _Axis:
     ticks: tuple[float, ...]
 
     @classmethod
-    def over(cls, low: float, high: float, start: float, end: float) -> _Axis:
-        """An axis over a range of values, with a little room around one that is empty."""
+    def over(cls, low: float, high: float, start: float, end: float, whole: bool = False) -> _Axis:
+        """An axis over a range of values, with room around one that is empty; `whole`: from tick to tick."""
         if not high - low > max(1e-9 * max(abs(low), abs(high)), 1e-200):
             low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
         rough = (high - low) / _TICKS
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(size * power for size in (1, 2, 5, 10) if size * power >= 0.999 * rough)
         first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
+        if whole:
+            first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
         ticks = tuple(index * step for index in range(first, last + 1))
         return cls(min(low, *ticks), max(high, *ticks), start, end, ticks)
 

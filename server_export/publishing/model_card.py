@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.checkpoint import STATE, Progress
+from prge.curves import score_of
 from prge.documents import DocumentError, read_json
 from prge.estimators import MEANINGS
 from prge.run_folder import FINAL, SUMMARY
@@ -175,13 +176,18 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
         if step is not None and step != steps:
             told[-1] += f", of which the adapter is that after step {step:,}"
     if computed := _whole(train.get("rows")):
-        told.append(f"{computed:,} sequences computed")
+        told.append(f"{computed:,} sequences computed, where a way back counts as two")
     scheme = _mapping(block.get("quantization")).get("scheme")
     if isinstance(scheme, str):
         told.append(f"frozen weights in {_text(scheme)}")
     if told:
         yield ""
         yield f"{'; '.join(told)}."
+    before, best = _mapping(train.get("before")), _mapping(train.get("best"))
+    if _is_scored(before) and _is_scored(best):
+        (name, start), (_, end) = score_of(before), score_of(best)
+        yield ""
+        yield f"On development rows: {name.replace('_', ' ')} {start:.4g} before, {end:.4g} at best."
 
 
 def _estimators(run: Mapping[str, Any]) -> list[tuple[int, str]]:
@@ -195,6 +201,11 @@ def _estimators(run: Mapping[str, Any]) -> list[tuple[int, str]]:
         for since, name in told
         if isinstance(since, int) and isinstance(name, str) and name in MEANINGS
     ]
+
+
+def _is_scored(record: Mapping[str, Any]) -> bool:
+    """Whether an evaluation has a loss, and nothing but numbers."""
+    return "loss" in record and all(isinstance(value, int | float) for value in record.values())
 
 
 def _whole(value: Any) -> int | None:

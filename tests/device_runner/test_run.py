@@ -16,6 +16,7 @@ import pytest
 from device_runner import evaluate as evaluate_verb
 from device_runner import run as run_verb
 from device_runner.replay import main as replay
+from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
 from prge.bundle import file_sha256
@@ -92,6 +93,80 @@ def test_metrics_count_rows_and_tell_the_largest_tangent(device: Device, setting
     assert all(r["largest_tangent"] > 0 and r["scalar_deviation"] > 0 for r in steps)
     summary = json.loads((settings.out / "run.json").read_text())
     assert summary["train"]["largest_tangent"] == max(r["largest_tangent"] for r in steps)
+
+
+def _best_loss(settings: RunSettings) -> dict[str, Any]:
+    evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
+    return min(evaluations, key=lambda record: float(record["loss"]))
+
+
+def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
+    settings: RunSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(replace(settings, quiet=False))
+    lines = capsys.readouterr().err.splitlines()
+    best = _best_loss(settings)
+    table = {line.split()[0]: line.split() for line in lines[lines.index("next:") - 5 : lines.index("next:")]}
+    assert table["before"][1] == "0"
+    assert table["best"][1:3] == [str(best["step"]), f"{best['loss']:.4g}"]
+    assert [name for name, cells in table.items() if cells[-1] == "final/"] in (["best"], ["before"])
+    assert table["adapter:"] == ["adapter:", str(settings.out / "final")]
+    assert f"--bundle {settings.bundle} --adapter {settings.out}" in lines[lines.index("next:") + 1]
+    assert any(
+        line.startswith(f"training: tangent, {STEPS} steps of 8 examples (2.4 epochs)") for line in lines
+    )
+
+
+def test_the_score_before_costs_one_evaluation_and_a_resumed_run_keeps_it(
+    device: Device, settings: RunSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+    for at in ([], [0], [0, 6]):
+        device.calls_left = 1000
+        out = settings.out.with_name(f"run-{len(at)}")
+        run(replace(settings, out=out, evaluate_every=0, evaluate_at=at))
+        calls.append(1000 - device.calls_left)
+    assert calls[1] - calls[0] == calls[2] - calls[1] > 0
+    device.calls_left = calls[1] - 10
+    with pytest.raises(Killed):
+        run(settings)
+    device.calls_left = None
+    run(replace(settings, resume=settings.out, quiet=False))
+    table = capsys.readouterr().err
+    assert "\nbefore                   0" in table
+    assert sum(r["kind"] == "evaluation" and r["step"] == 0 for r in _journal(settings)) == 1
+
+
+def _journal(settings: RunSettings) -> list[dict[str, Any]]:
+    with Journal(settings.out / "journal.jsonl", writable=False) as journal:
+        return journal.records
+
+
+def test_its_summary_tells_of_the_rows_and_of_the_result(settings: RunSettings) -> None:
+    run(settings)
+    summary = json.loads((settings.out / "run.json").read_text())
+    data = summary["train"]["data"]
+    assert (data["train"]["rows"], data["dev"]["rows"]) == (40, 20)
+    assert data["train"]["dropped_target_tokens"] == 0
+    assert summary["train"]["best"]["step"] == summary["train"]["final_step"] == _best_loss(settings)["step"]
+    assert summary["train"]["before"]["step"] == 0
+    assert summary["run"]["estimators"] == [{"since": 0, "estimator": "tangent"}]
+
+
+def test_a_report_of_it_is_written_however_it_ended(
+    device: Device, settings: RunSettings, tmp_path: Path
+) -> None:
+    device.calls_left = 30
+    with pytest.raises(Killed):
+        run(settings)
+    page = tmp_path / "report.html"
+    assert report([str(settings.out), "--out", str(page)]) == 0
+    assert f"prge run --resume {settings.out}" in page.read_text()
+    device.calls_left = None
+    run(replace(settings, resume=settings.out))
+    assert report([str(settings.out), "--out", str(page)]) == 0
+    assert f"It took all of its steps. {STEPS} of {STEPS} steps" in page.read_text()
+    assert f"prge publish {settings.out}" in page.read_text()
 
 
 def test_killed_after_any_calls_and_resumed_it_ends_in_the_same_bits(
