@@ -38,8 +38,9 @@ from prge.chain import (
 from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
 
-# Tokens that pass the blocks together: more aren't faster, and take memory for their scores.
-_PIECE = 128
+# Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
+# has one with every token of the past.
+_PIECE, _PIECE_OF_LONG, _LONG = 128, 64, 512
 # Arrays for more tokens are made when they are needed, of as many as are a multiple of this.
 _GROWTH = 128
 
@@ -160,7 +161,8 @@ class ChainSpeaker:
         while rest:
             if len(rest) < FEWEST_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
-            size = min(len(rest), _PIECE, self._chain.bounds.tokens)
+            piece = _PIECE if self._capacity <= _LONG else _PIECE_OF_LONG
+            size = min(len(rest), piece, self._chain.bounds.tokens)
             # None is left alone behind a piece: a step of one token reads all weights once more.
             size -= len(rest) - size == 1 and size > FEWEST_TOKENS
             state = self._prefill(self._sequences[sequence], rest[:size])
