@@ -40,6 +40,7 @@ VERBS = {
     "baseline": Verb("server_export.baselines.command", "train the same model by another method", "export"),
     "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", ""),
     "plot": Verb("device_runner.plot", "draw loss and score of runs", "plot"),
+    "report": Verb("device_runner.report", "write a page about runs: curves, samples, settings, costs", ""),
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
     "compare": Verb("server_export.compare.command", "compare training methods at equal quality", "export"),
     "android": Verb("device_runner.android.command", "train on a phone over adb", ""),

@@ -37,6 +37,7 @@ Record = dict[str, Any]
 # Of a record of metrics.jsonl: what is drawn, and what a resumed run goes on from.
 _NUMBERS = (
     "loss",
+    "value",
     "rows",
     "seconds",
     "largest_tangent",
@@ -222,6 +223,15 @@ def run_lock(folder: Path) -> Iterator[None]:
             stream.truncate(0)
             stream.write(f"{os.getpid()}\n".encode())
         yield
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process holds a run folder. Changes nothing; False where that can't be known."""
+    try:
+        with open_regular(folder / LOCK, "rb") as stream:
+            return not _lock(stream)
+    except OSError:
+        return False
 
 
 @contextmanager

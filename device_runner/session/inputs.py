@@ -35,7 +35,7 @@ from prge.tangents import Tangents
 _NOT_IDENTITY = frozenset(
     {
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
-        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
+        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet", "log_to"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
         *("pause_above_celsius", "pause_below_battery", "only_charging"),
         *("sample_prompts", "sample_every"),
@@ -55,7 +55,10 @@ CHANGE = "change"
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Everything that a run reads before it needs an engine."""
+    """Everything that a run reads before it needs an engine.
+
+    `report` tells the user what became of the rows, `data` tells run.json.
+    """
 
     bundle: Bundle
     tokenizer: Tokenizer
@@ -66,6 +69,7 @@ class RunInputs:
     start_head: Head | None
     origin: Record
     report: str
+    data: Record
     sample_prompts: list[SamplePrompt]
 
     def identity(self, settings: RunSettings) -> Record:
@@ -89,6 +93,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     train = read_source(settings.train, "train", settings.columns)
     train_examples, report = load_examples(train, tokenizer, contract, task, chosen, options)
     texts = [report.text(), show_sample(train_examples[0], tokenizer, contract.label_tokens)]
+    data = {"train": report.facts()}
     dev_examples: list[Example] = []
     dev = read_source(settings.dev, "dev", settings.columns) if settings.dev else None
     if dev is not None:
@@ -97,6 +102,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
             dev, tokenizer, bundle.score_contract, task, chosen, options, training=False
         )
         texts.insert(1, dev_report.text())
+        data["dev"] = dev_report.facts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     start_head = None
@@ -124,6 +130,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         start_head,
         origin,
         "\n".join(texts),
+        data,
         read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from device_runner.engines.trunk_cache import Precision
+from device_runner.session.tracking import Service
 from prge.bounds import flag
 from prge.bundle import Bundle
 from prge.chain import DECODE, PREFILL, ROLE_OF
@@ -93,6 +94,10 @@ class RunSettings(TrainingFlags):
     with prompt or messages."""
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
+
+    log_to: list[Service] = field(default_factory=list)
+    """Send metrics on the way: tensorboard (event files in the run folder), wandb (Weights & Biases). The run
+    never waits for them."""
 
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prge.examples import Example
 from prge.rows.tokenizer import Tokenizer
@@ -52,6 +53,18 @@ class DataReport:
     def was_cut(self, row: int) -> bool:
         """Whether a part of a row was left out."""
         return any(row in self.notes.get(event, ())[-1:] for event in CUTS)
+
+    def facts(self) -> dict[str, Any]:
+        """What `text` tells, as counts, without a name of the user's."""
+        return {
+            "rows": self.rows,
+            "examples": self.examples,
+            "tokens": sum(self.lengths),
+            "target_tokens": sum(self.slots),
+            "longest": max(self.lengths, default=0),
+            "dropped_target_tokens": self.dropped,
+            "notes": {event: len(rows) for event, rows in self.notes.items()},
+        }
 
     def text(self) -> str:
         """A few lines: columns, lengths against the bundle's, learnt tokens, classes, cuts and their rows."""
