@@ -33,7 +33,7 @@ from device_runner.session.inputs import (
 from device_runner.session.noise import noise_note
 from device_runner.session.samples import Samples
 from device_runner.session.sensors import Sensors
-from device_runner.session.settings import RunSettings, bundle_for, settled
+from device_runner.session.settings import RunSettings, bundle_for, paced, settled
 from device_runner.session.tracking import check_installed, tracked
 from prge.atomic import write_file
 from prge.bundle import open_bundle
@@ -95,6 +95,7 @@ def run(settings: RunSettings) -> Path:
         if settings.clip_examples:
             check_single_sequences(inputs.train)
         check_batch(bundle.contract, inputs.train)
+        asked, settings = settings, paced(settings, bundle.contract, inputs.train)
         if bundle.contract.is_exact:
             check_candidates(bundle.contract, inputs.train)
         with Journal(settings.out / JOURNAL) as journal:
@@ -110,7 +111,7 @@ def run(settings: RunSettings) -> Path:
                 cache=cache,
                 checkpoints=Checkpoints(settings.checkpoint_dtype, settings.out, settings.memory),
             )
-            begin(journal, inputs.identity, settings)
+            begin(journal, inputs.identity(settings), settings)
             facts = _Facts(inputs, engines, journal)
             rows = partial(estimator_of(journal).rows, engines.step.contract)
             watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)
@@ -118,6 +119,8 @@ def run(settings: RunSettings) -> Path:
             tracking = tracked(settings.out, settings.log_to, asdict(settings), watcher.say)
             with watcher, tracking, graceful_stop(watcher):
                 watcher.say(inputs.report)
+                if asked.epochs is not None:
+                    watcher.say(f"{asked.epochs:g} epochs: {settings.steps} steps")
                 if engines.notes:
                     watcher.say(engines.notes)
                 final = _train(settings, inputs, engines, journal, watcher, facts)

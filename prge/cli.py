@@ -27,6 +27,7 @@ class Verb:
 
 
 VERBS = {
+    "tune": Verb("server_export.tune.command", "tune a model on rows with one command", "export"),
     "export": Verb("server_export.export", "turn a model into a bundle that a device can train", "export"),
     "estimate": Verb("server_export.estimate", "tell what an export and its runs would cost", "export"),
     "inspect": Verb("device_runner.inspect_bundle", "show what a bundle holds and needs", ""),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.contract import Contract
@@ -109,22 +107,20 @@ def _cost(estimated: Estimate, calls: Sequence[Contract], rates: Rates | None) -
 def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple[int, list[Contract]]:
     """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
     from prge.rows.example_building import BuildOptions, load_examples
+    from prge.rows.sources import read_source
     from prge.rows.task import load_task
-    from prge.rows.tokenizer import load_tokenizer as load_written
     from prge.sampling import Sampler
-    from server_export.model.tokenization import load_tokenizer, tokenizer_block, write_tokenizer
+    from server_export.model.tokenization import device_tokenizer
 
     assert config.train is not None
     longest = estimated.outline.longest
-    with tempfile.TemporaryDirectory() as folder:
-        original = load_tokenizer(config.model, config.revision)
-        write_tokenizer(original, Path(folder))
-        block = tokenizer_block(original, config.prepend_bos, estimated.vocabulary_size)
-        tokenizer = load_written(folder, block)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
-    options = BuildOptions(overflow="truncate")
-    examples, _ = load_examples(config.train, tokenizer, contract, task, None, options)
+    options = BuildOptions(overflow="auto")
+    rows = read_source(config.train, "train", config.columns)
+    words = estimated.vocabulary_size
+    with device_tokenizer(config.model, config.revision, config.prepend_bos, words) as tokenizer:
+        examples, _ = load_examples(rows, tokenizer, contract, task, None, options)
     sampler = Sampler(examples, contract, seed=0)
 
     def call(step: int) -> Contract:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError, ConfigError
+from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenizer import load_tokenizer as read_tokenizer
 from server_export.settings import PrependBos
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -92,11 +96,26 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     check_tokenizer(tokenizer, path)
 
 
+@contextmanager
+def device_tokenizer(
+    name_or_path: str, revision: str | None, prepend_bos: PrependBos, vocabulary_size: int
+) -> Iterator[Tokenizer]:
+    """A model's tokenizer as a device will read it, before there is a bundle.
+
+    Raises:
+        BundleError, ConfigError: as of `load_tokenizer`, `write_tokenizer` and `tokenizer_block`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        original = load_tokenizer(name_or_path, revision)
+        write_tokenizer(original, Path(folder))
+        yield read_tokenizer(folder, tokenizer_block(original, prepend_bos, vocabulary_size))
+
+
 def check_tokenizer(tokenizer: Any, path: Path) -> None:
     """Raise BundleError unless `tokenizers` reads the ids from `path` that the model's tokenizer gives."""
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as Backend
 
-    written = Tokenizer.from_file(str(path))
+    written = Backend.from_file(str(path))
     for text in SAMPLES:
         for special in (False, True):
             expected = tokenizer.encode(text, add_special_tokens=special)

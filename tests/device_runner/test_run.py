@@ -374,6 +374,75 @@ def test_with_another_estimator_all_else_stays(device: Device, settings: RunSett
     assert "share_directions" not in str(caught.value)
 
 
+def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
+    device: Device, settings: RunSettings, tmp_path: Path
+) -> None:
+    """40 rows, 8 of them a step: one and a half epochs are 8 steps."""
+    run(replace(settings, steps=8))
+    epochs = replace(settings, steps=RunSettings.steps, epochs=1.5, out=tmp_path / "epochs")
+    device.calls_left = 12
+    with pytest.raises(Killed):
+        run(epochs)
+    device.calls_left = None
+    stored = parse_settings(RunSettings, with_stored_settings(["--resume", str(epochs.out)]), "prge run")
+    assert (stored.steps, stored.epochs) == (8, None)
+    with pytest.raises(ConfigError, match="steps was 8, is 10"):
+        run(replace(stored, epochs=2.0))
+    run(replace(stored, epochs=1.5))
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (epochs.out / name).read_bytes() == (settings.out / name).read_bytes()
+    assert "1.5 epochs: 8 steps" in (epochs.out / "log.txt").read_text()
+
+
+def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings) -> None:
+    with pytest.raises(ConfigError, match="--warmup is 9, --steps only 5"):
+        run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup=9))
+    assert not (settings.out / "journal.jsonl").exists()
+
+
+def test_a_folder_of_rows_is_its_files(settings: RunSettings, tmp_path: Path) -> None:
+    run(settings)
+    folder = replace(settings, train=tmp_path, dev=tmp_path, out=tmp_path / "of-folder")
+    run(folder)
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (folder.out / name).read_bytes() == (settings.out / name).read_bytes()
+
+
+def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path) -> None:
+    for name in ("train", "dev"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"text"', '"review"'))
+    with pytest.raises(DataError, match="its columns are review, label"):
+        run(settings)
+    run(replace(settings, columns=["text=review"]))
+    log = (settings.out / "log.txt").read_text()
+    assert log.count("columns: text from review") == 2
+
+
+def test_scores_of_cut_rows_say_so(
+    device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the figure: in what is told, in metrics.jsonl, and of `prge eval` in both forms."""
+    assert settings.dev is not None
+    asked, rest = ("text", {"label": 1}) if device.encoder else ("prompt", {"completion": " bad"})
+    short, long = {asked: "good film", **rest}, {asked: "good film " * 20, **rest}
+    settings.train.write_text(f"{json.dumps(short)}\n{json.dumps(short)}\n" * 4)
+    if device.encoder:
+        settings.train.write_text(f"{json.dumps(short)}\n{json.dumps({**short, 'label': 0})}\n" * 4)
+    settings.dev.write_text(f"{json.dumps(long)}\n{json.dumps(short)}\n")
+    run(settings)
+    evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
+    assert {r["cut_examples"] for r in evaluations} == {1}
+    assert "cut examples 1" in (settings.out / "log.txt").read_text()
+    device.replaces(monkeypatch, evaluate_verb)
+    words = [f"--bundle={settings.bundle}", f"--data={settings.dev}", f"--adapter={settings.out}"]
+    words += [f"--task={settings.task}"] if settings.task else []
+    capsys.readouterr()
+    assert evaluate_verb.main([*words, f"--json={settings.out / 'eval.json'}"]) == 0
+    assert "1 of 2 examples were cut: these figures are not of whole rows" in capsys.readouterr().out
+    assert json.loads((settings.out / "eval.json").read_text())["cut_examples"] == 1
+
+
 def _list_template(bundle: Path, source: str) -> None:
     """Give a bundle a chat template that its manifest lists."""
     path = bundle / "tokenizer/chat_template.jinja"
