@@ -10,12 +10,11 @@ from typing import Any
 
 from prge.atomic import write_file
 from prge.errors import ConfigError, RunError
-from prge.run_folder import CONFIG
+from prge.run_folder import CONFIG, DECISIONS
 from prge.settings import settings_to_yaml
 from server_export.tune.decisions import Decision
 from server_export.tune.settings import TuneSettings
 
-TUNE = "tune.json"
 # Where things lie, and what is no part of what is tuned.
 _NOT_IDENTITY = {"out", "resume", "json", "threads"}
 
@@ -32,9 +31,9 @@ class Record:
     """
 
     def __init__(self, settings: TuneSettings) -> None:
-        self._path = settings.out / TUNE
+        self._path = settings.out / DECISIONS
         now = _plain(settings.resolved())
-        self._content: dict[str, Any] = {"settings": now, "decisions": [], "found": {}}
+        self._content: dict[str, Any] = {"settings": now, "chosen": [], "found": {}}
         if self._path.is_file():
             self._content = _read(self._path)
             before = self._content["settings"]
@@ -56,7 +55,7 @@ class Record:
     @property
     def decisions(self) -> list[Decision]:
         """In the order in which they were taken."""
-        return [Decision(**entry) for entry in self._content["decisions"]]
+        return [_decision(entry) for entry in self._content["chosen"]]
 
     def value(self, name: str) -> Any:
         """What was decided; None where nothing was."""
@@ -65,8 +64,10 @@ class Record:
     def decide(self, *decisions: Decision) -> None:
         """Note decisions; one of the same name takes the other's place."""
         names = {each.name for each in decisions}
-        kept = [entry for entry in self._content["decisions"] if entry["name"] not in names]
-        self._content["decisions"] = kept + [asdict(each) for each in decisions]
+        kept = [each for each in self.decisions if each.name not in names]
+        self._content["chosen"] = [
+            {"decision": each.name, "value": each.value, "why": each.why} for each in (*kept, *decisions)
+        ]
         self._write()
 
     def found(self, name: str, find: Callable[[], Any]) -> Any:
@@ -85,6 +86,10 @@ class Record:
         write_file(self._path, (json.dumps(self._content, indent=2) + "\n").encode())
 
 
+def _decision(entry: dict[str, Any]) -> Decision:
+    return Decision(entry["decision"], entry["value"], entry["why"])
+
+
 def _plain(settings: TuneSettings) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
     return plain
@@ -93,9 +98,10 @@ def _plain(settings: TuneSettings) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not {"settings", "decisions", "found"} <= content.keys():
+        if not {"settings", "chosen", "found"} <= content.keys():
             raise ValueError("it lacks a part")
-        [Decision(**entry) for entry in content["decisions"]]
+        for entry in content["chosen"]:
+            _decision(entry)
         return dict(content)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} can't be read: {error}", remedy="give another folder with --out") from None

@@ -271,7 +271,8 @@ class _Tuning:
             "chosen": {each.name: {"value": each.value, "why": each.why} for each in self._record.decisions},
             "peak_mb": max(filter(None, peaks), default=0) / 1e6 or None,
             "seconds": seconds,
-            "best_step": runs[-1]["train"].get("best_step"),
+            "final_step": runs[-1]["train"].get("final_step"),
+            "bundle": str(self._folder),
             "samples": runs[-1]["train"].get("samples"),
         }
 
