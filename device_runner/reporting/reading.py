@@ -13,7 +13,7 @@ from prge.documents import DocumentError, read_json, read_yaml
 from prge.errors import RunError
 from prge.run_folder import CONFIG, JOURNAL, METRICS, SAMPLES, SUMMARY, Record, is_held, read_metrics
 
-# What `prge tune` decided: a list of {decision, value, why}, in the run folder or beside it.
+# What `prge tune` decided: `decisions`, each with name, value and why, in the run folder or beside it.
 DECISIONS = "tune.json"
 
 
@@ -21,7 +21,7 @@ DECISIONS = "tune.json"
 class Decision:
     """What was chosen for the user, and why."""
 
-    decision: str
+    name: str
     value: str
     why: str
 
@@ -137,10 +137,10 @@ def _decisions(folder: Path, problems: list[str]) -> list[Decision]:
         content = _document(place / DECISIONS, problems)
         if content is None:
             continue
-        listed = mapping(content).get("chosen", content)
+        listed = mapping(content).get("decisions")
         entries = listed if isinstance(listed, list) else []
         return [
-            Decision(*(_words(entry.get(name)) for name in ("decision", "value", "why")))
+            Decision(*(_words(entry.get(name)) for name in ("name", "value", "why")))
             for entry in entries
             if isinstance(entry, Mapping)
         ]
