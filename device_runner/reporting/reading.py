@@ -28,7 +28,7 @@ from prge.run_folder import (
 class Decision:
     """What was chosen for the user, and why."""
 
-    decision: str
+    name: str
     value: str
     why: str
 
@@ -144,10 +144,10 @@ def _decisions(folder: Path, problems: list[str]) -> list[Decision]:
         content = _document(place / DECISIONS, problems)
         if content is None:
             continue
-        listed = mapping(content).get("chosen", content)
+        listed = mapping(content).get("decisions")
         entries = listed if isinstance(listed, list) else []
         return [
-            Decision(*(_words(entry.get(name)) for name in ("decision", "value", "why")))
+            Decision(*(_words(entry.get(name)) for name in ("name", "value", "why")))
             for entry in entries
             if isinstance(entry, Mapping)
         ]

@@ -33,7 +33,7 @@ class Record:
     def __init__(self, settings: TuneSettings) -> None:
         self._path = settings.out / DECISIONS
         now = _plain(settings.resolved())
-        self._content: dict[str, Any] = {"settings": now, "chosen": [], "found": {}}
+        self._content: dict[str, Any] = {"settings": now, "decisions": [], "found": {}}
         if self._path.is_file():
             self._content = _read(self._path)
             before = self._content["settings"]
@@ -55,7 +55,7 @@ class Record:
     @property
     def decisions(self) -> list[Decision]:
         """In the order in which they were taken."""
-        return [_decision(entry) for entry in self._content["chosen"]]
+        return [Decision(**entry) for entry in self._content["decisions"]]
 
     def value(self, name: str) -> Any:
         """What was decided; None where nothing was."""
@@ -65,9 +65,7 @@ class Record:
         """Note decisions; one of the same name takes the other's place."""
         names = {each.name for each in decisions}
         kept = [each for each in self.decisions if each.name not in names]
-        self._content["chosen"] = [
-            {"decision": each.name, "value": each.value, "why": each.why} for each in (*kept, *decisions)
-        ]
+        self._content["decisions"] = [asdict(each) for each in (*kept, *decisions)]
         self._write()
 
     def found(self, name: str, find: Callable[[], Any]) -> Any:
@@ -86,10 +84,6 @@ class Record:
         write_file(self._path, (json.dumps(self._content, indent=2) + "\n").encode())
 
 
-def _decision(entry: dict[str, Any]) -> Decision:
-    return Decision(entry["decision"], entry["value"], entry["why"])
-
-
 def _plain(settings: TuneSettings) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
     return plain
@@ -98,10 +92,10 @@ def _plain(settings: TuneSettings) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not {"settings", "chosen", "found"} <= content.keys():
+        if not {"settings", "decisions", "found"} <= content.keys():
             raise ValueError("it lacks a part")
-        for entry in content["chosen"]:
-            _decision(entry)
+        for entry in content["decisions"]:
+            Decision(**entry)
         return dict(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{path} can't be read: {error}", remedy="give another folder with --out") from None
