@@ -71,9 +71,11 @@ def principal_start(
     def watch(names: Sequence[str], states: torch.Tensor) -> None:
         principals.setdefault(tuple(names), Principal(states.shape[1], count)).add(states)
 
-    watch_inputs(chain, rows, watch)
-    by_inputs = {names: principal.directions() for names, principal in principals.items()}
-    by_layer = {name: directions for names, directions in by_inputs.items() for name in names}
+    by_layer: dict[str, Directions] = {}
+    for _ in watch_inputs(chain, rows, watch):
+        while principals:
+            names, principal = principals.popitem()
+            by_layer |= dict.fromkeys(names, principal.directions())
     found = {name: by_layer[name] for name in start.lora_a}
     _check(found, start.rank)
     ranks = dict.fromkeys(found, start.rank)

@@ -29,8 +29,8 @@ _TOKENS = 2048
 
 def watch_inputs(
     chain: Chain, rows: Sequence[Sequence[int]], watch: Callable[[Sequence[str], torch.Tensor], None]
-) -> None:
-    """Run a chain in PyTorch, as the model is without an adapter.
+) -> Iterator[None]:
+    """Run a chain in PyTorch, as the model is without an adapter; yields when a block has seen all rows.
 
     Args:
         chain: in float32.
@@ -48,6 +48,7 @@ def watch_inputs(
         block = _Block(chain, number, watch)
         for place, (_, mask) in enumerate(batches):
             states[place] = block.answer(states[place], mask)
+        yield
 
 
 def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -63,7 +63,7 @@ class Principal:
 
     def add(self, states: torch.Tensor) -> None:
         """Take states f32 [n, width]."""
-        self._square += float(states.double().square().sum())
+        self._square += float(torch.linalg.vector_norm(states, dtype=torch.float64)) ** 2
         for piece in states.split(_PIECE):
             self._rows = torch.cat([self._rows, piece])
             if len(self._rows) >= self._kept + _PIECE:

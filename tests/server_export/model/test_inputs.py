@@ -64,7 +64,7 @@ def test_layers_see_what_the_models_own_layers_see(architecture: str, tmp_path: 
         for name in layers:
             found[name] = torch.cat([found[name], states]) if name in found else states.clone()
 
-    watch_inputs(thin_chain(folder, names), ROWS, watch)
+    assert len(list(watch_inputs(thin_chain(folder, names), ROWS, watch))) >= 2
     expected = expected_inputs(folder, names)
     assert found.keys() == expected.keys()
     # Rows come by their length, the longest first.
@@ -77,9 +77,9 @@ def test_layers_see_what_the_models_own_layers_see(architecture: str, tmp_path: 
 def test_layers_that_see_the_same_share_a_call(tmp_path: Path) -> None:
     folder = save_model(tmp_path, "llama")
     calls: list[Sequence[str]] = []
-    watch_inputs(
-        thin_chain(folder, linear_layers(folder)), ROWS, lambda names, states: calls.append(list(names))
-    )
+    chain = thin_chain(folder, linear_layers(folder))
+    for _ in watch_inputs(chain, ROWS, lambda names, states: calls.append(list(names))):
+        pass
     endings = [[name.rpartition(".")[2] for name in names] for names in calls]
     assert endings == 2 * [
         ["q_proj", "k_proj", "v_proj"],
@@ -100,5 +100,6 @@ def test_blocks_above_the_last_adapter_are_not_read(tmp_path: Path, monkeypatch:
         return tensors(number)
 
     monkeypatch.setattr(chain, "tensors", noted)
-    watch_inputs(chain, ROWS, lambda names, states: None)
+    for _ in watch_inputs(chain, ROWS, lambda names, states: None):
+        pass
     assert read == [0, 1]
