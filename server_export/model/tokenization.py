@@ -11,6 +11,7 @@ from typing import Any
 from prge.errors import BundleError, ConfigError
 from prge.rows.tokenizer import Tokenizer
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
+from server_export.model.files import hub_answers
 from server_export.settings import PrependBos
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -35,7 +36,10 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     is_folder = revision is None and Path(name_or_path).is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path, revision=revision, trust_remote_code=False, local_files_only=is_folder
+            name_or_path,
+            revision=revision,
+            trust_remote_code=False,
+            local_files_only=is_folder or not hub_answers(),
         )
     except Exception as error:  # transformers raises many kinds here, ImportError included
         lines = str(error).strip().splitlines() or [type(error).__name__]
