@@ -17,13 +17,15 @@ from prge.engine import EngineName
 from prge.errors import ConfigError, EngineError
 from prge.evaluation import Scores
 from prge.examples import Example
-from prge.generation.loop import Answer, GenerationSettings, Generator, Overflow, Request
+from prge.generation.loop import Answer, GenerationSettings, Generator, Request
+from prge.generation.loop import Overflow as PromptOverflow
 from prge.generation.prompts import Prompt
 from prge.head import Head
 from prge.peft import find_adapter, read_peft
-from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.example_building import BuildOptions, Overflow, load_examples
 from prge.rows.readers import Selection
 from prge.rows.scoring import evaluate, extract_answers, text_metrics
+from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import reported
@@ -41,9 +43,13 @@ class EvaluateSettings:
     bundle: Path
     """Folder that `prge export` wrote."""
     data: Path
-    """Rows to score: jsonl, csv or tsv."""
+    """Rows to score: jsonl, json, csv, tsv or parquet; a folder with a file test; or the name of a data
+    set of the hub, of which the split test is read."""
     task: str | None = None
-    """Task name or YAML file; without one, rows hold text, prompt and completion, or messages."""
+    """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
+    messages, Alpaca's or ShareGPT's."""
+    columns: tuple[str, ...] = ()
+    """Names for columns of the rows: prompt=question completion=answer."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder; default: the adapter that the bundle came with."""
     start: int = 0
@@ -55,8 +61,9 @@ class EvaluateSettings:
     answers: Literal["generate", "spans"] | None = None
     """Tasks whose answers are texts: let the model write them, as the task's `generate` says, or search them
     among the spans of the passage. Default: write them where the task says how, else search."""
-    overflow: Literal["error", "truncate", "split"] = "truncate"
-    """What to do with a row that is too long for the program; whatever is cut is reported."""
+    overflow: Overflow = "auto"
+    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts,
+    truncate all else. What is cut is reported."""
     append_eos: bool = True
     """End completions with the tokenizer's end-of-sequence token, where it has one."""
     predictions: Path | None = None
@@ -79,6 +86,8 @@ def main(argv: Sequence[str]) -> int:
     record = run(settings)
     for name, value in record.items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
+    if cut := record.get("cut_examples"):
+        print(f"{cut} of {record['examples']} examples were cut: these figures are not of whole rows")
     if settings.json:
         with reported(settings.json):
             settings.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -98,22 +107,21 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     way = way_to_answers(settings, task)
     options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
     selection = Selection(settings.start, settings.limit, settings.shuffle_seed)
-    examples, report = load_examples(
-        settings.data, tokenizer, contract, task, selection, options, training=False
-    )
+    source = read_source(settings.data, "test", settings.columns)
+    examples, report = load_examples(source, tokenizer, contract, task, selection, options, training=False)
     print(report.text())
-    source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-    adapter = read_peft(source, contract.modules, bundle.adapter)
+    trained = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
+    adapter = read_peft(trained, contract.modules, bundle.adapter)
     head = None
     if contract.is_encoder:
-        if not (source / HEAD).is_file():
+        if not (trained / HEAD).is_file():
             raise ConfigError(
                 "an encoder needs a classification head",
-                [f"{source} has no {HEAD}"],
+                [f"{trained} has no {HEAD}"],
                 remedy="give the folder of a run with --adapter",
             )
         head = Head(examples[0].candidates, contract.width)
-        read_head(source / HEAD, head)
+        read_head(trained / HEAD, head)
     engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True)
     engine = engines.score
     generator = Generator(engines.speaker(SLOTS), tokenizer) if way == "generate" else None
@@ -152,7 +160,7 @@ def write_answers(
         generate: when an answer ends.
         overflow: `error` keeps prompts whole; else one that leaves an answer no room loses its beginning.
     """
-    cut: Overflow = "error" if overflow == "error" else "truncate"
+    cut: PromptOverflow = "error" if overflow == "error" else "truncate"
     wanted = GenerationSettings(generate.max_tokens, generate.stop, overflow=cut)
     return generator.generate([Request(Prompt(each.prompt), adapter, wanted) for each in examples])
 

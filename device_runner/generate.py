@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,12 @@ from device_runner.session.speaking import (
     read_adapters,
 )
 from prge.documents import DocumentError, read_json
-from prge.errors import DataError
+from prge.errors import DataError, shown
 from prge.generation.loop import Answer, Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
-from prge.rows.readers import Row, Selection, read_rows, select_rows
+from prge.rows.forms import columns_text, find_form
+from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.sources import read_source
 from prge.rows.task import RowError, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.settings import parse_settings
@@ -131,15 +134,25 @@ def _rows_asked(
     assert settings.data is not None
     task = load_task(settings.task) if settings.task else None
     selection = Selection(settings.start, settings.limit, settings.shuffle_seed)
+    source = read_source(settings.data, "test", settings.columns)
+    chosen = select_rows(source.rows, selection)
     asked: list[_Asked] = []
+    read: Counter[str] = Counter()
     problems: list[str] = []
-    for row in select_rows(read_rows(settings.data), selection):
+    for row in chosen:
         try:
-            if task is None and "messages" in row.fields:
-                messages = _asked_of(row)
-                prompt = prompts.of_messages([*_unless_there(system, messages), *messages])
+            if task is not None:
+                prompt = prompts.of_text(task.prompt(row.fields))
             else:
-                prompt = prompts.of_text(_text_of(row) if task is None else task.prompt(row.fields))
+                form = find_form([row], source.name, source.renamed, asked=True)
+                columns = columns_text((*form.asked, *form.optional), [*row.fields], source.renamed)
+                read[f"({form.name}), columns: {columns}"] += 1
+                plain = form.row(row, chat=form.chat != "" and prompts.chat is not None, asked=True)
+                if "messages" in plain.fields:
+                    messages = _asked_of(plain)
+                    prompt = prompts.of_messages([*_unless_there(system, messages), *messages])
+                else:
+                    prompt = prompts.of_text(_text_of(plain))
             asked.append(_Asked(row.number, prompt))
         except RowError as problem:
             problems.append(f"row {row.number}: {problem}")
@@ -147,16 +160,18 @@ def _rows_asked(
             problems.append(f"row {row.number}: {'; '.join(error.problems)}")
     if problems:
         raise DataError(f"{settings.data} has rows that can't be answered", problems)
+    for how, count in read.items():
+        note(f"{source.name}: {count} rows {how}")
     return asked
 
 
 def _text_of(row: Row) -> str:
     for column in ("prompt", "text"):
-        value = row.fields.get(column)
-        if isinstance(value, str):
-            return value
-    columns = ", ".join(map(str, row.fields)) or "none"
-    raise RowError(f"its columns are {columns}; needed is prompt, messages or text, or a --task")
+        if column in row.fields:
+            if not isinstance(row.fields[column], str):
+                raise RowError(f"column {column!r} is {shown(row.fields[column])}, must be a text")
+            return str(row.fields[column])
+    raise AssertionError("a form without a prompt")
 
 
 def _asked_of(row: Row) -> list[Mapping[str, Any]]:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from prge.bounds import bound_problems
+from prge.curves import SCORES, Record, labels, series, smooth
 from prge.errors import ConfigError, PrgeError, RunError
 from prge.palette import COLOURS, MARKERS
-from prge.run_folder import Record, read_metrics, reported
+from prge.run_folder import read_metrics, reported
 from prge.settings import parse_settings
 
 AXES = ("step", "rows", "seconds")
-SCORES = ("accuracy", "f1", "exact_match", "rouge_l", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -88,40 +88,6 @@ def draw(runs: Sequence[Path], out: Path, smoothing: float = 0.9) -> None:
         figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(names)), frameon=False)
         with reported(out):
             figure.savefig(out)
-
-
-def smooth(values: Sequence[float], smoothing: float) -> list[float]:
-    """Exponential moving average without the pull towards zero of its first values."""
-    smoothed = []
-    average = weight = 0.0
-    for value in values:
-        average = smoothing * average + (1 - smoothing) * value
-        weight = smoothing * weight + (1 - smoothing)
-        smoothed.append(average / weight)
-    return smoothed
-
-
-def labels(runs: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart."""
-    parts = [run.resolve().parts for run in runs]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(set(parts)):
-            break
-    return names
-
-
-def series(
-    run: Sequence[Record], event: str, axis: str, names: Sequence[str]
-) -> tuple[list[float], list[float]]:
-    """Points (axis, first of `names` that is there) of an event; what was not finite is left out."""
-    points = []
-    for record in run:
-        if record.get("event") == event and record.get(axis) is not None:
-            value = next((record[name] for name in names if record.get(name) is not None), None)
-            if value is not None:
-                points.append((float(record[axis]), float(value)))
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _draw_run(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,9 @@ from prge.evaluation import score
 from prge.examples import Batch, Example
 from prge.head import Head
 from prge.peft import find_adapter, read_peft
-from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.example_building import BuildOptions, Overflow, load_examples
 from prge.rows.readers import Selection
+from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import reported
@@ -63,9 +64,13 @@ class ProbeSettings:
     bundle: Path
     """Folder that `prge export` wrote."""
     data: Path
-    """Rows to measure on, such as training rows: jsonl, csv or tsv."""
+    """Rows to measure on: jsonl, json, csv, tsv or parquet; a folder with a file train; or the name of a
+    data set of the hub."""
     task: str | None = None
-    """Task name or YAML file; without one, rows hold text, prompt and completion, or messages."""
+    """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
+    messages, Alpaca's or ShareGPT's."""
+    columns: tuple[str, ...] = ()
+    """Names for columns of the rows: prompt=question completion=answer."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to measure at; default: the adapter that the bundle came with. An
     encoder's head comes from it too, and is fitted on the rows where it has none."""
@@ -86,8 +91,9 @@ class ProbeSettings:
     """Most rows to read."""
     shuffle_seed: int | None = None
     """Shuffle the file before the limit; the same rows on every machine."""
-    overflow: Literal["error", "truncate", "split"] = "truncate"
-    """What to do with a row that is too long for the program; whatever is cut is reported."""
+    overflow: Overflow = "auto"
+    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts,
+    truncate all else. What is cut is reported."""
     engine: EngineName = "auto"
     """native: the stock libraries, without torch; torch: the runtime's Python module; auto: native where
     it is built or can be."""
@@ -253,7 +259,8 @@ def probe(settings: ProbeSettings) -> Report:
     task = load_task(settings.task) if settings.task else None
     selection = Selection(0, settings.limit, settings.shuffle_seed)
     options = BuildOptions(overflow=settings.overflow)
-    examples, data = load_examples(settings.data, tokenizer, bundle.contract, task, selection, options)
+    rows = read_source(settings.data, "train", settings.columns)
+    examples, data = load_examples(rows, tokenizer, bundle.contract, task, selection, options)
     contract = _step(bundle.chain, settings.batch_size or batch_for(examples), queries)
     bundle = bundle.for_steps(contract)
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.engines.trunk_cache import TrunkCache
+from device_runner.reporting.next_steps import next_steps
 from device_runner.session.gates import Gates
 from device_runner.session.inputs import (
     CHANGE,
@@ -32,9 +33,11 @@ from device_runner.session.inputs import (
 from device_runner.session.noise import noise_note
 from device_runner.session.samples import Samples
 from device_runner.session.sensors import Sensors
-from device_runner.session.settings import RunSettings, bundle_for, settled
+from device_runner.session.settings import RunSettings, bundle_for, paced, settled
+from device_runner.session.tracking import check_installed, tracked
 from prge.atomic import write_file
 from prge.bundle import open_bundle
+from prge.chain import DECODE, PREFILL
 from prge.checkpoint import (
     HEAD,
     TrainingState,
@@ -48,7 +51,7 @@ from prge.checkpoint import (
 )
 from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Engine
-from prge.errors import ConfigError, RunError
+from prge.errors import ConfigError, RunError, shown
 from prge.exact import check_candidates, check_single_sequences
 from prge.examples import token_count
 from prge.generation.loop import Generator
@@ -81,6 +84,7 @@ def run(settings: RunSettings) -> Path:
         PrgeError: bad input, before anything is changed; or a run that can't go on, with its state saved.
         KeyboardInterrupt: interrupted by the user, with its state saved.
     """
+    check_installed(settings.log_to)
     bundle = open_bundle(settings.bundle)
     settings = settled(settings, bundle)
     bundle = bundle_for(settings, bundle)
@@ -91,6 +95,7 @@ def run(settings: RunSettings) -> Path:
         if settings.clip_examples:
             check_single_sequences(inputs.train)
         check_batch(bundle.contract, inputs.train)
+        asked, settings = settings, paced(settings, bundle.contract, inputs.train)
         if bundle.contract.is_exact:
             check_candidates(bundle.contract, inputs.train)
         with Journal(settings.out / JOURNAL) as journal:
@@ -106,13 +111,16 @@ def run(settings: RunSettings) -> Path:
                 cache=cache,
                 checkpoints=Checkpoints(settings.checkpoint_dtype, settings.out, settings.memory),
             )
-            begin(journal, inputs.identity, settings)
-            facts = _Facts(inputs, engines)
+            begin(journal, inputs.identity(settings), settings)
+            facts = _Facts(inputs, engines, journal)
             rows = partial(estimator_of(journal).rows, engines.step.contract)
             watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)
             watcher.catch_up(journal)
-            with watcher, graceful_stop(watcher):
+            tracking = tracked(settings.out, settings.log_to, asdict(settings), watcher.say)
+            with watcher, tracking, graceful_stop(watcher):
                 watcher.say(inputs.report)
+                if asked.epochs is not None:
+                    watcher.say(f"{asked.epochs:g} epochs: {settings.steps} steps")
                 if engines.notes:
                     watcher.say(engines.notes)
                 final = _train(settings, inputs, engines, journal, watcher, facts)
@@ -170,6 +178,7 @@ def _train(
     if prompts := inputs.sample_prompts:
         generator, every = Generator(engines.speaker(len(prompts)), inputs.tokenizer), settings.sample_every
         observer = samples = facts.samples = Samples(prompts, generator, state, every, watcher)
+    watcher.say(_plan(settings, inputs, engines, sampler))
     train(learner, settings.of_loop, observer, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
@@ -180,7 +189,36 @@ def _train(
     best = journal.evaluation(state.step) or {}
     with journal.reading(best):
         watcher.say_final(state.step, best)
+    watcher.say(_closing(settings, inputs, samples))
     return final
+
+
+def _plan(settings: RunSettings, inputs: RunInputs, engines: Engines, sampler: Sampler) -> str:
+    """What is about to happen, in a line."""
+    examples = settings.steps * sampler.per_step
+    threads = "1 thread" if engines.threads == 1 else f"{engines.threads} threads"
+    return (
+        f"training: {settings.estimator}, {settings.steps:,} steps of {sampler.per_step} examples "
+        f"({examples / len(inputs.train):.1f} epochs), {inputs.adapter.size:,} trained numbers, "
+        f"{engines.engine} engine, {threads}"
+    )
+
+
+def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) -> str:
+    """What the model writes before and after, where things are, and what to type next."""
+    lines = []
+    if samples is not None:
+        answers = samples.summary()
+        for before, after in zip(answers["before"], answers["after"], strict=False):
+            lines += [
+                f"prompt  {shown(after['prompt'])}",
+                f"  before  {shown(before['text'])}",
+                f"  after   {shown(after['text'])}",
+            ]
+    lines.append(f"adapter: {settings.out / FINAL}")
+    writes = {PREFILL, DECODE} <= set(inputs.bundle.chain.roles)
+    steps = next_steps(settings.out, asdict(settings), finished=True, writes=writes)
+    return "\n".join([*lines, "next:", *(f"  {step.command}" for step in steps)])
 
 
 def _tell_noise(
@@ -277,9 +315,14 @@ def _check_folder(settings: RunSettings) -> None:
 class _Facts:
     """What run.json says of a run besides what its watcher counts."""
 
-    def __init__(self, inputs: RunInputs, engines: Engines) -> None:
+    def __init__(self, inputs: RunInputs, engines: Engines, journal: Journal) -> None:
         self.inputs = inputs
         self.engines = engines
+        self.estimators = []
+        for record in settings_records(journal):
+            with journal.reading(record):
+                estimator = record["settings"]["estimator"]
+                self.estimators.append({"since": record.get("step", 0), "estimator": estimator})
         self.sensors = {"start": Sensors().record()}
         self.samples: Samples | None = None
 
@@ -287,10 +330,13 @@ class _Facts:
         """The blocks `run` and `train`."""
         run = {
             **self.inputs.bundle.description,
+            "roles": list(self.inputs.bundle.chain.roles),
+            "estimators": self.estimators,
             "engine": self.engines.engine,
             "threads": self.engines.threads,
         }
         return run, {
+            "data": self.inputs.data,
             "training_rows": len(self.inputs.train),
             "training_tokens": token_count(self.inputs.train),
             "development_rows": len(self.inputs.dev),

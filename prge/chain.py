@@ -46,7 +46,7 @@ TABLES = ("causal", "rotary", "positions", "zeros")
 POOLINGS = ("mean", "first")
 LORA_A, LORA_B, U, V, TABLE, GRADIENT = "lora_a.", "lora_b.", "u.", "v.", "table.", "gradient."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
-SEEN, CAUSAL = "seen", "causal"
+SEEN, CAUSAL, OWN = "seen", "causal", "own"
 _STATES = dict.fromkeys(ROLES, ("state",)) | {TANGENT: ("state", "d_state"), BACK: ("state", "slope")}
 _ANSWERS = dict.fromkeys(ROLES, ("state",)) | {TANGENT: ("state", "d_state"), BACK: ("slope",)}
 _ANSWERS_OF_HEAD = {STACK: ("parts",), TANGENT: ("parts", "d_parts"), BACK: ("slope",), DECODE: ("logits",)}
@@ -234,7 +234,7 @@ class Chain:
                 if role not in STEP_ROLES:
                     given |= {f"{LORA_A}{n}" for n in modules}
                 if role not in STEP_ROLES and self.attends(number):
-                    needed |= {*_PAST, *([CAUSAL] if role == PREFILL else [])}
+                    needed |= {*_PAST, CAUSAL if role == PREFILL else OWN}
                     answers = (*answers, KEYS, VALUES)
             asked = {*method.inputs}
             if not needed <= asked <= needed | given or len(asked) < len(method.inputs):

@@ -27,6 +27,7 @@ class Verb:
 
 
 VERBS = {
+    "tune": Verb("server_export.tune.command", "tune a model on rows with one command", "export"),
     "export": Verb("server_export.export", "turn a model into a bundle that a device can train", "export"),
     "estimate": Verb("server_export.estimate", "tell what an export and its runs would cost", "export"),
     "inspect": Verb("device_runner.inspect_bundle", "show what a bundle holds and needs", ""),
@@ -39,6 +40,7 @@ VERBS = {
     "baseline": Verb("server_export.baselines.command", "train the same model by another method", "export"),
     "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", ""),
     "plot": Verb("device_runner.plot", "draw loss and score of runs", "plot"),
+    "report": Verb("device_runner.report", "write a page about runs: curves, samples, settings, costs", ""),
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
     "compare": Verb("server_export.compare.command", "compare training methods at equal quality", "export"),
     "android": Verb("device_runner.android.command", "train on a phone over adb", ""),

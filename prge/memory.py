@@ -61,6 +61,11 @@ class PeakMemory:
         else:
             self._peak = max(now, self._peak or 0)
 
+    @property
+    def peak(self) -> int | None:
+        """The most seen so far, in bytes; None where the system does not tell."""
+        return self._peak
+
     def report(self) -> Record:
         """`peak_bytes` and the `method`; where it can't be known, null and the `reason`.
 

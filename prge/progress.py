@@ -30,8 +30,9 @@ class Progress:
         self._every = every_seconds
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
-        self._values: dict[str, float] = {}
-        self._first = self._tokens = 0
+        self._values: dict[str, float | str] = {}
+        self._first = self._done = self._tokens = 0
+        self._aside = 0.0
         self._started = self._printed = clock()
         self._bar: Any = None
         with best_effort(self._stream):
@@ -48,27 +49,40 @@ class Progress:
 
     def skip(self, done: int) -> None:
         """Count `done` steps as taken earlier: they tell nothing of how long the rest takes."""
-        self._first = done
+        self._first = self._done = done
         self._tokens = 0
+        self._aside = 0.0
         self._started = self._clock()
         if self._bar is not None:
             self._bar.n = done
             with best_effort(self._stream):
                 self._bar.refresh()
 
-    def update(self, done: int, tokens: int = 0, **values: float | None) -> None:
+    def set_aside(self, seconds: float, recurring: bool = True) -> None:
+        """Leave out seconds that went into something else than steps, such as an evaluation.
+
+        They don't count for tokens a second. What is `recurring` counts for the time that is left, once there
+        are steps to go by.
+        """
+        if recurring and self._done > self._first:
+            self._aside += seconds
+        else:
+            self._started += seconds
+
+    def update(self, done: int, tokens: int = 0, **values: float | str | None) -> None:
         """Show that `done` steps are taken.
 
         Args:
             done: steps taken in all.
             tokens: tokens of the training rows that were learnt from since the last call.
-            values: numbers to show, such as `loss` and `accuracy`; None leaves one as it was.
+            values: what to show, such as `loss` and `memory`; None leaves one as it was.
         """
+        self._done = done
         self._tokens += tokens
         self._values.update({name: value for name, value in values.items() if value is not None})
         if self._quiet:
             return
-        facts = self._facts(done)
+        facts = self._facts()
         if self._bar is not None:
             self._bar.n = done
             with best_effort(self._stream):
@@ -99,13 +113,17 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _facts(self, done: int) -> list[str]:
-        facts = [f"{name} {value:.4g}" for name, value in self._values.items()]
-        elapsed = self._clock() - self._started
-        if elapsed > 0 and self._tokens:
-            facts.append(f"{self._tokens / elapsed:.3g} tokens/s")
-        if done > self._first:
-            facts.append(f"{duration(elapsed / (done - self._first) * (self._steps - done))} left")
+    def _facts(self) -> list[str]:
+        """What matters most comes first: a narrow terminal cuts the end off."""
+        facts = []
+        elapsed, steps = self._clock() - self._started, self._done - self._first
+        if steps > 0:
+            facts.append(f"{duration(elapsed / steps * (self._steps - self._done))} left")
+        for name, value in self._values.items():
+            facts.append(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}")
+        if elapsed > self._aside and self._tokens:
+            rate = self._tokens / (elapsed - self._aside)
+            facts.append(f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s")
         return facts
 
     def _print(self, text: str) -> None:

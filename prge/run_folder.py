@@ -29,6 +29,8 @@ LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 TRUNK_CACHE = "trunk_cache"
+# What `prge tune` decided, beside its run: `decisions` is a list of {name, value, why}.
+DECISIONS = "tune.json"
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "executorch", "torchao", "transformers", "peft")
 
@@ -37,6 +39,7 @@ Record = dict[str, Any]
 # Of a record of metrics.jsonl: what is drawn, and what a resumed run goes on from.
 _NUMBERS = (
     "loss",
+    "value",
     "rows",
     "seconds",
     "largest_tangent",
@@ -222,6 +225,15 @@ def run_lock(folder: Path) -> Iterator[None]:
             stream.truncate(0)
             stream.write(f"{os.getpid()}\n".encode())
         yield
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process holds a run folder. Changes nothing; False where that can't be known."""
+    try:
+        with open_regular(folder / LOCK, "rb") as stream:
+            return not _lock(stream)
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -8,9 +8,13 @@ from typing import Any, Literal, TypeVar
 
 from prge.bounds import bound_problems
 from prge.optimizers import ScheduleName
+from prge.rows.example_building import Overflow
+from prge.rows.sources import is_hub_name
 from prge.training import TrainingSettings
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
+# Settings that name rows, which need be no path.
+_ROWS = ("train", "dev", "test")
 
 
 @dataclass(frozen=True)
@@ -20,13 +24,18 @@ class TrainingFlags:
     bundle: Path
     """Folder that `prge export` wrote."""
     train: Path
-    """Training rows: jsonl, csv or tsv."""
+    """Training rows: jsonl, json, csv, tsv or parquet; a folder with files train, valid and test; or the
+    name of a data set of the hub."""
     out: Path
     """Run folder to make."""
     dev: Path | None = None
-    """Development rows, scored on the way; the best step on them becomes the result."""
+    """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
+    valid, of a data set the split validation."""
     task: str | None = None
-    """Task name or YAML file; without one, rows hold text, prompt and completion, or messages."""
+    """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
+    messages, Alpaca's or ShareGPT's."""
+    columns: list[str] = field(default_factory=list)
+    """Names for columns of the rows: prompt=question completion=answer."""
     resume: Path | None = None
     """Run folder to go on with, from its own settings."""
 
@@ -51,8 +60,9 @@ class TrainingFlags:
     """Most development rows."""
     shuffle_seed: int | None = None
     """Shuffle the training and development files before start and limit; the same rows on every machine."""
-    overflow: Literal["error", "truncate", "split"] = "truncate"
-    """What to do with a row that is too long for the bundle; whatever is cut is reported."""
+    overflow: Overflow = "auto"
+    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts,
+    truncate all else. What is cut is reported."""
     max_dropped: float = 0.05
     """Largest share of target tokens that may be left out because rows are too long."""
     append_eos: bool = True
@@ -85,7 +95,7 @@ class TrainingFlags:
             item.name: value.resolve()
             for item in fields(self)
             for value in [getattr(self, item.name)]
-            if isinstance(value, Path)
+            if isinstance(value, Path) and not (item.name in _ROWS and is_hub_name(value))
         }
         if self.task and Path(self.task).is_file():
             paths["task"] = str(Path(self.task).resolve())
@@ -96,18 +106,19 @@ class TrainingFlags:
         """The part of the settings that the loop needs."""
         return TrainingSettings(**{item.name: getattr(self, item.name) for item in fields(TrainingSettings)})
 
-    def shared_problems(self) -> list[str]:
-        """What can't be used of the settings above."""
+    def shared_problems(self, steps: int | None) -> list[str]:
+        """What can't be used of the settings above; `steps` of the training, if they are known."""
         problems = bound_problems(self)
-        problems += [
-            f"--evaluate-at has {step}, there are only {self.steps} --steps"
-            for step in self.evaluate_at
-            if step > self.steps
-        ]
+        if steps is not None:
+            problems += [
+                f"--evaluate-at has {step}, there are only {steps} --steps"
+                for step in self.evaluate_at
+                if step > steps
+            ]
         if self.head_folds == 1:
             problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
-        if self.warmup > self.steps:
-            problems.append(f"--warmup is {self.warmup}, --steps only {self.steps}")
+        if steps is not None and self.warmup > steps:
+            problems.append(f"--warmup is {self.warmup}, --steps only {steps}")
         if self.patience and not self.dev:
             problems.append("--patience needs --dev rows to judge by")
         return problems

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 
 import numpy as np
 
+from prge.curves import score_of
 from prge.errors import DivergenceError, PrgeError
 from prge.estimators import Measurement
 from prge.interrupts import ignore_interrupts
@@ -53,9 +54,16 @@ class Watcher:
         self._evaluating = float(last.get("evaluation_seconds") or 0.0)
         tangents = [record.get("largest_tangent") for record in self.log.records]
         self._largest_tangent = max(filter(None, tangents), default=None)
+        self._before: Record | None = None
+        self._best: Record | None = None
+        self._final: int | None = None
+        for record in self.log.records:
+            if record["event"] == "evaluation":
+                self._judge(record)
         self._evaluation = _evaluation(self.log.last("evaluation") or {}) or None
         self._paused = 0.0
         self._memory: Record | None = None
+        self._examples = int(describe()[1].get("training_rows") or 0)
         self.start_clock()
 
     def __enter__(self) -> Watcher:
@@ -98,6 +106,7 @@ class Watcher:
 
     def on_pause(self, seconds: float) -> None:
         """Leave a pause out of the seconds of the run."""
+        self.progress.set_aside(seconds, recurring=False)
         self._paused += seconds
         self._begin += seconds
         self._last = time.perf_counter()
@@ -116,7 +125,7 @@ class Watcher:
         self.steps = max(self.steps, record["step"] + 1)
         if measurement is not None:
             self._write_step(record, measurement)
-            self.progress.update(self.steps, record["tokens"], loss=record["loss"])
+            self.progress.update(self.steps, record["tokens"], **self._shown(record))
         self._last = time.perf_counter()
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
@@ -132,21 +141,51 @@ class Watcher:
         """Prompts were answered, which counts as an evaluation."""
         now = time.perf_counter()
         self._evaluating += now - self._last
+        self.progress.set_aside(now - self._last)
         self._last = now
 
     def say_final(self, step: int, evaluation: Record) -> None:
-        """Say which step the result is of, and its figures where it was evaluated."""
+        """Say which step the result is of, and how development rows were scored before, at best and last."""
+        self._final = step
         figures = f": {_figures_text(evaluation)}" if evaluation else ""
         self.say(f"final: step {step} of {self.steps}{figures}")
+        found: dict[str, Record] = {}
+        for name, record in (("before", self._before), ("best", self._best), ("last", self._evaluation)):
+            if record and record["step"] not in {each["step"] for each in found.values()}:
+                found[name] = record
+        if len(found) > 1:
+            self.say(evaluation_table(found, step))
+
+    def _judge(self, record: Record) -> None:
+        """Take note of an evaluation: whether it is of the start, or the best so far."""
+        if record.get("value") is None:  # not finite, or of a run that was begun without it
+            return
+        if record["step"] == 0:
+            self._before = record
+        if self._best is None or record["value"] > self._best["value"]:
+            self._best = record
+
+    def _shown(self, record: Record) -> dict[str, float | str | None]:
+        """What the bar tells of a step."""
+        shown: dict[str, float | str | None] = {"loss": record["loss"]}
+        if self._best is not None:
+            shown["best"] = score_of(self._best)[1]
+        if self._examples and "rows" in record:
+            shown["epoch"] = f"{self.steps * len(record['rows']) / self._examples:.2f}"
+        peak = self.log.memory.peak
+        shown["memory"] = None if peak is None else f"{peak / 1e6:,.0f} MB"
+        return shown
 
     def _write_step(self, record: Record, measurement: Measurement | None) -> None:
         self._write("step", record["step"] + 1, {**_figures(record), **self._of_engine(measurement)})
 
     def _write_evaluation(self, record: Record) -> None:
+        self._judge(record)
         last = self.log.last("evaluation")
         if last is not None and last["step"] >= record["step"]:  # a loss of power took it from the journal
             return
-        self._write("evaluation", record["step"], {"split": "dev", **_evaluation(record)})
+        figures = {"split": "dev", **_evaluation(record), "value": record["value"]}
+        self._write("evaluation", record["step"], figures)
 
     def _write(self, event: str, step: int, figures: Record) -> None:
         if (event, step) not in self._written:
@@ -183,6 +222,9 @@ class Watcher:
                 "rows": self.rows(self.steps),
                 "largest_tangent": self._largest_tangent,
                 "last_evaluation": self._evaluation,
+                "before": _evaluation(self._before or {}) or None,
+                "best": _evaluation(self._best or {}) or None,
+                "final_step": self._final,
                 **train,
                 "memory": {**memory, "proportional": proportional_memory(), **train.get("memory", {})},
             },
@@ -209,6 +251,18 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:
+    """Evaluations by what they are called, a line each; the step `final` is marked."""
+    name = score_of(next(iter(records.values())))[0]
+    columns = ("loss",) if name == "loss" else ("loss", name)
+    lines = ["".join([f"{'development rows':<18}{'step':>8}", *(f"{column:>12}" for column in columns)])]
+    for called, record in records.items():
+        cells = (f"{'-' if record.get(each) is None else f'{record[each]:.4g}':>12}" for each in columns)
+        mark = "  in final/" if record["step"] == final else ""
+        lines.append("".join([f"{called:<18}{record['step']:>8}", *cells, mark]))
+    return "\n".join(lines)
+
+
 def _figures_text(record: Record) -> str:
     """Loss and metric of a record, for a person."""
     figures = {name: value for name, value in _evaluation(record).items() if name != "step"}
@@ -221,8 +275,9 @@ def _evaluation(record: Record) -> Record:
 
 
 def _figures(record: Record) -> Record:
-    """Loss and learning rate of a step, and the size of its derivatives."""
-    return {"loss": record["loss"], "learning_rate": record["learning_rate"], **_size(record)}
+    """Loss, learning rate and tokens of a step, and the size of its derivatives."""
+    kept = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
+    return {**kept, **_size(record)}
 
 
 def _size(record: Record) -> Record:

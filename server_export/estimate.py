@@ -107,6 +107,7 @@ def _cost(estimated: Estimate, calls: Sequence[Contract], rates: Rates | None) -
 def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple[int, list[Contract]]:
     """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
     from prge.rows.example_building import BuildOptions, load_examples
+    from prge.rows.sources import read_source
     from prge.rows.task import load_task
     from prge.sampling import Sampler
     from server_export.model.tokenization import load_tokenizer, on_device
@@ -117,8 +118,9 @@ def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple
     tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
-    options = BuildOptions(overflow="truncate")
-    examples, _ = load_examples(config.train, tokenizer, contract, task, None, options)
+    options = BuildOptions(overflow="auto")
+    rows = read_source(config.train, "train", config.columns)
+    examples, _ = load_examples(rows, tokenizer, contract, task, None, options)
     sampler = Sampler(examples, contract, seed=0)
 
     def call(step: int) -> Contract:

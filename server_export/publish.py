@@ -23,7 +23,7 @@ from prge.checkpoint import HEAD
 from prge.errors import ConfigError, RunError
 from prge.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
 from server_export.model.base import base_of
-from server_export.publishing.model_card import CardFacts, model_card, read_run
+from server_export.publishing.model_card import CardFacts, model_card, read_run, read_step
 from server_export.publishing.settings import PublishConfig
 from server_export.publishing.trained import Trained, load_base, load_peft, read_trained
 
@@ -221,6 +221,7 @@ def _copy_head(folder: Path, trained: Trained) -> None:
 
 
 def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained, num_bos: int = 0) -> None:
+    run = read_run(trained.run)
     facts = CardFacts(
         name=out.resolve().name,
         format=config.format,
@@ -229,7 +230,8 @@ def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained
         pooling=trained.bundle.pooling if trained.bundle is not None else None,
         has_head=trained.head is not None,
         adapter=trained.config,
-        run=read_run(trained.run),
+        run=run,
+        step=read_step(trained.folder, run),
         bundle_sha256=trained.bundle.sha256 if trained.bundle is not None else None,
         num_bos=num_bos,
     )

@@ -175,6 +175,9 @@ class EstimateConfig(ExportConfig):
     task: str | None = None
     """Task of the training rows, as for `prge run`."""
 
+    columns: list[str] = field(default_factory=list)
+    """Names for columns of the training rows: prompt=question completion=answer."""
+
     calibrate: bool = True
     """Measure the engine on this machine for two seconds. Without it there are no seconds a step."""
 

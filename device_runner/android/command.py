@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from device_runner.android.adb import Adb, quote
-from device_runner.android.device import FOLDER, DeviceSettings, Job, Phone, check_name
+from device_runner.android.device import FOLDER, DeviceSettings, Job, Phone, check_name, send_rows
 from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
@@ -28,6 +28,7 @@ from device_runner.session.settings import RunSettings
 from prge.bundle import MANIFEST, check_content, open_bundle
 from prge.errors import ConfigError, DeviceError, PrgeError
 from prge.peft import find_adapter
+from prge.rows.sources import Part
 from prge.settings import parse_settings, settings_to_yaml
 
 Settings = TypeVar("Settings")
@@ -329,8 +330,9 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     """Bring what a run needs, and return its settings as they are on the device."""
     own = {item.name for item in fields(RunSettings)}
     plain = RunSettings(**{name: value for name, value in vars(settings).items() if name in own})
-    rows: dict[str, Any] = {"train": plain.train, "dev": plain.dev}
-    for name, path in rows.items():
+    named: dict[Part, Path | None] = {"train": plain.train, "dev": plain.dev}
+    rows: dict[str, Any] = {}
+    for name, path in named.items():
         if path is None:
             continue
         if settings.data_on_device:
@@ -340,7 +342,7 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
                     remedy="give an absolute path on the device, or leave --data-on-device out",
                 )
         else:
-            rows[name] = Path(phone.send_file(path))
+            rows[name] = Path(send_rows(phone, path, name))
     changes: dict[str, Any] = {**rows, "bundle": Path(_send_bundle(phone, plain.bundle))}
     changes["out"] = Path(phone.path("runs", plain.out.name))
     if plain.task and Path(plain.task).is_file():

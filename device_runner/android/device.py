@@ -26,6 +26,8 @@ from prge.bundle import file_sha256
 from prge.cli import INTERRUPTED
 from prge.documents import parse_json
 from prge.errors import DeviceError
+from prge.rows.readers import PARQUET
+from prge.rows.sources import Part, read_source, rows_file
 
 FOLDER = "/data/local/tmp/prge"
 OWN = "runtime runtime.tree bundles adapters data jobs runs cache tmp".split()
@@ -481,3 +483,15 @@ def _replace(made: Path, out: Path) -> None:
 def _first_line(path: Path) -> bytes:
     with path.open("rb") as stream:
         return stream.readline()
+
+
+def send_rows(phone: Phone, where: Path, part: Part) -> str:
+    """Bring the rows that a user names, as `Phone.send_file`; what takes a library to read goes as jsonl."""
+    path = rows_file(where, part)
+    if path is not None and path.suffix.lower() != PARQUET:
+        return phone.send_file(path)
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, f"{part}.jsonl")
+        rows = read_source(where, part).rows
+        written.write_text("".join(json.dumps(row.fields) + "\n" for row in rows), encoding="utf-8")
+        return phone.send_file(written)

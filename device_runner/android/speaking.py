@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.android.adb import quote
-from device_runner.android.device import DeviceSettings, Phone, check_name
+from device_runner.android.device import DeviceSettings, Phone, check_name, send_rows
 from device_runner.session.speaking import BASE, STDIN, ChatFlags, GenerateFlags
 from prge.bounds import flag
 from prge.documents import parse_yaml
@@ -34,11 +34,11 @@ class AndroidChatSettings(ChatFlags, _Runs):
 
 def generate_words(phone: Phone, settings: AndroidGenerateSettings) -> list[str]:
     """Words for Python on the device; files are brought there. Raises DeviceError, ConfigError."""
-    sent: dict[str, Any] = {
-        name: Path(phone.send_file(path))
-        for name in ("messages", "data")
-        if (path := getattr(settings, name)) is not None
-    }
+    sent: dict[str, Any] = {}
+    if settings.messages is not None:
+        sent["messages"] = Path(phone.send_file(settings.messages))
+    if settings.data is not None:
+        sent["data"] = Path(send_rows(phone, settings.data, "test"))
     if settings.task and Path(settings.task).is_file():
         sent["task"] = phone.send_file(Path(settings.task))
     sent["prompt"] = tuple(sys.stdin.read() if text == STDIN else text for text in settings.prompt)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -135,6 +135,27 @@ class Blocks:
             name: output[: math.prod(shape)].reshape(shape)
             for name, output, shape in zip(interface.outputs, outputs, shapes, strict=True)
         }
+
+    def in_a_row(
+        self, role: str, inputs: Sequence[Sequence[Array]], outputs: Sequence[Sequence[Array]]
+    ) -> Callable[[], None]:
+        """A function that runs a role of all blocks, of what the arrays hold when it is called.
+
+        Args:
+            inputs, outputs: of each block, contiguous and in its method's order.
+
+        Raises:
+            RefusedError: an array isn't what the method takes. So does the function if the engine fails.
+        """
+        given = [*zip(inputs, outputs, strict=True)]
+        if self._memory is None:
+            return self._runtime.in_a_row([(self.method(n, role), *each) for n, each in enumerate(given)])
+
+        def compute() -> None:
+            for number, each in enumerate(given):
+                self.method(number, role).run(*each)
+
+        return compute
 
     def _read_ahead(self, number: int) -> None:
         """Have the system read the next block's packed file while this one computes, unless it is loaded."""

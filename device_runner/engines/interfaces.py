@@ -97,7 +97,7 @@ class Shapes:
             module = self._chain.modules[block.modules[_index(name)]]
             width = module.in_features if name.startswith(LORA_A) else module.out_features
             return "float32", (rows, module.rank, width)
-        of_rows, past = rows * heads.count, sizes.context
+        of_rows, past = rows * heads.count, 1 + sizes.context
         members = mask.members if (mask := self._chain.causal_table(number)) else 0
         shapes: dict[str, tuple[int, ...]] = {
             "tokens": (rows, length),
@@ -109,6 +109,7 @@ class Shapes:
             "values": (of_rows, length, heads.value_width),
             "seen": (members * length, past) if role == PREFILL else (of_rows, 1, past),
             "causal": (members * length, length),
+            "own": (1, 1, past),
         }
         return "int64" if name == "tokens" else "float32", shapes[name]
 

@@ -4,8 +4,8 @@
     decode    one token of each of several sequences passes them
 
 Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
-[slots, heads, capacity, width]. The sequences of a step lie in the first slots. What is called again and
-again is bound to its arrays once.
+[slots, heads, 1 + capacity, width]. The sequences of a step lie in the first slots. What is called again and
+again is bound to its arrays once. The first place of a slot stays zero: it stands for the token of a step.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ from prge.chain import (
     CAUSAL,
     DECODE,
     FEWEST_TOKENS,
+    KEYS,
     LORA_A,
     LORA_B,
     MASKED,
+    OWN,
     PAST_KEYS,
     PAST_VALUES,
     PREFILL,
     SEEN,
     TABLE,
+    VALUES,
 )
 from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
 
-# Tokens that pass the blocks together: more aren't faster, and take memory for their scores.
-_PIECE = 128
+# Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
+# has one with every token of the past.
+_PIECE, _PIECE_OF_LONG, _LONG = 128, 64, 512
 # Arrays for more tokens are made when they are needed, of as many as are a multiple of this.
 _GROWTH = 128
 
@@ -60,7 +64,8 @@ class _Cache:
 class _Step:
     """A step of the same sequences: arrays that its calls are bound to, and where answers go.
 
-    `seen` f32 [rows x heads, 1, capacity] is there for every window and number of heads.
+    `seen` f32 [rows x heads, 1, 1 + capacity] is there for every window and number of heads. `kept` has where
+    keys and values lie, each with those of the step's tokens, f32 [rows, heads, width].
     """
 
     sequences: list[int]
@@ -68,10 +73,9 @@ class _Step:
     tables: dict[int, Array]
     pieces: FloatArray
     logits: FloatArray
+    compute: Callable[[], None] = field(init=False)
     seen: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
-    inputs: list[list[Array]] = field(default_factory=list)
-    outputs: list[dict[str, Array]] = field(default_factory=list)
-    calls: dict[int, tuple[object, Callable[[], object]]] = field(default_factory=dict)
+    kept: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
 
 
 class ChainSpeaker:
@@ -157,7 +161,8 @@ class ChainSpeaker:
         while rest:
             if len(rest) < FEWEST_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
-            size = min(len(rest), _PIECE, self._chain.bounds.tokens)
+            piece = _PIECE if self._capacity <= _LONG else _PIECE_OF_LONG
+            size = min(len(rest), piece, self._chain.bounds.tokens)
             # None is left alone behind a piece: a step of one token reads all weights once more.
             size -= len(rest) - size == 1 and size > FEWEST_TOKENS
             state = self._prefill(self._sequences[sequence], rest[:size])
@@ -179,15 +184,11 @@ class ChainSpeaker:
             self._fill(number, table, np.array(lengths))
         for (window, _), seen in step.seen.items():
             _see(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window, lengths)
-        for number in range(len(self._chain.blocks)):
-            self._compute(step, number)
-            if number in self._caches:
-                cache, found = self._caches[number], step.outputs[number]
-                shape = len(tokens), cache.keys.shape[1], -1
-                keys, values = (found[name].reshape(shape) for name in ("keys", "values"))
-                for row, length in enumerate(lengths):
-                    cache.keys[row, :, length] = keys[row]
-                    cache.values[row, :, length] = values[row]
+            seen[..., 0] = 0
+        step.compute()
+        for place, found in step.kept:
+            for row, length in enumerate(lengths):
+                place[row, :, 1 + length] = found[row]
         if len(step.pieces) > 1:
             np.concatenate(step.pieces[:, :, 0], axis=1, out=step.logits)
         for sequence in tokens:
@@ -214,7 +215,7 @@ class ChainSpeaker:
             if not self._chain.attends(number):
                 continue
             heads = self._blocks.heads(number)
-            shape = self._slots, heads.count, self._capacity
+            shape = self._slots, heads.count, 1 + self._capacity
             keys = np.zeros((*shape, heads.key_width), np.float32)
             values = np.zeros((*shape, heads.value_width), np.float32)
             if before := self._caches.get(number):
@@ -226,8 +227,8 @@ class ChainSpeaker:
     def _forget(self, sequence: _Sequence) -> None:
         """Clear a slot behind its tokens: a mask hides numbers, but not those that aren't finite."""
         for cache in self._caches.values():
-            cache.keys[sequence.slot, :, sequence.length :] = 0
-            cache.values[sequence.slot, :, sequence.length :] = 0
+            cache.keys[sequence.slot, :, 1 + sequence.length :] = 0
+            cache.values[sequence.slot, :, 1 + sequence.length :] = 0
 
     def _arrange(self, sequences: Sequence[int]) -> None:
         """Move some sequences to the first slots, in this order."""
@@ -253,6 +254,9 @@ class ChainSpeaker:
         logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(pieces) > 1 else pieces[0, :, 0]
         step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, pieces, logits)
         adapters = [self._sequences[sequence].adapter for sequence in sequences]
+        inputs, outputs = [], []
+        own = np.zeros((1, 1, 1 + self._capacity), np.float32)
+        own[..., 0] = 1
         state: Array = step.tokens
         for number, block in enumerate(chain.blocks):
             given: dict[str, Array] = {"tokens": state, "state": state}
@@ -265,45 +269,38 @@ class ChainSpeaker:
                 name = chain.modules[module].name
                 given[f"{LORA_A}{index}"] = np.stack([self._lora_a(adapter)[name] for adapter in adapters])
                 given[f"{LORA_B}{index}"] = np.stack([adapter.named()[name] for adapter in adapters])
-            heads = self._blocks.heads(number)
+            answers: dict[str, Array] = {}
             mask = chain.causal_table(number)
             if mask is not None:
-                cache = self._caches[number]
+                heads, cache = self._blocks.heads(number), self._caches[number]
                 key = mask.window, heads.count
-                step.seen.setdefault(key, np.empty((rows * heads.count, 1, self._capacity), np.float32))
+                step.seen.setdefault(key, np.empty((rows * heads.count, 1, 1 + self._capacity), np.float32))
                 given |= {
                     PAST_KEYS: cache.keys[:rows].reshape(-1, *cache.keys.shape[2:]),
                     PAST_VALUES: cache.values[:rows].reshape(-1, *cache.values.shape[2:]),
                     SEEN: step.seen[key],
+                    OWN: own,
                 }
-            of_rows = rows * heads.count
-            answers: dict[str, Array] = {
-                "keys": np.empty((of_rows, 1, heads.key_width), np.float32),
-                "values": np.empty((of_rows, 1, heads.value_width), np.float32),
-            }
+                keys = np.empty((rows, heads.count, heads.key_width), np.float32)
+                values = np.empty((rows, heads.count, heads.value_width), np.float32)
+                step.kept += [(cache.keys, keys), (cache.values, values)]
+                answers |= {KEYS: keys, VALUES: values}
             if number < chain.end:
                 answers["state"] = np.empty((rows, 1, self._blocks.width(number + 1)), np.float32)
                 state = answers["state"]
             else:
                 answers["logits"] = pieces[number - chain.end]
             interface = self._blocks.interface(number, DECODE)
-            step.inputs.append([given[name] for name in interface.inputs])
-            step.outputs.append({name: answers[name] for name in interface.outputs})
+            inputs.append([given[name] for name in interface.inputs])
+            outputs.append([answers[name] for name in interface.outputs])
+        step.compute = self._blocks.in_a_row(DECODE, inputs, outputs)
         return step
-
-    def _compute(self, step: _Step, number: int) -> None:
-        method = self._blocks.method(number, DECODE)
-        bound = step.calls.get(number)
-        if bound is None or bound[0] is not method:
-            outputs = [*step.outputs[number].values()]
-            bound = step.calls[number] = (method, method.prepared(step.inputs[number], outputs))
-        bound[1]()
 
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
         """The state f32 [1, 1, width] of the last of some tokens, which are appended to a sequence."""
         chain, start, length = self._chain, sequence.length, len(tokens)
         # The mask hides what isn't there yet, so all that was reserved goes in; at first next to nothing.
-        past = self._capacity if start else FEWEST_TOKENS
+        past = 1 + self._capacity if start else FEWEST_TOKENS
         state: Array = np.array([tokens], np.int64)
         lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.named()
         masks: dict[tuple[int | None, int], FloatArray] = {}
@@ -338,10 +335,11 @@ class ChainSpeaker:
                 self._blocks.release(state)
             state = found["state"]
             if mask is not None:
-                cache.keys[slot, :, start : start + length] = found["keys"]
-                cache.values[slot, :, start : start + length] = found["values"]
-                self._blocks.release(found["keys"])
-                self._blocks.release(found["values"])
+                places = slice(1 + start, 1 + start + length)
+                cache.keys[slot, :, places] = found[KEYS]
+                cache.values[slot, :, places] = found[VALUES]
+                self._blocks.release(found[KEYS])
+                self._blocks.release(found[VALUES])
         sequence.length += length
         last = state[:, -1:].copy()
         self._blocks.release(state)
@@ -380,7 +378,7 @@ def _see(seen: FloatArray, positions: Sequence[int], window: int | None, known: 
     seen[:] = MASKED
     for row, (position, end) in enumerate(zip(positions, known, strict=True)):
         first = 0 if window is None else max(0, position - window + 1)
-        seen[row, ..., first:end] = 0
+        seen[row, ..., 1 + first : 1 + end] = 0
 
 
 def open_speaker(

@@ -115,9 +115,15 @@ class Method:
             output.reshape(-1)[: answer.size] = answer.reshape(-1)
         return [answer.shape for answer in answers]
 
-    def prepared(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> Callable[[], object]:
-        """See device_runner.engines.native.runtime.Method.prepared."""
-        return partial(self.run, inputs, outputs)
+
+def in_a_row(calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]]) -> Callable[[], None]:
+    """See device_runner.engines.native.runtime.in_a_row."""
+
+    def compute() -> None:
+        for method, inputs, outputs in calls:
+            method.run(inputs, outputs)
+
+    return compute
 
 
 def prepare() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from device_runner.session.samples import SamplePrompt, read_prompts
 from device_runner.session.settings import RunSettings
 from prge.adapter import Adapter
-from prge.bundle import Bundle, file_sha256
+from prge.bundle import Bundle
 from prge.checkpoint import HEAD, TrainingState, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule
 from prge.encoder_heads import Heads
@@ -25,6 +25,7 @@ from prge.peft import find_adapter, read_peft
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
+from prge.rows.sources import read_source
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from prge.tangents import Tangents
@@ -34,7 +35,7 @@ from prge.tangents import Tangents
 _NOT_IDENTITY = frozenset(
     {
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
-        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
+        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet", "log_to"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
         *("pause_above_celsius", "pause_below_battery", "only_charging"),
         *("sample_prompts", "sample_every"),
@@ -54,7 +55,10 @@ CHANGE = "change"
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Everything that a run reads before it needs an engine."""
+    """Everything that a run reads before it needs an engine.
+
+    `report` tells the user what became of the rows, `data` tells run.json.
+    """
 
     bundle: Bundle
     tokenizer: Tokenizer
@@ -63,9 +67,15 @@ class RunInputs:
     dev: list[Example]
     adapter: Adapter
     start_head: Head | None
-    identity: Record
+    origin: Record
     report: str
+    data: Record
     sample_prompts: list[SamplePrompt]
+
+    def identity(self, settings: RunSettings) -> Record:
+        """What a run with these inputs is, as the journal begins; for settings that are `paced`."""
+        plain = {name: value for name, value in asdict(settings).items() if name not in _NOT_IDENTITY}
+        return {**self.origin, "settings": plain}
 
 
 def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
@@ -80,30 +90,32 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
-    train_examples, report = load_examples(settings.train, tokenizer, contract, task, chosen, options)
+    train = read_source(settings.train, "train", settings.columns)
+    train_examples, report = load_examples(train, tokenizer, contract, task, chosen, options)
     texts = [report.text(), show_sample(train_examples[0], tokenizer, contract.label_tokens)]
+    data = {"train": report.facts()}
     dev_examples: list[Example] = []
-    if settings.dev:
+    dev = read_source(settings.dev, "dev", settings.columns) if settings.dev else None
+    if dev is not None:
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(
-            settings.dev, tokenizer, bundle.score_contract, task, chosen, options, training=False
+            dev, tokenizer, bundle.score_contract, task, chosen, options, training=False
         )
         texts.insert(1, dev_report.text())
+        data["dev"] = dev_report.facts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     start_head = None
     if contract.is_encoder and (source / HEAD).is_file():
         start_head = Head(train_examples[0].candidates, contract.width)
         read_head(source / HEAD, start_head)
-    plain = {name: value for name, value in asdict(settings).items() if name not in _NOT_IDENTITY}
-    identity = {
+    origin = {
         "kind": "start",
         "modules": [asdict(module) for module in contract.modules],
         "width": contract.width,
-        "settings": plain,
         "bundle": bundle.sha256,
-        "train": file_sha256(settings.train),
-        "dev": file_sha256(settings.dev) if settings.dev else None,
+        "train": train.sha256,
+        "dev": dev.sha256 if dev else None,
         # As JSON reads it back: a resumed run compares it with the journal's.
         "task": json.loads(json.dumps(asdict(task))) if task else None,
         "adapter": encode_array(adapter.values) if adapter.values.any() else None,
@@ -116,8 +128,9 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         dev_examples,
         adapter,
         start_head,
-        identity,
+        origin,
         "\n".join(texts),
+        data,
         read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
     )
 

@@ -160,16 +160,26 @@ class Samples:
         return {json.dumps(each["prompt"]): each for each in self._records if each["step"] == step}
 
 
+def read_samples(path: Path) -> list[Record]:
+    """The whole records of a file of samples, in order; none where there is no file. Changes nothing."""
+    return [record for _, record in _read(path) if record is not None]
+
+
 def _kept_records(path: Path) -> list[Record]:
     """The records of a file of samples; what was torn leaves the file."""
+    records = _read(path)
+    if any(record is None for _, record in records):
+        write_file(path, b"".join(line for line, record in records if record is not None))
+    return [record for _, record in records if record is not None]
+
+
+def _read(path: Path) -> list[tuple[bytes, Record | None]]:
+    """The lines of a file of samples, each with its record if it is one."""
     if not os.path.lexists(path):
         return []
     with reported(path):
         lines = read_regular(path).splitlines(keepends=True)
-    records = [(line, _record(line)) for line in lines]
-    if any(record is None for _, record in records):
-        write_file(path, b"".join(line for line, record in records if record is not None))
-    return [record for _, record in records if record is not None]
+    return [(line, _record(line)) for line in lines]
 
 
 def _record(line: bytes) -> Record | None:
@@ -178,4 +188,5 @@ def _record(line: bytes) -> Record | None:
     except DocumentError:
         return None
     whole = line.endswith(b"\n") and isinstance(record, dict) and {"prompt", "text"} <= record.keys()
-    return record if whole and type(record.get("step")) is int else None
+    whole = whole and isinstance(record["text"], str) and type(record.get("step")) is int
+    return record if whole else None

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from device_runner.engines.trunk_cache import Precision
+from device_runner.session.tracking import Service
 from prge.bounds import flag
 from prge.bundle import Bundle
 from prge.chain import DECODE, PREFILL, ROLE_OF
+from prge.contract import Contract
 from prge.directions import Distribution
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.examples import Example
 from prge.optimizers import OptimizerName
+from prge.sampling import Sampler
 from prge.settings import Bytes
 from prge.training_flags import TrainingFlags
 
@@ -37,6 +41,8 @@ _KIND: dict[EstimatorName, str] = {
 class RunSettings(TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
+    epochs: float | None = None
+    """Times that every training row is seen, instead of --steps; may be a part, such as 0.5."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter."""
 
@@ -89,6 +95,10 @@ class RunSettings(TrainingFlags):
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
 
+    log_to: list[Service] = field(default_factory=list)
+    """Send metrics on the way: tensorboard (event files in the run folder), wandb (Weights & Biases). The run
+    never waits for them."""
+
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
     The same bits. auto: native where it is built or can be, else torch."""
@@ -111,8 +121,10 @@ class RunSettings(TrainingFlags):
     """Pause while the battery is not charged."""
 
     def __post_init__(self) -> None:
-        problems = self.shared_problems()
+        problems = self.shared_problems(self.steps if self.epochs is None else None)
         if self.resume is None:
+            if self.epochs is not None and self.steps != RunSettings.steps:
+                problems.append(f"--epochs is {self.epochs:g} and --steps {self.steps}: give one of them")
             # A resumed run is told of every setting that it wasn't begun with.
             problems += self._without_meaning()
         if self.baseline == "leave-one-out" and self.queries == 1:
@@ -180,6 +192,19 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
     if estimator == "exact" and not settings.keep_gradients:
         every = min(every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
     return replace(settings, estimator=estimator, queries=queries, checkpoint_every=every)
+
+
+def paced(settings: RunSettings, contract: Contract, examples: Sequence[Example]) -> RunSettings:
+    """The settings with the steps that their epochs of some training rows take, and no epochs.
+
+    Raises:
+        ConfigError: a batch has no room for an example, or other settings don't fit so many steps.
+    """
+    if settings.epochs is None:
+        return settings
+    per_step = Sampler(examples, contract, settings.seed, settings.calls).per_step
+    steps = max(1, math.ceil(settings.epochs * len(examples) / per_step))
+    return replace(settings, epochs=None, steps=steps)
 
 
 def bundle_for(settings: RunSettings, bundle: Bundle, examples: Sequence[Example] = ()) -> Bundle:

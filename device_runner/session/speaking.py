@@ -95,9 +95,12 @@ class GenerateFlags(SpeakingFlags):
     messages: Path | None = None
     """JSON file with a list of messages to answer, in the model's chat template."""
     data: Path | None = None
-    """Rows to answer: jsonl, csv or tsv with the columns of --task, or prompt, messages or text."""
+    """Rows to answer, with the columns of --task or of a known form: jsonl, json, csv, tsv or parquet; a
+    folder with a file test; or the name of a data set of the hub."""
     task: str | None = None
     """Task name or YAML file that makes prompts of rows."""
+    columns: tuple[str, ...] = ()
+    """Names for columns of the rows: prompt=question."""
     start: int = 0
     """Rows to leave out at the file's beginning, after shuffling."""
     limit: int | None = None
@@ -118,6 +121,8 @@ class GenerateFlags(SpeakingFlags):
             problems.append("--chat belongs to --prompt")
         if self.task and not self.data:
             problems.append("--task belongs to --data")
+        if self.columns and not self.data:
+            problems.append("--columns belongs to --data")
         if self.system is not None and self.prompt and not self.chat:
             problems.append("--system belongs to --chat, --messages or --data")
         if problems:

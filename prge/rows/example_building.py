@@ -3,6 +3,7 @@
     text                  every token after the first is learnt; `begin` is context
     prompt, completion    the completion is learnt, with the end-of-sequence token after it
     messages              what the assistant wrote is learnt
+    Alpaca, ShareGPT      become one of the two above (forms.py)
     a task's candidates   one-token candidates share a sequence, a slot each at the prompt's last token;
                           longer ones have a sequence each, weights 1 / tokens
     a task's answers      the first answer is learnt; an evaluation searches the passage (spans.py)
@@ -26,18 +27,19 @@ from numpy.typing import NDArray
 from prge.contract import Contract
 from prge.errors import BundleError, DataError
 from prge.examples import Example, Slot, TokenSequence
-from prge.rows.readers import Row, Selection, read_rows, select_rows
-from prge.rows.report import ENCODER_CUT, END_CUT, PROMPT_CUT, DataReport
+from prge.rows.forms import TEXT, Form, column_names, columns_text, find_form, present_columns
+from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.report import ENCODER_CUT, END_CUT, PROMPT_CUT, SPLIT, DataReport
+from prge.rows.sources import Source, read_source
 from prge.rows.task import RowError, Task
 from prge.rows.tokenizer import Ids, Pair, Tokenizer
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
 
-Overflow = Literal["error", "truncate", "split"]
+Overflow = Literal["auto", "error", "truncate", "split"]
 Mask = NDArray[np.bool_]
 
-SPLIT = "split into several examples"
 INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
 TURN_INEXACT = "assistant turns learnt with their header, the generation prompt differs from it"
 CONTROL = "messages with control tokens written in them, read as such"
@@ -49,7 +51,8 @@ class BuildOptions:
     """How rows become examples."""
 
     overflow: Overflow = "error"
-    """What is too long for the bundle: `error`, `truncate`, or `split` (not candidates) it."""
+    """What is too long for the bundle: `error`, `truncate`, or `split` (not candidates) it; `auto`: split
+    texts, truncate all else."""
     append_eos: bool = True
     """Learn an end-of-sequence token after completions and answers, where the model has one."""
     max_dropped: float | None = None
@@ -59,7 +62,7 @@ class BuildOptions:
 
 
 def load_examples(
-    path: Path | str,
+    source: Source | Path | str,
     tokenizer: Tokenizer,
     contract: Contract,
     task: Task | None = None,
@@ -68,9 +71,10 @@ def load_examples(
     *,
     training: bool = True,
 ) -> tuple[list[Example], DataReport]:
-    """Read a file, select rows and build their examples: read_rows, select_rows, build_examples."""
-    rows = read_rows(path)
-    chosen = select_rows(rows, selection or Selection())
+    """Select rows of a source, by default all, and build their examples; a path is read as training rows."""
+    if not isinstance(source, Source):
+        source = read_source(source)
+    chosen = select_rows(source.rows, selection or Selection())
     return build_examples(
         chosen,
         tokenizer,
@@ -78,7 +82,8 @@ def load_examples(
         task,
         options,
         training=training,
-        source=str(path),
+        source=source.name,
+        renamed=source.renamed,
     )
 
 
@@ -91,6 +96,7 @@ def build_examples(
     *,
     training: bool = True,
     source: str = "the data",
+    renamed: Mapping[str, str] | None = None,
 ) -> tuple[list[Example], DataReport]:
     """Tokenize rows for a bundle.
 
@@ -98,21 +104,13 @@ def build_examples(
         training: build a task of objective `completion` with its right candidate alone; an evaluation
             (false) compares all candidates, in any number of sequences.
         source: names the data in errors.
+        renamed: columns that have other names in the file, with these.
 
     Raises:
         DataError: rows that lack a column, hold an unknown label, nothing to learn, or don't fit; all named.
     """
     builder = _Builder(tokenizer, contract, task, options or BuildOptions(), training)
-    return builder.build(rows, source)
-
-
-def row_kind(fields: Mapping[str, object]) -> str | None:
-    """Kind of a row without a task, by its columns: messages, prompt and completion, text, or None."""
-    if "messages" in fields:
-        return "messages"
-    if "prompt" in fields and "completion" in fields:
-        return "prompt and completion"
-    return "text" if "text" in fields else None
+    return builder.build(rows, source, renamed or {})
 
 
 class _Builder:
@@ -132,18 +130,34 @@ class _Builder:
         self.options = options
         self.training = training
         self.length = contract.sequence_length
-        self.report = DataReport("", self.length, contract.positions)
+        self.overflow: Overflow = self.options.overflow
+        self.report = DataReport("", self.length)
         self.label_index = {token: index for index, token in enumerate(contract.label_tokens)}
         self.chat: ChatTemplate | None = None
 
-    def build(self, rows: Sequence[Row], source: str) -> tuple[list[Example], DataReport]:
-        kind = self.kind(rows, source)
-        self.report.kind = f"{source} ({kind})"
+    def build(
+        self, rows: Sequence[Row], source: str, renamed: Mapping[str, str]
+    ) -> tuple[list[Example], DataReport]:
+        if not rows:
+            raise DataError(f"{source} can't be used", ["it has no rows"])
+        present = present_columns(rows)
+        if self.task is None:
+            form = self.form(rows, source, renamed)
+            read = (*form.columns, *form.optional)
+            how = ", as messages" if form.chat == "takes" and self.chat is not None else ""
+            self.report.kind = f"{source} ({form.name}{how})"
+        else:
+            form, read = None, self.task.needed_columns(self.contract.is_encoder)
+            self.check_task(self.task, read, present, source)
+            self.report.kind = f"{source} (task {self.task.name})"
+        self.report.columns = columns_text(read, present, renamed)
+        if self.overflow == "auto":
+            self.overflow = "split" if form is TEXT else "truncate"
         examples: list[Example] = []
         problems: list[str] = []
         for row in rows:
             try:
-                made = self.examples(kind, row)
+                made = self.examples(form, row)
                 cut = self.report.was_cut(row.number)
                 examples += [replace(each, cut=True) for each in made] if cut else made
             except RowError as problem:
@@ -172,56 +186,33 @@ class _Builder:
             raise DataError(
                 f"{source} would lose {share:.0%} of its target tokens",
                 [
-                    f"{self.report.dropped} of {targets} don't fit rows of {self.length} tokens with room "
-                    f"for {self.contract.positions} targets; --max-dropped is {limit:g}"
+                    f"{self.report.dropped} of {targets} don't fit rows of {self.length} tokens; "
+                    f"--max-dropped is {limit:g}"
                 ],
                 remedy="keep them all with --overflow split, or export with a larger --sequence-length; or "
                 "leave them out with a larger --max-dropped",
             )
 
-    def kind(self, rows: Sequence[Row], source: str) -> str:
-        """What the rows are, checked as a whole: a missing column is told once and not for every row."""
+    def form(self, rows: Sequence[Row], source: str, renamed: Mapping[str, str]) -> Form:
+        """The form of rows without a task."""
         what = f"{source} can't be used"
-        if not rows:
-            raise DataError(what, ["it has no rows"])
-        present = set().union(*(row.fields.keys() for row in rows))
-        shown = ", ".join(sorted(map(str, present))) or "none"
-        if self.task is not None:
-            lacking = [c for c in self.task.needed_columns(self.contract.is_encoder) if c not in present]
-            if lacking:
-                problems = [
-                    f"no row has the column {column!r}; its columns are {shown}" for column in lacking
-                ]
-                raise DataError(
-                    what, problems, remedy=f"give the data set of the task {self.task.name}, or a task file"
-                )
-            self.check_task(self.task)
-            return f"task {self.task.name}"
         if self.contract.readout != "logprobs":
             raise DataError(
                 what,
                 [f"the bundle's readout is {self.contract.readout}: it compares classes, learns no texts"],
                 remedy="give a task (a name or a task file)",
             )
-        kinds = {row_kind(row.fields) for row in rows} - {None}
-        if not kinds:
+        form = find_form(rows, source, renamed)
+        template = self.tokenizer.chat_template
+        if form.chat and template is not None:
+            self.chat = self.chat_template(template)
+        elif form.chat == "needs":
             raise DataError(
                 what,
-                [f"its columns are {shown}; needed are text, prompt and completion, or messages"],
-                remedy="rename columns, or give a task (a name or a task file)",
+                ["its rows are messages and the model has no chat template"],
+                remedy="use a chat model, or rows with prompt and completion",
             )
-        if len(kinds) > 1:
-            raise DataError(what, [f"it mixes rows of several kinds: {', '.join(sorted(map(str, kinds)))}"])
-        kind = str(kinds.pop())
-        if kind == "messages":
-            if self.tokenizer.chat_template is None:
-                raise DataError(
-                    what,
-                    ["its rows are messages and the model has no chat template"],
-                    remedy="use a chat model, or rows with prompt and completion",
-                )
-            self.chat = self.chat_template(self.tokenizer.chat_template)
-        return kind
+        return form
 
     def chat_template(self, source: str) -> ChatTemplate:
         """The compiled chat template; only rows of messages need jinja2."""
@@ -233,30 +224,36 @@ class _Builder:
             ) from None
         return ChatTemplate(source, self.tokenizer.special_tokens)
 
-    def check_task(self, task: Task) -> None:
-        """What a task asks of a bundle, whatever the rows are."""
+    def check_task(self, task: Task, needed: Sequence[str], present: Sequence[str], source: str) -> None:
+        """What a task asks of a bundle and of a file as a whole, whatever single rows are."""
+        if lacking := [column for column in needed if column not in present]:
+            names = column_names(present)
+            raise DataError(
+                f"{source} can't be used",
+                [f"no row has the column {column!r}; its columns are {names}" for column in lacking],
+                remedy=f"give the data set of the task {task.name}, a task file, or --columns "
+                f"{lacking[0]}=NAME with the name that the column has",
+            )
         problems = []
         if self.contract.is_encoder and not task.classes:
             problems.append(f"an encoder knows classes only; the task {task.name} has no label_words")
         if self.contract.readout == "verbalizer" and not task.classes:
             problems.append(f"a verbalizer compares label words only; the task {task.name} has none")
-        if self.options.overflow == "split" and not task.is_completion:
+        if self.overflow == "split" and not task.is_completion:
             problems.append(
                 "overflow split is for texts, completions and messages: a prompt with candidates is one"
             )
         if problems:
             raise DataError(f"the task {task.name} doesn't fit the bundle", problems)
 
-    def examples(self, kind: str, row: Row) -> list[Example]:
-        if self.task is not None:
+    def examples(self, form: Form | None, row: Row) -> list[Example]:
+        if form is None:
+            assert self.task is not None
             return self.task_examples(self.task, row)
-        if kind != row_kind(row.fields):
-            raise RowError(
-                f"is no row of {kind}: its columns are {', '.join(map(str, row.fields)) or 'none'}"
-            )
-        if kind == "messages":
+        row = form.row(row, chat=self.chat is not None)
+        if "messages" in row.fields:
             return self.messages(row)
-        if kind == "text":
+        if form is TEXT:
             begin = self.tokenizer.begin
             tokens = self.tokenizer.ids(
                 _string(row, "text"), control=self.options.control_tokens, before=begin
@@ -309,7 +306,8 @@ class _Builder:
         eos = self.tokenizer.eos_id
         ends = self.options.append_eos and eos is not None and pair.completion[-1] != eos
         learnt = pair.completion
-        if self.options.overflow == "truncate":
+        if self.overflow == "truncate":
+            # What lies further on is never learnt.
             learnt = learnt[: self.length + 1]
         after = np.array([eos] if ends else [], np.int32)
         # What lies further back than the longest row is never read.
@@ -319,6 +317,7 @@ class _Builder:
         tokens = np.concatenate([*before, learnt, after])
         mask = _learnt_after(len(pair.prompt) - dropped, len(tokens))
         examples = self.learnt(row, tokens, mask, begin, dropped)
+        self.report.dropped += len(pair.completion) - len(learnt)
         return [replace(each, answers=answers, choices=(passage,) if passage else ()) for each in examples]
 
     def learnt(self, row: Row, tokens: Ids, mask: Mask, begin: int, dropped: int = 0) -> list[Example]:
@@ -349,17 +348,15 @@ class _Builder:
         if end <= room and count <= limit:
             yield begin, (1 + np.flatnonzero(mask[1:])).tolist()
             return
-        overflow = self.options.overflow
-        if overflow == "error":
+        if self.overflow == "error":
             raise RowError(
-                f"has {end + dropped} tokens, {count} to learn; "
-                f"the bundle takes {room} and has room for {limit} target tokens: "
+                f"has {end + dropped} tokens, the bundle takes {room}: "
                 "shorten it, export with a larger --sequence-length, or set overflow to truncate or split"
             )
         done, first, windows = 0, 1, 0
-        while done < count and not (windows and overflow == "truncate"):
+        while done < count and not (windows and self.overflow == "truncate"):
             first += int(mask[first:].argmax())
-            context = min(first, max(begin + 1, room // 2 if overflow == "truncate" else 0))
+            context = min(first, max(begin + 1, room // 2 if self.overflow == "truncate" else 0))
             chosen = (first + np.flatnonzero(mask[first : first + room - context])[:limit]).tolist()
             if not chosen:
                 raise RowError(
@@ -446,7 +443,7 @@ class _Builder:
         if len(prompt) <= room:
             return tuple(prompt.tolist())
         begin = self.tokenizer.begin
-        if self.options.overflow == "error":
+        if self.overflow == "error":
             raise RowError(
                 f"has a prompt of {len(prompt)} tokens and {after} after it, "
                 f"the bundle takes {self.length}: "
@@ -504,7 +501,7 @@ class _Builder:
                 f"the bundle takes {self.length} tokens, too few for any text: export a longer one"
             )
         if len(tokens) > room:
-            if self.options.overflow != "truncate":
+            if self.overflow != "truncate":
                 raise RowError(
                     f"has {len(begin) + len(tokens) + len(end)} tokens, the bundle takes {self.length}: "
                     "shorten it, export with a larger --sequence-length, or set overflow to truncate"

@@ -1,6 +1,7 @@
-"""Rows of a data file: jsonl, csv or tsv, UTF-8, with their numbers.
+"""Rows of a data file: jsonl, json, csv or tsv in UTF-8, or parquet, with their numbers.
 
-A row's number is its line in a jsonl file and, in csv and tsv, its place after the header, both from 1.
+A row's number is its line in a jsonl file, else its place, in csv and tsv after the header, all from 1. A
+json file is a list of rows, or of texts, which are rows with the column text; or it is jsonl by another name.
 A tsv whose header has no quotes is read without quoting, as SST-2's files need: their texts hold quotes.
 """
 
@@ -19,7 +20,8 @@ import numpy as np
 from prge.documents import DocumentError, parse_json
 from prge.errors import LONGEST_LINE, ConfigError, DataError, shortened
 
-FORMATS = (".jsonl", ".ndjson", ".csv", ".tsv")
+JSON, PARQUET = ".json", ".parquet"
+FORMATS = (".jsonl", ".ndjson", JSON, ".csv", ".tsv", PARQUET)
 UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 LONGEST_FIELD = 2**31 - 1
@@ -59,7 +61,7 @@ class Selection:
 
 
 def read_rows(path: Path | str) -> list[Row]:
-    """Read every row of a jsonl, csv or tsv file.
+    """Read every row of a file of one of the `FORMATS`.
 
     Raises:
         DataError: no such file, another format or encoding, no rows, or broken rows (all are named).
@@ -74,9 +76,13 @@ def read_rows(path: Path | str) -> list[Row]:
         )
     if not path.is_file():
         raise DataError(f"{path} can't be read as data", ["there is no such file"], remedy="check the path")
-    text = read_text(path)
     problems: list[str] = []
-    if suffix in (".jsonl", ".ndjson"):
+    text = "" if suffix == PARQUET else read_text(path)
+    if suffix == PARQUET:
+        rows = _parquet_rows(path)
+    elif suffix == JSON and text.lstrip().startswith("["):
+        rows = list(_listed_rows(text, problems))
+    elif suffix in (".jsonl", ".ndjson", JSON):
         rows = list(_json_rows(text, problems))
     elif suffix == ".tsv" and '"' not in text.split("\n", 1)[0]:
         rows = list(_table_rows(_plain_records(text), problems))
@@ -149,6 +155,57 @@ def _json_rows(text: str, problems: list[str]) -> Iterator[Row]:
                 problems.append(
                     f"row {number}: is a JSON {_json_type(fields)}, must be an object with columns"
                 )
+
+
+def _listed_rows(text: str, problems: list[str]) -> Iterator[Row]:
+    """The rows of a JSON list."""
+    try:
+        items = parse_json(text)
+    except DocumentError as error:
+        problems.append(str(error))
+        return
+    for number, item in enumerate(items, 1):
+        if isinstance(item, dict):
+            yield Row(number, item)
+        elif isinstance(item, str):
+            yield Row(number, {"text": item})
+        else:
+            problems.append(
+                f"row {number}: is a JSON {_json_type(item)}, must be an object with columns, or a text"
+            )
+
+
+def _parquet_rows(path: Path) -> list[Row]:
+    what = f"{path} can't be read as data"
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(
+            what,
+            ["parquet needs the package pyarrow, which is not installed"],
+            remedy="pip install 'prge[data]', or write the rows as jsonl",
+        ) from None
+    try:
+        table = parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(
+            what, [f"not parquet: {reason}"], remedy="write the file again, or as jsonl"
+        ) from None
+    twice = sorted(name for name, count in Counter(table.column_names).items() if count > 1)
+    if twice:
+        raise DataError(what, [f"it has columns twice: {', '.join(map(repr, twice))}"])
+    return [Row(number, plain_value(fields)) for number, fields in enumerate(table.to_pylist(), 1)]
+
+
+def plain_value(value: Any) -> Any:
+    """A value with JSON's types alone; what else a table may hold, such as dates, as texts."""
+    if isinstance(value, dict):
+        return {str(name): plain_value(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [plain_value(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _json_type(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prge.examples import Example
 from prge.rows.tokenizer import Tokenizer
@@ -14,16 +15,22 @@ SHOWN_ROWS = 5
 PROMPT_CUT = "prompts cut at the beginning"
 END_CUT = "ends cut off, not learnt"
 ENCODER_CUT = "texts cut at the end"
+SPLIT = "longer than the bundle takes, split into several examples"
 CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT)
+_LONGER = "an export with a larger --sequence-length keeps them whole"
+MENDS = {PROMPT_CUT: _LONGER, END_CUT: "--overflow split keeps them, or " + _LONGER, ENCODER_CUT: _LONGER}
 
 
 @dataclass
 class DataReport:
-    """What became of the rows, for a person to read before training; `dropped` target tokens didn't fit."""
+    """What became of the rows, for a person to read before training.
+
+    `kind` says what they are, `columns` which of theirs were read; `dropped` target tokens didn't fit.
+    """
 
     kind: str
     sequence_length: int
-    positions: int
+    columns: str = ""
     dropped: int = 0
     rows: int = 0
     examples: int = 0
@@ -47,17 +54,30 @@ class DataReport:
         """Whether a part of a row was left out."""
         return any(row in self.notes.get(event, ())[-1:] for event in CUTS)
 
+    def facts(self) -> dict[str, Any]:
+        """What `text` tells, as counts, without a name of the user's."""
+        return {
+            "rows": self.rows,
+            "examples": self.examples,
+            "tokens": sum(self.lengths),
+            "target_tokens": sum(self.slots),
+            "longest": max(self.lengths, default=0),
+            "dropped_target_tokens": self.dropped,
+            "notes": {event: len(rows) for event, rows in self.notes.items()},
+        }
+
     def text(self) -> str:
-        """A few lines: rows, lengths against the bundle's, learnt tokens, classes, cuts with row numbers."""
+        """A few lines: columns, lengths against the bundle's, learnt tokens, classes, cuts and their rows."""
         lines = [
             f"{self.kind}: {self.rows} rows, {self.examples} examples, {len(self.lengths)} sequences",
+            f"  columns: {self.columns}",
             f"  tokens in a sequence: {min(self.lengths)} to {max(self.lengths)}, "
             f"mean {sum(self.lengths) / len(self.lengths):.1f}; the bundle takes {self.sequence_length}",
         ]
         if any(self.slots):
             lines.append(
                 f"  target tokens: {sum(self.slots)} of {sum(self.lengths)} tokens, "
-                f"at most {max(self.slots)} in a sequence; the bundle has room for {self.positions}"
+                f"at most {max(self.slots)} in a sequence"
                 + (f"; {self.dropped} more don't fit" if self.dropped else "")
             )
         if self.classes:
@@ -68,7 +88,8 @@ class DataReport:
             shown = ", ".join(str(row) for row in sorted(rows)[:SHOWN_ROWS]) + (
                 ", ..." if len(rows) > SHOWN_ROWS else ""
             )
-            lines.append(f"  {event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown})")
+            mend = f"; {MENDS[event]}" if event in MENDS else ""
+            lines.append(f"  {event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){mend}")
         return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from prge.adapter import Adapter
+from prge.curves import SCORES
 from prge.engine import Engine
 from prge.evaluation import Scores, score
 from prge.examples import Example, Slot, TokenSequence
@@ -15,7 +16,8 @@ from prge.rows.task import TEXT_METRICS, Task
 from prge.rows.text_metrics import accuracy, exact_match, macro_f1, perplexity, rouge_l, token_f1
 from prge.rows.tokenizer import Tokenizer
 
-METRIC_NAMES = ("accuracy", "f1", "exact_match", "rouge_l", "perplexity", "cut_examples")
+CUT_EXAMPLES = "cut_examples"
+METRIC_NAMES = (*SCORES, CUT_EXAMPLES)
 
 
 def evaluate(
@@ -35,7 +37,7 @@ def evaluate(
     scored = score(engine, adapter, examples, head, pad)
     record: dict[str, Any] = {"loss": scored.loss, "examples": len(examples)}
     if cut := sum(example.cut for example in examples):
-        record["cut_examples"] = cut
+        record[CUT_EXAMPLES] = cut
     if task is None or examples[0].label is None:
         name, metric = "perplexity", perplexity(scored.losses.tolist(), scored.tokens.tolist())
         better = -metric

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from prge.atomic import write_file
-from prge.bundle import Bundle, file_sha256, open_bundle
+from prge.bundle import Bundle, open_bundle
 from prge.documents import DocumentError, read_json
 from prge.errors import ConfigError, RunError, shown
+from prge.rows.sources import Part, source_sha256
 from prge.rows.task import Task, load_task
 from prge.run_folder import CONFIG, FINAL, SUMMARY, run_lock, with_stored_settings
 from prge.settings import parse_settings, read_settings, settings_to_yaml
@@ -108,15 +109,10 @@ def is_finished(folder: Path) -> bool:
 
 
 def _identity(bundle: Bundle, settings: BaselineSettings, task: Task | None) -> dict[str, Any]:
-    files = {"train": settings.train, "dev": settings.dev, "test": settings.test}
-    for name, path in files.items():
-        if path is not None and not path.is_file():
-            raise ConfigError(
-                "the rows can't be read:", [f"--{name} is {path}, no file"], remedy="check the path"
-            )
+    named: dict[Part, Path | None] = {"train": settings.train, "dev": settings.dev, "test": settings.test}
     return {
         "bundle": bundle.sha256,
-        **{name: None if path is None else file_sha256(path) for name, path in files.items()},
+        **{part: None if where is None else source_sha256(where, part) for part, where in named.items()},
         # As JSON reads it back.
         "task": json.loads(json.dumps(asdict(task))) if task else None,
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from prge.bundle import Bundle
 from prge.examples import Example
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
+from prge.rows.sources import Part, read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from server_export.baselines.settings import BaselineSettings
@@ -37,17 +39,20 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings, task: Task | None) -
     options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
-    train, report = load_examples(settings.train, tokenizer, bundle.contract, task, chosen, options)
+    rows = read_source(settings.train, "train", settings.columns)
+    train, report = load_examples(rows, tokenizer, bundle.contract, task, chosen, options)
     texts = [report.text(), show_sample(train[0], tokenizer, bundle.contract.label_tokens)]
     others: list[list[Example]] = []
-    for path, selection in (
-        (settings.dev, Selection(settings.dev_start, settings.dev_limit, seed)),
-        (settings.test, Selection()),
-    ):
+    parts: list[tuple[Path | None, Part, Selection]] = [
+        (settings.dev, "dev", Selection(settings.dev_start, settings.dev_limit, seed)),
+        (settings.test, "test", Selection()),
+    ]
+    for where, part, selection in parts:
         others.append([])
-        if path is not None:
+        if where is not None:
+            rows = read_source(where, part, settings.columns)
             others[-1], report = load_examples(
-                path, tokenizer, bundle.score_contract, task, selection, options, training=False
+                rows, tokenizer, bundle.score_contract, task, selection, options, training=False
             )
             texts.append(report.text())
     dev, test = others

@@ -25,7 +25,7 @@ class BaselineSettings(TrainingFlags):
     model: str
     """Folder or hub id of the model that the bundle was exported from."""
     test: Path | None = None
-    """Test rows, scored once at the end with the result."""
+    """Test rows, scored once at the end with the result. Of a folder the file test."""
 
     epsilon: float = 1e-3
     """mezo: length of a perturbation, in units of the parameters."""
@@ -73,7 +73,7 @@ class BaselineSettings(TrainingFlags):
 
     def __post_init__(self) -> None:
         entry = find_method(self.method)
-        problems = self.shared_problems()
+        problems = self.shared_problems(self.steps)
         defaults = {
             item.name: item.default if item.default_factory is MISSING else item.default_factory()
             for item in fields(self)

@@ -27,7 +27,10 @@ _CLASSES = 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """A bundle that isn't there yet, in numbers. `label_tokens` stand for a verbalizer's words."""
+    """A bundle that isn't there yet, in numbers.
+
+    `label_tokens` stand for a verbalizer's words. `positions` are those of the model; None: any number.
+    """
 
     outline: Outline
     weights: Weights
@@ -36,6 +39,7 @@ class Estimate:
     readout: str
     vocabulary_size: int
     label_tokens: tuple[int, ...]
+    positions: int | None
 
     @property
     def export_bytes(self) -> int:
@@ -97,7 +101,7 @@ def estimate(config: ExportConfig) -> Estimate:
     from server_export.model.chain import plain_layers
     from server_export.model.loading import outline_model
     from server_export.model.outline import outline_of
-    from server_export.model.positions import longest_row
+    from server_export.model.positions import longest_row, position_count
     from server_export.model.quantization import EMBEDDING_BYTES
     from server_export.model.readout import readout_of
     from server_export.model.start import start_adapter
@@ -117,7 +121,8 @@ def estimate(config: ExportConfig) -> Estimate:
     roles = tuple(role for role in dict.fromkeys((STACK, *config.roles)) if role not in of_texts)
     weights = weights_of(outline, config.quantize, int8_table, roles)
     vocabulary = outline.table_numbers // outline.width
-    return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, labels)
+    most = position_count(loaded)
+    return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, labels, most)
 
 
 def announce(config: ExportConfig) -> None:

@@ -64,10 +64,10 @@ def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> d
 
 def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = None) -> None:
     """Write report.md, report.html and the figures of a result; its figures as JSON where asked for."""
+    from prge.pages.rendering import to_html, to_markdown
     from server_export.compare.content import compose
     from server_export.compare.figures import draw_all, for_file
     from server_export.compare.outcome import judge, to_json
-    from server_export.compare.rendering import to_html, to_markdown
 
     outcome = judge(result)
     pictures = draw_all(result, outcome)

@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Collection, Iterator
 
+from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Table
 from server_export.compare.analysis import Interval, Spread, paired_gap, paired_ratio
-from server_export.compare.document import Block, Bullets, Code, Heading, Paragraph, Picture, Table
 from server_export.compare.outcome import (
     MEGABYTE,
     REFERENCE,

@@ -248,7 +248,7 @@ def test_words(settings: CompareSettings, bundle: Path, rows: Path, run: Path, o
 
 
 def _overflow(settings: CompareSettings) -> dict[str, Any]:
-    return {} if settings.overflow == "truncate" else {"overflow": settings.overflow}
+    return {} if settings.overflow == CompareSettings.overflow else {"overflow": settings.overflow}
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:

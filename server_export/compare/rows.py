@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from prge.atomic import write_file
-from prge.documents import DocumentError, parse_json
 from prge.errors import DataError, RunError
-from prge.rows.readers import Row, Selection, read_rows, select_rows
+from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.sources import Part, read_source
 from server_export.compare.settings import CompareSettings
 
-SPLITS = ("train", "dev", "test")
+SPLITS: tuple[Part, ...] = ("train", "dev", "test")
 
 
 def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
@@ -28,11 +27,15 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
         "dev": Selection(settings.dev_start, settings.dev_limit),
         "test": Selection(settings.test_start, settings.test_limit),
     }
-    files = {split: settings.data_folder / getattr(settings, split) for split in SPLITS}
-    chosen = {split: select_rows(_read(files[split]), selections[split]) for split in SPLITS}
+    files = {split: settings.rows_file(split) for split in SPLITS}
+    columns = settings.columns
+    chosen = {
+        split: select_rows(read_source(files[split], split, columns).rows, selections[split])
+        for split in SPLITS
+    }
     _check_apart(files, chosen)
     folder.mkdir(parents=True, exist_ok=True)
-    written = {}
+    written: dict[str, Path] = {}
     for split, rows in chosen.items():
         path = written[split] = folder / f"{split}.jsonl"
         content = "".join(json.dumps(dict(row.fields), ensure_ascii=False) + "\n" for row in rows).encode()
@@ -46,23 +49,9 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
     return written
 
 
-def _read(path: Path) -> list[Row]:
-    if path.suffix != ".json":
-        return read_rows(path)
-    try:
-        texts: Any = parse_json(path.read_bytes())
-    except DocumentError as error:
-        raise DataError(f"{path} can't be read as data", [str(error)], remedy="write a jsonl file") from None
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise DataError(
-            f"{path} can't be read as data", ["it is no JSON list of texts"], remedy="write a jsonl file"
-        )
-    return [Row(number, {"text": text}) for number, text in enumerate(texts, 1)]
-
-
-def _check_apart(files: Mapping[str, Path], chosen: Mapping[str, list[Row]]) -> None:
-    taken: dict[tuple[Path, int], str] = {}
-    shared: dict[tuple[str, str], int] = {}
+def _check_apart(files: Mapping[Part, Path], chosen: Mapping[Part, list[Row]]) -> None:
+    taken: dict[tuple[Path, int], Part] = {}
+    shared: dict[tuple[Part, Part], int] = {}
     for split, rows in chosen.items():
         for row in rows:
             other = taken.setdefault((files[split].resolve(), row.number), split)

@@ -12,6 +12,8 @@ from prge.bounds import bound_problems
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.optimizers import OptimizerName, ScheduleName
+from prge.rows.example_building import Overflow
+from prge.rows.sources import Part, file_of_part
 from prge.settings import parse_settings
 from prge.training_flags import TrainingFlags
 from server_export.settings import ExportConfig, PrependBos
@@ -40,14 +42,18 @@ class CompareSettings:
     architecture with random weights."""
     data: str | None = None
     """Folder of the rows; demo: those that come along."""
-    train: str = "train.jsonl"
-    """Training rows, a file in the data folder: jsonl, csv, tsv, or a json list of texts."""
-    dev: str = "dev.jsonl"
-    """Development rows: they choose learning rates, and quality over time is measured on them."""
-    test: str = "test.jsonl"
-    """Test rows, read once at the end of every run."""
+    train: str | None = None
+    """Training rows, a file in the data folder; default: its one file train, in any format of rows."""
+    dev: str | None = None
+    """Development rows: they choose learning rates, and quality over time is measured on them. Default: the
+    folder's one file valid, validation, dev or val."""
+    test: str | None = None
+    """Test rows, read once at the end of every run; default: the folder's one file test."""
     task: str | None = None
-    """Task name, or a YAML file, which may lie in the data folder; without one, rows hold texts."""
+    """Task name, or a YAML file, which may lie in the data folder; without one, the columns say what a row
+    is."""
+    columns: list[str] = field(default_factory=list)
+    """Names for columns of the rows: prompt=question completion=answer."""
     train_start: int = 0
     """Training rows to leave out at the file's beginning, after shuffling."""
     train_limit: int | None = None
@@ -62,7 +68,7 @@ class CompareSettings:
     """Most test rows."""
     shuffle_seed: int | None = None
     """Shuffle the training file before its start and limit."""
-    overflow: Literal["error", "truncate", "split"] = TrainingFlags.overflow
+    overflow: Overflow = TrainingFlags.overflow
     """What to do with a row that is too long."""
 
     methods: list[str] = field(default_factory=lambda: ["backprop-lora-fa", "p-rge", "tangent"])
@@ -135,6 +141,11 @@ class CompareSettings:
         """Where the rows lie."""
         return DEMO if self.data == "demo" else Path(self.data or "")
 
+    def rows_file(self, part: Part) -> Path:
+        """The file of a part's rows; raises DataError where the folder has none, or several."""
+        name: str | None = getattr(self, part)
+        return file_of_part(self.data_folder, part) if name is None else self.data_folder / name
+
     @property
     def task_path(self) -> str | None:
         """The task as `prge run` takes it."""
@@ -173,7 +184,7 @@ class CompareSettings:
         return problems + [
             f"--{split} is {name}, and {self.data_folder} has no such file"
             for split, name in (("train", self.train), ("dev", self.dev), ("test", self.test))
-            if not (self.data_folder / name).is_file()
+            if name is not None and not (self.data_folder / name).is_file()
         ]
 
 

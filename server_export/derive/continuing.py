@@ -2,6 +2,10 @@
 
     softmax([q k_past + seen, q k + causal]) [v_past, v]          one attention, over both
 
+A token that comes alone takes the first place of the past, which holds zeros, and copies nothing:
+
+    p = softmax(q k_past + q k own + seen), own = [1, 0, 0, ...];     p v_past + p_0 v
+
 A block answers the keys and values of its tokens beside the state; whoever asks keeps them.
 """
 
@@ -14,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from prge.chain import CAUSAL, PAST_KEYS, PAST_VALUES, SEEN
+from prge.chain import CAUSAL, OWN, PAST_KEYS, PAST_VALUES, SEEN
 from prge.errors import BundleError
 from server_export.graph.modules import as_module, copied
 from server_export.graph.shapes import fill_in_values
@@ -26,6 +30,7 @@ aten = torch.ops.aten
 # How the name of a matrix begins that is a constant in the other roles.
 FROZEN_PREFIX = "a_"
 _RESHAPES = (aten.reshape.default, aten.view.default)
+_TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
 _REMEDY = "leave decode out of --roles, and please report it with the name of the model"
 
 
@@ -44,9 +49,9 @@ def continued(
         A module that also takes the matrices that come before those of the adapter, [rows, rank, in] in this
         order, so that every row may have one from elsewhere; `past_keys` and `past_values` f32 [rows x heads,
         past, width]; and `seen`, which is added to the scores of what came before: f32 [members x tokens,
-        past] for one row, [rows x heads, 1, past] for one token. It answers keys and values of its tokens
-        beside the state, laid out as those of the past. A causal mask is `causal` [members x tokens, tokens]
-        and not a table; other tables have as many rows as the state.
+        past] for one row, [rows x heads, 1, past] for one token, with `own` f32 [1, 1, past]. It answers keys
+        and values of its tokens beside the state, laid out as those of the past. A causal mask is `causal`
+        [members x tokens, tokens] and not a table; other tables have as many rows as the state.
 
     Raises:
         BundleError: an attention is written in a way that isn't known here.
@@ -66,8 +71,8 @@ def continued(
         raise BundleError(f"a block has {len(attentions)} attentions", remedy=_REMEDY)
     for table, masked in attentions:
         _attend(result, table, masked, rows, tokens, past)
+    _simplify_shapes(result)
     _infer_sizes(result, max(rows, tokens))
-    result.graph.eliminate_dead_code()
     for node in result.graph.find_nodes(op="placeholder"):
         if not node.users and _is_causal(node):
             result.graph.erase_node(node)
@@ -169,22 +174,28 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
     given = partial(_given, graph_module)
     past_keys = given(PAST_KEYS, heads, past, width)
     past_values = given(PAST_VALUES, heads, past, value_width)
-    # A token that comes alone sees itself.
     seen = given(SEEN, *((members * tokens, past) if rows == 1 else (heads, 1, past)))
     causal = given(CAUSAL, members * tokens, tokens) if rows == 1 else None
+    own = given(OWN, 1, 1, past) if rows != 1 else None
 
     def scores_of_both(writer: Writer) -> Node:
         # XNNPACK packs keys from where they lie: a transposition before a product is none of its own.
-        found = {
-            product: writer.call(aten.bmm.default, query, writer.call(aten.transpose.int, past_keys, 1, 2))
-        }
+        products = writer.call(aten.bmm.default, query, writer.call(aten.transpose.int, past_keys, 1, 2))
+        if own is not None:
+            products = writer.plus(products, writer.times(product, own))
+        found = {product: products}
         for node in between:
             found[node] = writer.call(node.target, *(found.get(each, each) for each in node.args))
         before = writer.plus(found[scores], seen)
-        own = scores if causal is None else writer.plus(scores, causal)
-        return writer.call(aten.cat.default, [before, own], -1)
+        if causal is None:
+            return before
+        return writer.call(aten.cat.default, [before, writer.plus(scores, causal)], -1)
 
     def mixed_of_both(writer: Writer) -> Node:
+        if causal is None:
+            weight = writer.call(aten.slice.Tensor, softmax, -1, 0, 1)
+            mixture = writer.call(aten.bmm.default, softmax, past_values)
+            return writer.plus(mixture, writer.times(weight, values))
         return writer.call(aten.bmm.default, softmax, writer.call(aten.cat.default, [past_values, values], 1))
 
     writer = Writer(graph_module)
@@ -194,6 +205,38 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
     writer.replace(mixed, mixed_of_both)
     output = graph.output_node()
     output.args = ((*output.args[0], keys, values),)
+
+
+def _simplify_shapes(graph_module: GraphModule) -> None:
+    """Leave out changes of shape that change nothing, in place: XNNPACK copies for each of them.
+
+    Where a row has one token, most changes of order are such of shape.
+    """
+    for node in graph_module.graph.nodes:
+        if node.target in _TRANSPOSITIONS and _moves_ones(node):
+            node.target, node.args = aten.view.default, (node.args[0], [*node.meta["val"].shape])
+        if node.target in _RESHAPES:
+            source = node.args[0]
+            while source.target in _RESHAPES:
+                source = source.args[0]
+            if source.meta["val"].shape == node.meta["val"].shape:
+                node.replace_all_uses_with(source)
+            else:
+                node.args = (source, *node.args[1:])
+    graph_module.graph.eliminate_dead_code()
+
+
+def _moves_ones(node: Node) -> bool:
+    """Whether a change of order leaves that of all axes that are longer than 1."""
+    shape = node.args[0].meta["val"].shape
+    order = list(range(len(shape)))
+    if node.target is aten.permute.default:
+        order = [axis % len(shape) for axis in node.args[1]]
+    else:
+        first, second = node.args[1:]
+        order[first], order[second] = order[second], order[first]
+    kept = [axis for axis in order if shape[axis] > 1]
+    return kept == sorted(kept)
 
 
 def _infer_sizes(graph_module: GraphModule, marker: int) -> None:

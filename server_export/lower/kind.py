@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -116,7 +116,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def lower_kind(methods: Mapping[str, ExportedProgram], sizes: Iterable[Size] = ()) -> LoweredKind:
+def lower_kind(
+    methods: Mapping[str, ExportedProgram], sizes: Iterable[Size] = (), in_pieces: Collection[str] = ()
+) -> LoweredKind:
     """Lower the methods of a kind of block.
 
         kind = lower_kind({"stack": stack, "back": back})
@@ -126,6 +128,7 @@ def lower_kind(methods: Mapping[str, ExportedProgram], sizes: Iterable[Size] = (
     Args:
         methods: by name; what several of them read has one name. Not changed.
         sizes: that a call chooses; memory of values outside of delegates is planned for the largest.
+        in_pieces: methods of small layers, which several delegates compute.
 
     Raises:
         BundleError: ExecuTorch refuses a method, or stores a constant in a way that isn't known here.
@@ -144,7 +147,7 @@ def lower_kind(methods: Mapping[str, ExportedProgram], sizes: Iterable[Size] = (
     )
     standing = {method: constants.as_placeholders(program) for method, program in methods.items()}
     with TemporaryDirectory() as folder:
-        executorch = lowered(standing, config)
+        executorch = lowered(standing, config, in_pieces=in_pieces)
         executorch.write_tensor_data_to_file(folder)
         program = bytes(executorch.buffer)
         del executorch

@@ -4,6 +4,10 @@ ExecuTorch's own grouping compares every pair of groups, which takes longer than
 thousands of operators. Here a delegate is all that XNNPACK takes at one level, where the level of a value is
 the number of times that its computation has come back into XNNPACK. A path that leaves a delegate ends in a
 higher level, so delegates never wait for each other, and there are as few as one after another can be.
+
+A delegate is prepared by one thread each time that it runs, and the others fall asleep meanwhile if that
+takes more than some microseconds. Waking them up takes longer than a small layer, so a program of small
+layers runs faster in pieces that are prepared one at a time.
 """
 
 from __future__ import annotations
@@ -30,10 +34,14 @@ class LevelPartitioner(XnnpackPartitioner):
     XNNPACK rewrites every delegate sixteen times (convolutions, batch norms, paddings, clones), each time
     interpreting the whole graph: two thirds of a lowering, for nothing that these graphs hold. Its own
     compile option leaves only the rewriting that turns matrix products into linear layers.
+
+    Args:
+        most: operators of a piece; by default a delegate stays whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
         super().__init__()
+        self._most = most
         # It warns of conversions that keep less than XNNPACK could take; this one keeps all of it.
         logging.getLogger(XnnpackPartitioner.__module__).setLevel(logging.ERROR)
         options = [CompileSpec("dqlinear_partitioner", b"")]
@@ -48,9 +56,13 @@ class LevelPartitioner(XnnpackPartitioner):
         groups = self.get_matched_nodes_from_configs(remembering)
         levels = delegate_levels(ep.graph, groups)
         members: dict[int, list[Node]] = {}
-        for node, level in levels.items():
-            members.setdefault(level, []).append(node)
-        return [Partition(id=level, nodes=members[level]) for level in sorted(members)]
+        for node in ep.graph.nodes:
+            if node in levels:
+                members.setdefault(levels[node], []).append(node)
+        delegates = [members[level] for level in sorted(members)]
+        if self._most is not None:
+            delegates = [piece for nodes in delegates for piece in in_pieces(nodes, groups, self._most)]
+        return [Partition(id=number, nodes=nodes) for number, nodes in enumerate(delegates)]
 
 
 class _Remembering(ExportGraphSignature):
@@ -76,6 +88,28 @@ def delegate_levels(graph: Graph, groups: Sequence[Sequence[Node]]) -> dict[Node
         if not _raise_levels(graph, group_of, levels):
             return {node: levels[index] for node, index in group_of.items()}
     raise ValueError("operators that must run together wait for one that waits for them")
+
+
+def in_pieces(nodes: Sequence[Node], groups: Sequence[Sequence[Node]], most: int) -> list[list[Node]]:
+    """Operators of a delegate, in order, as several that run one after another.
+
+    Args:
+        nodes: in the order of their graph.
+        groups: that stay whole; they may share operators.
+        most: operators of a piece, but for those that a group holds together.
+    """
+    count = -(-len(nodes) // most)
+    piece = {node: index * count // len(nodes) for index, node in enumerate(nodes)}
+    inside = [[node for node in group if node in piece] for group in groups]
+    before: dict[Node, int] = {}
+    while piece != before:
+        before = dict(piece)
+        for node in nodes:
+            piece[node] = max(piece[node], *(piece.get(source, 0) for source in node.all_input_nodes), 0)
+        for group in filter(None, inside):
+            piece |= dict.fromkeys(group, max(map(piece.__getitem__, group)))
+    found = ([node for node in nodes if piece[node] == number] for number in range(count))
+    return [*filter(None, found)]
 
 
 def _raise_levels(graph: Graph, group_of: dict[Node, int], levels: list[int]) -> bool:

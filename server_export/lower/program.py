@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,9 @@ from server_export.graph.rewriting import quantize_apart, rewritten_graph
 
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchBackendConfig
+
+# Operators of a piece, which is prepared while the engine's threads stay awake.
+_PIECE = 45
 
 
 def write_program(path: Path, methods: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
@@ -46,6 +49,7 @@ def lowered(
     programs: Mapping[str, ExportedProgram],
     config: ExecutorchBackendConfig | None = None,
     facts: Mapping[str, Any] | None = None,
+    in_pieces: Collection[str] = (),
 ) -> Any:
     """ExecuTorch's program manager of the methods of one `.pte`, with all that XNNPACK takes in delegates.
 
@@ -53,6 +57,7 @@ def lowered(
         programs: in core operators, by method.
         config: of what comes after delegation.
         facts: what methods without inputs answer, by their names.
+        in_pieces: methods of small layers; see server_export.lower.partitioning.
 
     Raises:
         BundleError: ExecuTorch refuses one.
@@ -68,7 +73,9 @@ def lowered(
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
         edge = to_edge_transform_and_lower(
             dict(programs),
-            partitioner=[BlockPartitioner()],
+            partitioner={
+                name: [BlockPartitioner(_PIECE if name in in_pieces else None)] for name in programs
+            },
             # Both cost time: the program is checked by running it, and no tensor has an odd layout.
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             constant_methods=None if facts is None else dict(facts),

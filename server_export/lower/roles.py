@@ -107,7 +107,7 @@ def lower_roles(
     sizes = {role: sizes_of(role, bounds, is_head) for role in graphs}
     programs = {role: dynamic_program(graph, sizes[role]) for role, graph in graphs.items()}
     every = {size for of_role in sizes.values() for size in of_role.values()}
-    return LoweredRoles(lower_kind(programs, every), methods, constants, programs)
+    return LoweredRoles(lower_kind(programs, every, {DECODE}), methods, constants, programs)
 
 
 def role_graphs(
@@ -142,12 +142,12 @@ def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
     if role == DECODE:
         return {
             "copies": Size(COPIES, 7, 1, bounds.sequences),
-            "past": Size(PAST, 13, 2, bounds.context, after=1),
+            "past": Size(PAST, 13, 2, 1 + bounds.context),
         }
     if role == PREFILL:
         return {
             "tokens": Size(TOKENS, 5, 2, bounds.tokens),
-            "past": Size(PAST, 13, 2, bounds.context, after=TOKENS),
+            "past": Size(PAST, 13, 2, 1 + bounds.context, after=TOKENS),
         }
     if is_head:
         return {"tokens": Size(TOKENS, 5, 2, bounds.states), "queries": Size(QUERIES, 4, 1, bounds.queries)}

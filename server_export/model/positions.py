@@ -28,7 +28,7 @@ def longest_row(loaded: LoadedModel, asked: int | None) -> int:
     Raises:
         ConfigError: the model has fewer positions than were asked for.
     """
-    return _within(loaded, "sequence_length", asked, DEFAULT_LENGTH, _positions(loaded))
+    return _within(loaded, "sequence_length", asked, DEFAULT_LENGTH, position_count(loaded))
 
 
 def longest_context(loaded: LoadedModel, asked: int | None, longest: int) -> int:
@@ -40,7 +40,7 @@ def longest_context(loaded: LoadedModel, asked: int | None, longest: int) -> int
     Raises:
         ConfigError: the model has fewer positions than were asked for.
     """
-    most = _positions(loaded)
+    most = position_count(loaded)
     parameters = getattr(loaded.config, "rope_parameters", None) or {}
     trained = parameters.get("original_max_position_embeddings") or most
     if parameters.get("rope_type") in _CHANGING and trained is not None:
@@ -48,7 +48,8 @@ def longest_context(loaded: LoadedModel, asked: int | None, longest: int) -> int
     return max(longest, _within(loaded, "context", asked, DEFAULT_CONTEXT, most))
 
 
-def _positions(loaded: LoadedModel) -> int | None:
+def position_count(loaded: LoadedModel) -> int | None:
+    """Positions that a row may have; None: any number."""
     limit = getattr(loaded.config, "max_position_embeddings", None)
     return None if limit is None else limit - first_position(loaded.model)
 

@@ -11,6 +11,7 @@ from typing import Any
 from prge.errors import BundleError, ConfigError
 from prge.rows.tokenizer import Tokenizer
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
+from server_export.model.files import hub_answers
 from server_export.settings import PrependBos
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -35,7 +36,10 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     is_folder = revision is None and Path(name_or_path).is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path, revision=revision, trust_remote_code=False, local_files_only=is_folder
+            name_or_path,
+            revision=revision,
+            trust_remote_code=False,
+            local_files_only=is_folder or not hub_answers(),
         )
     except Exception as error:  # transformers raises many kinds here, ImportError included
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -97,9 +101,9 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 def check_tokenizer(tokenizer: Any, path: Path) -> None:
     """Raise BundleError unless `tokenizers` reads the ids from `path` that the model's tokenizer gives."""
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as Backend
 
-    written = Tokenizer.from_file(str(path))
+    written = Backend.from_file(str(path))
     for text in SAMPLES:
         for special in (False, True):
             expected = tokenizer.encode(text, add_special_tokens=special)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prge.checkpoint import STATE, Progress
+from prge.curves import score_of
 from prge.documents import DocumentError, read_json
-from prge.run_folder import SUMMARY
+from prge.estimators import MEANINGS
+from prge.run_folder import FINAL, SUMMARY
 from server_export.model.base import BaseModel
 
 _USES = {
@@ -59,19 +62,14 @@ _TAGS = {
     "one-sided": "zeroth-order",
     "exact": "backpropagation",
 }
-_METHODS = {
-    "tangent": "with forward passes only: exact derivatives along random directions",
-    "antithetic": "with forward passes only: antithetic differences (P-RGE, arXiv 2409.15520)",
-    "one-sided": "with forward passes only: one-sided differences",
-    "exact": "with exact gradients: backpropagation as an inference graph",
-}
 
 
 @dataclass(frozen=True)
 class CardFacts:
     """What a card tells.
 
-    `run` is the run's `run.json`, empty where there is none; `num_bos` is how many tokens begin a prompt.
+    `run` is the run's `run.json`, empty where there is none; `step` is that which the adapter is of, where
+    that is known; `num_bos` is how many tokens begin a prompt.
     """
 
     name: str
@@ -83,20 +81,21 @@ class CardFacts:
     adapter: Mapping[str, Any]
     run: Mapping[str, Any]
     bundle_sha256: str | None
+    step: int | None = None
     num_bos: int = 0
 
 
 def model_card(facts: CardFacts) -> str:
     """The text of README.md."""
-    base, revision = facts.base.label, facts.base.revision
-    # The hub takes only hub ids here, and a folder's path is nobody else's business.
-    header = ["---", *([f"base_model: {base}"] if revision else [])]
-    tag = _TAGS.get(_estimator(facts.run))
+    base = _base(facts.base)
+    # The hub takes only hub ids here.
+    header = ["---", *([f"base_model: {base}"] if facts.base.revision else [])]
+    tags = dict.fromkeys(_TAGS[each] for _, each in _estimators(facts.run))
     header += [
         f"library_name: {_LIBRARIES[facts.format]}",
         "tags:",
         "- lora",
-        *([f"- {tag}"] if tag else []),
+        *(f"- {tag}" for tag in tags),
         "- prge",
         "---",
     ]
@@ -118,7 +117,7 @@ def model_card(facts: CardFacts) -> str:
     for name, value in _facts(facts):
         seen.setdefault(name, value)
     rows = list(seen.items())
-    width = max(len(name) for name, _ in rows)
+    width = max((len(name) for name, _ in rows), default=0)
     head = _HEAD.format(pooling="mean" if facts.pooling == "mean" else "first") if facts.has_head else ""
     return "\n".join(
         [
@@ -126,7 +125,8 @@ def model_card(facts: CardFacts) -> str:
             "",
             f"# {facts.name}",
             "",
-            f"{what}{_training(facts.run)}.",
+            f"{what}{_trainer(facts.run)}.",
+            *_training(facts.run, facts.step),
             "",
             "```sh" if facts.format == "gguf" else "```python",
             use,
@@ -140,24 +140,76 @@ def model_card(facts: CardFacts) -> str:
     )
 
 
+def _base(base: BaseModel) -> str:
+    """The base model as all can find it: its hub id, or its content's hash; a folder's name says nothing."""
+    if base.revision:
+        return base.name
+    return f"the model with the SHA-256 {base.sha256}" if base.sha256 else "a model that was not recorded"
+
+
 def _base_in_code(facts: CardFacts) -> str:
-    base, revision = facts.base.label, facts.base.revision
+    name, revision = facts.base.name, facts.base.revision
     if facts.format == "gguf":
-        return base
-    return f'"{base}", revision="{revision}"' if revision else f'"<folder of {base}>"'
+        return name if revision else "the base model"
+    return f'"{name}", revision="{revision}"' if revision else '"<folder of the base model>"'
 
 
-def _training(run: Mapping[str, Any]) -> str:
-    """How the adapter was trained, where its run tells."""
+def _trainer(run: Mapping[str, Any]) -> str:
+    """What trained the adapter, where its run tells."""
     method = _mapping(run.get("run")).get("method")
     if isinstance(method, str) and method:
         return f", trained in PyTorch by `prge baseline --method {_text(method)}`"
-    told = _METHODS.get(_estimator(run))
-    return f", trained by prge {told}" if told else ""
+    return ", trained by prge" if _estimators(run) else ""
 
 
-def _estimator(run: Mapping[str, Any]) -> str:
-    return str(_settings(run).get("estimator"))
+def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
+    """How it was trained: what its estimator means, and how much went into it."""
+    stretches = _estimators(run)
+    for since, estimator in stretches:
+        yield ""
+        yield f"From step {since:,} on: {MEANINGS[estimator]}" if len(stretches) > 1 else MEANINGS[estimator]
+    train, block = _mapping(run.get("train")), _mapping(run.get("run"))
+    told = []
+    if steps := _whole(train.get("steps")):
+        rows = _whole(train.get("training_rows"))
+        told.append(f"{steps:,} steps" + (f" on {rows:,} training examples" if rows else ""))
+        if step is not None and step != steps:
+            told[-1] += f", of which the adapter is that after step {step:,}"
+    if computed := _whole(train.get("rows")):
+        told.append(f"{computed:,} sequences computed, where a way back counts as two")
+    scheme = _mapping(block.get("quantization")).get("scheme")
+    if isinstance(scheme, str):
+        told.append(f"frozen weights in {_text(scheme)}")
+    if told:
+        yield ""
+        yield f"{'; '.join(told)}."
+    before, best = _mapping(train.get("before")), _mapping(train.get("best"))
+    if _is_scored(before) and _is_scored(best):
+        (name, start), (_, end) = score_of(before), score_of(best)
+        yield ""
+        yield f"On development rows: {name.replace('_', ' ')} {start:.4g} before, {end:.4g} at best."
+
+
+def _estimators(run: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """The estimators that steps were taken with, each with its first step; those that a card can tell of."""
+    stretches = _mapping(run.get("run")).get("estimators")
+    if not isinstance(stretches, list):
+        stretches = [{"since": 0, "estimator": _settings(run).get("estimator")}]
+    told = [(each.get("since"), each.get("estimator")) for each in stretches if isinstance(each, Mapping)]
+    return [
+        (since, name)
+        for since, name in told
+        if isinstance(since, int) and isinstance(name, str) and name in MEANINGS
+    ]
+
+
+def _is_scored(record: Mapping[str, Any]) -> bool:
+    """Whether an evaluation has a loss, and nothing but numbers."""
+    return "loss" in record and all(isinstance(value, int | float) for value in record.values())
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
 
 
 def _settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -169,22 +221,25 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    yield "base model", facts.base.label
-    if facts.base.revision or facts.base.sha256:
-        kind = "commit" if facts.base.revision else "sha256"
-        yield f"base model {kind}", str(facts.base.revision or facts.base.sha256)
+    if facts.base.revision:
+        yield "base model", facts.base.name
+        yield "base model commit", facts.base.revision
+    elif facts.base.sha256:
+        yield "base model sha256", facts.base.sha256
     for key, name in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "target modules")):
         if facts.adapter.get(key) is not None:
             yield name, _text(facts.adapter[key])
     if facts.bundle_sha256:
         yield "bundle", facts.bundle_sha256
-    run, settings, estimator = _mapping(facts.run.get("run")), _settings(facts.run), _estimator(facts.run)
+    run, settings = _mapping(facts.run.get("run")), _settings(facts.run)
+    estimators = [name for _, name in _estimators(facts.run)]
     for name in ("status", "method", "engine"):
         if isinstance(run.get(name), str):
             yield name, _text(run[name])
-    if estimator in _METHODS:
-        yield "estimator", estimator
-    for name in (*_SETTINGS, *_OF_ESTIMATOR.get(estimator, ())):
+    if estimators:
+        yield "estimator", ", then ".join(estimators)
+    # Settings are those of the last one.
+    for name in (*_SETTINGS, *(_OF_ESTIMATOR[estimators[-1]] if estimators else ())):
         if settings.get(name) is not None:
             yield name.replace("_", " "), _text(settings[name])
     yield from _numbers(_mapping(facts.run.get("train")), "")
@@ -213,3 +268,11 @@ def read_run(folder: Path | None) -> dict[str, Any]:
     except (OSError, DocumentError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_step(folder: Path, run: Mapping[str, Any]) -> int | None:
+    """The step that an adapter's folder is of: a checkpoint's, or that of `final/`, as `run.json` has it."""
+    try:
+        return Progress.read(folder / STATE).step
+    except (OSError, ValueError, TypeError):
+        return _whole(_mapping(run.get("train")).get("final_step")) if folder.name == FINAL else None

@@ -153,12 +153,33 @@ def test_rows_are_answered_by_their_task_prompt_messages_or_text(
     assert line["text"] == expected[0]
 
 
+def test_forms_of_rows_are_told_and_become_prompts(speaking: Speaking, generate: Any, tmp_path: Path) -> None:
+    rows = [
+        {"instruction": MESSAGES[-1]["content"], "output": "b", "id": 1},
+        {
+            "conversations": [
+                {"from": "human", "value": MESSAGES[-1]["content"]},
+                {"from": "gpt", "value": "b"},
+            ]
+        },
+    ]
+    (tmp_path / "test.json").write_text(json.dumps(rows))
+    told = generate("--data", tmp_path, "--json")
+    expected = speaking.answers([{"role": "user", "content": MESSAGES[-1]["content"]}]).text
+    assert [line["text"] for line in told.lines] == [expected] * 2
+    assert "test.json: 1 rows (Alpaca), columns: instruction; not read: output, id" in told.err
+    assert "test.json: 1 rows (ShareGPT), columns: conversations" in told.err
+    (tmp_path / "test.json").write_text('[{"question": "the film"}]')
+    (line,) = generate("--data", tmp_path, "--columns", "prompt=question", "--json").lines
+    assert line["text"] == speaking.answers("the film").text
+
+
 def test_rows_without_a_prompt_are_all_named(generate: Any, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "a"}\n{"label": 1}\n{"messages": [{"role": "assistant", "content": "a"}]}\n')
     told = generate("--data", data)
     assert told.code == 2
-    assert "row 2: its columns are label; needed is prompt, messages or text" in told.err
+    assert "row 2: its columns are label; known are messages: messages; ShareGPT" in told.err
     assert "row 3: messages must be a list of at least one message" in told.err
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from device_runner.plot import SCORES, draw, labels, main, series, smooth
+from device_runner.plot import draw, main
+from prge.curves import SCORES, series
 from prge.errors import ConfigError, PrgeError, RunError
 from prge.palette import COLOURS
 from prge.run_folder import METRICS, RunLog, read_metrics
@@ -110,26 +111,6 @@ def test_sparse_records(tmp_path: Path, records: Sequence[dict[str, Any]]) -> No
 def test_more_runs_than_colours(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / f"run{n}", steps=3) for n in range(len(COLOURS) + 1)]
     draw(runs, tmp_path / "plot.png")
-
-
-def test_series_leaves_out_what_was_not_finite() -> None:
-    run = [{"event": "step", "step": n, "loss": loss} for n, loss in enumerate([1.0, None, 0.5])]
-    assert series(run, "step", "step", ["loss"]) == ([0.0, 2.0], [1.0, 0.5])
-    assert series(run, "evaluation", "step", ["loss"]) == ([], [])
-
-
-def test_smoothing_keeps_a_constant_and_follows_a_change() -> None:
-    assert smooth([2.0] * 5, 0.9) == pytest.approx([2.0] * 5)
-    assert smooth([1.0, 3.0, 2.0], 0.0) == [1.0, 3.0, 2.0]
-    # Weights of the past are normalized: the second value is (0.5 * 0 + 1 * 3) / 1.5.
-    assert smooth([0.0, 3.0], 0.5) == pytest.approx([0.0, 2.0])
-    assert smooth([], 0.9) == []
-
-
-def test_labels_are_the_shortest_that_differ() -> None:
-    assert labels([Path("/a/x"), Path("/b/y")]) == ["x", "y"]
-    assert labels([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
-    assert labels([Path("/a/x"), Path("/a/x")]) == ["x", "x"]
 
 
 def test_run_without_records(tmp_path: Path) -> None:

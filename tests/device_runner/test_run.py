@@ -16,6 +16,7 @@ import pytest
 from device_runner import evaluate as evaluate_verb
 from device_runner import run as run_verb
 from device_runner.replay import main as replay
+from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
 from prge.bundle import file_sha256
@@ -92,6 +93,80 @@ def test_metrics_count_rows_and_tell_the_largest_tangent(device: Device, setting
     assert all(r["largest_tangent"] > 0 and r["scalar_deviation"] > 0 for r in steps)
     summary = json.loads((settings.out / "run.json").read_text())
     assert summary["train"]["largest_tangent"] == max(r["largest_tangent"] for r in steps)
+
+
+def _best_loss(settings: RunSettings) -> dict[str, Any]:
+    evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
+    return min(evaluations, key=lambda record: float(record["loss"]))
+
+
+def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
+    settings: RunSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(replace(settings, quiet=False))
+    lines = capsys.readouterr().err.splitlines()
+    best = _best_loss(settings)
+    table = {line.split()[0]: line.split() for line in lines[lines.index("next:") - 5 : lines.index("next:")]}
+    assert table["before"][1] == "0"
+    assert table["best"][1:3] == [str(best["step"]), f"{best['loss']:.4g}"]
+    assert [name for name, cells in table.items() if cells[-1] == "final/"] in (["best"], ["before"])
+    assert table["adapter:"] == ["adapter:", str(settings.out / "final")]
+    assert f"--bundle {settings.bundle} --adapter {settings.out}" in lines[lines.index("next:") + 1]
+    assert any(
+        line.startswith(f"training: tangent, {STEPS} steps of 8 examples (2.4 epochs)") for line in lines
+    )
+
+
+def test_the_score_before_costs_one_evaluation_and_a_resumed_run_keeps_it(
+    device: Device, settings: RunSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+    for at in ([], [0], [0, 6]):
+        device.calls_left = 1000
+        out = settings.out.with_name(f"run-{len(at)}")
+        run(replace(settings, out=out, evaluate_every=0, evaluate_at=at))
+        calls.append(1000 - device.calls_left)
+    assert calls[1] - calls[0] == calls[2] - calls[1] > 0
+    device.calls_left = calls[1] - 10
+    with pytest.raises(Killed):
+        run(settings)
+    device.calls_left = None
+    run(replace(settings, resume=settings.out, quiet=False))
+    table = capsys.readouterr().err
+    assert "\nbefore                   0" in table
+    assert sum(r["kind"] == "evaluation" and r["step"] == 0 for r in _journal(settings)) == 1
+
+
+def _journal(settings: RunSettings) -> list[dict[str, Any]]:
+    with Journal(settings.out / "journal.jsonl", writable=False) as journal:
+        return journal.records
+
+
+def test_its_summary_tells_of_the_rows_and_of_the_result(settings: RunSettings) -> None:
+    run(settings)
+    summary = json.loads((settings.out / "run.json").read_text())
+    data = summary["train"]["data"]
+    assert (data["train"]["rows"], data["dev"]["rows"]) == (40, 20)
+    assert data["train"]["dropped_target_tokens"] == 0
+    assert summary["train"]["best"]["step"] == summary["train"]["final_step"] == _best_loss(settings)["step"]
+    assert summary["train"]["before"]["step"] == 0
+    assert summary["run"]["estimators"] == [{"since": 0, "estimator": "tangent"}]
+
+
+def test_a_report_of_it_is_written_however_it_ended(
+    device: Device, settings: RunSettings, tmp_path: Path
+) -> None:
+    device.calls_left = 30
+    with pytest.raises(Killed):
+        run(settings)
+    page = tmp_path / "report.html"
+    assert report([str(settings.out), "--out", str(page)]) == 0
+    assert f"prge run --resume {settings.out}" in page.read_text()
+    device.calls_left = None
+    run(replace(settings, resume=settings.out))
+    assert report([str(settings.out), "--out", str(page)]) == 0
+    assert f"It took all of its steps. {STEPS} of {STEPS} steps" in page.read_text()
+    assert f"prge publish {settings.out}" in page.read_text()
 
 
 def test_killed_after_any_calls_and_resumed_it_ends_in_the_same_bits(
@@ -297,6 +372,75 @@ def test_with_another_estimator_all_else_stays(device: Device, settings: RunSett
     with pytest.raises(ConfigError, match="seed was 42, is 7") as caught:
         run(replace(settings, resume=settings.out, share_directions=True, seed=7, change_estimator=True))
     assert "share_directions" not in str(caught.value)
+
+
+def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
+    device: Device, settings: RunSettings, tmp_path: Path
+) -> None:
+    """40 rows, 8 of them a step: one and a half epochs are 8 steps."""
+    run(replace(settings, steps=8))
+    epochs = replace(settings, steps=RunSettings.steps, epochs=1.5, out=tmp_path / "epochs")
+    device.calls_left = 12
+    with pytest.raises(Killed):
+        run(epochs)
+    device.calls_left = None
+    stored = parse_settings(RunSettings, with_stored_settings(["--resume", str(epochs.out)]), "prge run")
+    assert (stored.steps, stored.epochs) == (8, None)
+    with pytest.raises(ConfigError, match="steps was 8, is 10"):
+        run(replace(stored, epochs=2.0))
+    run(replace(stored, epochs=1.5))
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (epochs.out / name).read_bytes() == (settings.out / name).read_bytes()
+    assert "1.5 epochs: 8 steps" in (epochs.out / "log.txt").read_text()
+
+
+def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings) -> None:
+    with pytest.raises(ConfigError, match="--warmup is 9, --steps only 5"):
+        run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup=9))
+    assert not (settings.out / "journal.jsonl").exists()
+
+
+def test_a_folder_of_rows_is_its_files(settings: RunSettings, tmp_path: Path) -> None:
+    run(settings)
+    folder = replace(settings, train=tmp_path, dev=tmp_path, out=tmp_path / "of-folder")
+    run(folder)
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (folder.out / name).read_bytes() == (settings.out / name).read_bytes()
+
+
+def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path) -> None:
+    for name in ("train", "dev"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"text"', '"review"'))
+    with pytest.raises(DataError, match="its columns are review, label"):
+        run(settings)
+    run(replace(settings, columns=["text=review"]))
+    log = (settings.out / "log.txt").read_text()
+    assert log.count("columns: text from review") == 2
+
+
+def test_scores_of_cut_rows_say_so(
+    device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the figure: in what is told, in metrics.jsonl, and of `prge eval` in both forms."""
+    assert settings.dev is not None
+    asked, rest = ("text", {"label": 1}) if device.encoder else ("prompt", {"completion": " bad"})
+    short, long = {asked: "good film", **rest}, {asked: "good film " * 20, **rest}
+    settings.train.write_text(f"{json.dumps(short)}\n{json.dumps(short)}\n" * 4)
+    if device.encoder:
+        settings.train.write_text(f"{json.dumps(short)}\n{json.dumps({**short, 'label': 0})}\n" * 4)
+    settings.dev.write_text(f"{json.dumps(long)}\n{json.dumps(short)}\n")
+    run(settings)
+    evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
+    assert {r["cut_examples"] for r in evaluations} == {1}
+    assert "cut examples 1" in (settings.out / "log.txt").read_text()
+    device.replaces(monkeypatch, evaluate_verb)
+    words = [f"--bundle={settings.bundle}", f"--data={settings.dev}", f"--adapter={settings.out}"]
+    words += [f"--task={settings.task}"] if settings.task else []
+    capsys.readouterr()
+    assert evaluate_verb.main([*words, f"--json={settings.out / 'eval.json'}"]) == 0
+    assert "1 of 2 examples were cut: these figures are not of whole rows" in capsys.readouterr().out
+    assert json.loads((settings.out / "eval.json").read_text())["cut_examples"] == 1
 
 
 def _list_template(bundle: Path, source: str) -> None:

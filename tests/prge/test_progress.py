@@ -26,10 +26,10 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds() -> None:
             progress.update(done, tokens=8, loss=1 / done, accuracy=0.75 if done == 2 else None)
         progress.note("written to runs/a")
     assert stream.getvalue().splitlines() == [
-        "step 3/10  loss 0.3333  accuracy 0.75  4 tokens/s  14 s left",
-        "step 6/10  loss 0.1667  accuracy 0.75  4 tokens/s  8 s left",
-        "step 9/10  loss 0.1111  accuracy 0.75  4 tokens/s  2 s left",
-        "step 10/10  loss 0.1  accuracy 0.75  4 tokens/s  0 s left",
+        "step 3/10  14 s left  loss 0.3333  accuracy 0.75  4 tokens/s",
+        "step 6/10  8 s left  loss 0.1667  accuracy 0.75  4 tokens/s",
+        "step 9/10  2 s left  loss 0.1111  accuracy 0.75  4 tokens/s",
+        "step 10/10  0 s left  loss 0.1  accuracy 0.75  4 tokens/s",
         "written to runs/a",
     ]
 
@@ -40,7 +40,24 @@ def test_steps_of_an_earlier_process_do_not_count_for_the_time_left() -> None:
     progress.skip(90)
     clock.now = 3
     progress.update(91, tokens=6)
-    assert stream.getvalue() == "step 91/100  2 tokens/s  27 s left\n"
+    assert stream.getvalue() == "step 91/100  27 s left  2 tokens/s\n"
+
+
+def test_evaluations_count_for_the_time_left_and_pauses_do_not() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(4, stream=stream, clock=clock, every_seconds=0)
+    clock.now = 30  # an evaluation before the first step tells nothing of those to come
+    progress.set_aside(30)
+    clock.now += 5
+    progress.update(1, tokens=1000, memory="9 MB")
+    clock.now += 3600 + 10
+    progress.set_aside(3600, recurring=False)
+    progress.set_aside(5)
+    progress.update(2, tokens=1000)
+    assert stream.getvalue().splitlines() == [
+        "step 1/4  15 s left  memory 9 MB  200 tokens/s",
+        "step 2/4  15 s left  memory 9 MB  200 tokens/s",
+    ]
 
 
 def test_quiet_progress_says_nothing() -> None:
@@ -67,7 +84,7 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
         progress.update(4, tokens=2, loss=0.25)
     text = stream.getvalue()
     assert "100%" in text
-    assert "4/4, loss 0.25" in text
+    assert "4/4, 0 s left, loss 0.25" in text
     assert "a note\n" in text
 
 

@@ -16,6 +16,7 @@
 #include <executorch/runtime/backend/backend_options_map.h>
 #include <executorch/runtime/backend/options.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
+#include <executorch/runtime/core/function_ref.h>
 #include <executorch/runtime/executor/method.h>
 #include <executorch/runtime/executor/program.h>
 #include <executorch/runtime/platform/platform.h>
@@ -50,6 +51,7 @@ namespace executorch::extension::threadpool {
 class ThreadPool {
  public:
   size_t get_thread_count() const;
+  void run(executorch::runtime::FunctionRef<void(size_t)> work, size_t range);
   bool _unsafe_reset_threadpool(uint32_t threads);
 };
 ThreadPool* get_threadpool();
@@ -545,16 +547,30 @@ et::Error set_input(MethodHandle& handle, size_t index, void* data, const int32_
   return handle.method->set_input(et::EValue(tensor), index);
 }
 
-et::Error run(
-    MethodHandle& handle,
-    void* const* inputs,
-    const int32_t* sizes,
-    void* const* outputs,
-    const size_t* room,
-    int32_t* output_sizes) {
+// One run of a method; see prge_run.
+struct Request {
+  void* method;
+  void* const* inputs;
+  const int32_t* sizes;
+  void* const* outputs;
+  const size_t* room;
+  int32_t* output_sizes;
+};
+
+// Threads of the pool that find no work for some microseconds sleep, and wake up slowly: this keeps them awake
+// between two methods.
+void keep_awake() {
+  auto* pool = executorch::extension::threadpool::get_threadpool();
+  if (pool != nullptr && pool->get_thread_count() > 1) {
+    pool->run([](size_t) {}, pool->get_thread_count());
+  }
+}
+
+et::Error run(MethodHandle& handle, const Request& request) {
   et::Method& method = *handle.method;
+  const int32_t* sizes = request.sizes;
   for (size_t index = 0; index < handle.inputs.size(); ++index) {
-    const et::Error error = set_input(handle, index, inputs[index], sizes);
+    const et::Error error = set_input(handle, index, request.inputs[index], sizes);
     if (error != et::Error::Ok) {
       return error;
     }
@@ -563,29 +579,32 @@ et::Error run(
   for (size_t index = 0; index < handle.outputs.size(); ++index) {
     const Output& output = handle.outputs[index];
     if (!output.planned) {
-      void* target = room[index] < output.most_bytes ? output.spare : outputs[index];
+      void* target = request.room[index] < output.most_bytes ? output.spare : request.outputs[index];
       const et::Error error = method.set_output_data_ptr(target, output.most_bytes, index);
       if (error != et::Error::Ok) {
         return error;
       }
     }
   }
+  keep_awake();
   const et::Error error = method.execute();
   if (error != et::Error::Ok) {
     return error;
   }
+  int32_t* output_sizes = request.output_sizes;
   for (size_t index = 0; index < handle.outputs.size(); ++index) {
     const et::EValue& value = method.get_output(index);
     if (!value.isTensor() || value.toTensor().sizes().size() != handle.outputs[index].rank) {
       return et::Error::InvalidState;
     }
     const Tensor& tensor = value.toTensor();
-    if (tensor.nbytes() > room[index]) {
-      ET_LOG(Error, "output %zu takes %zu bytes, there is room for %zu", index, tensor.nbytes(), room[index]);
+    const size_t room = request.room[index];
+    if (tensor.nbytes() > room) {
+      ET_LOG(Error, "output %zu takes %zu bytes, there is room for %zu", index, tensor.nbytes(), room);
       return et::Error::InvalidArgument;
     }
-    if (tensor.const_data_ptr() != outputs[index]) {
-      std::memcpy(outputs[index], tensor.const_data_ptr(), tensor.nbytes());
+    if (tensor.const_data_ptr() != request.outputs[index]) {
+      std::memcpy(request.outputs[index], tensor.const_data_ptr(), tensor.nbytes());
     }
     output_sizes = std::copy(tensor.sizes().begin(), tensor.sizes().end(), output_sizes);
   }
@@ -802,26 +821,26 @@ int prge_load(
   return code;
 }
 
-// Run a method once.
+// Run methods one after the other, up to the first that fails.
 //
+//     method          of prge_load
 //     inputs, sizes   contiguous arrays of its types in its order, and the sizes of all their axes
 //     outputs, room   memory that no input lies in, and its bytes; with room for the largest output that the
 //                     program names, an output that isn't planned is written there without a copy
 //     output_sizes    the sizes of all axes of the outputs
-int prge_run(
-    void* method,
-    void* const* inputs,
-    const int32_t* sizes,
-    void* const* outputs,
-    const size_t* room,
-    int32_t* output_sizes,
-    char* text,
-    size_t capacity) {
-  auto* handle = static_cast<MethodHandle*>(method);
+int prge_run(const Request* requests, size_t count, char* text, size_t capacity) {
+  MethodHandle* handle = nullptr;
   const int code = Call(text, capacity).run([&] {
-    return handle->broken ? et::Error::InvalidState : run(*handle, inputs, sizes, outputs, room, output_sizes);
+    et::Error error = et::Error::Ok;
+    for (size_t index = 0; index < count && error == et::Error::Ok; ++index) {
+      handle = static_cast<MethodHandle*>(requests[index].method);
+      error = handle->broken ? et::Error::InvalidState : run(*handle, requests[index]);
+    }
+    return error;
   });
-  handle->broken = handle->broken || code == kFault;
+  if (code == kFault && handle != nullptr) {
+    handle->broken = true;
+  }
   return code;
 }
 

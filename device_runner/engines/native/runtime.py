@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -135,20 +135,21 @@ class Arena:
         weakref.finalize(self, interface().prge_close_arena, handle)
 
 
+class _Request(ctypes.Structure):
+    """One run of a method, as the interface takes it."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_void_p) for name in ("method", "inputs", "sizes", "outputs", "room", "output_sizes")
+    ]
+
+
 class Method:
     """A loaded method; `Program.load` makes it."""
 
     def __init__(self, handle: ctypes.c_void_p, signature: Signature) -> None:
         self._handle = handle
-        self._run = interface().prge_run
-        self._inputs = [_kind(tensor) for tensor in signature.inputs]
-        self._outputs = [_kind(tensor) for tensor in signature.outputs]
-        self._addresses = (ctypes.c_void_p * len(self._inputs))()
-        self._sizes = (ctypes.c_int32 * sum(rank for _, rank in self._inputs))()
-        self._output_addresses = (ctypes.c_void_p * len(self._outputs))()
-        self._output_room = (ctypes.c_size_t * len(self._outputs))()
-        self._output_sizes = (ctypes.c_int32 * sum(rank for _, rank in self._outputs))()
-        self._text = ctypes.create_string_buffer(_TEXT_BYTES)
+        self._signature = signature
+        self._call = _Call(handle, signature)
         weakref.finalize(self, interface().prge_unload, handle)
 
     def run(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> list[tuple[int, ...]]:
@@ -162,36 +163,32 @@ class Method:
         Returns:
             The shape of what each output holds now.
         """
-        self._give(inputs, outputs)
-        code = self._run(
-            self._handle, self._addresses, self._sizes,
-            self._output_addresses, self._output_room, self._output_sizes, self._text, _TEXT_BYTES,
-        )  # fmt: skip
-        if code:
-            raise _refused(code, self._text)
-        sizes = iter(self._output_sizes)
-        return [tuple(next(sizes) for _ in range(rank)) for _, rank in self._outputs]
+        self._call.give(inputs, outputs)
+        call("prge_run", ctypes.byref(self._call.request), 1)
+        return self._call.shapes()
 
-    def prepared(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> Callable[[], None]:
-        """A function that computes of what the arrays hold when it is called: a call without the checks.
+    def call(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> _Call:
+        """A call with arrays of its own, as of `run`."""
+        made = _Call(self._handle, self._signature)
+        made.give(inputs, outputs)
+        return made
 
-        Args:
-            inputs, outputs: as of `run`; the caller keeps them while the function is used.
-        """
-        self._give(inputs, outputs)
-        arguments = (
-            self._handle, _copy(self._addresses), _copy(self._sizes), _copy(self._output_addresses),
-            _copy(self._output_room), self._output_sizes, self._text, _TEXT_BYTES,
-        )  # fmt: skip
 
-        def compute() -> None:
-            # The method lives as long as the function.
-            if code := self._run(*arguments):
-                raise _refused(code, self._text)
+class _Call:
+    """The arguments of a run."""
 
-        return compute
+    def __init__(self, method: ctypes.c_void_p, signature: Signature) -> None:
+        self._inputs = [_kind(tensor) for tensor in signature.inputs]
+        self._outputs = [_kind(tensor) for tensor in signature.outputs]
+        self._addresses = (ctypes.c_void_p * len(self._inputs))()
+        self._sizes = (ctypes.c_int32 * sum(rank for _, rank in self._inputs))()
+        self._output_addresses = (ctypes.c_void_p * len(self._outputs))()
+        self._output_room = (ctypes.c_size_t * len(self._outputs))()
+        self._output_sizes = (ctypes.c_int32 * sum(rank for _, rank in self._outputs))()
+        arrays = self._addresses, self._sizes, self._output_addresses, self._output_room, self._output_sizes
+        self.request = _Request(method, *(ctypes.addressof(array) for array in arrays))
 
-    def _give(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+    def give(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
         """Check arrays, and note where they are."""
         if len(inputs) != len(self._inputs) or len(outputs) != len(self._outputs):
             raise RefusedError(
@@ -210,6 +207,27 @@ class Method:
                 raise _unfit("output", index, array, f"{dtype} that can be written")
             self._output_addresses[index] = _address(array)
             self._output_room[index] = array.nbytes
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of what was computed."""
+        sizes = iter(self._output_sizes)
+        return [tuple(next(sizes) for _ in range(rank)) for _, rank in self._outputs]
+
+
+def in_a_row(
+    calls: Sequence[tuple[Method, Sequence[Array], Sequence[Array]]],
+) -> Callable[[], None]:
+    """A function that runs methods one after the other, each with its inputs and outputs as of `Method.run`.
+
+    It computes of what the arrays hold when it is called, without the checks, and keeps all of them.
+    """
+    bound = [(each, each[0].call(*each[1:])) for each in calls]
+    requests = (_Request * len(bound))(*(arguments.request for _, arguments in bound))
+
+    def compute() -> None:
+        call("prge_run", requests, len(bound))
+
+    return compute
 
 
 def prepare() -> None:
@@ -297,7 +315,7 @@ def interface() -> Any:
                 ctypes.c_int,
                 [pointer, ctypes.c_char_p, pointer, pointer, pointer],
             ),
-            "prge_run": (ctypes.c_int, [pointer] * 6),
+            "prge_run": (ctypes.c_int, [pointer, size]),
             "prge_without_threads": (None, []),
             "prge_close": (None, [pointer]),
             "prge_close_weights": (None, [pointer]),
@@ -326,10 +344,6 @@ def _kind(tensor: tuple[int, tuple[int, ...]] | None) -> tuple[np.dtype[Any], in
         return (np.dtype(DTYPES[tensor[0]]), len(tensor[1])) if tensor else (np.dtype("V"), 0)
     except (KeyError, TypeError):
         return np.dtype("V"), 0
-
-
-def _copy(values: Any) -> Any:
-    return type(values).from_buffer_copy(values)
 
 
 def _address(array: Array) -> int:

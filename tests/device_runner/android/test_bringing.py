@@ -9,6 +9,7 @@ import pytest
 
 from device_runner.android import command
 from device_runner.android.command import AndroidRunSettings
+from device_runner.android.device import send_rows
 
 
 class Phone:
@@ -16,9 +17,11 @@ class Phone:
 
     def __init__(self) -> None:
         self.sent: list[Path] = []
+        self.contents: list[bytes] = []
 
     def send_file(self, path: Path) -> str:
         self.sent.append(path)
+        self.contents.append(path.read_bytes())
         return f"/phone/data/{path.name}"
 
     def path(self, *parts: str) -> str:
@@ -42,3 +45,19 @@ def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "/phone/bundle", "/phone/data/train.jsonl", "/phone/data/dev.jsonl", "/phone/data/task.yaml",
         "/phone/data/prompts.txt", "/phone/runs/mine",
     ]  # fmt: skip
+
+
+def test_of_a_folder_its_files_are_sent(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "valid.csv"):
+        (tmp_path / name).touch()
+    phone: Any = Phone()
+    assert send_rows(phone, tmp_path, "train") == "/phone/data/train.jsonl"
+    assert send_rows(phone, tmp_path, "dev") == "/phone/data/valid.csv"
+
+
+def test_what_takes_a_library_to_read_is_sent_as_jsonl(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "train.parquet")
+    phone: Any = Phone()
+    assert send_rows(phone, tmp_path / "train.parquet", "train") == "/phone/data/train.jsonl"
+    assert phone.contents == [b'{"text": "one"}\n{"text": "two"}\n']

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from device_runner.session.inputs import make_estimator
-from device_runner.session.settings import RunSettings, bundle_for, settled
+from device_runner.session.settings import RunSettings, bundle_for, paced, settled
 from prge.bundle import Bundle
 from prge.chain import BACK, STACK, TANGENT
 from prge.differences import Antithetic, Differences, OneSided
@@ -109,6 +109,29 @@ def test_steps_to_evaluate_at_lie_within_the_run() -> None:
     assert parse_settings(RunSettings, [*words, "0", "3", "8"], "prge run").evaluate_at == [0, 3, 8]
     with pytest.raises(ConfigError, match="--evaluate-at has 9, there are only 8 --steps"):
         parse_settings(RunSettings, [*words, "3", "9"], "prge run")
+
+
+def test_epochs_take_the_place_of_steps() -> None:
+    words = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
+    with pytest.raises(ConfigError, match="--epochs is 2 and --steps 8: give one of them"):
+        parse_settings(RunSettings, [*words, "--steps", "8"], "prge run")
+    settings = parse_settings(RunSettings, [*words, "--evaluate-at", "3", "--calls", "3"], "prge run")
+    contract = bundle_for(settled(settings, CHAIN), CHAIN).contract
+    examples = [classified(number, [1], 2, 0) for number in range(25)]
+    found = paced(settings, contract, examples)
+    # 12 rows a step: 50 rows take 5 steps, of which the last goes beyond.
+    assert (found.epochs, found.steps) == (None, 5)
+    assert paced(found, contract, examples) is found
+    assert paced(replace(settings, epochs=0.001, evaluate_at=[]), contract, examples).steps == 1
+    with pytest.raises(ConfigError, match="--evaluate-at has 3, there are only 1 --steps"):
+        paced(replace(settings, epochs=0.1), contract, examples)
+
+
+def test_the_name_of_a_data_set_is_no_path() -> None:
+    """For whoever resumes from another folder."""
+    found = replace(_settings(), train=Path("nyu-mll/glue:sst2"), dev=Path("dev.jsonl")).resolved()
+    assert found.train == Path("nyu-mll/glue:sst2")
+    assert found.dev is not None and found.dev.is_absolute() and found.out.is_absolute()
 
 
 def test_estimators_have_what_the_settings_say() -> None:

@@ -21,6 +21,7 @@ from prge.examples import Example, make_batch
 from prge.rows.example_building import BuildOptions, build_examples, load_examples
 from prge.rows.readers import Row, Selection
 from prge.rows.report import show_sample
+from prge.rows.sources import read_source
 from prge.rows.task import Task, load_task, parse_task
 from prge.rows.tokenizer import Tokenizer
 from tests.prge.rows.chat_templates import CHATML, TURNS
@@ -72,8 +73,9 @@ def test_text(tokenizer: Tokenizer, contract: MakeContract) -> None:
     assert [slot.weight for slot in example.sequences[0].slots] == [1 / 4] * 4
     assert report.text() == (
         "the data (text): 1 rows, 1 examples, 1 sequences\n"
+        "  columns: text\n"
         "  tokens in a sequence: 5 to 5, mean 5.0; the bundle takes 48\n"
-        "  target tokens: 4 of 5 tokens, at most 4 in a sequence; the bundle has room for 16"
+        "  target tokens: 4 of 5 tokens, at most 4 in a sequence"
     )
 
 
@@ -158,6 +160,34 @@ def test_messages_without_a_template(tokenizer: Tokenizer, contract: MakeContrac
     assert problems_of(rows({"messages": []}), tokenizer, contract()) == [
         "its rows are messages and the model has no chat template"
     ]
+
+
+def test_instructions_of_a_chat_model_are_messages(contract: MakeContract) -> None:
+    data = rows({"instruction": "a cat", "input": "", "output": "No"})
+    [example], report = build_examples(data, chat_tokenizer(CHATML), contract(sequence_length=128))
+    assert show_sample(example, chat_tokenizer(CHATML)).replace("\n", "|") == (
+        "row 1|  <|im_start|>user|a cat<|im_end|>|<|im_start|>assistant|[No][<|im_end|>][|]"
+    )
+    assert report.text().startswith("the data (Alpaca, as messages): 1 rows")
+
+
+def test_instructions_of_other_models_have_headings(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows({"instruction": "the film", "output": "bad", "id": 7})
+    [example], report = build_examples(data, tokenizer, contract(sequence_length=128))
+    assert learnt(example, tokenizer) == "bad</s>"
+    assert tokenizer.decode(example.prompt, special=False).endswith("### Response:\n")
+    assert "(Alpaca): 1 rows" in report.text()
+    assert "  columns: instruction, output; not read: id\n" in report.text()
+
+
+def test_conversations_are_messages(contract: MakeContract) -> None:
+    turns = [{"from": "human", "value": "a cat"}, {"from": "gpt", "value": "No"}]
+    messages = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "No"}]
+    made = [
+        build_examples(rows(fields), chat_tokenizer(CHATML), contract(sequence_length=128))[0]
+        for fields in ({"conversations": turns}, {"messages": messages})
+    ]
+    assert made[0] == made[1]
 
 
 # Candidates
@@ -283,7 +313,10 @@ def test_prompt_loses_its_beginning_and_keeps_bos(tokenizer: Tokenizer, contract
         data, tokenizer, contract(sequence_length=5), load_task("sst2"), TRUNCATE
     )
     assert tokenizer.decode(examples[0].sequences[0].tokens) == "<s> a cat It was"
-    assert "prompts cut at the beginning: 1 row (7)" in report.text()
+    assert (
+        "prompts cut at the beginning: 1 row (7); an export with a larger --sequence-length keeps them whole"
+        in report.text()
+    )
     assert problems_of(data, tokenizer, contract(sequence_length=5), load_task("sst2")) == [
         "row 7: has a prompt of 8 tokens and 0 after it, the bundle takes 5: shorten it, "
         "export with a larger --sequence-length, or set overflow to truncate"
@@ -315,12 +348,12 @@ def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeC
     data = rows({"text": "the film was a cat on a mat and a dog"})
     small = contract(sequence_length=6, positions=3)
     assert problems_of(data, tokenizer, small) == [
-        "row 1: has 12 tokens, 11 to learn; the bundle takes 6 and has room for 3 target tokens: "
-        "shorten it, export with a larger --sequence-length, or set overflow to truncate or split"
+        "row 1: has 12 tokens, the bundle takes 6: shorten it, export with a larger "
+        "--sequence-length, or set overflow to truncate or split"
     ]
     cut, report = build_examples(data, tokenizer, small, options=TRUNCATE)
     assert [show_sample(each, tokenizer) for each in cut] == ["row 1\n  <s>[the][ film][ was]"]
-    assert "ends cut off, not learnt: 1 row (1)" in report.text()
+    assert "ends cut off, not learnt: 1 row (1); --overflow split keeps them, or" in report.text()
     split, report = build_examples(data, tokenizer, small, options=SPLIT)
     assert [show_sample(each, tokenizer)[8:] for each in split] == [
         "<s>[the][ film][ was]",
@@ -328,7 +361,7 @@ def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeC
         "<s> cat on[ a][ mat][ and]",
         "<s> a mat and[ a][ dog]",
     ]
-    assert report.notes == {"split into several examples": [1]}
+    assert report.notes == {"longer than the bundle takes, split into several examples": [1]}
 
 
 def test_completion_keeps_half_the_program_for_its_prompt(
@@ -400,9 +433,13 @@ def test_all_problems_are_collected(tokenizer: Tokenizer, contract: MakeContract
 @pytest.mark.parametrize(
     ("fields", "task", "problem"),
     [
-        ({"text": "a", "label": 1}, "sst2", "no row has the column 'sentence'; its columns are label, text"),
-        ({"sentence": "a", "label": 1}, None, "its columns are label, sentence; needed are text, prompt and"),
-        ({}, None, "its columns are none; needed are text, prompt and"),
+        ({"text": "a", "label": 1}, "sst2", "no row has the column 'sentence'; its columns are text, label"),
+        (
+            {"sentence": "a", "label": 1},
+            None,
+            "its columns are sentence, label; known are messages: messages;",
+        ),
+        ({}, None, "its columns are none; known are messages: messages;"),
     ],
 )
 def test_missing_columns_are_told_once(
@@ -414,7 +451,7 @@ def test_missing_columns_are_told_once(
 
 def test_mixed_kinds_and_no_rows(tokenizer: Tokenizer, contract: MakeContract) -> None:
     assert problems_of(rows({"text": "a"}, {"messages": []}), tokenizer, contract()) == [
-        "it mixes rows of several kinds: messages, text"
+        "it mixes rows of several forms: messages, text"
     ]
     assert problems_of([], tokenizer, contract()) == ["it has no rows"]
 
@@ -545,6 +582,31 @@ def test_split_rows_lose_nothing_and_what_is_cut_is_counted(
     assert f"{whole - 8} more don't fit" in report.text()
 
 
+def test_all_of_a_long_completion_that_does_not_fit_counts(
+    tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    data = rows({"prompt": "a cat", "completion": " on a mat" * 100})
+    small = contract(sequence_length=8, positions=7)
+    [example], report = build_examples(data, tokenizer, small, options=TRUNCATE)
+    whole = len(tokenizer.encode_pair("a cat", " on a mat" * 100).completion) + 1
+    assert report.dropped + len(example.sequences[0].slots) == whole
+
+
+def test_without_another_wish_texts_are_split_and_all_else_is_cut(
+    tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    auto, few = BuildOptions("auto"), contract(sequence_length=8, positions=7)
+    parts, report = build_examples(rows(LONG), tokenizer, few, options=auto)
+    assert len(parts) > 1 and report.dropped == 0 and not any(part.cut for part in parts)
+    assert "longer than the bundle takes, split into several examples: 1 row (1)" in report.text()
+    [cut], report = build_examples(
+        rows({"prompt": "a", "completion": LONG["text"]}), tokenizer, few, options=auto
+    )
+    assert cut.cut and report.dropped > 0
+    [film], _ = build_examples(rows(FILM), tokenizer, contract(sequence_length=5), load_task("sst2"), auto)
+    assert film.cut
+
+
 def test_only_cut_rows_are_marked(tokenizer: Tokenizer, contract: MakeContract) -> None:
     both = rows({"text": "a cat"}, LONG)
     examples, _ = build_examples(both, tokenizer, contract(), options=TRUNCATE)
@@ -555,9 +617,12 @@ def test_only_cut_rows_are_marked(tokenizer: Tokenizer, contract: MakeContract) 
 
 
 def test_only_messages_need_jinja2_and_nothing_needs_torch() -> None:
-    modules = "example_building readers report spans task text_metrics tokenizer".split()
+    modules = (
+        "example_building forms readers report sources spans splitting task text_metrics tokenizer".split()
+    )
     code = f"import sys, {', '.join(f'prge.rows.{name}' for name in modules)}\n"
-    code += "print(sorted({'jinja2', 'torch', 'transformers', 'executorch'} & set(sys.modules)))"
+    others = ["jinja2", "pyarrow", "datasets", "huggingface_hub", "torch", "transformers", "executorch"]
+    code += f"print(sorted({{*{others}}} & set(sys.modules)))"
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout == "[]\n"
@@ -577,6 +642,20 @@ def test_training_and_development_rows_of_one_file(
         assert report.text().startswith(f"{path} (task sst2): {limit} rows")
         parts.append([example.row for example in examples])
     assert sorted(parts[0] + parts[1]) == list(range(1, 21))
+
+
+def test_columns_of_other_names(
+    write: Callable[[str, str], Path], tokenizer: Tokenizer, contract: MakeContract
+) -> None:
+    path = write("a.json", '[{"q": "the film was", "a": " bad"}]')
+    source = read_source(path, columns=["prompt=q", "completion=a"])
+    [example], report = load_examples(source, tokenizer, contract())
+    assert learnt(example, tokenizer) == " bad</s>"
+    assert "  columns: prompt from q, completion from a\n" in report.text()
+    films = write("films.csv", "review,label\nthe film was,1\n")
+    source = read_source(films, columns=["sentence=review"])
+    [example], report = load_examples(source, tokenizer, contract(), load_task("sst2"))
+    assert "  columns: sentence from review, label\n" in report.text()
 
 
 def test_sst2_becomes_examples(shared: Path, tokenizer: Tokenizer, contract: MakeContract) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,39 @@ Write = Callable[[str, "str | bytes"], Path]
 def test_jsonl_rows_keep_their_line_numbers(write: Write) -> None:
     path = write("a.jsonl", '{"text": "one"}\n\n{"text": "two\u2028lines", "label": 1}\r\n')
     assert read_rows(path) == [Row(1, {"text": "one"}), Row(3, {"text": "two\u2028lines", "label": 1})]
+
+
+def test_json_is_a_list_of_rows_or_of_texts(write: Write) -> None:
+    path = write("a.json", '\n[{"text": "one"},\n {"text": "two"}]')
+    assert read_rows(path) == [Row(1, {"text": "one"}), Row(2, {"text": "two"})]
+    assert read_rows(write("b.json", '["one", "two"]')) == read_rows(path)
+
+
+def test_jsonl_by_the_name_of_json(write: Write) -> None:
+    assert read_rows(write("a.json", '{"text": "one"}\n{"text": "two"}\n'))[1] == Row(2, {"text": "two"})
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
+    path = tmp_path / "a.parquet"
+    turns = [{"role": "user", "content": "Hi"}]
+    table = pyarrow.table(
+        {"messages": [turns, None], "n": [1, 2], "day": [datetime.date(2024, 1, 2), None], "b": [0.5, None]}
+    )
+    pyarrow.parquet.write_table(table, path)
+    assert read_rows(path) == [
+        Row(1, {"messages": turns, "n": 1, "day": "2024-01-02", "b": 0.5}),
+        Row(2, {"messages": None, "n": 2, "day": None, "b": None}),
+    ]
+    path.write_bytes(b"PAR1 no table")
+    with pytest.raises(DataError, match="not parquet"):
+        read_rows(path)
+
+
+def test_parquet_without_its_library(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"(?s)needs the package pyarrow.*prge\[data\]"):
+        read_rows(write("a.parquet", b"PAR1"))
 
 
 def test_csv_with_quotes_and_line_breaks(write: Write) -> None:
@@ -89,7 +124,14 @@ def test_long_fields(write: Write) -> None:
         ("latin.csv", "text\nfine\ncaf\xe9\n".encode("latin-1"), ["line 3, byte 13 of the file: 0xe9"]),
         ("bom.csv", b"\xef\xbb\xbftext\n\xff", ["line 2, byte 8 of the file: 0xff"]),
         ("wide.csv", "text\nfine\n".encode("utf-16"), ["byte 0: it begins as a UTF-16 file"]),
-        ("a.parquet", "", ["its name ends in '.parquet', known are .jsonl, .ndjson, .csv, .tsv"]),
+        (
+            "a.json",
+            '[{"text": "one"}, 2, null]',
+            ["row 2: is a JSON number, must", "row 3: is a JSON null, must"],
+        ),
+        ("b.json", '[{"text": "one"}', ["not JSON: Expecting ',' delimiter at character 17"]),
+        ("c.json", "[]", ["it has no rows"]),
+        ("a.txt", "", ["its name ends in '.txt', known are .jsonl, .ndjson, .json, .csv, .tsv, .parquet"]),
     ],
 )
 def test_problems_name_their_rows(write: Write, name: str, content: str | bytes, problems: list[str]) -> None:

@@ -4,63 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from server_export.compare.command import write_report
 from tests.comparisons import make_result
-
-VOID = {"meta", "link", "br", "hr", "img", "input"}
-
-
-class Page(HTMLParser):
-    """Texts of tables and headings, ids and links; checks that every element is closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.headings: list[str] = []
-        self.tables: list[list[list[str]]] = []
-        self.names: set[str] = set()
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        if tag not in VOID:
-            self.open.append(tag)
-        for name, value in attributes:
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("href", "src", "xlink:href"):
-                self.links.append(value or "")
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-        elif tag in ("h1", "h2"):
-            self.headings.append("")
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attributes)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        holder = next((tag for tag in reversed(self.open) if tag != "span"), "")
-        if holder in ("td", "th"):
-            self.tables[-1][-1][-1] += data
-        elif holder in ("h1", "h2"):
-            self.headings[-1] += data
+from tests.pages import Page
 
 
 @pytest.fixture(scope="module")

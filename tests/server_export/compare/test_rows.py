@@ -51,7 +51,15 @@ def test_rows_that_changed_are_refused(tmp_path: Path) -> None:
         write_splits(settings, tmp_path / "written")
 
 
-def test_a_json_file_is_a_list_of_texts(data: Path, tmp_path: Path) -> None:
-    (data / "texts.json").write_text('{"text": "one"}')
-    with pytest.raises(DataError, match="no JSON list of texts"):
-        write_splits(settings_for(tmp_path / "out", *words(data, "texts.json")), tmp_path / "written")
+def test_the_files_of_a_folder_are_found_by_their_names(tmp_path: Path) -> None:
+    folder = tmp_path / "mlx"
+    folder.mkdir()
+    for name in ("train", "valid", "test"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"review": name}) + "\n")
+    settings = settings_for(tmp_path / "out", "--data", folder, "--columns", "text=review")
+    written = write_splits(settings, tmp_path / "written")
+    found = {part: json.loads(path.read_text()) for part, path in written.items()}
+    assert found == {"train": {"text": "train"}, "dev": {"text": "valid"}, "test": {"text": "test"}}
+    (folder / "dev.csv").touch()
+    with pytest.raises(DataError, match=r"it has valid.jsonl, dev.csv"):
+        write_splits(settings, tmp_path / "again")

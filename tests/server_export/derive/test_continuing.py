@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("torchao")
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule
 
-from prge.chain import CAUSAL, DECODE, MASKED, PAST_KEYS, PAST_VALUES, PREFILL, SEEN, STACK
+from prge.chain import CAUSAL, DECODE, MASKED, OWN, PAST_KEYS, PAST_VALUES, PREFILL, SEEN, STACK
 from prge.errors import BundleError
 from server_export.derive.continuing import FROZEN_PREFIX, continued
 from server_export.graph.modules import attribute
@@ -117,20 +118,21 @@ def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, 
         **{PAST_KEYS: keys, PAST_VALUES: values, SEEN: mask[:, :BEFORE], CAUSAL: mask[:, BEFORE:]},
     )
     assert torch.allclose(answer[0], whole[0][BEFORE:], atol=1e-5)
-    # A token of two.
-    seen = block.mask(BEFORE, BEFORE + 1)[:1, :BEFORE].expand(2 * len(keys), 1, -1)
+    # A token of two, in the first place of what came before.
+    seen = torch.zeros(2 * len(keys), 1, 1 + BEFORE)
+    seen[..., 1:] = block.mask(BEFORE, BEFORE + 1)[:1, :BEFORE]
     tables = {
         name: table.expand(2, *table.shape[1:]) for name, table in block.tables_of(BEFORE, BEFORE + 1).items()
     }
-    both = [torch.cat(parts) for parts in zip(*known, strict=True)]
+    both = [nn.functional.pad(torch.cat(parts), (0, 0, 1, 0)) for parts in zip(*known, strict=True)]
     answer, keys, values = block.call(
         DECODE,
         2,
         1,
-        BEFORE,
+        1 + BEFORE,
         state=states[:, BEFORE : BEFORE + 1],
         **tables,
-        **{PAST_KEYS: both[0], PAST_VALUES: both[1], SEEN: seen},
+        **{PAST_KEYS: both[0], PAST_VALUES: both[1], SEEN: seen, OWN: torch.eye(1, 1 + BEFORE)[None]},
     )
     assert torch.allclose(answer[:, 0], torch.stack([w[BEFORE] for w in whole]), atol=1e-5)
     assert keys.shape == (len(both[0]), 1, both[0].shape[-1]) and values.shape[:2] == keys.shape[:2]

@@ -8,7 +8,7 @@ from executorch.exir import EdgeCompileConfig, to_edge
 from torch import nn
 from torch.fx import Graph, Node
 
-from server_export.lower.partitioning import LevelPartitioner, delegate_levels
+from server_export.lower.partitioning import LevelPartitioner, delegate_levels, in_pieces
 
 
 def chain(*names: str) -> dict[str, Node]:
@@ -61,6 +61,28 @@ def test_group_that_waits_for_itself_is_refused() -> None:
         levels(chain("a", "outside", "b"), ("a", "b"))
 
 
+def pieces(nodes: dict[str, Node], most: int, *groups: tuple[str, ...]) -> list[str]:
+    found = in_pieces([*nodes.values()][1:], [[nodes[name] for name in group] for group in groups], most)
+    return ["".join(node.name for node in piece) for piece in found]
+
+
+def test_pieces_have_the_same_size_and_the_graph_s_order() -> None:
+    assert pieces(chain(*"abcdef"), 3) == ["abc", "def"]
+    assert pieces(chain(*"abcdefg"), 3) == ["abc", "de", "fg"]
+    assert pieces(chain(*"ab"), 3) == ["ab"]
+
+
+def test_a_group_stays_whole_and_what_reads_it_comes_later() -> None:
+    nodes = chain(*"abcdef")
+    graph = nodes["input"].graph
+    with graph.inserting_before(nodes["a"]):
+        early = graph.call_function(torch.neg, (nodes["input"],), name="x")
+    nodes["b"].args = (early,)
+    nodes = {"input": nodes["input"], "x": early, **{name: nodes[name] for name in "abcdef"}}
+    assert pieces(nodes, 4) == ["xabc", "def"]
+    assert pieces(nodes, 4, ("x", "d")) == ["a", "xbcdef"]
+
+
 class Broken(nn.Module):
     """Two layers with an operator between them that XNNPACK doesn't take."""
 
@@ -78,3 +100,12 @@ def test_delegates_of_a_module_are_its_levels() -> None:
     lowered = edge.to_backend(LevelPartitioner()).exported_program().graph_module
     calls = [node for node in lowered.graph.nodes if "call_delegate" in str(node.target)]
     assert len(calls) == 2
+
+
+def test_a_delegate_in_pieces_is_several() -> None:
+    layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Sigmoid())))
+    exported = torch.export.export(layers, (torch.ones(2, 4),))
+    edge = to_edge(exported, compile_config=EdgeCompileConfig(_check_ir_validity=False))
+    lowered = edge.to_backend(LevelPartitioner(most=4)).exported_program().graph_module
+    calls = [node for node in lowered.graph.nodes if "call_delegate" in str(node.target)]
+    assert len(calls) > 1

@@ -29,7 +29,14 @@ SETTINGS = {
 def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str:
     facts = {
         "run": {"status": "completed", "settings": {**SETTINGS, "estimator": estimator}, **run},
-        "train": {"steps": 7, "last_evaluation": {"accuracy": 0.75, "of": "letters of 2024"}},
+        "train": {
+            "steps": 7,
+            "rows": 1400,
+            "training_rows": 90,
+            "before": {"step": 0, "loss": 0.69, "accuracy": 0.5},
+            "best": {"step": 5, "loss": 0.4, "accuracy": 0.75},
+            "last_evaluation": {"accuracy": 0.75, "of": "letters of 2024"},
+        },
     }
     return model_card(
         CardFacts(
@@ -42,6 +49,7 @@ def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str
             adapter={"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]},
             run=facts if estimator or run else {},
             bundle_sha256="ab" * 32,
+            step=5,
         )
     )
 
@@ -49,10 +57,14 @@ def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str
 @pytest.mark.parametrize(
     ("estimator", "tag", "words"),
     [
-        ("tangent", "forward-mode-differentiation", "exact derivatives along random directions"),
+        (
+            "tangent",
+            "forward-mode-differentiation",
+            "exact derivatives of the loss",
+        ),
         ("antithetic", "zeroth-order", "arXiv 2409.15520"),
-        ("one-sided", "zeroth-order", "one-sided differences"),
-        ("exact", "backpropagation", "exact gradients"),
+        ("one-sided", "zeroth-order", "One-sided differences"),
+        ("exact", "backpropagation", "Exact gradients"),
     ],
 )
 def test_the_estimator_is_told_as_it_is(estimator: str, tag: str, words: str) -> None:
@@ -86,9 +98,35 @@ def test_a_hub_model_is_loaded_at_its_commit_and_a_folder_by_no_name() -> None:
     assert f'from_pretrained("some/model", revision="{COMMIT}")' in text
     assert "base_model: some/model" in text
     text = card("tangent", BaseModel("/home/somebody/llama", None, "cd" * 32))
-    assert 'from_pretrained("<folder of llama>")' in text
-    assert "base_model:" not in text and "somebody" not in text
+    assert 'from_pretrained("<folder of the base model>")' in text
+    assert f"LoRA adapter of the model with the SHA-256 {'cd' * 32}, trained by prge." in text
+    assert "base_model:" not in text and "somebody" not in text and "llama" not in text
     assert "| base model sha256 " in text
+    assert "llama" not in card("tangent", BaseModel("models/llama"))
+
+
+def test_it_says_how_much_went_into_the_adapter_and_which_step_it_is_of() -> None:
+    text = card("tangent", quantization={"scheme": "8da4w"})
+    for told in (
+        "7 steps on 90 training examples, of which the adapter is that after step 5; ",
+        "; 1,400 sequences computed, where a way back counts as two; frozen weights in 8da4w.",
+        "On development rows: accuracy 0.5 before, 0.75 at best.",
+    ):
+        assert told in text
+
+
+def test_an_estimator_that_was_changed_on_the_way_is_not_the_only_one_told() -> None:
+    text = card(
+        "exact", estimators=[{"since": 0, "estimator": "tangent"}, {"since": 4, "estimator": "exact"}]
+    )
+    assert text.index("From step 0 on: Tangents") < text.index("From step 4 on: Exact gradients")
+    assert "- forward-mode-differentiation\n- backpropagation\n" in text
+    assert "tangent, then exact |" in text
+
+
+@pytest.mark.parametrize("estimators", [[], "exact", [1], [{"since": "0", "estimator": ["exact"]}]])
+def test_estimators_that_make_no_sense_are_not_told(estimators: Any) -> None:
+    assert "trained by" not in card(estimators=estimators)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "[" * 9999, '{"run": NaN}'])

@@ -22,6 +22,7 @@ from device_runner.engines.native.runtime import (
     Program,
     WeightsFile,
     backend_sha256,
+    in_a_row,
     without_threads,
 )
 from device_runner.engines.refusals import RefusedError
@@ -164,6 +165,37 @@ def test_blocks_hand_a_state_on(dynamic: Kind) -> None:
         1, "score", [dynamic.expected(0, "score", [state, mask, lora_b])[0], mask, lora_b]
     )
     np.testing.assert_allclose(last, want[0], rtol=1e-5, atol=1e-5)
+
+
+def test_calls_in_a_row_compute_of_what_arrays_hold_then(dynamic: Kind) -> None:
+    blocks = loaded(dynamic, arena_for(dynamic))
+    inputs, outputs = example("score", 2, 5), [room("score", 2, 5) for _ in blocks]
+    lora = inputs[1:]
+    sources = [inputs[0], outputs[0][0]]
+    compute = in_a_row(
+        [
+            (methods["score"], [source, *lora], output)
+            for methods, source, output in zip(blocks, sources, outputs, strict=True)
+        ]
+    )
+    expected = []
+    for state in (inputs[0].copy(), 2 * inputs[0]):
+        one, two = room("score", 2, 5), room("score", 2, 5)
+        blocks[0]["score"].run([state, *lora], one)
+        blocks[1]["score"].run([one[0], *lora], two)
+        expected.append(two[0].tobytes())
+    del blocks
+    compute()
+    assert outputs[1][0].tobytes() == expected[0]
+    inputs[0] *= 2
+    compute()
+    assert outputs[1][0].tobytes() == expected[1]
+
+
+def test_a_row_of_calls_is_refused_where_one_of_its_arrays_doesnt_fit(dynamic: Kind) -> None:
+    method = loaded(dynamic)[0]["score"]
+    with pytest.raises(RefusedError, match="inputs"):
+        in_a_row([(method, [], room("score", 2, 5))])
 
 
 def test_memory_that_no_call_touches_is_not_taken(dynamic: Kind) -> None:

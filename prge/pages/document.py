@@ -44,6 +44,13 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Quote:
+    """What a model or a person wrote, line by line as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Picture:
     """A picture by its name."""
 
@@ -51,4 +58,4 @@ class Picture:
     caption: str
 
 
-Block = Heading | Paragraph | Bullets | Code | Table | Picture
+Block = Heading | Paragraph | Bullets | Code | Quote | Table | Picture

@@ -8,7 +8,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from server_export.compare.document import Block, Bullets, Code, Heading, Paragraph, Picture, Table
+from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
 
 PAGE = Path(__file__).with_name("page.html")
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~])")
@@ -44,6 +44,8 @@ def _markdown(block: Block, folder: str) -> str:
         return "\n".join(f"- {_plain(item)}" for item in block.items)
     if isinstance(block, Code):
         return "\n".join(f"    {line}" for line in block.text.splitlines())
+    if isinstance(block, Quote):
+        return "\n".join(f"> {_plain(line)}" for line in block.text.splitlines())
     if isinstance(block, Picture):
         return f"![{_plain(block.caption)}]({folder}/{block.name}.svg)"
     rule = ["---"] * block.labels + ["---:"] * (len(block.header) - block.labels)
@@ -65,6 +67,8 @@ def _html(block: Block, pictures: Mapping[str, str]) -> str:
         return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in block.items) + "</ul>"
     if isinstance(block, Code):
         return f"<pre><code>{escape(block.text)}</code></pre>"
+    if isinstance(block, Quote):
+        return f'<blockquote dir="auto">{escape(block.text)}</blockquote>'
     if isinstance(block, Picture):
         caption = escape(block.caption)
         drawing = pictures[block.name].replace("<svg ", '<svg role="img" ', 1)
@@ -72,11 +76,16 @@ def _html(block: Block, pictures: Mapping[str, str]) -> str:
     return _html_table(block)
 
 
+def _is_long(cell: str) -> bool:
+    """Whether a cell has a word, such as a path, that may need to be divided."""
+    return max(map(len, cell.split()), default=0) > 40
+
+
 def _html_table(table: Table) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
         made = []
         for index, cell in enumerate(cells):
-            kind = "" if index < table.labels else ' class="number"'
+            kind = ' class="number"' if index >= table.labels else ' class="long"' if _is_long(cell) else ""
             name = "th" if tag == "th" or index == 0 else "td"
             scope = "" if name == "td" else ' scope="col"' if tag == "th" else ' scope="row"'
             # On a phone a row is a card: every cell names its column.

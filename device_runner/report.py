@@ -1,0 +1,56 @@
+"""`prge report`: one page about runs: what came out, what they wrote, what it cost, what is next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prge.atomic import write_file
+from prge.errors import ConfigError
+from prge.run_folder import reported
+from prge.settings import parse_settings
+
+DESCRIPTION = "Write one HTML page about runs, finished or not. It needs no network and no script to be read."
+
+
+@dataclass(frozen=True)
+class ReportSettings:
+    """Which runs, and where to."""
+
+    runs: tuple[Path, ...]
+    """Run folders of `prge run` or `prge baseline`, finished, going on or killed."""
+    out: Path = Path("report.html")
+    """HTML file to write."""
+
+    def __post_init__(self) -> None:
+        problems = [] if self.runs else ["no run is given"]
+        if self.out.suffix not in (".html", ".htm"):
+            problems.append(f"--out is {self.out}, must end in .html")
+        if problems:
+            raise ConfigError("there is nothing to report so:", problems)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge report --help`."""
+    settings = parse_settings(
+        ReportSettings, argv, "prge report", positional=["runs"], description=DESCRIPTION
+    )
+    report(settings)
+    print(settings.out)
+    return 0
+
+
+def report(settings: ReportSettings) -> None:
+    """Write the page.
+
+    Raises:
+        RunError: a folder is no run, or the page can't be written.
+    """
+    from device_runner.reporting.content import compose
+    from device_runner.reporting.reading import read_run
+    from prge.pages.rendering import to_html
+
+    blocks, pictures = compose([read_run(run) for run in settings.runs])
+    with reported(settings.out):
+        write_file(settings.out, to_html(blocks, pictures).encode(errors="backslashreplace"))

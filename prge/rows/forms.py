@@ -1,0 +1,187 @@
+"""What a row is by its columns, where no task says it: text, prompt and completion, or messages.
+
+    messages              messages, each with role and content
+    ShareGPT              conversations, each turn with from and value, or role and content: messages
+    prompt and completion
+    Alpaca                instruction, output, and input where there is one: messages where the model has a
+                          chat template, else a prompt under headings and its completion
+    text
+
+A file has one form: the first of these whose columns are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prge.errors import DataError, printable, shortened, shown
+from prge.rows.readers import Row
+from prge.rows.task import RowError
+
+LONGEST_COLUMNS = 300
+# Who speaks in ShareGPT's turns, and the role that chat templates know them by.
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
+    "system": "system",
+}
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A set of columns, and how they become one of the three things that are learnt.
+
+    `asked` are the columns that a prompt is made of; `plain` makes the fields `text`, `prompt` and
+    `completion`, or `messages` of a row's, for a model with a chat template or without. `chat` says if it
+    needs such a template, or takes it where there is one.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    asked: tuple[str, ...]
+    plain: Callable[[Fields, bool], Fields]
+    optional: tuple[str, ...] = ()
+    chat: Literal["needs", "takes", ""] = ""
+
+    def row(self, row: Row, *, chat: bool, asked: bool = False) -> Row:
+        """A row as text, prompt and completion, or messages.
+
+        Args:
+            row: of a file of this form.
+            chat: whether the model has a chat template.
+            asked: the row may lack what is to be answered.
+
+        Raises:
+            RowError: it lacks a column, or has what isn't of this form.
+        """
+        if any(column not in row.fields for column in (self.asked if asked else self.columns)):
+            raise RowError(
+                f"is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}"
+            )
+        return Row(row.number, self.plain(self.own(row).fields, chat))
+
+    def own(self, row: Row) -> Row:
+        """A row with the columns of this form alone."""
+        columns = (*self.columns, *self.optional)
+        return Row(row.number, {name: row.fields[name] for name in columns if name in row.fields})
+
+
+def _as_it_is(fields: Fields, chat: bool) -> Fields:
+    return fields
+
+
+def _of_turns(fields: Fields, chat: bool) -> Fields:
+    turns = fields["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise RowError("conversations must be a list of at least one turn")
+    return {"messages": [_message(number, turn) for number, turn in enumerate(turns, 1)]}
+
+
+def _message(number: int, turn: object) -> dict[str, str]:
+    speaker, content = None, None
+    if isinstance(turn, dict):
+        speaker = turn.get("from", turn.get("role"))
+        content = turn.get("value", turn.get("content"))
+    if not isinstance(speaker, str) or not isinstance(content, str):
+        raise RowError(f"turn {number} is {shown(turn)}, must have from and value, both texts")
+    if speaker.lower() not in SPEAKERS:
+        raise RowError(f"turn {number} is from {shown(speaker)}; known are {', '.join(SPEAKERS)}")
+    return {"role": SPEAKERS[speaker.lower()], "content": content}
+
+
+def _of_instruction(fields: Fields, chat: bool) -> Fields:
+    instruction, given = _string(fields, "instruction"), fields.get("input")
+    given = "" if given is None else _string(fields, "input")
+    asked = [text for text in (instruction, given) if text.strip()]
+    if not asked:
+        raise RowError("its instruction is empty: there is nothing to answer")
+    answer = _string(fields, "output") if "output" in fields else ""
+    if not chat:
+        headings = (("Instruction", instruction), ("Input", given))
+        parts = [f"### {heading}:\n{text}\n\n" for heading, text in headings if text.strip()]
+        return {"prompt": "".join([*parts, "### Response:\n"]), "completion": answer}
+    if "output" in fields and not answer:
+        raise RowError("its output is empty: there is nothing to learn from")
+    roles = (("user", "\n\n".join(asked)), ("assistant", answer))
+    return {"messages": [{"role": role, "content": text} for role, text in roles if text]}
+
+
+def _string(fields: Fields, column: str) -> str:
+    if not isinstance(fields[column], str):
+        raise RowError(f"column {column!r} is {type(fields[column]).__name__}, must be a text")
+    return str(fields[column])
+
+
+TEXT = Form("text", ("text",), ("text",), _as_it_is)
+FORMS = (
+    Form("messages", ("messages",), ("messages",), _as_it_is, chat="needs"),
+    Form("ShareGPT", ("conversations",), ("conversations",), _of_turns, chat="needs"),
+    Form("prompt and completion", ("prompt", "completion"), ("prompt",), _as_it_is),
+    Form("Alpaca", ("instruction", "output"), ("instruction",), _of_instruction, ("input",), "takes"),
+    TEXT,
+)
+
+
+def find_form(rows: Sequence[Row], source: str, named: Collection[str] = (), *, asked: bool = False) -> Form:
+    """The form of all rows of a file.
+
+    Args:
+        rows: of the file.
+        source: names the data in errors.
+        named: columns that the user gave names of; other forms than theirs aren't looked for.
+        asked: rows may lack what is to be answered.
+
+    Raises:
+        DataError: their columns are of no form, or of several.
+    """
+    what = f"{source} can't be used"
+    forms = [form for form in FORMS if set(named) <= {*form.columns, *form.optional}]
+    found = {_form_of(row.fields, forms, asked) for row in rows} - {None}
+    if not found:
+        known = "; ".join(
+            f"{form.name}: {', '.join(form.asked if asked else form.columns)}" for form in FORMS
+        )
+        raise DataError(
+            what,
+            [f"its columns are {column_names(present_columns(rows))}; known are {known}"],
+            remedy="name them, such as --columns prompt=question completion=answer, or give a --task",
+        )
+    if len(found) > 1:
+        names = ", ".join(form.name for form in FORMS if form in found)
+        raise DataError(what, [f"it mixes rows of several forms: {names}"], remedy="make a file of each")
+    return next(form for form in forms if form in found)
+
+
+def _form_of(fields: Fields, forms: Sequence[Form], asked: bool) -> Form | None:
+    return next(
+        (
+            form
+            for form in forms
+            if all(column in fields for column in (form.asked if asked else form.columns))
+        ),
+        None,
+    )
+
+
+def present_columns(rows: Sequence[Row]) -> list[str]:
+    """Columns that some row has, in the order in which they come."""
+    return list(dict.fromkeys(column for row in rows for column in row.fields))
+
+
+def column_names(columns: Collection[str]) -> str:
+    """Columns for a person to read."""
+    return printable(shortened(", ".join(map(str, columns)), LONGEST_COLUMNS)) or "none"
+
+
+def columns_text(read: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> str:
+    """Which columns were read, from which of the file, and which were not."""
+    used = [column for column in present if column in read]
+    names = [
+        column if renamed.get(column, column) == column else f"{column} from {renamed[column]}"
+        for column in used
+    ]
+    left = [column for column in present if column not in used]
+    return column_names(names) + (f"; not read: {column_names(left)}" if left else "")

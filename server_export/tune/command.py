@@ -1,0 +1,49 @@
+"""`prge tune`: from rows to a tuned model with one command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prge.progress import duration
+from prge.run_folder import reported, with_stored_settings
+from prge.settings import parse_settings
+from server_export.tune.settings import TuneSettings
+
+DESCRIPTION = "Tune a model on rows: export, choose, find the learning rate, train, score, publish."
+_COUNTS = ("examples", "cut_examples")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge tune --help`."""
+    from server_export.tune.stages import tune
+
+    words = with_stored_settings(argv)
+    settings = parse_settings(TuneSettings, words, "prge tune", positional=["data"], description=DESCRIPTION)
+    result = tune(settings)
+    print("\n".join(_text(settings.out, result)))
+    if settings.json:
+        with reported(settings.json):
+            settings.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
+    before, after = result["score_before"] or {}, result["score_after"] or {}
+    yield f"\n{result['scored_rows'] + ' rows':<16}{'before':>12}{'after':>12}"
+    for name in after:
+        if name not in _COUNTS and isinstance(after[name], int | float):
+            earlier = f"{before[name]:>12.4g}" if name in before else f"{'':>12}"
+            yield f"{name:<16}{earlier}{after[name]:>12.4g}"
+    if result["final_step"] == 0:
+        yield "no step was better than the start, so the adapter is that of the start"
+    for name, samples in (result["samples"] or {}).items():
+        for sample in samples[:1]:
+            yield f"{name}: {str(sample.get('text', '')).strip()[:200]}"
+    memory = result["peak_mb"]
+    yield f"\n{duration(result['seconds'])}" + (f", at most {memory:.0f} MB while training" if memory else "")
+    yield f"adapter  {out / 'adapter'}   loads with peft.PeftModel.from_pretrained"
+    yield f"report   {out / 'report.html'}"
+    yield f"next     prge chat --bundle {result['bundle']} --adapter {out / 'run'}"

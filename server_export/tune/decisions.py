@@ -1,0 +1,174 @@
+"""What is decided, as pure functions of measured facts: a value, and why in a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prge.costs import bytes_text
+from prge.errors import ConfigError
+
+# Above so many parameters weights in float32 take more memory than a phone's app should.
+_SMALL_MODEL = 50_000_000
+_LENGTH_STEP, _SHORTEST_LENGTH = 64, 64
+# Rows that a run reads: so many times each, within these bounds. A step that came too late costs time alone:
+# the best step on development rows is the result.
+_EPOCHS, _FEWEST_READ, _MOST_READ, _MOST_EPOCHS = 3, 2_400, 24_000, 40
+# Rows of a step where there are so many rows at least.
+_BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
+_EVALUATIONS = 10
+# An estimate of memory may be too low by so much.
+_MARGIN = 0.85
+# Time of the search for a learning rate and of evaluations, as a share of the final run's.
+SEARCH_SHARE = 1.2
+
+# Grids of the search; noisier gradients take larger steps.
+_NOISY = (1e-3, 3e-3, 1e-2, 3e-2)
+RATES = {"exact": (3e-4, 1e-3, 3e-3, 1e-2), "tangent": _NOISY, "antithetic": _NOISY}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A setting's value and why it has it."""
+
+    name: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What was measured of training rows as a run takes them: those that are too long are several."""
+
+    rows: int
+    longest: int
+    """Tokens."""
+    widest: int
+    """Sequences of the row that has most of them."""
+
+
+def scheme(parameters: int) -> Decision:
+    """How frozen weights are kept."""
+    size = bytes_text(4 * parameters)
+    if parameters < _SMALL_MODEL:
+        return Decision("quantize", "fp32", f"the weights take {size} in float32")
+    return Decision("quantize", "8da4w", f"the weights would take {size} in float32, an eighth in int4")
+
+
+def sequence_length(row: int, positions: int | None) -> Decision:
+    """Most tokens of a row, for the longest one; `positions` are those of the model, None: any number."""
+    wanted = max(-(-row // _LENGTH_STEP) * _LENGTH_STEP, _SHORTEST_LENGTH)
+    longest = f"the longest row has {row:,} tokens"
+    if positions is None or wanted <= positions:
+        return Decision("sequence_length", wanted, f"{longest}; a row costs its own length")
+    return Decision("sequence_length", positions, f"{longest}, the model has {positions} positions")
+
+
+def batch_size(facts: RowFacts) -> Decision:
+    """Rows of a step."""
+    value = next((size for least, size in _BATCHES if facts.rows >= least), 1)
+    return Decision("batch_size", value, f"there are {facts.rows:,} training rows")
+
+
+def steps(facts: RowFacts, batch: int) -> Decision:
+    """Steps of the final run."""
+    read = min(max(_EPOCHS * facts.rows, _FEWEST_READ), _MOST_READ, _MOST_EPOCHS * facts.rows)
+    count = max(math.ceil(read / batch), 1)
+    epochs = count * batch / facts.rows
+    return Decision("steps", count, f"{epochs:.3g} epochs of {facts.rows:,} rows, {batch} a step")
+
+
+def steps_in(minutes: float, seconds_a_step: float, most: Decision, searched: bool) -> Decision:
+    """Steps of the final run in so much time.
+
+    Args:
+        minutes: for training.
+        seconds_a_step: measured.
+        most: what the rows ask for.
+        searched: whether the learning rate is searched in this time too.
+    """
+    share = 1 + SEARCH_SHARE if searched else 1.0
+    count = int(60 * minutes / (share * seconds_a_step))
+    if count >= most.value:
+        return most
+    why = f"{minutes:g} minutes at {seconds_a_step:.3g} s a step"
+    if searched:
+        why += ", the search for a learning rate included"
+    return Decision("steps", max(count, 1), why)
+
+
+def evaluate_every(count: int) -> int:
+    """Steps between evaluations."""
+    return max(count // _EVALUATIONS, 1)
+
+
+def fitting(
+    limit: int | None,
+    rows: int,
+    widest: int,
+    needed: Callable[[int, int | None], int],
+    blocks: int,
+    largest: int,
+) -> list[Decision]:
+    """Rows of one call, at most 4 sequences or one row, and bytes of weights that stay loaded.
+
+    Args:
+        limit: most bytes of the run's process.
+        rows: of a step.
+        widest: sequences of the row that has most of them.
+        needed: bytes that a run takes with so many sequences in a call, and so many bytes of weights loaded
+            (None: all).
+        blocks: bytes of all weights, loaded.
+        largest: bytes of the largest block, the least that must be loaded.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    sizes = [size for size in (4, 2, 1) if rows % size == 0 and (size == 1 or size * widest <= 4)]
+    if limit is None:
+        return [Decision("rows_of_a_call", sizes[0], "there is no --memory")]
+    room = int(_MARGIN * limit)
+    bound = f"--memory is {bytes_text(limit)}"
+    for size in sizes:
+        if (found := needed(size * widest, None)) <= room:
+            return [Decision("rows_of_a_call", size, f"{bound}, about {bytes_text(found)} are taken")]
+    for size in sizes:
+        spare = room - needed(size * widest, largest)
+        if spare >= 0:
+            # What is loaded beyond the largest block takes its own bytes.
+            loaded = min(largest + spare, blocks)
+            text = f"{bound}: the other weights are mapped when their turn comes"
+            return [
+                Decision("rows_of_a_call", size, f"{bound}, all weights would not fit"),
+                Decision("weights_memory", loaded, text),
+            ]
+    least = math.ceil(needed(widest, largest) / _MARGIN)
+    raise ConfigError(
+        "no run fits into the memory:",
+        [f"{bound}, the least that a run of this model needs is {bytes_text(least)}"],
+        remedy="give more, take --quantize 8da4w, a smaller --sequence-length, or --adapt-layers top:k",
+    )
+
+
+def best_rate(trials: Sequence[tuple[float, int, float]]) -> Decision:
+    """The learning rate of the best trial of the longest ones.
+
+    Args:
+        trials: rate, steps and loss of development rows, infinite where the run diverged.
+
+    Raises:
+        ConfigError: all diverged.
+    """
+    longest = max(steps for _, steps, _ in trials)
+    finals = sorted((loss, rate) for rate, steps, loss in trials if steps == longest)
+    loss, rate = finals[0]
+    if not math.isfinite(loss):
+        raise ConfigError(
+            "no learning rate was found:",
+            [f"all runs diverged: {', '.join(f'{rate:g}' for _, rate in finals)}"],
+            remedy="look at the rows, or give a --learning-rate",
+        )
+    others = ", ".join(f"{each:.4g} with {rate:g}" for each, rate in finals[1:])
+    return Decision("learning_rate", rate, f"loss {loss:.4g} after {longest} steps; {others}".rstrip("; "))

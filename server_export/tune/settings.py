@@ -1,0 +1,101 @@
+"""Settings of `prge tune`. Importable without torch: the command line reads its help from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from prge.bounds import bound_problems
+from prge.errors import ConfigError
+from prge.rows.sources import is_hub_name
+from prge.settings import Bytes
+from server_export.settings import SCHEMES, EstimatorName
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """What to tune, on which rows. Whatever is left out is decided from measured facts."""
+
+    data: Path
+    """Training rows: a file, a folder with files train, valid and test, of which the two others are taken as
+    well, or a data set of the hub."""
+    out: Path
+    """Folder for bundle, run, adapter and report."""
+    model: str | None = None
+    """Folder or hub id of a transformers causal language model or encoder."""
+    bundle: Path | None = None
+    """Bundle that `prge export` wrote, instead of a model."""
+    task: str | None = None
+    """Task name or YAML file; without one, rows hold text, prompt and completion, or messages."""
+    columns: tuple[str, ...] = ()
+    """Names for columns of the files, such as prompt=question completion=answer."""
+    dev: Path | None = None
+    """Development rows, which choose the learning rate and the step. Default: a part of the training rows,
+    by a hash of their content."""
+    test: Path | None = None
+    """Rows that are scored once before and once after. Default: the development rows."""
+    memory: Bytes | None = None
+    """Most memory of a run's process, such as 400MB. Default: no bound."""
+    minutes: float | None = None
+    """Most minutes of training, the search for a learning rate included. Default: as the rows ask for."""
+
+    quantize: str | None = None
+    """Frozen weights: fp32, 8da8w or 8da4w. Default: by the size of the model."""
+    sequence_length: int | None = None
+    """Most tokens of a row. Default: as many as the longest row has, where the model has the positions."""
+    target_modules: list[str] | None = None
+    """Linear layers to adapt. Default: PEFT's usual choice for the architecture."""
+    adapt_layers: str | None = None
+    """`top:k`: adapt the top k blocks only. Default: all."""
+    rank: int = 8
+    """Rank of the adapter."""
+    estimator: EstimatorName | None = None
+    """Default: exact, the gradient by backpropagation."""
+    batch_size: int | None = None
+    """Rows of a step; those that don't fit into memory together are added up. Default: by their number."""
+    steps: int | None = None
+    """Steps of the final run. Default: by the number of rows, and by --minutes."""
+    learning_rate: float | None = None
+    """Peak learning rate. Default: found by short runs."""
+    seed: int = 42
+    """Of the order of rows and of random numbers."""
+    threads: int | None = None
+    """Threads of the engine; default: performance cores."""
+    json: Path | None = None
+    """File to write scores, decisions, memory and seconds to as JSON."""
+    resume: Path | None = None
+    """Folder of a tuning that was ended, to go on with it."""
+
+    def __post_init__(self) -> None:
+        problems = bound_problems(self)
+        if (self.model is None) == (self.bundle is None):
+            given = "none" if self.model is None else "both"
+            problems.append(f"one of --model and --bundle is needed, not {given}")
+        if self.bundle is not None:
+            exports = ("quantize", "sequence_length", "target_modules", "adapt_layers")
+            problems += [
+                f"--{name.replace('_', '-')} belongs to an export, but --bundle is given"
+                for name in exports
+                if getattr(self, name) is not None
+            ]
+        if self.quantize is not None and self.quantize not in SCHEMES:
+            problems.append(f"--quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
+        if self.minutes is not None and self.steps is not None:
+            problems.append("--minutes and --steps: the minutes choose the steps")
+        if problems:
+            raise ConfigError("these settings can't be used:", problems, remedy="see `prge tune --help`")
+
+    def resolved(self) -> TuneSettings:
+        """The same settings with absolute paths, for whoever resumes from another folder."""
+        paths: dict[str, Any] = {
+            item.name: value.resolve()
+            for item in fields(self)
+            if isinstance(value := getattr(self, item.name), Path)
+            and not (item.name in ("data", "dev", "test") and is_hub_name(value))
+        }
+        for name in ("task", "model"):
+            value = getattr(self, name)
+            if value and Path(value).exists():
+                paths[name] = str(Path(value).resolve())
+        return replace(self, **paths)

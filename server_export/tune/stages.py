@@ -1,0 +1,295 @@
+"""The stages of a tuning, in order. Each leaves files; one that is done is not done again.
+
+rows/          train, dev and test as jsonl, with the columns that are read
+bundle/        the export, unless one is given
+search/        short runs, one for each learning rate and number of steps
+run/           the final run
+before.json    scores of the bundle's adapter, and of the run's: after.json
+adapter/       the PEFT folder
+report.html    curves, samples, what was chosen and why
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from prge.bundle import Bundle, open_bundle
+from prge.chain import DECODE, ROLE_OF
+from prge.costs import KINDS, Outline, run_memory, weights_of
+from prge.errors import PrgeError
+from prge.rows.tokenizer import bundle_tokenizer
+from prge.run_folder import JOURNAL, SUMMARY, run_lock
+from server_export.check.estimation import estimate
+from server_export.settings import EstimateConfig
+from server_export.tune import decisions
+from server_export.tune.decisions import Decision, RowFacts
+from server_export.tune.rates import search_rates
+from server_export.tune.record import Record
+from server_export.tune.row_files import RowFiles
+from server_export.tune.settings import TuneSettings
+from server_export.verbs import flags_of, json_of, run_verb
+
+# Development rows that a run's evaluations read.
+_DEV_ROWS = 200
+_PILOT_STEPS = 10
+_ENDED = ("completed", "stopped early", "diverged")
+
+
+def tune(settings: TuneSettings) -> dict[str, Any]:
+    """Go through all stages; returns scores, decisions, memory and seconds.
+
+    Raises:
+        PrgeError: bad input, or a stage that failed. What is done stays: `--resume` goes on.
+    """
+    begin = time.perf_counter()
+    with run_lock(settings.out):
+        tuning = _Tuning(settings)
+        stages: list[tuple[str, Callable[[], None]]] = [
+            ("rows", tuning.read),
+            ("bundle", tuning.export),
+            ("plan", tuning.plan),
+            ("scores before", lambda: tuning.score("before")),
+            ("learning rate", tuning.search),
+            ("training", tuning.train),
+            ("scores after", lambda: tuning.score("after")),
+            ("adapter", tuning.publish),
+            ("report", tuning.report),
+        ]
+        for number, (name, stage) in enumerate(stages, 1):
+            print(f"\n{number}/{len(stages)}  {name}", flush=True)
+            stage()
+        return tuning.result(time.perf_counter() - begin)
+
+
+class _Tuning:
+    """The stages; each finds what it needs in the folder and the record."""
+
+    def __init__(self, settings: TuneSettings) -> None:
+        self._settings = settings
+        self._record = Record(settings)
+        self._rows = RowFiles(settings.out / "rows", settings.task)
+        self._folder = settings.bundle or settings.out / "bundle"
+
+    def read(self) -> None:
+        """Split and write the rows."""
+        for note in self._record.found("rows", lambda: self._rows.write(self._settings)):
+            print(note)
+
+    def export(self) -> None:
+        """Export, unless a bundle is there."""
+        settings = self._settings
+        if settings.bundle is None and not self._folder.is_dir():
+            self._decide_export()
+            asked = {name: getattr(settings, name) for name in ("target_modules", "adapt_layers", "rank")}
+            decided = {name: self._record.value(name) for name in ("quantize", "sequence_length")}
+            run_verb("export", *flags_of({"model": settings.model, "out": self._folder, **asked, **decided}))
+        print(f"bundle {open_bundle(self._folder).folder}")
+
+    def _decide_export(self) -> None:
+        from server_export.model.tokenization import load_tokenizer, on_device
+
+        settings, model = self._settings, str(self._settings.model)
+        estimated = estimate(EstimateConfig(model=model))
+        self._decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
+        contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
+
+        def measure() -> int:
+            tokenizer = on_device(load_tokenizer(model), "auto", estimated.vocabulary_size)
+            return self._rows.longest(tokenizer, contract)
+
+        longest = self._record.found("longest", measure)
+        self._decide(
+            "sequence_length",
+            settings.sequence_length,
+            lambda: decisions.sequence_length(longest, estimated.positions),
+        )
+
+    def plan(self) -> None:
+        """Decide how runs of the bundle go."""
+        settings, record, bundle = self._settings, self._record, open_bundle(self._folder)
+
+        def measure() -> dict[str, Any]:
+            return asdict(self._rows.facts(bundle_tokenizer(bundle), bundle.score_contract))
+
+        facts = RowFacts(**record.found("facts", measure))
+        self._decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
+        self._decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
+        batch = record.value("batch_size")
+        if record.value("rows_of_a_call") is None:
+            record.decide(*self._fitting(bundle, facts, batch))
+        self._decide("steps", settings.steps, lambda: decisions.steps(facts, batch))
+        if settings.minutes is not None and record.value("learning_rate") is None:
+            self._bound_steps(settings.minutes)
+        for each in record.decisions:
+            print(f"{each.name:<16} {each.value!s:<12} {each.why}")
+
+    def _fitting(self, bundle: Bundle, facts: RowFacts, batch: int) -> list[Decision]:
+        """Rows of a call and weights that stay loaded, by the bundle's own outline."""
+        manifest, chain, kind = bundle.manifest, bundle.chain, KINDS[self._record.value("estimator")]
+        outline = Outline.from_json(manifest["outline"], chain)
+        sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
+        loaded = chain.loaded_bytes(sizes.__getitem__)
+        scheme = str((manifest.get("quantization") or {}).get("scheme", "fp32"))
+        is_int8 = sizes[chain.blocks[0].weights] < 4 * outline.table_numbers
+        weights = replace(weights_of(outline, scheme, is_int8, chain.roles), largest=max(loaded))
+        length = min(facts.longest, chain.bounds.tokens)
+        queries, copies = 4 * (kind == "tangent"), 8 if kind == "stack" else 1
+
+        def needed(rows: int, memory: int | None) -> int:
+            contract = chain.contract(kind, rows, copies=copies, queries=queries, length=length)
+            return run_memory(outline, contract, weights, chain.roles, "native", memory).total
+
+        return decisions.fitting(self._settings.memory, batch, facts.widest, needed, sum(loaded), max(loaded))
+
+    def _bound_steps(self, minutes: float) -> None:
+        """Fewer steps where the minutes ask for that, by the time that a few take."""
+        most = next(each for each in self._record.decisions if each.name == "steps")
+        summary = self._run("search/pilot", steps=min(_PILOT_STEPS, most.value), quiet=True)
+        searched = self._settings.learning_rate is None and self._rows.dev is not None
+        seconds = summary["train"]["seconds"] / summary["train"]["steps"]
+        self._record.decide(decisions.steps_in(minutes, seconds, most, searched))
+
+    def score(self, name: str) -> None:
+        """Score the test rows, or the development rows, before or after."""
+        path, rows = self._settings.out / f"{name}.json", self._rows.test or self._rows.dev
+        if rows is None:
+            print("there are no rows to score")
+        elif name == "before" and open_bundle(self._folder).contract.is_encoder:
+            print("an encoder has no classes before it has learnt some")
+        elif not path.is_file():
+            adapter = self._settings.out / "run" if name == "after" else None
+            words = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
+            partial = path.with_suffix(".partial")
+            run_verb("eval", *flags_of({**words, "threads": self._settings.threads, "json": partial}))
+            partial.rename(path)
+
+    def search(self) -> None:
+        """Find the learning rate."""
+        rates = decisions.RATES[self._record.value("estimator")]
+
+        def best() -> Decision:
+            if self._rows.dev is None:
+                return Decision("learning_rate", rates[1], "there are no development rows to choose by")
+            return decisions.best_rate(search_rates(self._trial, rates, self._record.value("steps")))
+
+        self._decide("learning_rate", self._settings.learning_rate, best)
+        print(f"learning rate {self._record.value('learning_rate'):g}")
+
+    def _trial(self, rate: float, steps: int) -> float:
+        """Loss of development rows after a short run; infinite if it diverged."""
+        name = f"search/{rate:.4g}-{steps}"
+        summary = self._run(name, learning_rate=rate, steps=steps, evaluate_every=steps, quiet=True)
+        found = summary["train"]["last_evaluation"] or {}
+        is_whole = summary["run"]["status"] == "completed" and found.get("step") == steps
+        loss = float(found["loss"]) if is_whole and found["loss"] is not None else math.inf
+        print(f"  {rate:<8.4g} {steps:>5} steps   loss of development rows {loss:.4g}", flush=True)
+        return loss
+
+    def train(self) -> None:
+        """The final run."""
+        count, rate = self._record.value("steps"), self._record.value("learning_rate")
+        every = decisions.evaluate_every(count)
+        bundle = open_bundle(self._folder)
+        prompts = None
+        if DECODE in bundle.chain.roles and self._rows.are_texts:
+            prompts = self._rows.write_prompts(bundle_tokenizer(bundle))
+        summary = self._run(
+            "run",
+            learning_rate=rate,
+            steps=count,
+            evaluate_every=every,
+            checkpoint_every=every,
+            sample_prompts=prompts,
+            sample_every=None if prompts is None else 0,
+        )
+        if summary["run"]["status"] == "diverged":
+            raise PrgeError("the final run diverged", remedy=f"give a --learning-rate below {rate:g}")
+
+    def _run(self, name: str, **settings: Any) -> dict[str, Any]:
+        """A run, begun or gone on with; returns its summary, also where it diverged."""
+        folder = self._settings.out / name
+        summary, journal = folder / SUMMARY, folder / JOURNAL
+        if _status(summary) not in _ENDED:
+            words: list[object] = ["run", "--resume", folder]
+            if not journal.is_file() or not journal.stat().st_size:
+                words = ["run", *flags_of({**self._shared(), **settings, "out": folder})]
+            try:
+                run_verb(*words, quiet=bool(settings.get("quiet")))
+            except PrgeError:
+                if _status(summary) != "diverged":
+                    raise
+        return json_of(summary)
+
+    def _shared(self) -> dict[str, Any]:
+        """Settings of every run."""
+        value, rows = self._record.value, self._rows
+        batch, of_a_call = value("batch_size"), value("rows_of_a_call")
+        facts = RowFacts(**self._record.known("facts"))
+        return {
+            "bundle": self._folder,
+            "train": rows.train,
+            "dev": rows.dev,
+            "task": self._settings.task,
+            "dev_limit": None if rows.dev is None else _DEV_ROWS,
+            "estimator": value("estimator"),
+            "batch_size": of_a_call * facts.widest,
+            "calls": batch // of_a_call,
+            "memory": value("weights_memory"),
+            "schedule": "cosine",
+            # Of few development rows a metric is often the same.
+            "select": "loss",
+            "seed": self._settings.seed,
+            "threads": self._settings.threads,
+            "evaluate_every": 0,
+        }
+
+    def publish(self) -> None:
+        """Write the PEFT folder."""
+        out = self._settings.out / "adapter"
+        if not out.is_dir():
+            words = flags_of({"bundle": self._folder, "model": self._settings.model, "out": out})
+            run_verb("publish", self._settings.out / "run", *words)
+
+    def report(self) -> None:
+        """Write the report."""
+        run_verb("report", self._settings.out / "run", "--out", self._settings.out / "report.html")
+
+    def result(self, seconds: float) -> dict[str, Any]:
+        """Scores, decisions, memory and seconds."""
+        out = self._settings.out
+        runs = [json_of(path) for path in (*out.glob("search/*/run.json"), out / "run" / SUMMARY)]
+        peaks = [run["train"]["memory"].get("peak_bytes") for run in runs]
+        scores = {name: out / f"{name}.json" for name in ("before", "after")}
+        return {
+            **{f"score_{name}": json_of(path) if path.is_file() else None for name, path in scores.items()},
+            "scored_rows": "test" if self._rows.test else "dev",
+            "chosen": {each.name: {"value": each.value, "why": each.why} for each in self._record.decisions},
+            "peak_mb": max(filter(None, peaks), default=0) / 1e6 or None,
+            "seconds": seconds,
+            "final_step": runs[-1]["train"].get("final_step"),
+            "bundle": str(self._folder),
+            "samples": runs[-1]["train"].get("samples"),
+        }
+
+    def _decide(self, name: str, given: Any, make: Callable[[], Decision]) -> None:
+        """Note what the user gave, or what is decided, unless the record has it."""
+        if self._record.value(name) is None:
+            self._record.decide(make() if given is None else Decision(name, given, "given"))
+
+
+def _best_estimator(bundle: Bundle) -> Decision:
+    fitting = [name for name, kind in KINDS.items() if ROLE_OF[kind] in bundle.chain.roles]
+    why = "backpropagation needs the fewest rows" if fitting[0] == "exact" else "of the bundle's, the best"
+    return Decision("estimator", fitting[0], why)
+
+
+def _status(summary: Path) -> str | None:
+    try:
+        return str(json_of(summary)["run"]["status"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

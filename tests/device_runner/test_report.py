@@ -1,0 +1,179 @@
+"""`prge report`: one page for runs of any kind and end, from which nothing of the rows breaks out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.report import main
+from prge.errors import ConfigError, RunError
+from prge.run_folder import run_lock
+from tests.device_runner.reporting.run_folders import write_run
+from tests.pages import Page, check_widths
+
+EVIL = "</p><script>alert(1)</script><img src=x onerror=alert(1)> \u202e & \"quoted\" 'single'"
+
+
+def report(*runs: Path) -> str:
+    out = runs[0].parent / "report.html"
+    assert main([*map(str, runs), "--out", str(out)]) == 0
+    return out.read_text(encoding="utf-8")
+
+
+def table(page: Page, header: str) -> list[list[str]]:
+    return next(rows for rows in page.tables if rows[0][0] == header)
+
+
+def facts(page: Page) -> dict[str, str]:
+    return {row[0]: row[1] for rows in page.tables if rows[0] == ["fact", "value"] for row in rows[1:]}
+
+
+def edit(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text())
+    for block, values in changes.items():
+        content[block] |= values
+    path.write_text(json.dumps(content))
+
+
+def test_it_begins_with_what_came_out(tmp_path: Path) -> None:
+    text = report(write_run(tmp_path / "first"))
+    page = Page(text)
+    assert page.headings[0] == "Run first"
+    assert "It took all of its steps. 40 of 40 steps in 20 s." in text
+    assert (
+        "Perplexity on development rows: 60 before, 41.5 at best, after step 20, which is in final/." in text
+    )
+    assert table(page, "development rows") == [
+        ["development rows", "in final/", "step", "loss", "perplexity"],
+        ["before", "–", "0", "6", "60"],
+        ["best", "yes", "20", "4.15", "41.5"],
+        ["last", "–", "40", "4.425", "44.25"],
+    ]
+
+
+def test_it_tells_samples_costs_data_and_settings(tmp_path: Path) -> None:
+    text = report(write_run(tmp_path / "run"))
+    page = Page(text)
+    assert text.index(" upon a time 0<") < text.index(" upon a time 20<")
+    assert (
+        facts(page).items()
+        >= {
+            "peak memory of the process": "123 MB",
+            "speed": "100 tokens of rows a second",
+            "frozen weights": "8da4w",
+            "estimator": "exact",
+            "model content": "ab" * 32,
+            "adapter": str(tmp_path / "run" / "final"),
+        }.items()
+    )
+    assert "backpropagation" in text
+    assert table(page, "part")[1] == ["training", "rows.jsonl", "30", "31", "900", "870", "64", "12"]
+    assert "training rows: ends cut off, not learnt: 2" in text
+    changed = {row[0]: row[1:] for row in table(page, "setting")[1:]}
+    assert changed["learning_rate"] == ["0.01", "0.001"]
+    assert "seed" not in changed
+
+
+def test_the_commands_that_come_next_are_for_this_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "my run")
+    text = report(run)
+    assert f"prge eval --bundle /some/bundle --adapter &#x27;{run}&#x27; --data TEST_ROWS" in text
+    assert "prge generate" in text and "prge publish" in text
+    edit(run / "run.json", run={"roles": ["back"]})
+    assert "prge generate" not in report(run)
+
+
+def test_curves_are_drawn_inside_the_page(tmp_path: Path) -> None:
+    text = report(write_run(tmp_path / "run"))
+    assert text.count("<svg ") == 2
+    assert "perplexity against steps" in text and "accuracy" not in text
+    assert all(
+        f"{scheme}://" not in text.replace("http://www.w3.org/2000/svg", "") for scheme in ("http", "https")
+    )
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+
+
+@pytest.mark.parametrize(
+    "ending", ["killed", "interrupted", "diverged", "no summary", "before its first step"]
+)
+def test_a_run_without_a_result_has_a_report_too(tmp_path: Path, ending: str) -> None:
+    status = ending if ending in ("interrupted", "diverged") else "running"
+    run = write_run(tmp_path / "run", status, steps=30)
+    if ending == "no summary":
+        (run / "run.json").unlink()
+    if ending == "before its first step":
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            (run / name).unlink()
+    text = report(run)
+    expected = {"interrupted": "It was interrupted", "diverged": "It diverged"}.get(ending, "It was killed")
+    assert expected in text
+    assert f"prge run --resume {run}" in text
+    assert "prge publish" not in text
+
+
+def test_a_run_that_goes_on_is_told_as_that(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "running", steps=30)
+    with run_lock(run):
+        text = report(run)
+    assert "It is running. 30 of 40 steps" in text and "--resume" not in text
+
+
+def test_decisions_are_told_where_somebody_made_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert "What was chosen" not in report(run)
+    decisions = [{"name": "learning rate", "value": 0.003, "why": "best of 4"}, "no decision"]
+    (tmp_path / "tune.json").write_text(json.dumps({"decisions": decisions}))
+    assert table(Page(report(run)), "decision")[1:] == [["learning rate", "0.003", "best of 4"]]
+    (run / "tune.json").write_text("[")
+    text = report(run)
+    assert "tune.json can&#x27;t be read: not JSON" in text and "best of 4" in text
+
+
+def test_texts_of_strangers_stay_texts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run <b>", data={"train": {"notes": {EVIL: 1}}}, rows=EVIL)
+    edit(run / "run.json", run={"model": {"name_or_path": EVIL}, "status": EVIL}, meta={"platform": EVIL})
+    with (run / "samples.jsonl").open("a") as stream:
+        for prompt in (EVIL, [{"role": EVIL, "content": EVIL}], {"odd": [EVIL]}):
+            stream.write(json.dumps({"step": 0, "prompt": prompt, "text": EVIL}) + "\n")
+    (run / "config.yaml").write_text(json.dumps({EVIL: EVIL, "train": EVIL, "bundle": EVIL, "steps": EVIL}))
+    (run / "tune.json").write_text(json.dumps({"decisions": [{"name": EVIL, "value": [EVIL], "why": EVIL}]}))
+    page = Page(report(run))
+    assert page.names & {"script", "img", "b", "iframe", "link", "object"} == set()
+    assert page.links == []
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.yaml", "tune.json"])
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"run": 3, "train": [], "decisions": 7}', "\xff"])
+def test_a_damaged_file_takes_nothing_but_itself_along(tmp_path: Path, name: str, content: str) -> None:
+    run = write_run(tmp_path / "run")
+    (run / name).write_text(content, encoding="latin-1")
+    assert "60 before, 41.5 at best" in report(run)
+
+
+def test_several_runs_are_compared_and_then_told_one_by_one(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("first", "second")]
+    text = report(*runs)
+    page = Page(text)
+    assert page.headings[:3] == ["2 runs", "Run first", "Run second"]
+    assert [row[0] for row in table(page, "run")[1:]] == ["first", "second"]
+    assert text.count("<svg ") == 5
+
+
+def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert report(run) == report(run)
+
+
+def test_neither_the_page_nor_a_table_scrolls_sideways(tmp_path: Path) -> None:
+    run = write_run(tmp_path / ("a-long-name-of-a-folder" * 5))
+    check_widths(report(run, write_run(tmp_path / "other", "running")), tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is no run"):
+        main([str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"must end in \.html"):
+        main([str(tmp_path), "--out", "report.pdf"])

@@ -1,0 +1,163 @@
+"""What a user names as rows: files, folders, data sets of the hub."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prge.bundle import file_sha256
+from prge.errors import ConfigError, DataError
+from prge.rows.readers import Row
+from prge.rows.sources import is_hub_name, parse_columns, read_source, rows_file, source_sha256
+
+Write = Callable[[str, "str | bytes"], Path]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_file(write: Write) -> None:
+    path = write("a.jsonl", '{"text": "one"}\n')
+    source = read_source(path)
+    assert source.rows == [Row(1, {"text": "one"})]
+    assert (source.name, source.sha256) == (str(path), file_sha256(path))
+    assert source_sha256(path, "train") == source.sha256
+
+
+def test_a_folder_has_a_file_for_each_part(write: Write) -> None:
+    for name in ("train.jsonl", "valid.jsonl"):
+        write(name, f'{{"text": "{name}"}}\n')
+    folder = write("test.csv", "text\ntest.csv\n").parent
+    for part, name in (("train", "train.jsonl"), ("dev", "valid.jsonl"), ("test", "test.csv")):
+        source = read_source(folder, part)  # type: ignore[arg-type]
+        assert source.rows == [Row(1, {"text": name})]
+        assert source.name == str(folder / name)
+
+
+@pytest.mark.parametrize("name", ["valid.json", "validation.tsv", "dev.csv", "val.parquet"])
+def test_names_of_development_rows(write: Write, name: str) -> None:
+    path = write(name, "")
+    assert rows_file(path.parent, "dev") == path
+
+
+def test_a_folder_with_none_or_several_is_told(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)one file of test rows, test with one of .jsonl.*it has none"):
+        read_source(tmp_path, "test")
+    write("dev.jsonl", "")
+    write("valid.jsonl", "")
+    with pytest.raises(DataError, match=r"it has valid.jsonl, dev.jsonl"):
+        read_source(tmp_path, "dev")
+
+
+def test_columns_are_renamed(write: Write) -> None:
+    path = write("a.jsonl", '{"question": "q", "answer": "a", "prompt": "p"}\n')
+    source = read_source(path, columns=["prompt=question", "completion=answer"])
+    assert source.rows == [Row(1, {"prompt": "q", "completion": "a"})]
+    assert source.renamed == {"prompt": "question", "completion": "answer"}
+
+
+def test_a_column_that_is_not_there_is_told(write: Write) -> None:
+    path = write("a.jsonl", '{"question": "q"}\n')
+    with pytest.raises(DataError, match=r"(?s)no row has the column 'query'.*its columns are question"):
+        read_source(path, columns=["prompt=query"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["prompt"], "'prompt' is no pair of columns"),
+        (["=a"], "'=a' is no pair"),
+        (["a=b", "a=c"], "'a' is a name twice"),
+        (["a=c", "b=c"], "'c' is a column twice"),
+    ],
+)
+def test_words_that_name_no_columns(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_columns(words)
+    assert parse_columns(["a=b=c"]) == {"a": "b=c"}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("imdb", True),
+        ("nyu-mll/glue:sst2", True),
+        ("rows.jsonl", False),
+        ("data/rows.parquet", False),
+        ("../glue", False),
+        ("/data/glue", False),
+        ("a/b/c", False),
+    ],
+)
+def test_names_of_data_sets(name: str, is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name(Path(name)) is is_one
+    if is_one and ":" not in name:
+        Path(name).mkdir(parents=True)
+        assert not is_hub_name(Path(name))
+
+
+def test_a_data_set_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"(?s)no such file or folder.*package datasets.*prge\[data\]"):
+        read_source("nobody/nothing")
+
+
+# What the hub's library is asked, where it isn't installed; huggingface_hub is.
+STAND_IN = """
+class DownloadConfig:
+    def __init__(self, max_retries):
+        assert max_retries == 0
+
+def get_dataset_split_names(name, configuration, download_config):
+    return ["train", "validation"]
+
+def load_dataset(name, configuration, split, download_config):
+    return [{"sentence": f"{name} {configuration} {split}", "label": 1}]
+"""
+
+
+def ask(tmp_path: Path, code: str, **environment: str) -> tuple[str, float]:
+    """What a process with the stand-in for `datasets` prints, and its seconds."""
+    (tmp_path / "datasets.py").write_text(STAND_IN)
+    code = f"from prge.errors import DataError\nfrom prge.rows.sources import read_source\n{code}"
+    paths = f"{tmp_path}:{ROOT}"
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **environment},
+        check=True,
+    )
+    return done.stdout, time.perf_counter() - begin
+
+
+TELL = """
+try:
+    read_source("nyu-mll/glue:sst2", "{part}")
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    told, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
+    assert "no such data set could be had" in told and "HF_HUB_OFFLINE=1" in told
+    assert seconds < 15
+
+
+def test_offline_nothing_but_the_cache_is_asked(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    code = "source = read_source('nyu-mll/glue:sst2', 'dev')\nprint(source.name, source.rows)"
+    told, _ = ask(tmp_path, code, **offline)
+    assert told.startswith("nyu-mll/glue:sst2 (validation) [Row(number=1")
+    assert "nyu-mll/glue sst2 validation" in told
+    told, _ = ask(tmp_path, TELL.format(part="test"), **offline)
+    assert "it has no test rows: its splits are train, validation" in told

@@ -1,0 +1,110 @@
+"""Decisions of a tuning, as tables of cases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prge.errors import ConfigError
+from server_export.tune import decisions
+from server_export.tune.decisions import Decision, RowFacts
+
+
+def facts(rows: int = 100, longest: int = 60, widest: int = 1) -> RowFacts:
+    return RowFacts(rows, longest, widest)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scheme"), [(900_000, "fp32"), (49_999_999, "fp32"), (135_000_000, "8da4w")]
+)
+def test_weights_of_a_small_model_stay_whole(parameters: int, scheme: str) -> None:
+    assert decisions.scheme(parameters).value == scheme
+
+
+@pytest.mark.parametrize(
+    ("longest", "positions", "length"),
+    [
+        (1, 512, 64),
+        (64, 512, 64),
+        (65, 512, 128),
+        (500, 512, 512),
+        (100_000, 512, 512),
+        (100_000, None, 100_032),
+    ],
+)
+def test_the_longest_row_fits_where_the_model_has_the_positions(
+    longest: int, positions: int | None, length: int
+) -> None:
+    assert decisions.sequence_length(longest, positions).value == length
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(3, 1), (10, 2), (40, 4), (999, 8), (67_000, 16)])
+def test_a_step_has_more_rows_where_there_are_more(rows: int, batch: int) -> None:
+    assert decisions.batch_size(facts(rows)).value == batch
+
+
+@given(st.integers(1, 10**6))
+def test_steps_read_each_row_a_few_times_and_no_more_than_is_usual(rows: int) -> None:
+    batch = decisions.batch_size(facts(rows)).value
+    read = batch * decisions.steps(facts(rows), batch).value
+    assert rows <= read or read >= 24_000
+    assert read <= max(24_000, 40 * rows) + batch
+
+
+@pytest.mark.parametrize(
+    ("minutes", "searched", "expected"), [(1, False, 60), (1, True, 27), (100, True, 500), (0.001, False, 1)]
+)
+def test_minutes_bound_steps_and_count_the_search(minutes: float, searched: bool, expected: int) -> None:
+    assert decisions.steps_in(minutes, 1.0, Decision("steps", 500, ""), searched).value == expected
+
+
+def needed(rest: int, of_a_row: int, blocks: int) -> Callable[[int, int | None], int]:
+    """Bytes of a run: what all take, what a row takes, and the weights that are loaded."""
+    return lambda rows, memory: rest + of_a_row * rows + (blocks if memory is None else min(memory, blocks))
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "widest", "expected"),
+    [
+        (None, 8, 1, [4]),
+        (None, 6, 1, [2]),
+        (None, 8, 2, [2]),
+        (None, 8, 9, [1]),
+        (2_000, 8, 1, [4]),  # 100 + 4 x 100 + 1,000
+        (1_600, 8, 1, [2]),
+        (900, 8, 1, [4, 265]),  # weights are mapped rather than rows computed one by one
+        (500, 8, 1, [2, 125]),
+    ],
+)
+def test_rows_of_a_call_and_loaded_weights_fit_into_memory(
+    limit: int | None, rows: int, widest: int, expected: list[int]
+) -> None:
+    found = decisions.fitting(limit, rows, widest, needed(100, 100, 1_000), 1_000, 100)
+    assert [each.value for each in found] == expected
+
+
+@given(st.integers(300, 5_000), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 6))
+def test_what_is_chosen_takes_no_more_than_the_limit(limit: int, rows: int, widest: int) -> None:
+    take = needed(50, 20, 900)
+    found = {each.name: each.value for each in decisions.fitting(limit, rows, widest, take, 900, 60)}
+    assert take(found["rows_of_a_call"] * widest, found.get("weights_memory")) <= limit
+    assert rows % found["rows_of_a_call"] == 0
+
+
+def test_too_little_memory_names_the_least() -> None:
+    with pytest.raises(ConfigError, match="the least that a run of this model needs is"):
+        decisions.fitting(200, 8, 1, needed(100, 100, 1_000), 1_000, 100)
+
+
+def test_the_best_rate_is_that_of_the_longest_trials() -> None:
+    trials = [(0.001, 10, 2.0), (0.01, 10, 1.0), (0.001, 30, 0.9), (0.01, 30, 1.1)]
+    assert decisions.best_rate(trials).value == 0.001
+
+
+def test_rates_that_all_diverge_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"all runs diverged: 0\.001, 0\.01"):
+        decisions.best_rate([(0.001, 10, math.inf), (0.01, 10, math.inf)])

@@ -1,0 +1,56 @@
+"""The search for a learning rate, on losses that are known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from server_export.tune.rates import search_rates
+
+GRID = (1e-3, 3e-3, 1e-2)
+
+
+class Losses:
+    """A loss that is least at a rate, on a logarithmic scale, and diverges above another."""
+
+    def __init__(self, best: float, diverges_at: float = math.inf) -> None:
+        self.best, self.diverges_at = best, diverges_at
+        self.asked: list[tuple[float, int]] = []
+
+    def __call__(self, rate: float, steps: int) -> float:
+        self.asked.append((round(rate, 6), steps))
+        return math.inf if rate >= self.diverges_at else abs(math.log(rate / self.best)) + 1 / steps
+
+
+def test_all_rates_run_shortly_and_the_best_two_longer() -> None:
+    losses = Losses(3e-3)
+    trials = search_rates(losses, GRID, 240)
+    assert losses.asked == [(0.001, 20), (0.003, 20), (0.01, 20), (0.003, 60), (0.001, 60)]
+    assert [(round(rate, 6), steps) for rate, steps, _ in trials] == losses.asked
+
+
+@pytest.mark.parametrize(("best", "beyond"), [(0.03, 0.03), (3e-4, 1e-3 / 3)])
+def test_a_best_rate_at_the_end_of_the_grid_asks_for_one_beyond(best: float, beyond: float) -> None:
+    losses = Losses(best)
+    search_rates(losses, GRID, 240)
+    assert round(beyond, 6) in [rate for rate, _ in losses.asked]
+
+
+def test_the_search_ends_where_rates_only_get_better() -> None:
+    losses = Losses(1e6)
+    search_rates(losses, GRID, 240)
+    assert len(losses.asked) == len(GRID) + 2 + 2
+
+
+def test_diverging_rates_are_left_and_smaller_ones_tried() -> None:
+    losses = Losses(1e-4, diverges_at=1e-3)
+    trials = search_rates(losses, GRID, 240)
+    assert min(rate for rate, _, _ in trials) < 2e-4
+    assert all(math.isfinite(loss) for _, steps, loss in trials if steps == 60)
+
+
+def test_a_run_of_few_steps_is_its_own_search() -> None:
+    losses = Losses(3e-3)
+    search_rates(losses, GRID, 5)
+    assert losses.asked == [(0.001, 5), (0.003, 5), (0.01, 5)]
