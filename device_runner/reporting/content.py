@@ -193,7 +193,7 @@ def _prompt_text(prompt: Any) -> str:
 
 def _decisions(run: RunFacts, level: int) -> Iterator[Block]:
     if run.decisions:
-        rows = tuple((each.decision, each.value, each.why) for each in run.decisions)
+        rows = tuple((each.name, each.value, each.why) for each in run.decisions)
         yield Heading("What was chosen, and why", level)
         yield Table(("decision", "value", "why"), rows, labels=3)
 

@@ -11,17 +11,24 @@ from device_runner.session.samples import read_samples
 from prge.curves import SCORES
 from prge.documents import DocumentError, read_json, read_yaml
 from prge.errors import RunError
-from prge.run_folder import CONFIG, JOURNAL, METRICS, SAMPLES, SUMMARY, Record, is_held, read_metrics
-
-# What `prge tune` decided: a list of {decision, value, why}, in the run folder or beside it.
-DECISIONS = "tune.json"
+from prge.run_folder import (
+    CONFIG,
+    DECISIONS,
+    JOURNAL,
+    METRICS,
+    SAMPLES,
+    SUMMARY,
+    Record,
+    is_held,
+    read_metrics,
+)
 
 
 @dataclass(frozen=True)
 class Decision:
     """What was chosen for the user, and why."""
 
-    decision: str
+    name: str
     value: str
     why: str
 
@@ -137,10 +144,10 @@ def _decisions(folder: Path, problems: list[str]) -> list[Decision]:
         content = _document(place / DECISIONS, problems)
         if content is None:
             continue
-        listed = mapping(content).get("chosen", content)
+        listed = mapping(content).get("decisions")
         entries = listed if isinstance(listed, list) else []
         return [
-            Decision(*(_words(entry.get(name)) for name in ("decision", "value", "why")))
+            Decision(*(_words(entry.get(name)) for name in ("name", "value", "why")))
             for entry in entries
             if isinstance(entry, Mapping)
         ]

@@ -95,7 +95,12 @@ class RowFiles:
     def facts(self, tokenizer: Tokenizer, contract: Contract) -> RowFacts:
         """Measure the training rows as a run of the contract takes them; raises as above."""
         examples, _ = build_examples(
-            read_rows(self.train), tokenizer, contract, self._task(), BuildOptions("auto")
+            read_rows(self.train),
+            tokenizer,
+            contract,
+            self._task(),
+            BuildOptions("auto"),
+            source=str(self.train),
         )
         return RowFacts(
             len(examples),

@@ -124,8 +124,8 @@ def test_a_run_that_goes_on_is_told_as_that(tmp_path: Path) -> None:
 def test_decisions_are_told_where_somebody_made_them(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert "What was chosen" not in report(run)
-    decisions = [{"decision": "learning rate", "value": 0.003, "why": "best of 4"}, "no decision"]
-    (tmp_path / "tune.json").write_text(json.dumps(decisions))
+    decisions = [{"name": "learning rate", "value": 0.003, "why": "best of 4"}, "no decision"]
+    (tmp_path / "tune.json").write_text(json.dumps({"decisions": decisions}))
     assert table(Page(report(run)), "decision")[1:] == [["learning rate", "0.003", "best of 4"]]
     (run / "tune.json").write_text("[")
     text = report(run)
@@ -139,14 +139,14 @@ def test_texts_of_strangers_stay_texts(tmp_path: Path) -> None:
         for prompt in (EVIL, [{"role": EVIL, "content": EVIL}], {"odd": [EVIL]}):
             stream.write(json.dumps({"step": 0, "prompt": prompt, "text": EVIL}) + "\n")
     (run / "config.yaml").write_text(json.dumps({EVIL: EVIL, "train": EVIL, "bundle": EVIL, "steps": EVIL}))
-    (run / "tune.json").write_text(json.dumps([{"decision": EVIL, "value": [EVIL], "why": EVIL}]))
+    (run / "tune.json").write_text(json.dumps({"decisions": [{"name": EVIL, "value": [EVIL], "why": EVIL}]}))
     page = Page(report(run))
     assert page.names & {"script", "img", "b", "iframe", "link", "object"} == set()
     assert page.links == []
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.yaml", "tune.json"])
-@pytest.mark.parametrize("content", ["", "[1]", "{", '{"run": 3, "train": [], "chosen": 7}', "\xff"])
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"run": 3, "train": [], "decisions": 7}', "\xff"])
 def test_a_damaged_file_takes_nothing_but_itself_along(tmp_path: Path, name: str, content: str) -> None:
     run = write_run(tmp_path / "run")
     (run / name).write_text(content, encoding="latin-1")
