@@ -38,6 +38,8 @@ PREFIX = "base_model.model."
 # Between the name of a folder's model and the hash of its files, in `base_model_name_or_path`.
 HASH_MARK = "@sha256:"
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# Of expressions; names of modules have dots, which stand for themselves here.
+_EXPRESSION_SIGNS = frozenset("*+?|()[]{}^$\\")
 # Every other initialization of LoRA also changes the base weights.
 _PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
 
@@ -47,6 +49,7 @@ class PeftAdapter:
     """A plain LoRA adapter as PEFT stores it, of any model.
 
     `lora_a` [rank, in] and `lora_b` [out, rank] are float32 by module name and not scaled by alpha / rank.
+    A module has the rank of its matrices, which may be another than its neighbour's.
     """
 
     config: Mapping[str, Any]
@@ -55,18 +58,21 @@ class PeftAdapter:
 
     @property
     def rank(self) -> int:
-        """Rank of all modules."""
+        """Rank of the modules that `rank_pattern` doesn't name."""
         return int(self.config["r"])
 
     @property
     def alpha(self) -> float:
-        """What PEFT calls `lora_alpha`."""
+        """What PEFT calls `lora_alpha`: that of the modules that `alpha_pattern` doesn't name."""
         return float(self.config["lora_alpha"])
 
-    @property
-    def scale(self) -> float:
-        """alpha / rank."""
-        return self.alpha / self.rank
+    def alpha_of(self, module: str) -> float:
+        """Alpha of a module."""
+        return float(_of_module(self.config, "alpha_pattern", module, self.alpha))
+
+    def scale_of(self, module: str) -> float:
+        """alpha / rank of a module."""
+        return self.alpha_of(module) / len(self.lora_a[module])
 
     @property
     def target_modules(self) -> str | list[str]:
@@ -78,7 +84,7 @@ class PeftAdapter:
     def modules(self) -> tuple[AdaptedModule, ...]:
         """The layers that it adapts, in alphabetical order."""
         return tuple(
-            AdaptedModule(name, self.rank, lora_a.shape[1], self.lora_b[name].shape[0])
+            AdaptedModule(name, lora_a.shape[0], lora_a.shape[1], self.lora_b[name].shape[0])
             for name, lora_a in self.lora_a.items()
         )
 
@@ -139,7 +145,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
         else:
             problems.append(f"{name} is neither lora_A nor lora_B of a linear layer")
     lora_a, lora_b = matrices.values()
-    problems += _pair_problems(int(config["r"]), lora_a, lora_b)
+    problems += _pair_problems(config, lora_a, lora_b)
     if problems:
         raise AdapterError(f"the adapter {folder} can't be used:", problems)
     return PeftAdapter(config, lora_a, lora_b)
@@ -178,20 +184,19 @@ def read_peft(
     folder = Path(folder)
     config = read_config(folder)
     _check_hashes(folder)
-    problems = _variant_problems(config)
-    ranks = sorted({module.rank for module in modules})
-    if config.get("r") not in ranks:
-        problems.append(f"{CONFIG} has rank r = {shown(config.get('r'))}, the bundle has {ranks}")
+    problems = _variant_problems(config) + (_number_problems(config) or _rank_problems(config, modules))
     frozen: Mapping[str, Array] = {}
     if template_folder is not None:
         template = Path(template_folder)
-        expected = read_config(template).get("lora_alpha")
-        if config.get("lora_alpha") != expected:
-            problems.append(
-                f"{CONFIG} has lora_alpha {shown(config.get('lora_alpha'))}, the bundle was exported with "
-                f"{shown(expected)}"
-            )
-        problems += _base_problems(config, read_config(template))
+        expected = read_config(template)
+        problems += [
+            f"{CONFIG} has {name} {shown(config.get(name))}, the bundle was exported with "
+            f"{shown(expected.get(name))}"
+            for name in ("lora_alpha", "alpha_pattern")
+            # PEFT writes a pattern without entries.
+            if (config.get(name) or None) != (expected.get(name) or None)
+        ]
+        problems += _base_problems(config, expected)
         frozen = read_arrays(template / WEIGHTS)
     others: list[str] = []
     with _open_weights(folder / WEIGHTS) as weights:
@@ -249,11 +254,10 @@ def read_any(folder: Path | str, modules: Sequence[AdaptedModule], template_fold
         problems.append(
             f"it adapts {len(strangers)} modules that the bundle doesn't, the first is {strangers[0]}"
         )
-    rank = min(module.rank for module in modules)
-    if found.rank > rank:
-        problems.append(f"{CONFIG} has rank r = {found.rank}, the bundle has {rank}")
     for module in found.modules:
         wanted = known.get(module.name, module)
+        if module.rank > wanted.rank:
+            problems.append(f"{module.name} has rank {module.rank}, the bundle has {wanted.rank}")
         sizes, expected = ((each.in_features, each.out_features) for each in (module, wanted))
         if sizes != expected:
             problems.append(f"{module.name} is a layer from {sizes[0]} to {sizes[1]}, not {expected}")
@@ -267,8 +271,9 @@ def read_any(folder: Path | str, modules: Sequence[AdaptedModule], template_fold
     lora_a = {name: np.zeros_like(frozen[name]) for name in known}
     for name, view in adapter.named().items():
         if name in found.lora_a:
-            view[: found.rank] = found.lora_b[name].T
-            lora_a[name][: found.rank] = found.lora_a[name] * np.float32(found.scale)
+            rank = len(found.lora_a[name])
+            view[:rank] = found.lora_b[name].T
+            lora_a[name][:rank] = found.lora_a[name] * np.float32(found.scale_of(name))
     is_own = all(np.array_equal(lora_a[name], frozen[name]) for name in found.lora_a)
     return adapter if is_own else Adapter(adapter.modules, adapter.values, lora_a)
 
@@ -276,7 +281,7 @@ def read_any(folder: Path | str, modules: Sequence[AdaptedModule], template_fold
 def scaled_lora_a(folder: Path | str) -> dict[str, FloatArray]:
     """A PEFT folder's `lora_A` f32 [rank, in] by module name, times alpha / rank; raises AdapterError."""
     found = read_lora(folder)
-    return {name: matrix * np.float32(found.scale) for name, matrix in found.lora_a.items()}
+    return {name: matrix * np.float32(found.scale_of(name)) for name, matrix in found.lora_a.items()}
 
 
 def write_peft(
@@ -438,9 +443,6 @@ def _variant_problems(config: Mapping[str, Any]) -> list[str]:
     for name in ("use_dora", "use_rslora", "use_qalora", "lora_bias", "alora_invocation_tokens"):
         if config.get(name):
             problems.append(f"{name} is set: the bundle computes plain LoRA with the scale alpha / rank")
-    for name in ("rank_pattern", "alpha_pattern"):
-        if config.get(name):
-            problems.append(f"{name} is set: the bundle has one rank and one alpha")
     for name in ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices"):
         if config.get(name):
             problems.append(f"{name} is set: the bundle adapts linear layers only")
@@ -480,10 +482,26 @@ def _number_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"r is {shown(rank)}, must be a whole number of at least 1")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
         problems.append(f"lora_alpha is {shown(alpha)}, must be a number above 0")
+    for name, kind in (("rank_pattern", int), ("alpha_pattern", int | float)):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict) or not all(
+            isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
+            for value in pattern.values()
+        ):
+            problems.append(f"{name} is {shown(pattern)}, must map modules to numbers above 0")
+        elif any(_EXPRESSION_SIGNS.intersection(key) for key in pattern):
+            problems.append(f"{name} is {shown(pattern)}, must have names of modules, no expressions")
     is_names = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
     if not (is_names or isinstance(targets, str)) or not targets:
         problems.append(f"target_modules is {shown(targets)}, must be names or an expression")
     return problems
+
+
+def _of_module(config: Mapping[str, Any], pattern: str, module: str, otherwise: float) -> float:
+    """What a pattern says of a module: of its whole name or the end of it, the first that fits."""
+    values: Mapping[str, float] = config.get(pattern) or {}
+    fits = (value for key, value in values.items() if module == key or module.endswith(f".{key}"))
+    return next(fits, otherwise)
 
 
 def _module_of(name: str) -> tuple[str, str]:
@@ -495,10 +513,21 @@ def _module_of(name: str) -> tuple[str, str]:
     return plain, ""
 
 
+def _rank_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) -> list[str]:
+    """Whether a configuration says other ranks than modules have."""
+    said = {module: _of_module(config, "rank_pattern", module.name, config["r"]) for module in modules}
+    others = [module for module, rank in said.items() if rank != module.rank]
+    return [
+        f"{CONFIG} has rank {said[first]} for {first.name}, the bundle has {first.rank}; {len(others)} of "
+        f"{len(modules)} modules have others"
+        for first in others[:1]
+    ]
+
+
 def _pair_problems(
-    rank: int, lora_a: Mapping[str, FloatArray], lora_b: Mapping[str, FloatArray]
+    config: Mapping[str, Any], lora_a: Mapping[str, FloatArray], lora_b: Mapping[str, FloatArray]
 ) -> list[str]:
-    """Modules with one matrix, or with matrices that aren't of this rank."""
+    """Modules with one matrix, or with matrices that aren't of the rank that the configuration says."""
     problems = [
         f"{module} has only one of lora_A and lora_B" for module in sorted(lora_a.keys() ^ lora_b.keys())
     ]
@@ -506,6 +535,7 @@ def _pair_problems(
         problems += [
             f"{module}.{name} is {list(matrix.shape)}, the adapter says rank {rank}"
             for module, matrix in matrices.items()
+            for rank in [_of_module(config, "rank_pattern", module, config["r"])]
             if matrix.ndim != 2 or matrix.shape[axis] != rank
         ]
     return problems if lora_a else [*problems, "it holds no lora_A"]

@@ -29,6 +29,8 @@ LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 TRUNK_CACHE = "trunk_cache"
+# What `prge tune` decided, beside its run: `decisions` is a list of {name, value, why}.
+DECISIONS = "tune.json"
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "executorch", "torchao", "transformers", "peft")
 

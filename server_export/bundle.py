@@ -33,6 +33,11 @@ def write_adapter(folder: Path, start: StartAdapter) -> None:
         "peft_type": "LORA",
         "r": start.rank,
         "lora_alpha": _integer_if_whole(start.alpha),
+        # PEFT's names for layers of another rank and alpha.
+        "rank_pattern": {name: len(a) for name, a in start.lora_a.items() if len(a) != start.rank},
+        "alpha_pattern": {
+            name: _integer_if_whole(alpha) for name, alpha in start.alphas.items() if alpha != start.alpha
+        },
         "target_modules": targets if isinstance(targets, str) else sorted(targets),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -83,6 +88,7 @@ def _lora_block(config: ExportConfig, start: StartAdapter) -> dict[str, Any]:
         "target_modules": start.target_modules,
         "seed": config.seed if config.adapter is None else None,
         "source": str(config.adapter) if config.adapter is not None else None,
+        "init": config.init if config.adapter is None else None,
     }
 
 

@@ -1,14 +1,14 @@
 """`prge demo`: the whole path on a tiny model that comes with the package, each step a command of its own.
 
-export -> evaluate -> run, killed on the way -> resume -> evaluate -> write -> publish -> a table, a picture
+tune, killed on the way -> resume -> the other two estimators on its bundle -> write -> a table, a picture
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,24 +19,21 @@ from prge.errors import PrgeError, RunError
 from prge.rows.readers import read_rows
 from prge.rows.task import load_task
 from prge.settings import parse_settings
+from server_export.verbs import command_of, flags_of, json_of, run_verb
 
 DATA = Path(__file__).resolve().parent / "demo_data"
-DESCRIPTION = "Export, fine-tune, evaluate and publish a tiny model on this machine, in about two minutes."
+DESCRIPTION = "Tune, compare, evaluate and publish a tiny model on this machine, in about two minutes."
 
-EXPORT = {
-    "target-modules": ["o_proj", "down_proj"],
-    "rank": 8,
-    "alpha": 16,
-    "sequence-length": 32,
-}
-RUN = {"batch-size": 4, "optimizer": "adam", "schedule": "cosine", "evaluate-every": 100}
+MODEL = {"model": DATA / "model", "target_modules": ["o_proj", "down_proj"]}
+RUN = {"batch_size": 4, "optimizer": "adam", "schedule": "cosine", "evaluate_every": 100}
+# On the bundle and beside the run of `prge tune`, which takes exact gradients.
 METHODS: dict[str, dict[str, Any]] = {
-    "p-rge": {"estimator": "antithetic", "queries": 4, "steps": 600, "learning-rate": 0.01},
-    "tangent": {"estimator": "tangent", "queries": 4, "steps": 600, "learning-rate": 0.01},
-    "exact": {"estimator": "exact", "steps": 200, "learning-rate": 0.01},
+    "p-rge": {"estimator": "antithetic", "queries": 4, "steps": 600, "learning_rate": 0.01},
+    "tangent": {"estimator": "tangent", "queries": 4, "steps": 600, "learning_rate": 0.01},
 }
 # Candidates are compared with each other. To write the right one, the model learns it as a text, and its end.
-WRITING = {"estimator": "exact", "steps": 300, "learning-rate": 0.01, "evaluate-every": 0, "sample-every": 0}
+WRITING = {"estimator": "exact", "steps": 300, "learning_rate": 0.01, "evaluate_every": 0, "sample_every": 0}
+_STEPS_BEFORE_THE_KILL = 40
 
 
 @dataclass(frozen=True)
@@ -74,34 +71,32 @@ def demo(settings: DemoSettings) -> dict[str, Any]:
         raise RunError(f"{out} is not empty", remedy="remove it, or give another folder with --out")
     out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    bundle, exact = out / "bundle", out / "exact"
-    task = ["--task", DATA / "task.yaml"]
-    test = ["--bundle", bundle, "--data", DATA / "test.jsonl", *task]
-    _step("1/6  export the model into a bundle")
-    quantize = ["--quantize", settings.quantize]
-    _prge("export", "--model", DATA / "model", "--out", bundle, *_flags(EXPORT), *quantize)
-    _step("2/6  score it on test rows: it has never seen this task")
-    before = _evaluate(out / "before.json", *test)
-    _step("3/6  fine-tune it three times; one process is killed on the way, and its run goes on")
-    data = ["--train", DATA / "train.jsonl", "--dev", DATA / "dev.jsonl", *task]
+    task, tuned = {"task": DATA / "task.yaml"}, out / "tuned"
+    bundle = tuned / "bundle"
+    _step("1/4  tune it with one command; it is killed on the way, and goes on")
+    rows = {"data": DATA / "train.jsonl", "dev": DATA / "dev.jsonl", "test": DATA / "test.jsonl"}
+    shared = {"quantize": settings.quantize, "seed": settings.seed, "out": tuned}
+    _killed_on_the_way(tuned / "run", "tune", *flags_of({**MODEL, **rows, **task, **shared}))
+    run_verb("tune", "--resume", tuned, "--json", out / "tuned.json")
+    found = json_of(out / "tuned.json")
+    _step("2/4  train it twice more on its bundle, with forward passes alone")
+    data = {"bundle": bundle, "train": rows["data"], "dev": rows["dev"], **task, "seed": settings.seed}
+    methods = {}
     for name, method in METHODS.items():
-        words = ["--bundle", bundle, "--out", out / name, *data, *_flags(RUN | method)]
-        words += ["--seed", settings.seed]
-        if name == "tangent":
-            _killed_on_the_way(out / name, method["steps"], *words)
-            _prge("run", "--resume", out / name)
-        else:
-            _prge("run", *words)
-    _step("4/6  score all on test rows")
-    methods = {name: _figures(out, name, *test) for name in METHODS}
-    _step("5/6  teach it to write its answer, and ask it before and after")
+        run_verb("run", *flags_of({**data, **RUN, **method, "out": out / name}))
+        words = {"bundle": bundle, "data": rows["test"], **task, "adapter": out / name}
+        run_verb("eval", *flags_of({**words, "json": out / f"{name}.json"}))
+        methods[name] = _figures(out / name, json_of(out / f"{name}.json"))
+    methods["exact"] = _figures(tuned / "run", found["score_after"])
+    _step("3/4  teach it to write its answer, and ask it before and after")
     samples = _written(out, bundle, settings.seed)
-    _step("6/6  publish an adapter for PEFT, and draw the curves")
-    _prge("publish", exact, "--bundle", bundle, "--model", DATA / "model", "--out", out / "adapter")
-    _prge("plot", *(out / name for name in METHODS), "--out", out / "curve.png")
+    _step("4/4  draw the curves")
+    run_verb("plot", *(out / name for name in METHODS), tuned / "run", "--out", out / "curve.png")
     figures = {
-        "accuracy_before": before["accuracy"],
-        "loss_before": before["loss"],
+        "accuracy_before": found["score_before"]["accuracy"],
+        "accuracy_after": found["score_after"]["accuracy"],
+        "loss_before": found["score_before"]["loss"],
+        "chosen": found["chosen"],
         "methods": methods,
         "samples": samples,
         "seconds": time.perf_counter() - begin,
@@ -110,19 +105,15 @@ def demo(settings: DemoSettings) -> dict[str, Any]:
     return figures
 
 
-def _figures(out: Path, name: str, *test: object) -> dict[str, Any]:
+def _figures(run: Path, score: dict[str, Any]) -> dict[str, Any]:
     """What a finished run cost, and what its adapter scores."""
-    run = out / name
-    after = _evaluate(out / f"{name}.json", *test, "--adapter", run)
-    summary = json.loads((run / "run.json").read_text())
+    summary = json_of(run / "run.json")
+    train = summary["train"]
     return {
-        "accuracy_after": after["accuracy"],
-        "loss_after": after["loss"],
-        "rows": summary["train"]["rows"],
-        "seconds": summary["train"]["seconds"],
-        "peak_rss_mb": (summary["train"]["memory"]["peak_bytes"] or 0) / 1e6 or None,
-        "steps": summary["train"]["steps"],
-        "trained_values": summary["train"]["trained_values"],
+        "accuracy_after": score["accuracy"],
+        "loss_after": score["loss"],
+        **{name: train[name] for name in ("rows", "seconds", "steps", "trained_values")},
+        "peak_rss_mb": (train["memory"]["peak_bytes"] or 0) / 1e6 or None,
         "completed": summary["run"]["status"] == "completed",
     }
 
@@ -138,50 +129,25 @@ def _written(out: Path, bundle: Path, seed: int) -> dict[str, Any]:
     prompts = [{"prompt": task.prompt(row)} for row in unseen.values()]
     for name, lines in (("answers", answers), ("prompts", prompts)):
         (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["--bundle", bundle, "--train", out / "answers.jsonl", "--out", out / "writing", "--seed", seed]
-    _prge("run", *words, *_flags(RUN | WRITING), "--sample-prompts", out / "prompts.jsonl")
-    summary = json.loads((out / "writing" / "run.json").read_text())
-    samples: dict[str, Any] = summary["train"]["samples"]
+    words = {"bundle": bundle, "train": out / "answers.jsonl", "out": out / "writing", "seed": seed}
+    run_verb("run", *flags_of({**words, **RUN, **WRITING, "sample_prompts": out / "prompts.jsonl"}))
+    samples: dict[str, Any] = json_of(out / "writing" / "run.json")["train"]["samples"]
     return samples
 
 
-def _prge(*words: object) -> None:
-    """Run one verb in a process of its own, as a user would."""
-    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+def _killed_on_the_way(run: Path, *words: object) -> None:
+    """Start a verb and kill it with all that it started, as a phone would, a few steps into a run."""
     print("$ prge " + " ".join(map(str, words)), flush=True)
-    code = subprocess.run(command, check=False).returncode
-    if code:
-        what = f"`prge {words[0]}` ended with code {code}"
-        raise PrgeError(what, remedy="its message is above; `prge doctor` may tell more")
-
-
-def _evaluate(path: Path, *words: object) -> dict[str, Any]:
-    _prge("eval", *words, "--json", path)
-    record: dict[str, Any] = json.loads(path.read_text())
-    return record
-
-
-def _killed_on_the_way(run: Path, steps: int, *words: object) -> None:
-    """Start a run and kill it, as a phone would, when two fifths of its steps are taken."""
-    command = [sys.executable, "-m", "prge.cli", "run", *map(str, words)]
-    print("$ prge run " + " ".join(map(str, words)), flush=True)
     journal = run / "journal.jsonl"
-    with subprocess.Popen(command) as process:
+    with subprocess.Popen(command_of(*words), start_new_session=True) as process:
         while process.poll() is None:
-            if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 0.4 * steps:
-                process.send_signal(signal.SIGKILL)
+            if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= _STEPS_BEFORE_THE_KILL:
+                os.killpg(process.pid, signal.SIGKILL)
                 break
-            time.sleep(0.05)
+            time.sleep(0.02)
     if process.returncode != -signal.SIGKILL:
-        raise PrgeError(f"`prge run` ended with code {process.returncode}", remedy="its message is above")
-    print(f"killed process {process.pid} with SIGKILL")
-
-
-def _flags(settings: dict[str, Any]) -> list[str]:
-    words = []
-    for name, value in settings.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return words
+        raise PrgeError(f"`prge {words[0]}` ended with code {process.returncode}", remedy="see above")
+    print(f"killed process {process.pid} and its children with SIGKILL")
 
 
 def _step(text: str) -> None:
@@ -212,6 +178,7 @@ def _table(figures: dict[str, Any], out: Path) -> str:
         "",
         f"seconds in all: {figures['seconds']:.1f}",
         f"curves:   {out / 'curve.png'}",
-        f"adapter:  {out / 'adapter'} (loads with peft.PeftModel.from_pretrained)",
+        f"report:   {out / 'tuned' / 'report.html'}",
+        f"adapter:  {out / 'tuned' / 'adapter'} (loads with peft.PeftModel.from_pretrained)",
     ]
     return "\n".join(lines)

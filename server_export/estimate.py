@@ -110,17 +110,17 @@ def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple
     from prge.rows.sources import read_source
     from prge.rows.task import load_task
     from prge.sampling import Sampler
-    from server_export.model.tokenization import device_tokenizer
+    from server_export.model.tokenization import load_tokenizer, on_device
 
     assert config.train is not None
     longest = estimated.outline.longest
+    original = load_tokenizer(config.model, config.revision)
+    tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
     options = BuildOptions(overflow="auto")
     rows = read_source(config.train, "train", config.columns)
-    words = estimated.vocabulary_size
-    with device_tokenizer(config.model, config.revision, config.prepend_bos, words) as tokenizer:
-        examples, _ = load_examples(rows, tokenizer, contract, task, None, options)
+    examples, _ = load_examples(rows, tokenizer, contract, task, None, options)
     sampler = Sampler(examples, contract, seed=0)
 
     def call(step: int) -> Contract:

@@ -6,14 +6,16 @@ block's weights -> verify in the engine -> write the manifest
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.atomic import new_folder
+from prge.contract import Contract
 from prge.costs import MOST_COMPARED, Outline
 from prge.errors import RunError
 from server_export.check.estimation import announce
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from server_export.model.start import StartAdapter
 
 __all__ = ["ExportConfig", "export", "main"]
+
+# Of one row for `--init eva`, such as candidates of a task; no call has them all.
+_SEQUENCES = 1024
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,8 +60,11 @@ def export(config: ExportConfig) -> Path:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
     announce(config)
     with new_folder(out, overwrite=config.overwrite) as folder:
+        source = _open_source(config)
+        if config.init == "eva":
+            with _stage("directions") as note:
+                source = _from_rows(config, source, note)
         with _stage("tracing") as note:
-            source = _open_source(config)
             chain = source.chain(config.quantize)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source)
@@ -86,11 +94,10 @@ class _Source:
         """The model's blocks; it can be made once."""
         from server_export.model.chain import build_chain
 
-        scale = self.start.alpha / self.start.rank
         return build_chain(
             self.outline,
             self.files,
-            {name: matrix * scale for name, matrix in self.start.lora_a.items()},
+            self.start.scaled_lora_a(),
             longest=self.context,
             transposed=self.transposed,
             scheme=scheme,
@@ -127,6 +134,42 @@ def _open_source(config: ExportConfig) -> _Source:
     start = start_adapter(config, outline, bool(transposed))
     costs = outline_of(start, longest, len(labels))
     return _Source(files, outline, tokenizer, readout, labels, longest, context, transposed, start, costs)
+
+
+def _from_rows(config: ExportConfig, source: _Source, note: Callable[[str], None]) -> _Source:
+    """The same model with an adapter from rows."""
+    from server_export.model.eva import init_rows, principal_start
+    from server_export.model.outline import outline_of
+    from server_export.model.tokenization import on_device
+
+    costs = source.costs
+    vocabulary = costs.table_numbers // costs.width
+    contract = Contract(
+        kind="stack",
+        readout=source.readout,
+        copies=1,
+        batch_size=_SEQUENCES,
+        sequence_length=source.longest,
+        positions=0 if source.readout == "pooled" else max(source.longest - 1, 1),
+        width=costs.width,
+        vocabulary_size=vocabulary,
+        label_tokens=tuple(source.label_tokens),
+        modules=costs.modules,
+    )
+    rows = init_rows(config, on_device(source.tokenizer, config.prepend_bos, vocabulary), contract)
+    # Tracing changes the model, which has no weights.
+    outline = replace(source.outline, model=copy.deepcopy(source.outline.model))
+    thin = source.start.starting_from({name: a[:1] for name, a in source.start.lora_a.items()})
+    chain = replace(source, outline=outline, start=thin).chain("fp32")
+    start, explained = principal_start(source.start, chain, rows, config.spread_ranks)
+    shares = sorted(explained.values())
+    ranks = sorted(map(len, start.lora_a.values()))
+    note(
+        f"of {sum(map(len, rows)):,} tokens; ranks {ranks[0]} to {ranks[-1]} explain "
+        f"{shares[0]:.0%} to {shares[-1]:.0%} of what a layer sees"
+    )
+    costs = outline_of(start, source.longest, len(source.label_tokens))
+    return replace(source, start=start, costs=costs)
 
 
 def _compare(config: ExportConfig, chain: Chain) -> None:

@@ -14,6 +14,7 @@ from prge.settings import Bytes
 Readout = Literal["logprobs", "verbalizer", "pooled"]
 Pooling = Literal["mean", "first"]
 PrependBos = Literal["auto", "always", "never"]
+Init = Literal["random", "eva"]
 EstimatorName = Literal["tangent", "antithetic", "exact"]
 
 SCHEMES = ("fp32", "8da8w", "8da4w")
@@ -37,7 +38,7 @@ class ExportConfig:
     """Folder to write the bundle to."""
 
     adapter: Path | None = None
-    """PEFT LoRA folder to start from; gives rank, alpha and target modules."""
+    """PEFT LoRA folder to start from; gives both matrices, ranks, alpha and target modules."""
 
     target_modules: str | list[str] | None = None
     """Linear layers to adapt, with PEFT's meaning: names or name endings, a regular expression, or
@@ -54,7 +55,24 @@ class ExportConfig:
     """LoRA alpha; the adapter is scaled by alpha / rank."""
 
     seed: int = 0
-    """Seed of the frozen lora_a matrices."""
+    """Seed of the frozen lora_a matrices, or of the choice among `--init-rows`."""
+
+    init: Init = "random"
+    """Where the frozen lora_a come from: `random`, or `eva`, principal directions of what each layer sees
+    of `--init-rows`. Those of a PEFT folder come with `--adapter`."""
+
+    init_rows: Path | None = None
+    """Rows for `--init eva`, of the kind that a device will train on; labels are not used."""
+
+    init_task: str | None = None
+    """Task of the `--init-rows`, as for `prge run --task`."""
+
+    init_tokens: int = 16_384
+    """Most tokens of `--init-rows` to compute. Each takes a state of the model's width in memory."""
+
+    spread_ranks: bool = False
+    """Give layers ranks from 1 to 2 x `--rank` by what their directions explain, with as many trained numbers
+    in all; needs `--init eva`. Blocks of other ranks are another kind, with programs of their own."""
 
     roles: list[str] = field(default_factory=lambda: list(ROLES))
     """What the programs can compute: `stack`, scores and differences between copies of the adapter;
@@ -96,6 +114,16 @@ class ExportConfig:
         problems = bound_problems(self)
         if self.adapt_layers is not None and self.adapter is not None:
             problems.append("adapt_layers is for a new adapter, but adapter is given and brings its layers")
+        if self.init == "eva" and self.adapter is not None:
+            problems.append("init is eva, but adapter is given and brings its lora_a")
+        if self.init == "eva" and self.init_rows is None:
+            problems.append("init is eva, but init_rows is not given: it takes rows to compute")
+        if self.init != "eva":
+            problems += [
+                f"{name} is given, but init is {self.init}: it is for eva"
+                for name in ("init_rows", "init_task", "spread_ranks")
+                if getattr(self, name)
+            ]
         problems += [
             f"roles has {role!r}, must be of {', '.join(ROLES)}" for role in self.roles if role not in ROLES
         ]

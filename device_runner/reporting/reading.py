@@ -11,10 +11,17 @@ from device_runner.session.samples import read_samples
 from prge.curves import SCORES
 from prge.documents import DocumentError, read_json, read_yaml
 from prge.errors import RunError
-from prge.run_folder import CONFIG, JOURNAL, METRICS, SAMPLES, SUMMARY, Record, is_held, read_metrics
-
-# What `prge tune` decided: `decisions`, each with name, value and why, in the run folder or beside it.
-DECISIONS = "tune.json"
+from prge.run_folder import (
+    CONFIG,
+    DECISIONS,
+    JOURNAL,
+    METRICS,
+    SAMPLES,
+    SUMMARY,
+    Record,
+    is_held,
+    read_metrics,
+)
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,12 @@ class Form:
             raise RowError(
                 f"is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}"
             )
-        own = {name: row.fields[name] for name in (*self.columns, *self.optional) if name in row.fields}
-        return Row(row.number, self.plain(own, chat))
+        return Row(row.number, self.plain(self.own(row).fields, chat))
+
+    def own(self, row: Row) -> Row:
+        """A row with the columns of this form alone."""
+        columns = (*self.columns, *self.optional)
+        return Row(row.number, {name: row.fields[name] for name in columns if name in row.fields})
 
 
 def _as_it_is(fields: Fields, chat: bool) -> Fields:
@@ -174,7 +178,7 @@ def column_names(columns: Collection[str]) -> str:
 
 def columns_text(read: Sequence[str], present: Sequence[str], renamed: Mapping[str, str]) -> str:
     """Which columns were read, from which of the file, and which were not."""
-    used = [column for column in read if column in present]
+    used = [column for column in present if column in read]
     names = [
         column if renamed.get(column, column) == column else f"{column} from {renamed[column]}"
         for column in used

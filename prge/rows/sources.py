@@ -96,8 +96,7 @@ def rows_file(where: Path | str, part: Part) -> Path | None:
 
 def file_of_part(folder: Path, part: Part) -> Path:
     """The file of a folder that holds a part's rows; raises DataError where it has none, or several."""
-    wanted = [folder / f"{name}{suffix}" for name in _NAMES[part] for suffix in FORMATS]
-    found = [path for path in wanted if path.is_file()]
+    found = files_of_part(folder, part)
     if len(found) == 1:
         return found[0]
     names = " or ".join(_NAMES[part])
@@ -107,6 +106,12 @@ def file_of_part(folder: Path, part: Part) -> Path:
         [problem],
         remedy="name the file itself",
     )
+
+
+def files_of_part(folder: Path, part: Part) -> list[Path]:
+    """The files of a folder that may hold a part's rows; none where it is no folder."""
+    wanted = [folder / f"{name}{suffix}" for name in _NAMES[part] for suffix in FORMATS]
+    return [path for path in wanted if path.is_file()]
 
 
 def is_hub_name(path: Path) -> bool:

@@ -133,8 +133,9 @@ def adapt(block: nn.Module, prefix: str, scheme: str, adapter: PeftAdapter) -> l
     found = {}
     for name, layer in [*block.named_modules()]:
         if isinstance(layer, nn.Linear):
-            lora_a = adapter.lora_a.get(prefix + name)
-            scaled = None if lora_a is None else torch.from_numpy(lora_a * np.float32(adapter.scale))
+            lora_a, scaled = adapter.lora_a.get(prefix + name), None
+            if lora_a is not None:
+                scaled = torch.from_numpy(lora_a * np.float32(adapter.scale_of(prefix + name)))
             found[name] = Layer(layer, scaled)
             parent, _, child = name.rpartition(".")
             setattr(block.get_submodule(parent), child, found[name])

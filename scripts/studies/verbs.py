@@ -25,11 +25,6 @@ def answers(**flags: Any) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def principal_adapter(**flags: Any) -> None:
-    """Make an adapter to start from; see scripts/studies/principal_adapter.py."""
-    _call(Path(__file__).with_name("principal_adapter.py"), **flags)
-
-
 def _call(*words: object, stdout: Any = sys.stderr, **flags: Any) -> str:
     command = [sys.executable, *map(str, words)]
     for name, value in flags.items():

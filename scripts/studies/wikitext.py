@@ -3,10 +3,9 @@
     python scripts/studies/wikitext.py --model MODEL --data wikitext.json --out results --backprop
 
 `--data` is a JSON list of passages: the first 800 are trained on, the next 100 choose the step, the others
-are the test rows, read once per seed by `prge eval`. The frozen lora_a are principal directions over the
-first 100 training passages (principal_adapter.py); a seed changes the directions and the order of
-rows. All runs compute the same number of rows. Calls the verbs export, run and eval as a user would and
-prints the table as JSON.
+are the test rows, read once per seed by `prge eval`. The frozen lora_a are principal directions over training
+passages (`prge export --init eva`); a seed changes the directions and the order of rows. All runs compute the
+same number of rows. Calls the verbs export, run and eval as a user would and prints the table as JSON.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verbs import evaluations, prge, principal_adapter, summarize
+from verbs import evaluations, prge, summarize
 
 FIGURES = ("before", "after", "dev", "seconds")
 
 TRAIN_PASSAGES, DEV_PASSAGES, DEV_LIMIT = 800, 100, 20
-DIRECTION_PASSAGES, DIRECTION_TOKENS = 100, 128
 SHAPE: dict[str, Any] = {"sequence-length": 64, "prepend-bos": "always", "roles": ["stack", "tangent"]}
-TARGET, RANK = "all-linear", 1
+ADAPTER: dict[str, Any] = {"target-modules": "all-linear", "rank": 1, "alpha": 2, "init": "eva"}
 # Chosen on development rows with seed 42, of 8 queries for 2 windows and 16 for one, at 2e-3, 3e-3 and 5e-3.
 STEP = {
     "tangent": {"queries": 16, "batch-size": 1},
@@ -99,20 +97,10 @@ def split(data: Path, out: Path) -> dict[str, Path]:
 
 def export(arguments: argparse.Namespace, scheme: str, files: dict[str, Path]) -> Path:
     """The bundle of a scheme, exported unless it is there."""
-    adapter = Path(arguments.out / "start")
-    if not adapter.exists():
-        principal_adapter(
-            model=arguments.model,
-            data=files["train"],
-            limit=DIRECTION_PASSAGES,
-            sequence_length=DIRECTION_TOKENS,
-            target_modules=TARGET,
-            rank=RANK,
-            out=adapter,
-        )
     bundle = Path(arguments.out / f"bundle-{scheme}")
     if not bundle.exists():
-        prge("export", model=arguments.model, out=bundle, adapter=adapter, quantize=scheme, **SHAPE)
+        flags = {**SHAPE, **ADAPTER, "init-rows": files["train"]}
+        prge("export", model=arguments.model, out=bundle, quantize=scheme, **flags)
     return bundle
 
 

@@ -135,7 +135,7 @@ class ExecutorchTraining:
         for module in problem.modules:
             layer = AdaptedLinear(
                 problem.model.get_submodule(module.name),
-                problem.lora_a[module.name] * problem.scale,
+                problem.lora_a[module.name] * problem.scales[module.name],
                 problem.lora_b[module.name].clone(),
             )
             replace_module(problem.model, module.name, layer)

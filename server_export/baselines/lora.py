@@ -49,10 +49,14 @@ def insert_adapter(problem: Problem) -> tuple[Any, list[nn.Parameter], list[nn.P
     """
     from peft import LoraConfig, get_peft_model
 
-    rank = problem.modules[0].rank
+    ranks = {module.name: module.rank for module in problem.modules}
+    alphas = {name: _integer_if_whole(problem.scales[name] * rank) for name, rank in ranks.items()}
+    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
     config = LoraConfig(
         r=rank,
-        lora_alpha=_integer_if_whole(problem.scale * rank),
+        lora_alpha=alpha,
+        rank_pattern={name: each for name, each in ranks.items() if each != rank},
+        alpha_pattern={name: each for name, each in alphas.items() if each != alpha},
         target_modules=[module.name for module in problem.modules],
         lora_dropout=0.0,
         bias="none",

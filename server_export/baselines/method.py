@@ -23,15 +23,15 @@ class Problem(Protocol):
     `model` is the transformers model without adapters; its linear layers hold the values of the frozen base,
     those of the quantized one where the bundle is quantized. A method changes it in place. `modules` are the
     layers that the bundle adapts, `lora_a` f32 [rank, in] by module name its frozen matrices, unscaled,
-    `lora_b` f32 [out, rank] where training starts, and `scale` alpha / rank. `batch_size` are the sequences
-    of a step.
+    `lora_b` f32 [out, rank] where training starts, and `scales` alpha / rank by module name. `batch_size` are
+    the sequences of a step.
     """
 
     model: nn.Module
     modules: tuple[AdaptedModule, ...]
     lora_a: dict[str, torch.Tensor]
     lora_b: dict[str, torch.Tensor]
-    scale: float
+    scales: dict[str, float]
     train: Sequence[Example]
     batch_size: int
     seed: int

@@ -69,7 +69,7 @@ class ModelProblem:
         self.modules: tuple[AdaptedModule, ...] = bundle.contract.modules
         self.lora_a = {module.name: torch.from_numpy(start.lora_a[module.name]) for module in self.modules}
         self.lora_b = {module.name: torch.from_numpy(start.lora_b[module.name]) for module in self.modules}
-        self.scale = start.scale
+        self.scales = {module.name: start.scale_of(module.name) for module in self.modules}
         self.train = train
         self.batch_size = batch_rows
         self.seed = seed
@@ -110,7 +110,7 @@ class ModelProblem:
         """Add the bundle's adapter to the weights, for methods that have no place for it."""
         with torch.no_grad():
             for name, lora_b in self.lora_b.items():
-                self.model.get_submodule(name).weight += self.scale * (lora_b @ self.lora_a[name])
+                self.model.get_submodule(name).weight += self.scales[name] * (lora_b @ self.lora_a[name])
 
     def pooled(self, tokens: Array, mask: Array) -> torch.Tensor:
         """States of an encoder's rows, f32 [rows, width], of tokens and mask i64 [rows, length]."""

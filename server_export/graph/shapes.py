@@ -62,6 +62,13 @@ def fill_in_values(graph_module: GraphModule) -> None:
             node.meta["val"] = shapes.of(node.target, arguments, named)
 
 
+def resized(value: Any, marker: int, size: int) -> Any:
+    """A number of a graph, with `size` in the place of every `marker` in it; anything else as it is."""
+    if type(value) is int and 0 < value < sys.maxsize and value % marker == 0:
+        return resized(value // marker, marker, size) * size
+    return value
+
+
 def with_size(graph_module: GraphModule, marker: int, size: int) -> GraphModule:
     """The same graph of another size, where every number that is made of a size is a multiple of it.
 
@@ -71,10 +78,8 @@ def with_size(graph_module: GraphModule, marker: int, size: int) -> GraphModule:
         size: what takes its place.
     """
 
-    def changed(number: Any) -> Any:
-        if type(number) is int and 0 < number < sys.maxsize and number % marker == 0:
-            return changed(number // marker) * size
-        return number
+    def changed(value: Any) -> Any:
+        return resized(value, marker, size)
 
     graph, copies = Graph(), dict[Node, Node]()
     for node in graph_module.graph.nodes:

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from prge import chain as manifest
 from prge.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.chain import DECODE, PREFILL, STACK, STEP_ROLES, Bounds
-from prge.errors import BundleError
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
 from server_export.model.chain import Chain
@@ -48,17 +47,9 @@ def lower_chain(
         tell: is told of every kind and of the weights when they are written.
 
     Raises:
-        BundleError: a block can't be lowered, the files lack a weight, or the adapter is outside of the
-            blocks between the embedding and the head.
+        BundleError: a block can't be lowered, or the files lack a weight.
     """
     last = len(chain.blocks) - 1
-    for number in (0, *range(chain.end, len(chain.blocks))):
-        if adapted := [chain.adapter[name] for name in chain.blocks[number].adapter]:
-            raise BundleError(
-                f"{', '.join(adapted)} can't be adapted: it belongs to the "
-                f"{HEAD if number else EMBEDDING}, and only the blocks between are trained",
-                remedy="name other layers with --target-modules",
-            )
     if not chain.generates:
         roles = {*roles} - {PREFILL, DECODE}
     (folder / PROGRAMS).mkdir()

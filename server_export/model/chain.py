@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from prge.contract import AdaptedModule
+from prge.errors import BundleError
 from prge.vocabulary import pieces_of
 from server_export.graph.cutting import Block, cut, kinds
 from server_export.graph.modules import give_memory
@@ -92,7 +93,7 @@ class Chain:
             embeddings += frozen.embeddings
             if self.scheme == "8da4w":
                 per_channel += [
-                    _layer(own.get(name, name)) for name, groups in frozen.layers.items() if not groups
+                    layer_of(own.get(name, name)) for name, groups in frozen.layers.items() if not groups
                 ]
         return QuantizationReport(
             self.scheme,
@@ -146,7 +147,8 @@ def build_chain(
         copies: 1, or COPIES for a graph of any number of them.
 
     Raises:
-        BundleError: the files can't be read.
+        BundleError: the files can't be read, or the adapter is outside of the blocks between the embedding
+            and the head.
         Exception: what torch.export raises if it can't trace the model.
     """
     model = outline.model
@@ -161,13 +163,16 @@ def build_chain(
     blocks = cut(traced.graph_module, set(traced.adapter.values()), TABLE)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
+    adapter = {placeholder: layer for layer, placeholder in traced.adapter.items()}
+    end = len(blocks) - len(head_rows)
+    _check_adapter(blocks, adapter, end)
     return Chain(
         blocks,
         kind_of,
-        _kinds(blocks, kind_of, scheme, len(blocks) - len(head_rows)),
+        _kinds(blocks, kind_of, scheme, end),
         tables,
         modules,
-        {placeholder: layer for layer, placeholder in traced.adapter.items()},
+        adapter,
         weights,
         lora_a,
         head_rows,
@@ -175,6 +180,16 @@ def build_chain(
         int(model.get_input_embeddings().weight.shape[0]),
         scheme,
     )
+
+
+def _check_adapter(blocks: Sequence[Block], adapter: Mapping[str, str], end: int) -> None:
+    for number in (0, *range(end, len(blocks))):
+        if adapted := [adapter[name] for name in blocks[number].adapter]:
+            raise BundleError(
+                f"{', '.join(adapted)} can't be adapted: it belongs to the "
+                f"{'head' if number else 'embedding'}, and only the blocks between are trained",
+                remedy="name other layers with --target-modules",
+            )
 
 
 def _head_rows(model: torch.nn.Module, label_tokens: Sequence[int]) -> tuple[list[Sequence[int]], str]:
@@ -197,7 +212,8 @@ def _kinds(blocks: Sequence[Block], kind_of: Sequence[int], scheme: str, end: in
     return made
 
 
-def _layer(weight: str) -> str:
+def layer_of(weight: str) -> str:
+    """The model's name of the layer that a block's weight belongs to."""
     return weight.removeprefix(WHOLE_PREFIX).replace(_BASE, ".").rpartition(".")[0]
 
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Of the one question that tells whether the hub answers.
+_SECONDS = 5.0
 _LARGEST_INDEX = 32 << 20
 _LARGEST = 1 << 24
 _MOST_LAYERS = 512
@@ -241,7 +244,8 @@ def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, file, revision=revision))
+        local = not hub_answers()
+        return Path(hf_hub_download(name, file, revision=revision, local_files_only=local))
     except EntryNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -249,6 +253,21 @@ def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
             f"{name} can't be read as a transformers model: {first_line(error)}",
             remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
         ) from None
+
+
+@lru_cache(maxsize=1)
+def hub_answers() -> bool:
+    """Whether the hub can be asked: one question, once, where its library tries again and again."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+    except Exception:  # the library's client changed its exceptions with its version
+        return False
+    return True
 
 
 def first_line(error: Exception) -> str:

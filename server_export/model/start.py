@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -25,7 +25,8 @@ from server_export.settings import ExportConfig
 class StartAdapter:
     """The adapter that a bundle starts from, and the model that it belongs to.
 
-    `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank] are unscaled.
+    `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank] are unscaled, and of each layer's own rank. `rank`
+    and `alpha` are what PEFT's configuration says of layers that it doesn't name; `alphas` has every layer's.
     """
 
     loaded: LoadedModel
@@ -34,8 +35,23 @@ class StartAdapter:
     target_modules: str | list[str]
     lora_a: Mapping[str, torch.Tensor]
     lora_b: Mapping[str, torch.Tensor]
+    alphas: Mapping[str, float]
     had_conv1d: bool
     parameters: int
+
+    def scaled_lora_a(self) -> dict[str, torch.Tensor]:
+        """`lora_a` f32 [rank, in] by layer, alpha / rank folded in."""
+        return {name: matrix * (self.alphas[name] / len(matrix)) for name, matrix in self.lora_a.items()}
+
+    def starting_from(self, lora_a: Mapping[str, torch.Tensor]) -> StartAdapter:
+        """An untrained adapter of the same layers with other `lora_a`, of any ranks; alpha / rank stays."""
+        scale = self.alpha / self.rank
+        return replace(
+            self,
+            lora_a=lora_a,
+            lora_b={name: torch.zeros(len(self.lora_b[name]), len(a)) for name, a in lora_a.items()},
+            alphas={name: scale * len(a) for name, a in lora_a.items()},
+        )
 
 
 def start_adapter(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) -> StartAdapter:
@@ -48,7 +64,8 @@ def start_adapter(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) 
     start = read_lora(config.adapter) if config.adapter is not None else None
     rank, alpha, targets, names = _adapted_layers(config, outline.model, start)
     lora_a, lora_b = _matrices(config, outline.model, start, names)
-    return StartAdapter(outline, rank, alpha, targets, lora_a, lora_b, had_conv1d, parameters)
+    alphas = {ours: alpha if start is None else start.alpha_of(theirs) for ours, theirs in names.items()}
+    return StartAdapter(outline, rank, alpha, targets, lora_a, lora_b, alphas, had_conv1d, parameters)
 
 
 def _adapted_layers(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError, ConfigError
 from prge.rows.tokenizer import Tokenizer
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
+from server_export.model.files import hub_answers
 from server_export.settings import PrependBos
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -36,7 +36,10 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     is_folder = revision is None and Path(name_or_path).is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path, revision=revision, trust_remote_code=False, local_files_only=is_folder
+            name_or_path,
+            revision=revision,
+            trust_remote_code=False,
+            local_files_only=is_folder or not hub_answers(),
         )
     except Exception as error:  # transformers raises many kinds here, ImportError included
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -96,21 +99,6 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     check_tokenizer(tokenizer, path)
 
 
-@contextmanager
-def device_tokenizer(
-    name_or_path: str, revision: str | None, prepend_bos: PrependBos, vocabulary_size: int
-) -> Iterator[Tokenizer]:
-    """A model's tokenizer as a device will read it, before there is a bundle.
-
-    Raises:
-        BundleError, ConfigError: as of `load_tokenizer`, `write_tokenizer` and `tokenizer_block`.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        original = load_tokenizer(name_or_path, revision)
-        write_tokenizer(original, Path(folder))
-        yield read_tokenizer(folder, tokenizer_block(original, prepend_bos, vocabulary_size))
-
-
 def check_tokenizer(tokenizer: Any, path: Path) -> None:
     """Raise BundleError unless `tokenizers` reads the ids from `path` that the model's tokenizer gives."""
     from tokenizers import Tokenizer as Backend
@@ -165,6 +153,13 @@ def tokenizer_block(
         "chat_template": chat_template(tokenizer) is not None,
         "vocabulary_size": size,
     }
+
+
+def on_device(tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int) -> Tokenizer:
+    """The tokenizer that a device makes of what an export writes; arguments and errors as above."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(tokenizer, Path(folder))
+        return read_tokenizer(folder, tokenizer_block(tokenizer, prepend_bos, vocabulary_size))
 
 
 def adds_bos(tokenizer: Any) -> bool:

@@ -67,7 +67,9 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
         if architecture == "llama":
             lora_b = lora_b[row_order(module, len(lora_b), config)]
         writer.add_tensor(f"{name}.weight.lora_a", np.ascontiguousarray(lora_a, np.float32))
-        writer.add_tensor(f"{name}.weight.lora_b", np.ascontiguousarray(lora_b, np.float32))
+        # llama.cpp divides the one alpha by each tensor's own rank.
+        scale = adapter.alpha_of(module) / adapter.alpha
+        writer.add_tensor(f"{name}.weight.lora_b", np.ascontiguousarray(lora_b * scale, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

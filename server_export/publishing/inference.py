@@ -149,7 +149,7 @@ def attach_fixed(model: nn.Module, adapter: PeftAdapter) -> None:
     """Put a trained adapter beside the layers that it names."""
     convert_conv1d(model)
     for name in adapter.lora_a:
-        lora_a = torch.from_numpy(adapter.lora_a[name]) * adapter.scale
+        lora_a = torch.from_numpy(adapter.lora_a[name]) * adapter.scale_of(name)
         lora_b = torch.from_numpy(adapter.lora_b[name])
         replace_module(model, name, FixedLoraLinear(model.get_submodule(name), lora_a, lora_b))
 

@@ -56,7 +56,7 @@ class Trained:
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
+        """alpha / rank of the modules that no pattern names."""
         return float(self.config["lora_alpha"]) / int(self.config["r"])
 
     @property

@@ -37,6 +37,8 @@ def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
         if name not in _COUNTS and isinstance(after[name], int | float):
             earlier = f"{before[name]:>12.4g}" if name in before else f"{'':>12}"
             yield f"{name:<16}{earlier}{after[name]:>12.4g}"
+    if result["final_step"] == 0:
+        yield "no step was better than the start, so the adapter is that of the start"
     for name, samples in (result["samples"] or {}).items():
         for sample in samples[:1]:
             yield f"{name}: {str(sample.get('text', '')).strip()[:200]}"
@@ -44,4 +46,4 @@ def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n{duration(result['seconds'])}" + (f", at most {memory:.0f} MB while training" if memory else "")
     yield f"adapter  {out / 'adapter'}   loads with peft.PeftModel.from_pretrained"
     yield f"report   {out / 'report.html'}"
-    yield f"next     prge chat --bundle {out / 'bundle'} --adapter {out / 'run'}"
+    yield f"next     prge chat --bundle {result['bundle']} --adapter {out / 'run'}"

@@ -10,12 +10,11 @@ from typing import Any
 
 from prge.atomic import write_file
 from prge.errors import ConfigError, RunError
-from prge.run_folder import CONFIG
+from prge.run_folder import CONFIG, DECISIONS
 from prge.settings import settings_to_yaml
 from server_export.tune.decisions import Decision
 from server_export.tune.settings import TuneSettings
 
-TUNE = "tune.json"
 # Where things lie, and what is no part of what is tuned.
 _NOT_IDENTITY = {"out", "resume", "json", "threads"}
 
@@ -32,7 +31,7 @@ class Record:
     """
 
     def __init__(self, settings: TuneSettings) -> None:
-        self._path = settings.out / TUNE
+        self._path = settings.out / DECISIONS
         now = _plain(settings.resolved())
         self._content: dict[str, Any] = {"settings": now, "decisions": [], "found": {}}
         if self._path.is_file():
@@ -65,8 +64,8 @@ class Record:
     def decide(self, *decisions: Decision) -> None:
         """Note decisions; one of the same name takes the other's place."""
         names = {each.name for each in decisions}
-        kept = [entry for entry in self._content["decisions"] if entry["name"] not in names]
-        self._content["decisions"] = kept + [asdict(each) for each in decisions]
+        kept = [each for each in self.decisions if each.name not in names]
+        self._content["decisions"] = [asdict(each) for each in (*kept, *decisions)]
         self._write()
 
     def found(self, name: str, find: Callable[[], Any]) -> Any:
@@ -95,7 +94,8 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not {"settings", "decisions", "found"} <= content.keys():
             raise ValueError("it lacks a part")
-        [Decision(**entry) for entry in content["decisions"]]
+        for entry in content["decisions"]:
+            Decision(**entry)
         return dict(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{path} can't be read: {error}", remedy="give another folder with --out") from None

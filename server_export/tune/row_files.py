@@ -13,7 +13,7 @@ from prge.contract import Contract
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, read_rows
-from prge.rows.sources import read_source
+from prge.rows.sources import Part, Source, files_of_part, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer
@@ -62,22 +62,25 @@ class RowFiles:
         Raises:
             DataError: rows can't be read.
         """
-        source = read_source(settings.data, "train", settings.columns)
+        source = self._read(settings.data, "train", settings.columns)
         parts: dict[str, Sequence[Row]] = {"train": source.rows}
         notes = [f"{len(source.rows):,} rows from {source.name}"]
-        for name, given in (("dev", settings.dev), ("test", settings.test)):
-            if given is not None:
-                other = read_source(given, "dev" if name == "dev" else "test", settings.columns)
+        named: dict[Part, Path | None] = {"dev": settings.dev, "test": settings.test}
+        for name, given in named.items():
+            where = settings.data if given is None and files_of_part(settings.data, name) else given
+            if where is not None:
+                other = self._read(where, name, settings.columns)
                 parts[name] = other.rows
                 notes.append(f"{name}: {len(other.rows):,} rows from {other.name}")
         if "dev" not in parts:
-            split = split_rows(source.rows)
+            task = self._task()
+            split = split_rows(source.rows, columns=task.needed_columns() if task else None)
             parts |= {"train": split.train, "dev": split.dev}
             notes += split.notes
         self.folder.mkdir(exist_ok=True)
-        for name, rows in parts.items():
+        for part, rows in parts.items():
             if rows:
-                _write_lines(self.folder / f"{name}.jsonl", [row.fields for row in rows])
+                _write_lines(self.folder / f"{part}.jsonl", [row.fields for row in rows])
         return notes
 
     def longest(self, tokenizer: Tokenizer, contract: Contract) -> int:
@@ -92,7 +95,12 @@ class RowFiles:
     def facts(self, tokenizer: Tokenizer, contract: Contract) -> RowFacts:
         """Measure the training rows as a run of the contract takes them; raises as above."""
         examples, _ = build_examples(
-            read_rows(self.train), tokenizer, contract, self._task(), BuildOptions("auto")
+            read_rows(self.train),
+            tokenizer,
+            contract,
+            self._task(),
+            BuildOptions("auto"),
+            source=str(self.train),
         )
         return RowFacts(
             len(examples),
@@ -120,6 +128,14 @@ class RowFiles:
             else:
                 # Of a text its beginning.
                 yield {"prompt": fields.get("prompt") or " ".join(str(fields["text"]).split(" ")[:_WORDS])}
+
+    def _read(self, where: Path, part: Part, columns: Sequence[str]) -> Source:
+        """The rows that a user names; without a task with the columns of their form alone."""
+        source = read_source(where, part, columns)
+        if self.task:
+            return source
+        form = find_form(source.rows, source.name, source.renamed)
+        return replace(source, rows=[form.own(row) for row in source.rows])
 
     def _task(self) -> Task | None:
         return load_task(self.task) if self.task else None

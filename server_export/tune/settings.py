@@ -8,6 +8,7 @@ from typing import Any
 
 from prge.bounds import bound_problems
 from prge.errors import ConfigError
+from prge.rows.sources import is_hub_name
 from prge.settings import Bytes
 from server_export.settings import SCHEMES, EstimatorName
 
@@ -17,7 +18,8 @@ class TuneSettings:
     """What to tune, on which rows. Whatever is left out is decided from measured facts."""
 
     data: Path
-    """Training rows: a file, a folder with a file for each part, or a data set of the hub."""
+    """Training rows: a file, a folder with files train, valid and test, of which the two others are taken as
+    well, or a data set of the hub."""
     out: Path
     """Folder for bundle, run, adapter and report."""
     model: str | None = None
@@ -90,6 +92,7 @@ class TuneSettings:
             item.name: value.resolve()
             for item in fields(self)
             if isinstance(value := getattr(self, item.name), Path)
+            and not (item.name in ("data", "dev", "test") and is_hub_name(value))
         }
         for name in ("task", "model"):
             value = getattr(self, name)

@@ -91,7 +91,7 @@ class _Tuning:
         print(f"bundle {open_bundle(self._folder).folder}")
 
     def _decide_export(self) -> None:
-        from server_export.model.tokenization import device_tokenizer
+        from server_export.model.tokenization import load_tokenizer, on_device
 
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
@@ -99,8 +99,8 @@ class _Tuning:
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
         def measure() -> int:
-            with device_tokenizer(model, None, "auto", estimated.vocabulary_size) as tokenizer:
-                return self._rows.longest(tokenizer, contract)
+            tokenizer = on_device(load_tokenizer(model), "auto", estimated.vocabulary_size)
+            return self._rows.longest(tokenizer, contract)
 
         longest = self._record.found("longest", measure)
         self._decide(
@@ -271,7 +271,8 @@ class _Tuning:
             "chosen": {each.name: {"value": each.value, "why": each.why} for each in self._record.decisions},
             "peak_mb": max(filter(None, peaks), default=0) / 1e6 or None,
             "seconds": seconds,
-            "best_step": runs[-1]["train"].get("best_step"),
+            "final_step": runs[-1]["train"].get("final_step"),
+            "bundle": str(self._folder),
             "samples": runs[-1]["train"].get("samples"),
         }
 

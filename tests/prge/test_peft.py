@@ -29,6 +29,7 @@ from prge.peft import (
     read_lora,
     read_peft,
     run_of,
+    scaled_lora_a,
     write_lora,
     write_peft,
 )
@@ -144,7 +145,7 @@ def test_one_error_lists_every_bad_tensor(tmp_path: Path) -> None:
         read_peft(folder, MODULES)
     text = "\n".join(caught.value.problems)
     for part in (
-        "rank r = 3, the bundle has [2]",
+        "has rank 3 for model.layers.0.q_proj, the bundle has 2; 2 of 2 modules have others",
         f"{q}.lora_A.weight is missing, must be F32 [2, 5]",
         f"{q}.lora_B.weight is F32 [3, 9], must be F32 [3, 2]",
         f"{v}.lora_A.weight is F16 [2, 5], must be F32 [2, 5]",
@@ -367,11 +368,12 @@ def small_model(seed: int = 0) -> Any:
     return torch.nn.Sequential(torch.nn.ModuleDict(layers))
 
 
-def written_by_peft(folder: Path, dtype: str = "float32") -> Any:
+def written_by_peft(folder: Path, dtype: str = "float32", **settings: Any) -> Any:
     """A folder of the real package with random matrices; returns its model."""
     peft = pytest.importorskip("peft")
     torch = pytest.importorskip("torch")
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    targets = ["q_proj", "v_proj"]
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=targets, init_lora_weights=False, **settings)
     model = peft.get_peft_model(small_model(), config).to(getattr(torch, dtype))
     model.save_pretrained(folder)
     return model
@@ -381,7 +383,7 @@ def written_by_peft(folder: Path, dtype: str = "float32") -> Any:
 def test_what_peft_writes_is_read(tmp_path: Path, dtype: str) -> None:
     model = written_by_peft(tmp_path, dtype)
     adapter = read_lora(tmp_path)
-    assert (adapter.rank, adapter.alpha, adapter.scale) == (2, 6.0, 3.0)
+    assert (adapter.rank, adapter.alpha, adapter.scale_of("0.v_proj")) == (2, 6.0, 3.0)
     assert adapter.target_modules == ["q_proj", "v_proj"]
     assert adapter.modules == (
         AdaptedModule("0.q_proj", rank=2, in_features=5, out_features=3),
@@ -393,6 +395,36 @@ def test_what_peft_writes_is_read(tmp_path: Path, dtype: str) -> None:
             matrix = ours[f"0.{name}"]
             assert matrix.dtype == np.float32
             assert np.array_equal(matrix, matrices["default"].weight.detach().float().numpy())
+
+
+def test_modules_have_pefts_ranks_and_alphas(tmp_path: Path) -> None:
+    """Of a whole name or its end; PEFT computes alpha / rank of each module by its own."""
+    model = written_by_peft(tmp_path, rank_pattern={"0.q_proj": 3}, alpha_pattern={"v_proj": 5})
+    adapter = read_lora(tmp_path)
+    assert [module.rank for module in adapter.modules] == [3, 2]
+    for name in ("q_proj", "v_proj"):
+        layer = model.base_model.model[0][name]
+        assert layer.scaling["default"] == adapter.scale_of(f"0.{name}")
+        assert np.array_equal(layer.lora_A["default"].weight.detach(), adapter.lora_a[f"0.{name}"])
+    scaled = scaled_lora_a(tmp_path)
+    np.testing.assert_allclose(scaled["0.q_proj"], 2 * adapter.lora_a["0.q_proj"])
+    np.testing.assert_allclose(scaled["0.v_proj"], 2.5 * adapter.lora_a["0.v_proj"])
+
+
+def test_an_adapter_with_ranks_of_its_own_goes_out_and_in(tmp_path: Path) -> None:
+    written_by_peft(tmp_path / "start", rank_pattern={"0.q_proj": 1})
+    modules = read_lora(tmp_path / "start").modules
+    trained = Adapter.zeros(modules)
+    trained.values[:] = np.random.default_rng(2).standard_normal(trained.size)
+    write_peft(tmp_path / "out", trained, tmp_path / "start")
+    again = read_peft(tmp_path / "out", modules, tmp_path / "start")
+    assert again.values.tobytes() == trained.values.tobytes()
+    written_by_peft(tmp_path / "other", rank_pattern={"0.q_proj": 1}, alpha_pattern={"v_proj": 5})
+    with pytest.raises(AdapterError, match=r"has alpha_pattern .*, the bundle was exported with"):
+        read_peft(tmp_path / "other", modules, tmp_path / "start")
+    written_by_peft(tmp_path / "even")
+    with pytest.raises(AdapterError, match=r"has rank 2 for 0\.q_proj, the bundle has 1; 1 of 2 modules"):
+        read_peft(tmp_path / "even", modules, tmp_path / "start")
 
 
 def test_peft_loads_what_is_written(tmp_path: Path) -> None:
@@ -408,7 +440,7 @@ def test_peft_loads_what_is_written(tmp_path: Path) -> None:
     model = peft.PeftModel.from_pretrained(small_model(), str(tmp_path / "out"))
     for name in shapes:
         layer = model.base_model.model.get_submodule(name)
-        assert layer.scaling["default"] == adapter.scale
+        assert layer.scaling["default"] == adapter.scale_of(name)
         assert np.array_equal(layer.lora_A["default"].weight.detach(), adapter.lora_a[name])
         assert np.array_equal(layer.lora_B["default"].weight.detach(), adapter.lora_b[name])
     again = read_lora(tmp_path / "out")
@@ -443,7 +475,12 @@ def test_peft_loads_an_adapter_of_a_program_that_began_with_peft(tmp_path: Path)
         ({"target_modules": None}, "target_modules is None"),
         ({"target_modules": [3]}, "target_modules is [3]"),
         ({"use_rslora": True}, "use_rslora is set"),
-        ({"rank_pattern": {"q_proj": 9}}, "rank_pattern is set"),
+        ({"rank_pattern": {"q_proj": 9}}, "q_proj.lora_A is [2, 5], the adapter says rank 9"),
+        ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern is {'q_proj': 2.5}, must map"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is ['q_proj'], must map"),
+        ({"rank_pattern": {".*q_proj": 2}}, "must have names of modules, no expressions"),
+        ({"alpha_pattern": {"q_proj": True}}, "alpha_pattern is {'q_proj': True}, must map"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern is {'q_proj': 0}, must map"),
     ],
 )
 def test_settings_that_a_program_cannot_compute_are_refused(
@@ -523,7 +560,7 @@ def test_a_config_with_a_list_for_a_rank(template: Path) -> None:
     (template / "hashes.json").unlink(missing_ok=True)
     config = json.loads((template / "adapter_config.json").read_text())
     (template / "adapter_config.json").write_text(json.dumps({**config, "r": [1] * 10_000}))
-    with pytest.raises(AdapterError, match=r"has rank r = \[1, 1"):
+    with pytest.raises(AdapterError, match=r"r is \[1, 1"):
         read_peft(template, MODULES)
 
 
@@ -552,7 +589,7 @@ def test_an_adapter_from_elsewhere_brings_its_own_lora_a(tmp_path: Path, templat
 @pytest.mark.parametrize(
     ("modules", "told"),
     [
-        ((AdaptedModule(MODULES[0].name, 3, 5, 3),), "rank r = 3, the bundle has 2"),
+        ((AdaptedModule(MODULES[0].name, 3, 5, 3),), "q_proj has rank 3, the bundle has 2"),
         (
             (AdaptedModule("model.layers.7.q_proj", 2, 5, 3),),
             "1 modules that the bundle doesn't, the first is",

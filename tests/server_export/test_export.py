@@ -56,6 +56,7 @@ def test_a_bundle_opens_and_says_what_it_is(llama_bundle: Path, llama_folder: Pa
         "target_modules": ["q_proj", "v_proj"],
         "seed": 5,
         "source": None,
+        "init": "random",
     }
     assert manifest["model"]["architecture"] == "LlamaForCausalLM"
     assert manifest["model"]["name_or_path"] == str(llama_folder)
@@ -149,6 +150,21 @@ def test_settings_are_checked_together() -> None:
     with pytest.raises(ConfigError) as error:
         config("llama", rank=0, roles=["score"], quantize="8w")
     assert len(error.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"init": "eva"}, "init is eva, but init_rows is not given"),
+        ({"init_rows": Path("rows.jsonl")}, "init_rows is given, but init is random"),
+        ({"init_task": "sst2"}, "init_task is given, but init is random"),
+        ({"spread_ranks": True}, "spread_ranks is given, but init is random"),
+        ({"init": "eva", "init_rows": Path("r"), "adapter": Path("a")}, "adapter is given and brings its"),
+    ],
+)
+def test_an_init_has_its_settings_and_no_other(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config("llama", **changes)
 
 
 def test_settings_need_no_torch() -> None:

@@ -44,10 +44,10 @@ class ModelEngine:
 
     def answer(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The answers to a call's inputs, with derivatives by `lora_b`."""
-        scale, weights = self.start.alpha / self.start.rank, {}
+        lora_a, weights = self.start.scaled_lora_a(), {}
         for module in self.contract.modules:
             (lora_b,) = inputs[module.input_name]
-            change = scale * lora_b.T @ self.start.lora_a[module.name]
+            change = lora_b.T @ lora_a[module.name]
             weights[f"{module.name}.weight"] = self.model.get_submodule(module.name).weight + change
         given = {"input_ids": inputs["tokens"]}
         if self.contract.is_encoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ class TinyProblem:
     """Say which of two tokens comes last; an encoder reads it off its first state."""
 
     modules: tuple[AdaptedModule, ...] = ()
-    scale = 1.0
 
     def __init__(self, architecture: str, examples: int = 8, seed: int = 0, batch_size: int = 4) -> None:
         self.model = make_model(architecture, seed)
         convert_conv1d(self.model)
         self.lora_a: dict[str, torch.Tensor] = {}
         self.lora_b: dict[str, torch.Tensor] = {}
+        self.scales: dict[str, float] = defaultdict(lambda: 1.0)
         self.seed = seed
         self.batch_size = batch_size
         draw = torch.Generator().manual_seed(seed)

@@ -162,7 +162,7 @@ def test_adapter_of_a_model_with_a_head_fits_the_encoder(tmp_path: Path) -> None
         ({"use_dora": True}, "use_dora"),
         ({"bias": "lora_only"}, "bias"),
         ({"peft_type": "IA3"}, "IA3"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, r"q_proj.lora_A is \[4, 64\], the adapter says rank 2"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "pissa"),
         ({"r": 5}, r"lora_A is \[4, 64\], the adapter says rank 5"),

@@ -52,7 +52,7 @@ def test_it_is_read_back_as_it_was_trained(tmp_path: Path, architecture: str) ->
     adapter = read_lora(trained)
     # llama.cpp divides by the rank that it reads from the shapes.
     alpha = reader.fields["adapter.lora.alpha"]
-    assert float(alpha.parts[alpha.data[0]][0]) / RANK == adapter.scale
+    assert float(alpha.parts[alpha.data[0]][0]) / RANK == adapter.alpha / adapter.rank
 
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     assert len(tensors) == 2 * len(adapter.lora_a) > 2
@@ -83,6 +83,32 @@ def test_keys_are_turned_by_their_own_heads(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", adapter, make_config("llama"))
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
     np.testing.assert_array_equal(neighbours_apart(tensors["blk.1.attn_k.weight.lora_b"], GROUPS), lora_b)
+
+
+def test_modules_keep_their_own_rank_and_scale(tmp_path: Path) -> None:
+    """llama.cpp multiplies by the file's alpha over the rank of each module."""
+    from prge.peft import PeftAdapter
+
+    random = np.random.default_rng(0)
+    ranks = {f"model.layers.{layer}.self_attn.o_proj": rank for layer, rank in ((0, 1), (1, 3))}
+    lora_a, lora_b = (
+        {name: random.standard_normal(shape(rank)).astype(np.float32) for name, rank in ranks.items()}
+        for shape in (lambda rank: (rank, 64), lambda rank: (64, rank))
+    )
+    patterns = {
+        "rank_pattern": {"layers.1.self_attn.o_proj": 3},
+        "alpha_pattern": {"layers.1.self_attn.o_proj": 12},
+    }
+    adapter = PeftAdapter({"r": 1, "lora_alpha": 4, **patterns}, lora_a, lora_b)
+    write_gguf(tmp_path / "a.gguf", adapter, make_config("llama"))
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    alpha = reader.fields["adapter.lora.alpha"]
+    for layer, (name, rank) in enumerate(ranks.items()):
+        a, b = (tensors[f"blk.{layer}.attn_output.weight.lora_{letter}"] for letter in "ab")
+        found = float(alpha.parts[alpha.data[0]][0]) / len(a) * b @ a
+        assert len(a) == rank
+        np.testing.assert_allclose(found, 4 * lora_b[name] @ lora_a[name], atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""`--init eva`: an adapter whose frozen `lora_a` are principal directions of what its layers see.
+
+rows -> tokens -> inputs of every adapted layer, block by block -> directions -> ranks -> lora_a
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from prge.contract import Contract
+from prge.errors import DataError
+from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.readers import Selection, read_rows, select_rows
+from prge.rows.task import load_task
+from prge.rows.tokenizer import Tokenizer
+from server_export.model.chain import Chain
+from server_export.model.inputs import watch_inputs
+from server_export.model.principal import Directions, Principal, spread_ranks
+from server_export.model.start import StartAdapter
+from server_export.settings import ExportConfig
+
+_ROWS = 64
+
+
+def init_rows(config: ExportConfig, tokenizer: Tokenizer, contract: Contract) -> list[tuple[int, ...]]:
+    """Tokens of `--init-rows` as a run lays them out, of a random choice of at most `--init-tokens`.
+
+    Raises:
+        PrgeError: the rows or their task can't be used.
+    """
+    assert config.init_rows is not None
+    task = load_task(config.init_task) if config.init_task else None
+    options = BuildOptions("split" if task is None or task.is_completion else "truncate")
+    rows = select_rows(read_rows(config.init_rows), Selection(shuffle_seed=config.seed))
+    found: list[tuple[int, ...]] = []
+    left = config.init_tokens
+    for start in range(0, len(rows), _ROWS):
+        part = rows[start : start + _ROWS]
+        examples, _ = build_examples(part, tokenizer, contract, task, options, source=str(config.init_rows))
+        for tokens in (sequence.tokens for example in examples for sequence in example.sequences):
+            found.append(tokens[:left])
+            left -= len(tokens)
+            if left <= 0:
+                return found
+    return found
+
+
+def principal_start(
+    start: StartAdapter, chain: Chain, rows: Sequence[Sequence[int]], spread: bool
+) -> tuple[StartAdapter, dict[str, float]]:
+    """An untrained adapter with principal directions as `lora_a`.
+
+    Args:
+        start: of the same layers.
+        chain: of its model, in float32, with an adapter of rank 1 on these layers.
+        rows: tokens of what the layers see.
+        spread: whether ranks go from 1 to twice the adapter's, with as many trained numbers at most.
+
+    Returns:
+        The adapter, and what its `lora_a` explain of the mean square of each layer's inputs.
+
+    Raises:
+        DataError: the rows have fewer directions than the adapter.
+        BundleError: the model's weights can't be read.
+    """
+    count = (2 if spread else 1) * start.rank
+    principals: dict[tuple[str, ...], Principal] = {}
+
+    def watch(names: Sequence[str], states: torch.Tensor) -> None:
+        principals.setdefault(tuple(names), Principal(states.shape[1], count)).add(states)
+
+    by_layer: dict[str, Directions] = {}
+    for _ in watch_inputs(chain, rows, watch):
+        while principals:
+            names, principal = principals.popitem()
+            by_layer |= dict.fromkeys(names, principal.directions())
+    found = {name: by_layer[name] for name in start.lora_a}
+    _check(found, start.rank)
+    ranks = dict.fromkeys(found, start.rank)
+    if spread:
+        outputs = {name: len(lora_b) for name, lora_b in start.lora_b.items()}
+        shares = {name: directions.shares.tolist() for name, directions in found.items()}
+        ranks = spread_ranks(shares, outputs, start.rank)
+    lora_a = {name: directions.lora_a(ranks[name]) for name, directions in found.items()}
+    explained = {name: float(each.shares[: ranks[name]].sum()) for name, each in found.items()}
+    return start.starting_from(lora_a), explained
+
+
+def _check(found: dict[str, Directions], rank: int) -> None:
+    few = [
+        f"{name} sees {len(directions.rows)} directions of them, the rank is {rank}"
+        for name, directions in found.items()
+        if len(directions.rows) < rank
+    ]
+    if few:
+        raise DataError(
+            "the rows can't give lora_a:",
+            few,
+            remedy="give more --init-rows, or a lower --rank; or leave out --init eva",
+        )

@@ -1,0 +1,160 @@
+"""`prge tune`: from rows to an adapter, killed in any stage, on rows that are few, equal or long."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.conftest import REPOSITORY, prge, write_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.export, pytest.mark.timeout(300)]
+
+STEPS = 16
+# Files that appear in the stages after rows and plan, and after which a process is killed.
+INSTANTS = (
+    "before.json",
+    "search/0.001-8/journal.jsonl",
+    "search/*-16/metrics.jsonl",
+    "run/checkpoints/step-*",
+)
+
+
+def words_of(workshop: Path, out: Path) -> list[object]:
+    return [
+        "tune", "--bundle", workshop / "bundle", "--data", workshop / "train.jsonl",
+        "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out,
+        "--steps", STEPS, "--threads", 1,
+    ]  # fmt: skip
+
+
+def kill_after(pattern: str, folder: Path, words: list[object]) -> None:
+    """Start a tuning and kill all its processes when a file is there."""
+    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        until = time.monotonic() + 120
+        while not any(folder.glob(pattern)):
+            assert process.poll() is None and time.monotonic() < until, f"{pattern} never came"
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def tuned(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tuning that nothing disturbed, with its `tune-result.json`."""
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    prge(*words_of(workshop, out), "--json", out.parent / "tune-result.json")
+    return out
+
+
+def result_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out.parent / "tune-result.json").read_text())
+    return found
+
+
+def test_it_learns_and_says_what_it_chose(tuned: Path) -> None:
+    result = result_of(tuned)
+    assert result["score_after"]["loss"] < result["score_before"]["loss"]
+    assert result["scored_rows"] == "dev"
+    chosen = result["chosen"]
+    assert {"estimator", "batch_size", "rows_of_a_call", "steps", "learning_rate"} <= chosen.keys()
+    assert chosen["estimator"]["value"] == "exact" and chosen["steps"]["why"] == "given"
+    assert all(decision["why"] for decision in chosen.values())
+    assert result["peak_mb"] > 10 and result["seconds"] > 0
+    assert (tuned / "adapter" / "adapter_model.safetensors").is_file()
+    report = (tuned / "report.html").read_text()
+    assert "learning_rate" in report and chosen["learning_rate"]["why"].split(";")[0] in report
+
+
+def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
+    workshop: Path, tuned: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = words_of(workshop, out)
+    for pattern in INSTANTS:
+        kill_after(pattern, out, words)
+        words = ["tune", "--resume", out]
+    prge(*words, cwd=tmp_path)
+    for name in ("adapter/adapter_model.safetensors", "run/final/adapter_model.safetensors"):
+        assert (out / name).read_bytes() == (tuned / name).read_bytes()
+    assert json.loads((out / "after.json").read_text()) == json.loads((tuned / "after.json").read_text())
+
+
+def test_other_settings_in_its_folder_are_refused(workshop: Path, tuned: Path) -> None:
+    done = prge(*words_of(workshop, tuned), "--rank", 4, "--batch-size", 1, check=False)
+    assert done.returncode == 2
+    assert "batch_size was None, is 1" in done.stderr and "rank was 8, is 4" in done.stderr
+    assert f"prge tune --resume {tuned}" in done.stderr
+
+
+def test_a_tuning_that_is_done_is_not_done_again(tuned: Path) -> None:
+    journal = (tuned / "run" / "journal.jsonl").read_bytes()
+    begin = time.monotonic()
+    done = prge("tune", "--resume", tuned)
+    assert "prge run" not in done.stdout and "prge eval" not in done.stdout
+    assert time.monotonic() - begin < 30
+    assert (tuned / "run" / "journal.jsonl").read_bytes() == journal
+
+
+def test_a_damaged_record_is_an_error(tuned: Path, tmp_path: Path) -> None:
+    shutil.copytree(tuned, tmp_path / "out")
+    (tmp_path / "out" / "tune.json").write_text('{"settings": {}}')
+    done = prge("tune", "--resume", tmp_path / "out", check=False)
+    assert done.returncode == 2 and "it lacks a part" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_rows_that_are_all_equal_have_no_part_to_choose_by(workshop: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "equal.jsonl", [{"prompt": "aa", "completion": " bb"}] * 12)
+    words = ["--bundle", workshop / "bundle", "--steps", 4, "--out", tmp_path / "out"]
+    done = prge("tune", rows, *words, "--json", tmp_path / "tune-result.json")
+    assert "no dev rows can be split off: all rows are equal" in done.stdout
+    result = result_of(tmp_path / "out")
+    assert result["score_after"] is None
+    assert "no development rows" in result["chosen"]["learning_rate"]["why"]
+
+
+def test_three_rows_and_a_long_one(workshop: Path, tmp_path: Path) -> None:
+    """Longer than the bundle takes, and nothing of it is lost."""
+    texts = ["aa bb " * 400, "cc dd", "dd cc"]
+    rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    dev = write_rows(tmp_path / "dev.jsonl", [{"text": "aa bb"}])
+    words = ["--bundle", workshop / "bundle", "--dev", dev, "--steps", 3, "--out", tmp_path / "out"]
+    done = prge("tune", rows, *words, "--learning-rate", 0.01)
+    assert "split into several examples: 1 row (1)" in done.stderr + done.stdout
+
+
+def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:
+    """The final run says what to do where the user insists on one."""
+    words = [*words_of(workshop, tmp_path / "out"), "--learning-rate", 1e30]
+    done = prge(*words, check=False)
+    assert done.returncode == 2 and "the final run diverged" in done.stderr
+    assert "give a --learning-rate below 1e+30" in done.stderr
+
+
+def test_a_model_that_isnt_here_is_told_at_once(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    begin = time.monotonic()
+    words = ["--model", "nobody/nothing", "--task", workshop / "task.yaml", "--out", tmp_path / "out"]
+    done = prge("tune", workshop / "train.jsonl", *words, check=False)
+    assert done.returncode == 2 and "nobody/nothing" in done.stderr and "Traceback" not in done.stderr
+    assert time.monotonic() - begin < 60
+
+
+def test_rows_that_arent_there_leave_nothing_half_done(workshop: Path, tmp_path: Path) -> None:
+    words = ["--bundle", workshop / "bundle", "--out", tmp_path / "out"]
+    done = prge("tune", tmp_path / "none.jsonl", *words, check=False)
+    assert done.returncode == 2 and "none.jsonl" in done.stderr
+    assert not (tmp_path / "out" / "rows").exists()

@@ -1,0 +1,124 @@
+"""`lora_a` from rows: directions of what the model's own layers see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prge.contract import AdaptedModule, Contract
+from prge.errors import DataError
+from server_export.model.eva import init_rows, principal_start
+from server_export.model.loading import outline_model
+from server_export.model.start import StartAdapter, start_adapter
+from server_export.model.tokenization import on_device
+from server_export.settings import ExportConfig
+from tests.server_export.model.test_inputs import ROWS, expected_inputs, thin_chain
+from tests.tiny_models import VOCABULARY, WIDTH, make_tokenizer, save_model
+
+RANK = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def config(folder: object = "model", **changes: Any) -> ExportConfig:
+    given = {"init": "eva", "init_rows": Path("rows.jsonl"), "rank": RANK, **changes}
+    return ExportConfig(model=str(folder), out=Path("unused"), **given)
+
+
+def made(folder: Path, *, rows: Any = ROWS, spread: bool = False, **changes: Any) -> tuple[StartAdapter, Any]:
+    start = start_adapter(config(folder, **changes), outline_model(str(folder)), False)
+    return principal_start(start, thin_chain(folder, list(start.lora_a)), rows, spread)
+
+
+def test_lora_a_spans_the_first_singular_vectors_of_a_layers_inputs(folder: Path) -> None:
+    start, explained = made(folder, target_modules=["q_proj", "v_proj", "down_proj"])
+    for name, inputs in expected_inputs(folder, list(start.lora_a)).items():
+        stacked = torch.cat(inputs).double().numpy()
+        _, values, vectors = np.linalg.svd(stacked, full_matrices=False)
+        lora_a = start.lora_a[name].double().numpy()
+        lengths = np.linalg.norm(lora_a, axis=1)
+        cosines = np.abs((lora_a * vectors[:RANK]).sum(1)) / lengths
+        np.testing.assert_allclose(cosines, 1, atol=1e-4)
+        share = (values[:RANK] ** 2).sum() / (values**2).sum()
+        assert explained[name] == pytest.approx(share, rel=1e-4)
+        # As a random lora_a in the mean: rank / (3 in) of the inputs' mean square.
+        seen = ((stacked @ lora_a.T) ** 2).sum() / (stacked**2).sum()
+        assert seen == pytest.approx(RANK / (3 * stacked.shape[1]), rel=1e-4)
+    assert not any(lora_b.any() for lora_b in start.lora_b.values())
+    assert (start.rank, start.alpha) == (RANK, 16.0)
+
+
+def test_spread_ranks_keep_the_budget_and_the_scale(folder: Path) -> None:
+    start, explained = made(folder, spread=True, target_modules="all-linear")
+    even, evenly = made(folder, target_modules="all-linear")
+    ranks = {name: len(a) for name, a in start.lora_a.items()}
+    assert set(ranks.values()) - {RANK} and all(1 <= rank <= 2 * RANK for rank in ranks.values())
+    trained, budget = (sum(b.numel() for b in each.lora_b.values()) for each in (start, even))
+    assert budget - WIDTH < trained <= budget
+    assert {start.alphas[name] / rank for name, rank in ranks.items()} == {16.0 / RANK}
+    assert sum(explained.values()) != sum(evenly.values())
+
+
+def test_fewer_directions_than_ranks_are_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"sees 2 directions of them, the rank is 3") as error:
+        made(folder, rows=[[5, 9]])
+    assert "--init-rows" in str(error.value)
+
+
+def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[tuple[int, ...]]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    contract = Contract(
+        kind="stack",
+        readout="logprobs",
+        copies=1,
+        batch_size=4,
+        sequence_length=8,
+        positions=7,
+        width=WIDTH,
+        vocabulary_size=VOCABULARY,
+        label_tokens=(),
+        modules=(AdaptedModule("layer", RANK, WIDTH, WIDTH),),
+    )
+    tokenizer = on_device(make_tokenizer(), "auto", VOCABULARY)
+    return init_rows(config(init_rows=file, **changes), tokenizer, contract)
+
+
+TEXTS = [{"text": f"row {number} of many more"} for number in range(100)]
+
+
+def test_rows_are_a_choice_by_seed_of_so_many_tokens(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, TEXTS, init_tokens=100)
+    assert sum(map(len, found)) == 100
+    assert found == rows_of(tmp_path, TEXTS, init_tokens=100)
+    assert found != rows_of(tmp_path, TEXTS, init_tokens=100, seed=1)
+    assert found != rows_of(tmp_path, TEXTS)[: len(found)][::-1]
+
+
+def test_long_texts_are_split_and_not_cut(tmp_path: Path) -> None:
+    (row,) = TEXTS[:1]
+    found = rows_of(tmp_path, [row])
+    assert len(found) > 1 and max(map(len, found)) <= 8
+    assert sum(map(len, found)) >= len(make_tokenizer().encode(row["text"]))
+
+
+def test_rows_of_a_task(tmp_path: Path) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        'name: t\ntemplate: "{text}"\nlabel_words: {0: " no", 1: " yes"}\ncolumns: {label: label}\n'
+    )
+    found = rows_of(tmp_path, [{"text": "abc", "label": 1}], init_task=str(task))
+    assert found == [tuple(make_tokenizer().encode("abc"))]
+
+
+def test_rows_that_cant_be_used_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="its columns are other"):
+        rows_of(tmp_path, [{"other": "abc"}])
