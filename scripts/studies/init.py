@@ -29,7 +29,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "eva-spread": {"init": "eva", "spread-ranks": []},
 }
 ROLES = ["tangent", "back"]
-POINTS = 8
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,9 @@ class Task:
 
 def tasks(arguments: argparse.Namespace) -> dict[str, Task]:
     """The tasks that were asked for, by name."""
-    common = {"optimizer": "adam", "schedule": "cosine"}
+    exact, tangent = (
+        {"optimizer": "adam", "schedule": "cosine", "estimator": name} for name in ("exact", "tangent")
+    )
     task = {"task": DEMO / "task.yaml"}
     found = {
         "demo": Task(
@@ -61,8 +62,8 @@ def tasks(arguments: argparse.Namespace) -> dict[str, Task]:
             {"init-task": task["task"]},
             task,
             {
-                "exact": {**common, "estimator": "exact", "steps": 100, "batch-size": 4},
-                "tangent": {**common, "estimator": "tangent", "steps": 300, "queries": 4, "batch-size": 4},
+                "exact": {**exact, "steps": 100, "batch-size": 4, "evaluate-every": 12},
+                "tangent": {**tangent, "steps": 300, "queries": 4, "batch-size": 4, "evaluate-every": 37},
             },
             {"exact": (1e-2, 3e-2), "tangent": (1e-2, 3e-2)},
         )
@@ -77,10 +78,10 @@ def tasks(arguments: argparse.Namespace) -> dict[str, Task]:
             {},
             {"overflow": "split", "shuffle-seed": 0},
             {
-                "exact": {**common, "estimator": "exact", "steps": 200, "batch-size": 8},
-                "tangent": {**common, "estimator": "tangent", "steps": 800, "queries": 8, "batch-size": 2},
+                "exact": {**exact, "steps": 200, "batch-size": 8, "evaluate-every": 25},
+                "tangent": {**tangent, "steps": 400, "queries": 8, "batch-size": 2, "evaluate-every": 100},
             },
-            {"exact": (1e-2, 3e-2), "tangent": (3e-3, 1e-2)},
+            {"exact": (1e-2, 3e-2), "tangent": (1e-2,)},
         )
     return {name: found[name] for name in arguments.tasks if name in found}
 
@@ -155,7 +156,6 @@ def trained(
     """A run, done unless it was before."""
     folder = Path(arguments.out / f"run-{name}-{estimator}-{way}-{seed}-{rate:g}")
     if not (folder / "final").exists():
-        flags = {**task.rows, **task.run[estimator]}
         prge(
             "run",
             bundle=bundle(arguments, name, task, way, seed),
@@ -165,10 +165,10 @@ def trained(
             seed=seed,
             learning_rate=rate,
             select="loss",
-            evaluate_every=flags["steps"] // POINTS,
             threads=1,
             quiet=[],
-            **flags,
+            **task.rows,
+            **task.run[estimator],
         )
     return folder
 

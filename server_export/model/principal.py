@@ -35,13 +35,13 @@ class Directions:
     def lora_a(self, rank: int) -> torch.Tensor:
         """The first `rank` directions f32 [rank, in], as long as a run at the usual rates needs them.
 
-        Their scale is one number for the layer: over the rows that they were made of, the mean square of
-        `lora_a` x is what PEFT's random `lora_a`, uniform within 1 / sqrt(in), has of the same x:
-        rank / (3 in) of the mean square of x. So a step of `lora_b` changes the layer's output as much.
+        Over the states that they were made of, each gives what a row of PEFT's random `lora_a`, uniform
+        within 1 / sqrt(in), gives on average: 1 / (3 in) of the mean square of the states. So a step of
+        `lora_b` changes the layer's output as much, and no direction drowns the others.
         """
-        rows, explained = self.rows[:rank], float(self.shares[:rank].sum())
-        scale = (len(rows) / (3 * rows.shape[1] * explained)) ** 0.5
-        return (rows * scale).contiguous()
+        rows = self.rows[:rank]
+        lengths = (3 * rows.shape[1] * self.shares[:rank]).rsqrt()
+        return (rows * lengths.float().unsqueeze(1)).contiguous()
 
 
 class Principal:

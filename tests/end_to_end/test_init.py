@@ -58,8 +58,8 @@ def test_exact_gradients_learn(trained: Path) -> None:
 def test_forward_passes_take_steps(spread: Path, workshop: Path, tmp_path: Path, estimator: str) -> None:
     out = run(workshop, spread, tmp_path / "run", "--steps", 3, "--estimator", estimator)
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    norms = [event["gradient_norm"] for event in events if event["event"] == "step"]
-    assert len(norms) == 3 and all(0 < norm < np.inf for norm in norms)
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    assert len(losses) == 3 and np.isfinite(losses).all() and len({*losses}) == 3
 
 
 def test_what_was_trained_is_merged_and_written_as_peft_does(
