@@ -55,9 +55,15 @@ class Bundle:
         """SHA-256 of one of the manifest's files."""
         return str(self.manifest["files"][name]["sha256"])
 
-    def for_steps(self, contract: Contract) -> Bundle:
-        """The bundle for a run that has chosen what a step's call looks like."""
-        return replace(self, contract=contract)
+    def for_steps(self, contract: Contract, frugal: bool = False) -> Bundle:
+        """The bundle for a run that has chosen what a step's call looks like.
+
+        Args:
+            contract: of that call.
+            frugal: calls that score take no more memory than those of steps.
+        """
+        scoring = self.chain.contract(STACK, contract.rows) if frugal else self.score_contract
+        return replace(self, contract=contract, score_contract=scoring)
 
     @property
     def pooling(self) -> str | None:

@@ -23,7 +23,7 @@ from prge.contract import Contract
 from prge.engine import Array, IntArray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slot:
     """Where to read (`position`), what (`target`), its weight, and the candidate that it belongs to."""
 
@@ -33,7 +33,7 @@ class Slot:
     candidate: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenSequence:
     """One tokenized sequence with its slots."""
 
@@ -41,7 +41,7 @@ class TokenSequence:
     slots: tuple[Slot, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Example:
     """One row of a data file, tokenized.
 

@@ -169,7 +169,9 @@ class Watcher:
         """What the bar tells of a step."""
         shown: dict[str, float | str | None] = {"loss": record["loss"]}
         if self._best is not None:
-            shown["best"] = score_of(self._best)[1]
+            # What steps are judged by, which may be another than the metric.
+            by_loss = self.settings.select == "loss"
+            shown["best"] = self._best["loss"] if by_loss else score_of(self._best)[1]
         if self._examples and "rows" in record:
             shown["epoch"] = f"{self.steps * len(record['rows']) / self._examples:.2f}"
         peak = self.log.memory.peak

@@ -199,15 +199,15 @@ def _decisions(run: RunFacts, level: int) -> Iterator[Block]:
 
 
 def _method(run: RunFacts) -> Iterator[Block]:
-    estimator = str(run.config.get("estimator"))
-    if estimator in MEANINGS:
-        yield Paragraph(MEANINGS[estimator])
-    elif isinstance(run.run.get("method"), str):
+    estimators = [name for name in _estimators(run) if name in MEANINGS]
+    for name in dict.fromkeys(estimators):
+        yield Paragraph(MEANINGS[name])
+    if not estimators and isinstance(run.run.get("method"), str):
         yield Paragraph(f"In PyTorch, by `prge baseline --method {run.run['method']}`.")
     model, quantization = mapping(run.run.get("model")), mapping(run.run.get("quantization"))
     yield _facts(
         {
-            "estimator": estimator if estimator in MEANINGS else None,
+            "estimator": ", then ".join(estimators),
             "model": model.get("name_or_path"),
             "model content": model.get("revision") or model.get("sha256"),
             "frozen weights": quantization.get("scheme") or ("fp32" if run.run else None),
@@ -217,6 +217,13 @@ def _method(run: RunFacts) -> Iterator[Block]:
             "optimizer": run.config.get("optimizer"),
         }
     )
+
+
+def _estimators(run: RunFacts) -> list[str]:
+    """What steps were taken with, in order: `--change-estimator` lets there be several."""
+    told = run.run.get("estimators")
+    names = [str(mapping(each).get("estimator")) for each in told] if isinstance(told, list) else []
+    return names or [str(run.config.get("estimator"))]
 
 
 def _costs(run: RunFacts) -> dict[str, Any]:

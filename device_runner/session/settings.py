@@ -104,7 +104,7 @@ class RunSettings(TrainingFlags):
     The same bits. auto: native where it is built or can be, else torch."""
     memory: Bytes | None = None
     """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
-    The same bits. Default: all stay."""
+    Evaluations then score as many rows at once as a step has. The same bits. Default: all stay."""
     trunk_cache_bytes: Bytes | None = None
     """Adapters in upper blocks only: bytes of the run folder that may keep what the blocks below them make of
     training rows, so that it is computed once. Default: none, every time."""
@@ -223,11 +223,14 @@ def bundle_for(settings: RunSettings, bundle: Bundle, examples: Sequence[Example
     queries = settings.queries or DEFAULT_QUERIES
     if settings.estimator == "exact":
         classes = max((example.candidates for example in examples), default=0)
-        return bundle.for_steps(chain.contract("exact", batch, classes=classes))
-    if settings.estimator == "tangent":
-        return bundle.for_steps(chain.contract("tangent", batch, queries=queries))
-    variants = 2 * queries if settings.estimator == "antithetic" else queries + (settings.baseline == "clean")
-    return bundle.for_steps(chain.contract("stack", batch, copies=settings.copies or variants))
+        contract = chain.contract("exact", batch, classes=classes)
+    elif settings.estimator == "tangent":
+        contract = chain.contract("tangent", batch, queries=queries)
+    else:
+        clean = settings.baseline == "clean"
+        variants = 2 * queries if settings.estimator == "antithetic" else queries + clean
+        contract = chain.contract("stack", batch, copies=settings.copies or variants)
+    return bundle.for_steps(contract, frugal=settings.memory is not None)
 
 
 def batch_for(examples: Sequence[Example]) -> int:

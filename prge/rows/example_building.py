@@ -333,7 +333,8 @@ class _Builder:
         for start, chosen in self.windows(row, mask, begin, dropped):
             shift = start - begin
             kept = [*tokens[:begin].tolist(), *tokens[start : chosen[-1] + 1].tolist()]
-            slots = [Slot(index - shift - 1, int(tokens[index]), 1 / len(chosen), 0) for index in chosen]
+            weight = 1 / len(chosen)
+            slots = [Slot(index - shift - 1, kept[index - shift], weight, 0) for index in chosen]
             examples.append(Example(row.number, (TokenSequence(tuple(kept), tuple(slots)),), 1, None))
         return examples
 

@@ -10,26 +10,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from server_export.verbs import command_of, flags_of
+
 
 def prge(verb: str, *words: object, **flags: Any) -> None:
     """Call a verb; its output goes to the error stream, so that a study prints JSON alone."""
-    _call("-m", "prge.cli", verb, *words, **flags)
+    _call(verb, *words, **flags)
 
 
 def answers(**flags: Any) -> dict[str, list[dict[str, Any]]]:
     """What `prge generate` writes for rows, by the names of the adapters."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for line in _call("-m", "prge.cli", "generate", json=[], stdout=subprocess.PIPE, **flags).splitlines():
+    for line in _call("generate", json=[], stdout=subprocess.PIPE, **flags).splitlines():
         answer = json.loads(line)
         found.setdefault(answer["adapter"], []).append(answer)
     return found
 
 
 def _call(*words: object, stdout: Any = sys.stderr, **flags: Any) -> str:
-    command = [sys.executable, *map(str, words)]
-    for name, value in flags.items():
-        values = value if isinstance(value, list | tuple) else [value]
-        command += [f"--{name.replace('_', '-')}", *map(str, values)]
+    command = command_of(*words, *flags_of(flags))
     return subprocess.run(command, check=True, stdout=stdout, text=True).stdout or ""
 
 

@@ -19,7 +19,9 @@ _EPOCHS, _FEWEST_READ, _MOST_READ, _MOST_EPOCHS = 3, 2_400, 24_000, 40
 # Rows of a step where there are so many rows at least.
 _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
-# An estimate of memory may be too low by so much.
+# What a row takes for each of its tokens while it waits, as measured.
+BYTES_OF_A_TOKEN = 70
+# The share of a limit that an estimate may come up to.
 _MARGIN = 0.85
 # Time of the search for a learning rate and of evaluations, as a share of the final run's.
 SEARCH_SHARE = 1.2
@@ -44,7 +46,9 @@ class RowFacts:
 
     rows: int
     longest: int
-    """Tokens."""
+    """Tokens of the longest."""
+    tokens: int
+    """Of all."""
     widest: int
     """Sequences of the row that has most of them."""
 
@@ -133,7 +137,10 @@ def fitting(
     bound = f"--memory is {bytes_text(limit)}"
     for size in sizes:
         if (found := needed(size * widest, None)) <= room:
-            return [Decision("rows_of_a_call", size, f"{bound}, about {bytes_text(found)} are taken")]
+            return [
+                Decision("rows_of_a_call", size, f"{bound}, about {bytes_text(found)} are taken"),
+                Decision("weights_memory", blocks, "all weights fit"),
+            ]
     for size in sizes:
         spare = room - needed(size * widest, largest)
         if spare >= 0:

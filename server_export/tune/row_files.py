@@ -102,11 +102,9 @@ class RowFiles:
             BuildOptions("auto"),
             source=str(self.train),
         )
-        return RowFacts(
-            len(examples),
-            max(len(sequence.tokens) for example in examples for sequence in example.sequences),
-            max(len(example.sequences) for example in examples),
-        )
+        lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]
+        widest = max(len(example.sequences) for example in examples)
+        return RowFacts(len(examples), max(lengths), sum(lengths), widest)
 
     def write_prompts(self, tokenizer: Tokenizer) -> Path:
         """Write prompts of the first development rows; returns their file."""

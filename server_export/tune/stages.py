@@ -142,7 +142,8 @@ class _Tuning:
 
         def needed(rows: int, memory: int | None) -> int:
             contract = chain.contract(kind, rows, copies=copies, queries=queries, length=length)
-            return run_memory(outline, contract, weights, chain.roles, "native", memory).total
+            taken = run_memory(outline, contract, weights, chain.roles, "native", memory).total
+            return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens
 
         return decisions.fitting(self._settings.memory, batch, facts.widest, needed, sum(loaded), max(loaded))
 

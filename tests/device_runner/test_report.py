@@ -132,6 +132,15 @@ def test_decisions_are_told_where_somebody_made_them(tmp_path: Path) -> None:
     assert "tune.json can&#x27;t be read: not JSON" in text and "best of 4" in text
 
 
+def test_an_estimator_that_was_changed_on_the_way_is_told_too(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    stretches = [{"since": 0, "estimator": "tangent"}, {"since": 30, "estimator": "exact"}]
+    edit(run / "run.json", run={"estimators": stretches})
+    text = report(run)
+    assert facts(Page(text))["estimator"] == "tangent, then exact"
+    assert text.index("Tangents: forward passes only") < text.index("Exact gradients: ")
+
+
 def test_texts_of_strangers_stay_texts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run <b>", data={"train": {"notes": {EVIL: 1}}}, rows=EVIL)
     edit(run / "run.json", run={"model": {"name_or_path": EVIL}, "status": EVIL}, meta={"platform": EVIL})

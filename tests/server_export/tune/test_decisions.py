@@ -15,7 +15,7 @@ from server_export.tune.decisions import Decision, RowFacts
 
 
 def facts(rows: int = 100, longest: int = 60, widest: int = 1) -> RowFacts:
-    return RowFacts(rows, longest, widest)
+    return RowFacts(rows, longest, rows * longest, widest)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def needed(rest: int, of_a_row: int, blocks: int) -> Callable[[int, int | None],
         (None, 6, 1, [2]),
         (None, 8, 2, [2]),
         (None, 8, 9, [1]),
-        (2_000, 8, 1, [4]),  # 100 + 4 x 100 + 1,000
-        (1_600, 8, 1, [2]),
+        (2_000, 8, 1, [4, 1_000]),  # 100 + 4 x 100 + 1,000
+        (1_600, 8, 1, [2, 1_000]),
         (900, 8, 1, [4, 265]),  # weights are mapped rather than rows computed one by one
         (500, 8, 1, [2, 125]),
     ],
