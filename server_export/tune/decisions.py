@@ -70,6 +70,13 @@ def sequence_length(row: int, positions: int | None) -> Decision:
     return Decision("sequence_length", positions, f"{longest}, the model has {positions} positions")
 
 
+def init(estimator: str | None) -> Decision:
+    """Where the frozen lora_a comes from; `estimator` is the user's, None: exact."""
+    if estimator in (None, "exact"):
+        return Decision("init", "eva", "with directions of the rows, exact gradients learn more from them")
+    return Decision("init", "random", "directions of the rows help exact gradients alone")
+
+
 def batch_size(facts: RowFacts) -> Decision:
     """Rows of a step."""
     value = next((size for least, size in _BATCHES if facts.rows >= least), 1)

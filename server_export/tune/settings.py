@@ -10,7 +10,7 @@ from prge.bounds import bound_problems
 from prge.errors import ConfigError
 from prge.rows.sources import is_hub_name
 from prge.settings import Bytes
-from server_export.settings import SCHEMES, EstimatorName
+from server_export.settings import SCHEMES, EstimatorName, Init
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,9 @@ class TuneSettings:
     """`top:k`: adapt the top k blocks only. Default: all."""
     rank: int = 8
     """Rank of the adapter."""
+    init: Init | None = None
+    """The frozen lora_a: eva, principal directions of what layers see of the training rows; or random.
+    Default: eva for exact gradients."""
     estimator: EstimatorName | None = None
     """Default: exact, the gradient by backpropagation."""
     batch_size: int | None = None
@@ -73,7 +76,7 @@ class TuneSettings:
             given = "none" if self.model is None else "both"
             problems.append(f"one of --model and --bundle is needed, not {given}")
         if self.bundle is not None:
-            exports = ("quantize", "sequence_length", "target_modules", "adapt_layers")
+            exports = ("quantize", "sequence_length", "target_modules", "adapt_layers", "init")
             problems += [
                 f"--{name.replace('_', '-')} belongs to an export, but --bundle is given"
                 for name in exports

@@ -86,7 +86,9 @@ class _Tuning:
         if settings.bundle is None and not self._folder.is_dir():
             self._decide_export()
             asked = {name: getattr(settings, name) for name in ("target_modules", "adapt_layers", "rank")}
-            decided = {name: self._record.value(name) for name in ("quantize", "sequence_length")}
+            decided = {name: self._record.value(name) for name in ("quantize", "sequence_length", "init")}
+            if decided["init"] == "eva":
+                decided |= {"init_rows": self._rows.train, "init_task": settings.task}
             run_verb("export", *flags_of({"model": settings.model, "out": self._folder, **asked, **decided}))
         print(f"bundle {open_bundle(self._folder).folder}")
 
@@ -96,6 +98,7 @@ class _Tuning:
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self._decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
+        self._decide("init", settings.init, lambda: decisions.init(settings.estimator))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
         def measure() -> int:

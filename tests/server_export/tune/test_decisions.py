@@ -108,3 +108,10 @@ def test_the_best_rate_is_that_of_the_longest_trials() -> None:
 def test_rates_that_all_diverge_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"all runs diverged: 0\.001, 0\.01"):
         decisions.best_rate([(0.001, 10, math.inf), (0.01, 10, math.inf)])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "found"), [(None, "eva"), ("exact", "eva"), ("tangent", "random"), ("antithetic", "random")]
+)
+def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None, found: str) -> None:
+    assert decisions.init(estimator).value == found
