@@ -24,7 +24,8 @@ from server_export.verbs import command_of, flags_of, json_of, run_verb
 DATA = Path(__file__).resolve().parent / "demo_data"
 DESCRIPTION = "Tune, compare, evaluate and publish a tiny model on this machine, in about two minutes."
 
-MODEL = {"model": DATA / "model", "target_modules": ["o_proj", "down_proj"]}
+# One bundle for all three: directions of the rows help exact gradients alone.
+MODEL = {"model": DATA / "model", "target_modules": ["o_proj", "down_proj"], "init": "random"}
 RUN = {"batch_size": 4, "optimizer": "adam", "schedule": "cosine", "evaluate_every": 100}
 # On the bundle and beside the run of `prge tune`, which takes exact gradients.
 METHODS: dict[str, dict[str, Any]] = {
