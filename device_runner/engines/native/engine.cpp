@@ -560,6 +560,9 @@ struct Request {
 // Threads of the pool that find no work for some microseconds sleep, and wake up slowly: this keeps them awake
 // between two methods.
 void keep_awake() {
+  if (executorch::extension::threadpool::NoThreadPoolGuard::is_enabled()) {
+    return;
+  }
   auto* pool = executorch::extension::threadpool::get_threadpool();
   if (pool != nullptr && pool->get_thread_count() > 1) {
     pool->run([](size_t) {}, pool->get_thread_count());
