@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from prge.adapter import adapter_size
 from prge.bundle import MANIFEST, check_file, read_chain, read_manifest
 from prge.chain import DECODE, ROLE_OF, Chain
 from prge.contract import AdaptedModule
-from prge.costs import KINDS, Outline, bytes_text, memory_table, memory_text, weights_of
+from prge.costs import KINDS, Outline, bytes_text, memory_table, memory_text, weights_of_bundle
 from prge.errors import BundleError, printable
 from prge.settings import parse_settings
 
@@ -100,20 +100,19 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
             "largest": chain.blocks[largest].weights,
             "largest_bytes": loaded[largest],
         },
-        "memory": _memory(manifest, chain, size(chain.blocks[0].weights), loaded[largest]),
+        "memory": _memory(manifest, chain, size),
         "text": _text_facts(manifest, chain),
     }
 
 
 def _memory(
-    manifest: Mapping[str, Any], chain: Chain, table_bytes: int, largest_bytes: int
+    manifest: Mapping[str, Any], chain: Chain, size: Callable[[str], int]
 ) -> list[dict[str, Any]] | None:
     """What runs take, see prge.costs.memory_table; None for a bundle whose export kept no outline."""
     if "outline" not in manifest:
         return None
     outline = Outline.from_json(manifest["outline"], chain)
-    scheme = str(_mapping(manifest.get("quantization")).get("scheme"))
-    weights = weights_of(outline, scheme, table_bytes < 4 * outline.table_numbers, chain.roles)
+    weights = weights_of_bundle(outline, chain, size, _mapping(manifest.get("quantization")).get("scheme"))
     length = min(_TOKENS, chain.bounds.tokens)
     contracts = {
         name: chain.contract(
@@ -126,7 +125,7 @@ def _memory(
         for name, kind in KINDS.items()
         if ROLE_OF[kind] in chain.roles
     }
-    return memory_table(outline, contracts, replace(weights, largest=largest_bytes), chain.roles)
+    return memory_table(outline, contracts, weights, chain.roles)
 
 
 def _text_facts(manifest: Mapping[str, Any], chain: Chain) -> dict[str, int] | None:

@@ -11,8 +11,8 @@ Weights follow from shapes. The rest is modelled on what the engine was measured
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from prge.adapter import adapter_size
@@ -237,6 +237,15 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
         packed_transposed=sum(_packed(layer, scheme) for layer, scheme in back),
         largest=max(of_heads // max(outline.pieces, 1), (stored + transposed - of_heads) // outline.blocks),
     )
+
+
+def weights_of_bundle(
+    outline: Outline, chain: Chain, size: Callable[[str], int], scheme: str | None
+) -> Weights:
+    """Those of a bundle that is there; `size` tells the bytes of its files by their names."""
+    is_int8 = size(chain.blocks[0].weights) < 4 * outline.table_numbers
+    weights = weights_of(outline, scheme or "fp32", is_int8, chain.roles)
+    return replace(weights, largest=max(chain.loaded_bytes(size)))
 
 
 def programs_bytes(outline: Outline, roles: Collection[str]) -> int:

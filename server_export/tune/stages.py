@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from prge.bundle import Bundle, open_bundle
 from prge.chain import DECODE, ROLE_OF
-from prge.costs import KINDS, Outline, run_memory, weights_of
+from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
 from prge.errors import PrgeError
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import JOURNAL, SUMMARY, run_lock
@@ -137,9 +137,8 @@ class _Tuning:
         outline = Outline.from_json(manifest["outline"], chain)
         sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
         loaded = chain.loaded_bytes(sizes.__getitem__)
-        scheme = str((manifest.get("quantization") or {}).get("scheme", "fp32"))
-        is_int8 = sizes[chain.blocks[0].weights] < 4 * outline.table_numbers
-        weights = replace(weights_of(outline, scheme, is_int8, chain.roles), largest=max(loaded))
+        scheme = (manifest.get("quantization") or {}).get("scheme")
+        weights = weights_of_bundle(outline, chain, sizes.__getitem__, scheme)
         length = min(facts.longest, chain.bounds.tokens)
         queries, copies = 4 * (kind == "tangent"), 8 if kind == "stack" else 1
 
