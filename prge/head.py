@@ -155,7 +155,7 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
     left, spread, right = left[:, kept], spread[kept], right[kept]
     projected = left.T @ (indicators - prior)
 
-    # Without its own row the mean of the indicators leans away from that very row, which would tell its class.
+    # Without its own row the mean of the indicators leans away from that row, which would tell its class.
     lean = (indicators - prior) / max(rows - 1, 1)
     lowest, head = np.inf, Head(classes, states.shape[1])
     # Of equally good strengths the greatest.

@@ -1,7 +1,8 @@
 """Rows of six classes, in the manner of TREC: what kind of thing does a question ask for?
 
 Questions are made of patterns and words. No two splits share a word of a pattern's gaps; an eighth of the
-patterns is new in development rows, and another eighth in test rows. Columns and labels are those of the task `trec`.
+patterns is new in development rows, and another eighth in test rows. Columns and labels are those of the
+task `trec`.
 """
 
 from __future__ import annotations
