@@ -210,7 +210,7 @@ class _Builder:
             raise DataError(
                 what,
                 ["its rows are messages and the model has no chat template"],
-                remedy="use a chat model, or rows with prompt and completion",
+                remedy="export with --chat-template plain, take a chat model, or prompts and completions",
             )
         return form
 
