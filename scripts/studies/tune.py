@@ -1,13 +1,16 @@
-"""How far `prge tune` with its defaults is from the best learning rate of a full grid.
+"""`prge tune` with its defaults on six tasks, against a grid of learning rates and against PyTorch.
 
-    python scripts/studies/tune.py --model BABYLLAMA --data wikitext.json --out results
+    python scripts/studies/tune.py --story-model BABYLLAMA --encoder MINILM --texts wikitext.json \
+        --sst2 SST2_FOLDER --out results
 
-Tasks: the demo's (candidates), prompts with completions in a manner (style.py), and texts (wikitext.py); the
-first has its own model, the others take MODEL. For each task and seed `prge tune` is told the model and the
-rows alone. Then the same run, by its own settings, is made with every rate of the grid; the best on
-development rows is scored on the test rows, which all read once for a seed. Prints JSON: losses of the test
-rows `before`, by `prge tune` (`tuned`) and by the `grid`; `regret`, the second less the third; the rates; and
-`times`, how many times as long as its final run `prge tune` took.
+For each task and seed `prge tune` is told the model and the rows alone. Then, with the settings that it
+decided, rows and steps alike, but with every learning rate of a grid: the engine's own runs, and PyTorch with
+PEFT's layers, LoRA (both matrices) and LoRA-FA, from the same start. A grid goes by factors of three outward
+from its middle until the best rate on development rows has a worse neighbour on both sides; it is walked with
+the first seed, the others take its best rate. Test rows are read once for each result.
+
+Prints JSON, by task: losses (and accuracies) of the test rows `before`, by `prge tune` (`tuned`), by the
+engine's `grid`, by `lora-fa` and `lora` in PyTorch; rates, seconds, memory.
 """
 
 from __future__ import annotations
@@ -16,17 +19,22 @@ import argparse
 import json
 import math
 import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import style
-import wikitext
+from questions import make_questions
 from verbs import prge, summarize
 
+from prge.rows.readers import Selection, read_rows, select_rows
+
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
-GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-FIGURES = ("before", "tuned", "grid", "regret", "times")
+TEXTS = {"train": (0, 200), "dev": (800, 40), "test": (900, 100)}
+SENTENCES = {"train": ("train", 300), "dev": ("train", 100), "test": ("test-labeled", 600)}
+MIDDLE = (3e-3, 1e-2, 3e-2)
+FACTOR = 3.0
+PYTORCH = {"lora-fa": "backprop-lora-fa", "lora": "backprop-lora"}
 
 
 def main() -> None:
@@ -34,83 +42,180 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="folder or hub id of a small story model")
-    parser.add_argument("--data", type=Path, help="JSON list of passages; without it there are no texts")
+    parser.add_argument("--story-model", required=True, help="folder or hub id of babyllama")
+    parser.add_argument("--encoder", required=True, help="folder or hub id of all-MiniLM-L6-v2")
+    parser.add_argument("--texts", type=Path, required=True, help="JSON list of passages")
+    parser.add_argument("--sst2", type=Path, required=True, help="folder of SST-2's tsv files")
     parser.add_argument("--out", type=Path, required=True, help="folder for rows and runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
-    parser.add_argument("--tasks", nargs="+", help="of all")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--estimator", help="of prge tune and of the engine's grid; PyTorch is left out then")
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results = {
-        name: study(arguments, name, words)
-        for name, words in tasks(arguments).items()
-        if arguments.tasks is None or name in arguments.tasks
-    }
+    results = {name: study(arguments, name) for name in arguments.tasks}
     print(json.dumps(results, indent=2))
 
 
-def tasks(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What `prge tune` is told of each task."""
+def candidates(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The demo's rows, with its own model."""
     files = {name: DEMO / f"{name}.jsonl" for name in ("train", "dev", "test")}
-    found = {"candidates": told(DEMO / "model", files) | {"task": DEMO / "task.yaml"}}
-    rows = style.make_rows()
-    files = {name: style.write(arguments.out / f"style-{name}.jsonl", rows[name]) for name in rows}
-    found["completions"] = told(arguments.model, files)
-    if arguments.data is not None:
-        found["texts"] = told(arguments.model, wikitext.split(arguments.data, arguments.out))
-    return found
+    return _told(DEMO / "model", files) | {"task": DEMO / "task.yaml"}
 
 
-def told(model: object, files: dict[str, Path]) -> dict[str, Any]:
-    """The flags of a task without settings."""
+def completions(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prompts with completions in a manner."""
+    return _told(arguments.story_model, _written(arguments, "completions", style.make_rows()))
+
+
+def chat(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same as conversations."""
+    rows = {name: [_conversation(row) for row in rows] for name, rows in style.make_rows().items()}
+    return _told(arguments.story_model, _written(arguments, "chat", rows))
+
+
+def texts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Passages of WikiText."""
+    passages = json.loads(arguments.texts.read_text(encoding="utf-8"))
+    rows = {
+        name: [{"text": each} for each in passages[start : start + count]]
+        for name, (start, count) in TEXTS.items()
+    }
+    return _told(arguments.story_model, _written(arguments, "texts", rows))
+
+
+def questions(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Six classes, with an encoder."""
+    return _told(arguments.encoder, _written(arguments, "questions", make_questions())) | {"task": "trec"}
+
+
+def sentences(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A part of SST-2, with an encoder."""
+    rows = {}
+    for name, (file, count) in SENTENCES.items():
+        start = SENTENCES["train"][1] if name == "dev" else 0
+        picked = select_rows(read_rows(arguments.sst2 / f"{file}.tsv"), Selection(start, count, 0))
+        rows[name] = [dict(row.fields) for row in picked]
+    return _told(arguments.encoder, _written(arguments, "sentences", rows)) | {"task": "sst2"}
+
+
+TASKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    each.__name__: each for each in (candidates, completions, chat, texts, questions, sentences)
+}
+
+
+def _told(model: object, files: dict[str, Path]) -> dict[str, Any]:
     return {"model": model, "data": files["train"], "dev": files["dev"], "test": files["test"]}
 
 
-def study(arguments: argparse.Namespace, name: str, words: dict[str, Any]) -> dict[str, Any]:
-    """`prge tune` and the grid, with every seed."""
-    return summarize([compare(arguments, name, words, seed) for seed in arguments.seeds], FIGURES)
+def _written(arguments: argparse.Namespace, name: str, rows: dict[str, list[Any]]) -> dict[str, Path]:
+    return {split: style.write(arguments.out / f"{name}-{split}.jsonl", rows[split]) for split in rows}
 
 
-def compare(arguments: argparse.Namespace, name: str, words: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Losses of the test rows by both, and what they took."""
+def _conversation(row: dict[str, str]) -> dict[str, Any]:
+    turns = (("user", row["prompt"]), ("assistant", row["completion"].strip()))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def study(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """All ways with every seed."""
+    words = TASKS[name](arguments)
+    rates: dict[str, float] = {}
+    runs = [compare(arguments, name, words, seed, rates) for seed in arguments.seeds]
+    figures = [
+        figure for figure in runs[0] if figure != "seed" and all(run[figure] is not None for run in runs)
+    ]
+    return summarize(runs, figures)
+
+
+def compare(
+    arguments: argparse.Namespace, name: str, words: dict[str, Any], seed: int, rates: dict[str, float]
+) -> dict[str, Any]:
+    """Figures of the test rows by all ways; `rates` holds the best of the first seed's grids."""
     out = arguments.out / f"{name}-{seed}"
     tuned, result = out / "tuned", out / "tuned.json"
+    common = {"seed": seed, "threads": arguments.threads}
     if not result.exists():
-        prge("tune", **words, out=tuned, seed=seed, threads=arguments.threads, json=result)
+        prge("tune", **words, out=tuned, json=result, estimator=arguments.estimator, **common)
     found = json.loads(result.read_text(encoding="utf-8"))
-    begin = time.perf_counter()
-    losses = {rate: development_loss(tuned, out / f"{rate:g}", rate) for rate in GRID}
-    seconds = time.perf_counter() - begin
-    best = min(losses, key=losses.__getitem__)
-    scored = out / "grid.json"
-    test = {"bundle": tuned / "bundle", "data": tuned / "rows" / "test.jsonl", "json": scored}
-    prge("eval", adapter=out / f"{best:g}", task=words.get("task"), **test)
-    loss = json.loads(scored.read_text(encoding="utf-8"))["loss"]
-    final = json.loads((tuned / "run" / "run.json").read_text(encoding="utf-8"))["train"]["seconds"]
-    return {
+    final = json.loads((tuned / "run" / "run.json").read_text(encoding="utf-8"))["train"]
+    figures = {
         "seed": seed,
-        "before": found["score_before"]["loss"],
-        "tuned": found["score_after"]["loss"],
-        "grid": loss,
-        "regret": found["score_after"]["loss"] - loss,
-        "rate": found["chosen"]["learning_rate"]["value"],
-        "best_rate": best,
-        "times": found["seconds"] / final,
-        "grid_seconds": seconds,
+        **_figures("before", found["score_before"]),
+        **_figures("tuned", found["score_after"]),
+        "tuned_rate": found["chosen"]["learning_rate"]["value"],
+        "tuned_seconds": found["seconds"],
+        "final_seconds": final["seconds"],
+        "peak_mb": found["peak_mb"],
     }
 
+    def engine(rate: float) -> Path:
+        return _done(
+            out / f"grid-{rate:.3g}", "run", config=tuned / "run" / "config.yaml", learning_rate=rate
+        )
 
-def development_loss(tuned: Path, run: Path, rate: float) -> float:
-    """Loss of development rows at the best step of the run with another rate; infinite if it diverged."""
-    if not (run / "final").exists():
-        try:
-            config = tuned / "run" / "config.yaml"
-            prge("run", config=config, out=run, learning_rate=rate)
-        except subprocess.CalledProcessError:  # it diverged
-            return math.inf
-    found = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    best = rates.setdefault("grid", 0.0) or walked(engine)
+    rates["grid"] = best
+    scored = out / "grid.json"
+    rows = {"bundle": tuned / "bundle", "data": tuned / "rows" / "test.jsonl", "task": words.get("task")}
+    prge("eval", adapter=engine(best), json=scored, threads=arguments.threads, **rows)
+    figures |= _figures("grid", json.loads(scored.read_text(encoding="utf-8"))) | {"grid_rate": best}
+    for way, method in PYTORCH.items() if arguments.estimator is None else ():
+
+        def pytorch(rate: float, way: str = way, method: str = method) -> Path:
+            return _done(
+                out / f"{way}-{rate:.3g}",
+                "baseline",
+                method=method,
+                model=words["model"],
+                bundle=tuned / "bundle",
+                test=tuned / "rows" / "test.jsonl",
+                train=tuned / "rows" / "train.jsonl",
+                dev=tuned / "rows" / "dev.jsonl",
+                dev_limit=200,
+                task=words.get("task"),
+                batch_size=found["chosen"]["batch_size"]["value"],
+                steps=found["chosen"]["steps"]["value"],
+                evaluate_every=found["chosen"]["steps"]["value"] // 10,
+                schedule="cosine",
+                select="loss",
+                learning_rate=rate,
+                **common,
+            )
+
+        best = rates[way] = rates.get(way) or walked(pytorch)
+        trained = json.loads((pytorch(best) / "run.json").read_text(encoding="utf-8"))["train"]
+        figures |= _figures(way, trained["test"]) | {f"{way}_rate": best}
+    return figures
+
+
+def _figures(way: str, scores: dict[str, Any] | None) -> dict[str, Any]:
+    names = ("loss", "accuracy")
+    return {f"{way}_{name}": scores[name] for name in names if scores and scores.get(name) is not None}
+
+
+def walked(run: Callable[[float], Path]) -> float:
+    """The rate of a grid with the least loss of development rows, its neighbours tried too."""
+    losses = {rate: development_loss(run, rate) for rate in MIDDLE}
+    while (best := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
+        beyond = best / FACTOR if best == min(losses) else best * FACTOR
+        losses[beyond] = development_loss(run, beyond)
+    return best
+
+
+def development_loss(run: Callable[[float], Path], rate: float) -> float:
+    """Loss of development rows at the best step; infinite if the run diverged."""
+    try:
+        found = json.loads((run(rate) / "run.json").read_text(encoding="utf-8"))
+    except subprocess.CalledProcessError:  # it diverged
+        return math.inf
     return float(found["train"]["best"]["loss"])
+
+
+def _done(out: Path, verb: str, **flags: Any) -> Path:
+    if not (out / "final").exists():
+        prge(verb, out=out, **flags)
+    return out
 
 
 if __name__ == "__main__":
