@@ -21,6 +21,8 @@ _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
 # What a row takes for each of its tokens while it waits, as measured.
 BYTES_OF_A_TOKEN = 70
+# A loss that is below so much of another is lower by more than chance.
+_CLEARLY = 0.98
 # The share of a limit that an estimate may come up to.
 _MARGIN = 0.85
 # Time of the search for a learning rate and of evaluations, as a share of the final run's.
@@ -54,6 +56,10 @@ class RowFacts:
     """Of all."""
     widest: int
     """Sequences of the row that has most of them."""
+    targets: int = 0
+    """Target tokens."""
+    unknown: int = 0
+    """Of these, how many the tokenizer can't spell."""
 
 
 def scheme(parameters: int) -> Decision:
@@ -71,6 +77,19 @@ def sequence_length(row: int, positions: int | None) -> Decision:
     if positions is None or wanted <= positions:
         return Decision("sequence_length", wanted, f"{longest}; a row costs its own length")
     return Decision("sequence_length", positions, f"{longest}, the model has {positions} positions")
+
+
+def chat_template(has_template: bool) -> Decision | None:
+    """How messages become text; None: by the tokenizer's own template."""
+    if has_template:
+        return None
+    return Decision("chat_template", "plain", "the rows are messages, and the tokenizer has no chat template")
+
+
+def prepend_bos(without: float, begun: float) -> Decision:
+    """Whether texts begin with the begin-of-sequence token, by the frozen model's losses of training rows."""
+    losses = f"the frozen model's loss of training rows is {begun:.4g} with the token, {without:.4g} without"
+    return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "auto", losses)
 
 
 def init(estimator: str | None) -> Decision:
