@@ -92,6 +92,8 @@ class RunSettings(TrainingFlags):
     sample_prompts: Path | None = None
     """Prompts that the model answers before, on the way and after, into samples.jsonl: one a line, or jsonl
     with prompt or messages."""
+    sample_rows: int = 0
+    """So many of the development rows, of a task with candidates, are answered in the same way."""
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
 

@@ -31,7 +31,7 @@ from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
 from server_export.tune.rates import search_rates
 from server_export.tune.record import Record
-from server_export.tune.row_files import RowFiles
+from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.settings import TuneSettings
 from server_export.tune.tokenizing import ROWS, Sequences, Tokenizing
 from server_export.verbs import flags_of, json_of, run_verb
@@ -227,7 +227,8 @@ class _Tuning:
             evaluate_every=every,
             checkpoint_every=every,
             sample_prompts=prompts,
-            sample_every=None if prompts is None else 0,
+            sample_rows=SAMPLES if self._rows.dev and self._rows.have_candidates else None,
+            sample_every=0,
         )
         if summary["run"]["status"] == "diverged":
             raise PrgeError("the final run diverged", remedy=f"give a --learning-rate below {rate:g}")
