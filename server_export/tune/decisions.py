@@ -26,11 +26,14 @@ _CLEARLY = 0.98
 # The share of a limit that an estimate may come up to.
 _MARGIN = 0.85
 # Time of the search for a learning rate and of evaluations, as a share of the final run's.
-SEARCH_SHARE = 1.2
+SEARCH_SHARE = 1.4
 
-# Grids of the search; noisier gradients take larger steps.
-_NOISY = (1e-3, 3e-3, 1e-2, 3e-2)
-RATES = {"exact": (3e-4, 1e-3, 3e-3, 1e-2), "tangent": _NOISY, "antithetic": _NOISY}
+# The grid of the search.
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+# Adam doesn't know gradients' sizes in its first steps: the rate rises while it learns them.
+_WARMUP_SHARE, _LEAST_WARMUP, _MOST_WARMUP_SHARE = 0.1, 8, 1 / 3
+# Runs of some hundred steps: Adam's usual 0.999 would remember the first to the last.
+BETA2 = {"exact": 0.98}
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,11 @@ def steps_in(minutes: float, seconds_a_step: float, most: Decision, searched: bo
     if searched:
         why += ", the search for a learning rate included"
     return Decision("steps", max(count, 1), why)
+
+
+def warmup(count: int) -> int:
+    """Steps in which the learning rate rises."""
+    return min(max(round(_WARMUP_SHARE * count), _LEAST_WARMUP), int(_MOST_WARMUP_SHARE * count))
 
 
 def evaluate_every(count: int) -> int:

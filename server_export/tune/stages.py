@@ -192,12 +192,15 @@ class _Tuning:
 
     def search(self) -> None:
         """Find the learning rate."""
-        rates = decisions.RATES[self._record.value("estimator")]
 
         def best() -> Decision:
             if self._rows.dev is None:
-                return Decision("learning_rate", rates[1], "there are no development rows to choose by")
-            return decisions.best_rate(search_rates(self._trial, rates, self._record.value("steps")))
+                return Decision(
+                    "learning_rate", decisions.RATES[1], "there are no development rows to choose by"
+                )
+            return decisions.best_rate(
+                search_rates(self._trial, decisions.RATES, self._record.value("steps"))
+            )
 
         self._decide("learning_rate", self._settings.learning_rate, best)
         print(f"learning rate {self._record.value('learning_rate'):g}")
@@ -240,7 +243,7 @@ class _Tuning:
         if _status(summary) not in _ENDED:
             words: list[object] = ["run", "--resume", folder]
             if not journal.is_file() or not journal.stat().st_size:
-                words = ["run", *flags_of({**self._shared(), **settings, "out": folder})]
+                words = ["run", *flags_of({**self._shared(settings["steps"]), **settings, "out": folder})]
             try:
                 run_verb(*words, quiet=bool(settings.get("quiet")))
             except PrgeError:
@@ -248,7 +251,7 @@ class _Tuning:
                     raise
         return json_of(summary)
 
-    def _shared(self) -> dict[str, Any]:
+    def _shared(self, steps: int) -> dict[str, Any]:
         """Settings of every run."""
         value, rows = self._record.value, self._rows
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
@@ -264,6 +267,8 @@ class _Tuning:
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
             "schedule": "cosine",
+            "warmup": decisions.warmup(steps),
+            "beta2": decisions.BETA2.get(value("estimator")),
             # Of few development rows a metric is often the same.
             "select": "loss",
             "seed": self._settings.seed,

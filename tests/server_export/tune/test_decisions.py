@@ -56,7 +56,7 @@ def test_steps_read_each_row_a_few_times_and_no_more_than_is_usual(rows: int) ->
 
 
 @pytest.mark.parametrize(
-    ("minutes", "searched", "expected"), [(1, False, 60), (1, True, 27), (100, True, 500), (0.001, False, 1)]
+    ("minutes", "searched", "expected"), [(1, False, 60), (1, True, 25), (100, True, 500), (0.001, False, 1)]
 )
 def test_minutes_bound_steps_and_count_the_search(minutes: float, searched: bool, expected: int) -> None:
     assert decisions.steps_in(minutes, 1.0, Decision("steps", 500, ""), searched).value == expected
@@ -115,6 +115,11 @@ def test_rates_that_all_diverge_are_an_error() -> None:
 )
 def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None, found: str) -> None:
     assert decisions.init(estimator).value == found
+
+
+@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (5, 1), (25, 8), (75, 8), (300, 30), (1_500, 150)])
+def test_the_rate_rises_while_adam_learns_the_sizes_of_gradients(steps: int, rising: int) -> None:
+    assert decisions.warmup(steps) == rising
 
 
 def test_rows_of_messages_get_a_template_where_there_is_none() -> None:
