@@ -131,6 +131,8 @@ class RunSettings(TrainingFlags):
             problems += self._without_meaning()
         if self.baseline == "leave-one-out" and self.queries == 1:
             problems.append("--baseline leave-one-out needs --queries of at least 2")
+        if self.sample_prompts and self.sample_rows:
+            problems.append("--sample-prompts and --sample-rows: give one of them")
         if self.clip_examples and self.batch_size != 1:
             given = "not given" if self.batch_size is None else self.batch_size
             problems.append(f"--clip-examples needs --batch-size 1, it is {given}; --calls adds examples up")

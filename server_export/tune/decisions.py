@@ -89,7 +89,7 @@ def chat_template(has_template: bool) -> Decision | None:
 def prepend_bos(without: float, begun: float) -> Decision:
     """Whether texts begin with the begin-of-sequence token, by the frozen model's losses of training rows."""
     losses = f"the frozen model's loss of training rows is {begun:.4g} with the token, {without:.4g} without"
-    return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "auto", losses)
+    return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
 def init(estimator: str | None) -> Decision:

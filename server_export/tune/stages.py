@@ -230,7 +230,7 @@ class _Tuning:
             evaluate_every=every,
             checkpoint_every=every,
             sample_prompts=prompts,
-            sample_rows=SAMPLES if self._rows.dev and self._rows.have_candidates else None,
+            sample_rows=SAMPLES if self._rows.dev and self._rows.have_candidates and not prompts else None,
             sample_every=0,
         )
         if summary["run"]["status"] == "diverged":
