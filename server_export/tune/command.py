@@ -56,4 +56,4 @@ def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n{duration(result['seconds'])}" + (f", at most {memory:.0f} MB while training" if memory else "")
     yield f"adapter  {out / 'adapter'}   loads with peft.PeftModel.from_pretrained"
     yield f"report   {out / 'report.html'}"
-    yield f"next     prge chat --bundle {result['bundle']} --adapter {out / 'run'}"
+    yield f"next     {result['next']}"

@@ -12,6 +12,7 @@ report.html    curves, samples, what was chosen and why
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -302,7 +303,15 @@ class _Tuning:
             "final_step": runs[-1]["train"].get("final_step"),
             "bundle": str(self._folder),
             "samples": runs[-1]["train"].get("samples"),
+            "next": shlex.join(["prge", *self._next()]),
         }
+
+    def _next(self) -> list[str]:
+        """What a user may want to type now: a model that learnt to choose has nothing to say."""
+        on = {"bundle": self._folder, "adapter": self._settings.out / "run"}
+        if self._rows.have_candidates:
+            return ["eval", *flags_of({**on, "task": self._settings.task, "data": "TEST_ROWS"})]
+        return ["chat", *flags_of(on)]
 
     def _decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
         """Note what the user gave, or what is decided if anything is, unless the record has it."""

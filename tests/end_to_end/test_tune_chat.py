@@ -41,6 +41,7 @@ def test_it_learns_whole_test_rows(tuned: Path) -> None:
     assert result["chosen"]["chat_template"]["value"] == "plain"
     assert "no chat template" in result["chosen"]["chat_template"]["why"]
     assert "the frozen model's loss" in result["chosen"]["prepend_bos"]["why"]
+    assert result["next"].startswith("prge chat --bundle ")
     assert result["samples"]["after"][0]["prompt"][-1]["role"] == "user"
 
 
