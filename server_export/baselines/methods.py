@@ -71,6 +71,7 @@ METHODS: dict[str, MethodEntry] = {
             "top_blocks",
             "analysis_steps",
             "analysis_learning_rate",
+            "search",
             "held_out",
         ),
     ),
