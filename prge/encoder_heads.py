@@ -60,12 +60,15 @@ def fit_heads(
 ) -> Heads:
     """Fit an encoder's head on examples, and with `folds` those that score the examples in its stead.
 
+    Of equal examples one is taken: rows that are left out to measure a head's confidence must be new to it.
+
     Raises:
         ConfigError: a class has too few rows.
     """
+    classes = examples[0].candidates
+    examples = _distinct(examples)
     rows = [example.row for example in examples]
     labels = np.array([example.label for example in examples])
-    classes = examples[0].candidates
     states = pooled_states(engine, adapter, examples, pad)
     try:
         head = fit_head(states, labels, classes)
@@ -76,3 +79,10 @@ def fit_heads(
             [str(error)],
             remedy="give more rows of every class" + (", or fewer --head-folds" if folds else ""),
         ) from None
+
+
+def _distinct(examples: Sequence[Example]) -> list[Example]:
+    first: dict[tuple[tuple[int, ...], int | None], Example] = {}
+    for example in examples:
+        first.setdefault((tuple(example.sequences[0].tokens), example.label), example)
+    return list(first.values())

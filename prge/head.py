@@ -131,6 +131,8 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
     is known in closed form (Allen's PRESS statistic, 1974); linear discriminant analysis of these few numbers
     turns them into log-posteriors. The strength of the ridge is the one whose log-posteriors of left-out rows
     have the lowest cross-entropy, so that the head is as confident as it is right on rows it has not seen.
+    However well the classes are apart, no cross-entropy below 1 / (rows + classes) is believed, by Laplace's
+    rule of succession: the scores are made smaller.
 
     Args:
         pooled: states of the training rows, [rows, width].
@@ -145,6 +147,7 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
     if (counts == 0).any():
         raise ValueError(f"classes without a row: {np.flatnonzero(counts == 0).tolist()}")
     rows = len(states)
+    least = 1 / (rows + classes)
     indicators = np.eye(classes)[labels]
     centre, prior = states.mean(0), indicators.mean(0)
     left, spread, right = np.linalg.svd(states - centre, full_matrices=False)
@@ -152,17 +155,22 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
     left, spread, right = left[:, kept], spread[kept], right[kept]
     projected = left.T @ (indicators - prior)
 
+    # Without its own row the mean of the indicators leans away from that row, which would tell its class.
+    lean = (indicators - prior) / max(rows - 1, 1)
     lowest, head = np.inf, Head(classes, states.shape[1])
-    for strength in 10.0 ** np.arange(-6, 2.1, 0.25) * (spread**2).mean():
+    # Of equally good strengths the greatest.
+    for strength in 10.0 ** np.arange(2, -6.1, -0.25) * (spread**2).mean():
         damping = (spread**2 / (spread**2 + strength))[:, None]
         residual = indicators - prior - left @ (damping * projected)
-        # Means are taken as known: without its own row, the mean of a class leans away from that very row.
-        leverage = left**2 @ damping
-        left_out = indicators - residual / np.maximum(1 - leverage, 1e-9)
+        leverage = left**2 @ damping + 1 / rows
+        left_out = indicators - residual / np.maximum(1 - leverage, 1e-9) + lean
         weight, bias = _discriminant(left_out, labels, counts / rows)
-        loss = _cross_entropy(left_out @ weight.T + bias, labels)
+        scores = left_out @ weight.T + bias
+        loss = max(_cross_entropy(scores, labels), least)
         if loss < lowest:
             lowest = loss
+            share = _believed(scores, labels, least)
+            weight, bias = share * weight, share * bias
             regression = right.T @ (damping / spread[:, None] * projected)
             head.weight[:] = weight @ regression.T
             head.bias[:] = bias + weight @ (prior - centre @ regression)
@@ -178,6 +186,17 @@ def _discriminant(
     # Predictions of indicators sum to one, so their covariance has no inverse.
     weight = means @ np.linalg.pinv(centred.T @ centred / len(values), rcond=1e-9, hermitian=True)
     return weight, np.log(prior) - 0.5 * (means * weight).sum(1)
+
+
+def _believed(scores: Float64Array, labels: IntArray, least: float) -> float:
+    """The largest factor, at most 1, with which the scores have no cross-entropy below `least`."""
+    low, high = 0.0, 1.0
+    if _cross_entropy(scores, labels) >= least:
+        return high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _cross_entropy(middle * scores, labels) >= least else (low, middle)
+    return low
 
 
 def _cross_entropy(scores: Float64Array, labels: IntArray) -> float:

@@ -112,6 +112,7 @@ class _Source:
 
 def _open_source(config: ExportConfig) -> _Source:
     from server_export.model.chain import plain_layers
+    from server_export.model.chat_templates import give_template
     from server_export.model.files import fetch_weights, find_files
     from server_export.model.loading import check_size, outline_model
     from server_export.model.outline import outline_of
@@ -130,6 +131,7 @@ def _open_source(config: ExportConfig) -> _Source:
     if not files.revision:
         outline = replace(outline, sha256=files.sha256())
     tokenizer = load_tokenizer(config.model, outline.revision)
+    give_template(tokenizer, config.chat_template, config.prepend_bos)
     tokenizer_block(tokenizer, config.prepend_bos, outline.model.get_input_embeddings().weight.shape[0])
     labels = label_token_ids(tokenizer, config.label_words) if config.label_words else []
     readout = readout_of(config, outline, labels)

@@ -119,6 +119,10 @@ class ExportConfig:
     prepend_bos: PrependBos = "auto"
     """Whether the device puts the begin-of-sequence token first; `auto` leaves it to the tokenizer."""
 
+    chat_template: str | None = None
+    """How messages become text: a Jinja file like transformers' `chat_template.jinja`, or `plain`, lines that
+    begin with `User:` and `Assistant:`, which any tokenizer can spell. Without it the tokenizer's own."""
+
     revision: str | None = None
     """Revision of a hub model: branch, tag or commit."""
 

@@ -275,6 +275,11 @@ def _data(run: RunFacts, level: int) -> Iterator[Block]:
         for name, part in parts.items()
         for event, count in mapping(part.get("notes")).items()
     ]
+    notes += [
+        f"{called[name]} rows: target tokens that the tokenizer can't spell: {_count(unknown)}"
+        for name, part in parts.items()
+        if (unknown := part.get("unknown_target_tokens"))
+    ]
     if notes:
         yield Bullets(tuple(notes))
 

@@ -1,7 +1,8 @@
 """Rows of six classes, in the manner of TREC: what kind of thing does a question ask for?
 
-Questions are made of patterns and words. No two splits share a word of a pattern's gaps, and a quarter of the
-patterns are in test rows alone. Columns and labels are those of the task `trec`.
+Questions are made of patterns and words. No two splits share a word of a pattern's gaps; an eighth of the
+patterns is new in development rows, and another eighth in test rows. Columns and labels are those of the
+task `trec`.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ WORDS: Mapping[str, str] = {
     "letters": "NTRO KPLC BAFS UDWG IRTE LOMC SVEA PQA HNDR WTC OBIS CRLU YTF MAEG DSPO EFTN GHA RNIS",
 }
 ROWS = {"dev": 100, "test": 300, "train": 300}
-# Patterns of a class that are in training and development rows.
-_COMMON = 6
+# Patterns of a class that a split has: all have those below the first number, and one more of their own.
+_COMMON, _OWN = 6, {"dev": (6,), "test": (7,), "train": ()}
 
 
 def make_questions() -> dict[str, list[dict[str, str | int]]]:
@@ -98,7 +99,7 @@ def make_questions() -> dict[str, list[dict[str, str | int]]]:
         rows: list[dict[str, str | int]] = []
         for number in range(count):
             label = number % len(PATTERNS)
-            patterns = PATTERNS[label] if split == "test" else PATTERNS[label][:_COMMON]
+            patterns = [PATTERNS[label][at] for at in (*range(_COMMON), *_OWN[split])]
             gaps = {name: chance.choice(each) for name, each in own.items()}
             rows.append({"text": chance.choice(patterns).format(**gaps), "coarse_label": label})
         chance.shuffle(rows)

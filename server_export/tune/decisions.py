@@ -21,14 +21,19 @@ _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
 # What a row takes for each of its tokens while it waits, as measured.
 BYTES_OF_A_TOKEN = 70
+# A loss that is below so much of another is lower by more than chance.
+_CLEARLY = 0.98
 # The share of a limit that an estimate may come up to.
 _MARGIN = 0.85
 # Time of the search for a learning rate and of evaluations, as a share of the final run's.
-SEARCH_SHARE = 1.2
+SEARCH_SHARE = 1.4
 
-# Grids of the search; noisier gradients take larger steps.
-_NOISY = (1e-3, 3e-3, 1e-2, 3e-2)
-RATES = {"exact": (3e-4, 1e-3, 3e-3, 1e-2), "tangent": _NOISY, "antithetic": _NOISY}
+# The grid of the search.
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+# Adam doesn't know gradients' sizes in its first steps: the rate rises while it learns them.
+_WARMUP_SHARE, _LEAST_WARMUP, _MOST_WARMUP_SHARE = 0.1, 8, 1 / 3
+# Runs of some hundred steps: Adam's usual 0.999 would remember the first to the last.
+BETA2 = {"exact": 0.98}
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,10 @@ class RowFacts:
     """Of all."""
     widest: int
     """Sequences of the row that has most of them."""
+    targets: int = 0
+    """Target tokens."""
+    unknown: int = 0
+    """Of these, how many the tokenizer can't spell."""
 
 
 def scheme(parameters: int) -> Decision:
@@ -68,6 +77,19 @@ def sequence_length(row: int, positions: int | None) -> Decision:
     if positions is None or wanted <= positions:
         return Decision("sequence_length", wanted, f"{longest}; a row costs its own length")
     return Decision("sequence_length", positions, f"{longest}, the model has {positions} positions")
+
+
+def chat_template(has_template: bool) -> Decision | None:
+    """How messages become text; None: by the tokenizer's own template."""
+    if has_template:
+        return None
+    return Decision("chat_template", "plain", "the rows are messages, and the tokenizer has no chat template")
+
+
+def prepend_bos(without: float, begun: float) -> Decision:
+    """Whether texts begin with the begin-of-sequence token, by the frozen model's losses of training rows."""
+    losses = f"the frozen model's loss of training rows is {begun:.4g} with the token, {without:.4g} without"
+    return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "auto", losses)
 
 
 def init(estimator: str | None) -> Decision:
@@ -108,6 +130,11 @@ def steps_in(minutes: float, seconds_a_step: float, most: Decision, searched: bo
     if searched:
         why += ", the search for a learning rate included"
     return Decision("steps", max(count, 1), why)
+
+
+def warmup(count: int) -> int:
+    """Steps in which the learning rate rises."""
+    return min(max(round(_WARMUP_SHARE * count), _LEAST_WARMUP), int(_MOST_WARMUP_SHARE * count))
 
 
 def evaluate_every(count: int) -> int:

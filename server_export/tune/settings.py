@@ -10,7 +10,7 @@ from prge.bounds import bound_problems
 from prge.errors import ConfigError
 from prge.rows.sources import is_hub_name
 from prge.settings import Bytes
-from server_export.settings import SCHEMES, EstimatorName, Init
+from server_export.settings import SCHEMES, EstimatorName, Init, PrependBos
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ class TuneSettings:
     minutes: float | None = None
     """Most minutes of training, the search for a learning rate included. Default: as the rows ask for."""
 
+    chat_template: str | None = None
+    """How messages become text: a Jinja file, or `plain`. Default: the tokenizer's own, plain where it has
+    none."""
+    prepend_bos: PrependBos | None = None
+    """Whether every text begins with the begin-of-sequence token: always, never, or auto, as the tokenizer
+    does by itself. Default: what gives the frozen model the lower loss."""
     quantize: str | None = None
     """Frozen weights: fp32, 8da8w or 8da4w. Default: by the size of the model."""
     sequence_length: int | None = None
@@ -76,7 +82,10 @@ class TuneSettings:
             given = "none" if self.model is None else "both"
             problems.append(f"one of --model and --bundle is needed, not {given}")
         if self.bundle is not None:
-            exports = ("quantize", "sequence_length", "target_modules", "adapt_layers", "init")
+            exports = (
+                *("chat_template", "prepend_bos"),
+                *("quantize", "sequence_length", "target_modules", "adapt_layers", "init"),
+            )
             problems += [
                 f"--{name.replace('_', '-')} belongs to an export, but --bundle is given"
                 for name in exports
@@ -97,7 +106,7 @@ class TuneSettings:
             if isinstance(value := getattr(self, item.name), Path)
             and not (item.name in ("data", "dev", "test") and is_hub_name(value))
         }
-        for name in ("task", "model"):
+        for name in ("task", "model", "chat_template"):
             value = getattr(self, name)
             if value and Path(value).exists():
                 paths[name] = str(Path(value).resolve())

@@ -22,7 +22,8 @@ from prge.bundle import Bundle, open_bundle
 from prge.chain import DECODE, ROLE_OF
 from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
 from prge.errors import PrgeError
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.report import unknown_note
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from prge.run_folder import JOURNAL, SUMMARY, run_lock
 from server_export.check.estimation import estimate
 from server_export.settings import EstimateConfig
@@ -32,6 +33,7 @@ from server_export.tune.rates import search_rates
 from server_export.tune.record import Record
 from server_export.tune.row_files import RowFiles
 from server_export.tune.settings import TuneSettings
+from server_export.tune.tokenizing import ROWS, Sequences, Tokenizing
 from server_export.verbs import flags_of, json_of, run_verb
 
 # Development rows that a run's evaluations read.
@@ -86,23 +88,38 @@ class _Tuning:
         if settings.bundle is None and not self._folder.is_dir():
             self._decide_export()
             asked = {name: getattr(settings, name) for name in ("target_modules", "adapt_layers", "rank")}
-            decided = {name: self._record.value(name) for name in ("quantize", "sequence_length", "init")}
+            decided = {
+                name: self._record.value(name)
+                for name in ("quantize", "sequence_length", "init", "chat_template", "prepend_bos")
+            }
             if decided["init"] == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
             run_verb("export", *flags_of({"model": settings.model, "out": self._folder, **asked, **decided}))
         print(f"bundle {open_bundle(self._folder).folder}")
 
     def _decide_export(self) -> None:
-        from server_export.model.tokenization import load_tokenizer, on_device
-
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self._decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
         self._decide("init", settings.init, lambda: decisions.init(settings.estimator))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
+        tokenizing = Tokenizing(model, estimated)
+
+        def template() -> Decision | None:
+            needed = self._rows.need_template
+            return decisions.chat_template(tokenizing.has_template()) if needed else None
+
+        self._decide("chat_template", settings.chat_template, template)
+        chat_template = self._record.value("chat_template")
+
+        def some(tokenizer: Tokenizer) -> Sequences:
+            return self._rows.some(ROWS, tokenizer, contract)
+
+        self._decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
+
         def measure() -> int:
-            tokenizer = on_device(load_tokenizer(model), "auto", estimated.vocabulary_size)
+            tokenizer = tokenizing.on_device(chat_template, self._record.value("prepend_bos"))
             return self._rows.longest(tokenizer, contract)
 
         longest = self._record.found("longest", measure)
@@ -130,6 +147,8 @@ class _Tuning:
             self._bound_steps(settings.minutes)
         for each in record.decisions:
             print(f"{each.name:<16} {each.value!s:<12} {each.why}")
+        if facts.unknown:
+            print(unknown_note(facts.unknown, facts.targets))
 
     def _fitting(self, bundle: Bundle, facts: RowFacts, batch: int) -> list[Decision]:
         """Rows of a call and weights that stay loaded, by the bundle's own outline."""
@@ -173,12 +192,15 @@ class _Tuning:
 
     def search(self) -> None:
         """Find the learning rate."""
-        rates = decisions.RATES[self._record.value("estimator")]
 
         def best() -> Decision:
             if self._rows.dev is None:
-                return Decision("learning_rate", rates[1], "there are no development rows to choose by")
-            return decisions.best_rate(search_rates(self._trial, rates, self._record.value("steps")))
+                return Decision(
+                    "learning_rate", decisions.RATES[1], "there are no development rows to choose by"
+                )
+            return decisions.best_rate(
+                search_rates(self._trial, decisions.RATES, self._record.value("steps"))
+            )
 
         self._decide("learning_rate", self._settings.learning_rate, best)
         print(f"learning rate {self._record.value('learning_rate'):g}")
@@ -220,7 +242,7 @@ class _Tuning:
         if _status(summary) not in _ENDED:
             words: list[object] = ["run", "--resume", folder]
             if not journal.is_file() or not journal.stat().st_size:
-                words = ["run", *flags_of({**self._shared(), **settings, "out": folder})]
+                words = ["run", *flags_of({**self._shared(settings["steps"]), **settings, "out": folder})]
             try:
                 run_verb(*words, quiet=bool(settings.get("quiet")))
             except PrgeError:
@@ -228,7 +250,7 @@ class _Tuning:
                     raise
         return json_of(summary)
 
-    def _shared(self) -> dict[str, Any]:
+    def _shared(self, steps: int) -> dict[str, Any]:
         """Settings of every run."""
         value, rows = self._record.value, self._rows
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
@@ -244,6 +266,8 @@ class _Tuning:
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
             "schedule": "cosine",
+            "warmup": decisions.warmup(steps),
+            "beta2": decisions.BETA2.get(value("estimator")),
             # Of few development rows a metric is often the same.
             "select": "loss",
             "seed": self._settings.seed,
@@ -279,10 +303,11 @@ class _Tuning:
             "samples": runs[-1]["train"].get("samples"),
         }
 
-    def _decide(self, name: str, given: Any, make: Callable[[], Decision]) -> None:
-        """Note what the user gave, or what is decided, unless the record has it."""
+    def _decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
+        """Note what the user gave, or what is decided if anything is, unless the record has it."""
         if self._record.value(name) is None:
-            self._record.decide(make() if given is None else Decision(name, given, "given"))
+            decision = make() if given is None else Decision(name, given, "given")
+            self._record.decide(*([decision] if decision else []))
 
 
 def _best_estimator(bundle: Bundle) -> Decision:

@@ -50,6 +50,29 @@ def test_is_as_confident_as_it_is_right_on_rows_it_has_not_seen() -> None:
     assert abs(confidence.mean() - right.mean()) < 0.05
 
 
+@pytest.mark.parametrize("rows", [60, 150, 300, 301, 302, 600])
+def test_learns_nothing_from_noise(rows: int) -> None:
+    """A row must not give its own class away when it is left out, whatever the ratio of rows to features."""
+    random = np.random.default_rng(5)
+    labels = np.arange(rows) % 2
+    head = fit_head(random.normal(size=(rows, 300)).astype(np.float32), labels, 2)
+    scores = head.scores(random.normal(size=(1000, 300)).astype(np.float32))
+    loss = np.log(np.exp(scores).sum(-1)) - scores[np.arange(1000), np.arange(1000) % 2]
+    assert loss.mean() < 1.3 * np.log(2)
+
+
+def test_is_never_surer_than_its_rows_allow() -> None:
+    """Classes far apart: rows that were never wrong say that an error is rarer than one in so many."""
+    random = np.random.default_rng(4)
+    labels = np.arange(30) % 3
+    states = (random.normal(size=(30, 8)) * 1e-6 + np.eye(3, 8)[labels]).astype(np.float32)
+    scores = fit_head(states, labels, 3).scores(states)
+    confidence = np.exp(scores.max(-1)) / np.exp(scores).sum(-1)
+    assert (scores.argmax(-1) == labels).all()
+    # On its own rows it is a little surer than on those that were left out.
+    np.testing.assert_allclose(-np.log(confidence).mean(), 1 / 33, rtol=0.3)
+
+
 def test_the_scale_of_the_states_does_not_matter() -> None:
     random = np.random.default_rng(2)
     labels = np.arange(100) % 2

@@ -56,7 +56,7 @@ def test_steps_read_each_row_a_few_times_and_no_more_than_is_usual(rows: int) ->
 
 
 @pytest.mark.parametrize(
-    ("minutes", "searched", "expected"), [(1, False, 60), (1, True, 27), (100, True, 500), (0.001, False, 1)]
+    ("minutes", "searched", "expected"), [(1, False, 60), (1, True, 25), (100, True, 500), (0.001, False, 1)]
 )
 def test_minutes_bound_steps_and_count_the_search(minutes: float, searched: bool, expected: int) -> None:
     assert decisions.steps_in(minutes, 1.0, Decision("steps", 500, ""), searched).value == expected
@@ -115,3 +115,23 @@ def test_rates_that_all_diverge_are_an_error() -> None:
 )
 def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None, found: str) -> None:
     assert decisions.init(estimator).value == found
+
+
+@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (5, 1), (25, 8), (75, 8), (300, 30), (1_500, 150)])
+def test_the_rate_rises_while_adam_learns_the_sizes_of_gradients(steps: int, rising: int) -> None:
+    assert decisions.warmup(steps) == rising
+
+
+def test_rows_of_messages_get_a_template_where_there_is_none() -> None:
+    assert decisions.chat_template(has_template=True) is None
+    found = decisions.chat_template(has_template=False)
+    assert found is not None and found.value == "plain" and "no chat template" in found.why
+
+
+@pytest.mark.parametrize(
+    ("without", "begun", "found"), [(1.37, 1.323, "always"), (3.264, 3.335, "auto"), (2.0, 1.99, "auto")]
+)
+def test_texts_begin_as_the_frozen_model_knows_them(without: float, begun: float, found: str) -> None:
+    decision = decisions.prepend_bos(without, begun)
+    assert decision.value == found
+    assert f"{without:.4g}" in decision.why and f"{begun:.4g}" in decision.why
