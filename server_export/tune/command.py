@@ -56,4 +56,6 @@ def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n{duration(result['seconds'])}" + (f", at most {memory:.0f} MB while training" if memory else "")
     yield f"adapter  {out / 'adapter'}   loads with peft.PeftModel.from_pretrained"
     yield f"report   {out / 'report.html'}"
+    if result["run_on_phone"]:
+        yield f"phone    prge android chat {result['run_on_phone']}"
     yield f"next     {result['next']}"

@@ -99,6 +99,11 @@ def init(estimator: str | None) -> Decision:
     return Decision("init", "random", "directions of the rows help exact gradients alone")
 
 
+def memory(free: int) -> Decision:
+    """Most bytes of a run's process on a phone that has so many free."""
+    return Decision("memory", free // 2, f"half of the {bytes_text(free)} that the phone has free")
+
+
 def batch_size(facts: RowFacts) -> Decision:
     """Rows of a step."""
     value = next((size for least, size in _BATCHES if facts.rows >= least), 1)

@@ -135,3 +135,9 @@ def test_texts_begin_as_the_frozen_model_knows_them(without: float, begun: float
     decision = decisions.prepend_bos(without, begun)
     assert decision.value == found
     assert f"{without:.4g}" in decision.why and f"{begun:.4g}" in decision.why
+
+
+def test_a_run_may_take_half_of_what_a_phone_has_free() -> None:
+    assert decisions.memory(4 << 30) == Decision(
+        "memory", 2 << 30, "half of the 4.00 GiB that the phone has free"
+    )
