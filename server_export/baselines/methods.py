@@ -82,6 +82,7 @@ METHODS: dict[str, MethodEntry] = {
             "top_blocks",
             "analysis_steps",
             "analysis_learning_rate",
+            "search",
             "held_out",
         ),
     ),

@@ -10,6 +10,7 @@ from prge.bounds import flag
 from prge.errors import ConfigError
 from prge.training_flags import TrainingFlags
 from server_export.baselines.methods import METHODS, BaselineOptimizer, Optimizer, find_method
+from server_export.settings import SearchName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class BaselineSettings(TrainingFlags):
     """sparse-bp: steps that every candidate is tried for."""
     analysis_learning_rate: float = 1e-4
     """sparse-bp: rate of these."""
+    search: SearchName = "greedy"
+    """sparse-bp: how what learns is searched under the limit: greedy or evolutionary."""
     held_out: int = 32
     """sparse-bp: training rows that candidates are judged by."""
     rounding: Literal["stochastic", "nearest", "latent"] = "stochastic"

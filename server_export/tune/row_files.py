@@ -22,7 +22,7 @@ from server_export.tune.settings import TuneSettings
 
 # More tokens than any row has: nothing is cut while rows are measured.
 _NO_BOUND = 1 << 24
-_SAMPLES, _WORDS = 3, 8
+SAMPLES, _WORDS = 3, 8
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,12 @@ class RowFiles:
         """Whether a model learns to write what the rows hold, and not to choose among candidates."""
         task = self._task()
         return task is None or task.generate is not None
+
+    @property
+    def have_candidates(self) -> bool:
+        """Whether a model learns to choose."""
+        task = self._task()
+        return task is not None and not task.is_completion
 
     def write(self, settings: TuneSettings) -> list[str]:
         """Read what the user names, split off development rows if none are named, and write all parts.
@@ -120,7 +126,7 @@ class RowFiles:
 
     def write_prompts(self, tokenizer: Tokenizer) -> Path:
         """Write prompts of the first development rows; returns their file."""
-        rows = read_rows(self.dev or self.train)[:_SAMPLES]
+        rows = read_rows(self.dev or self.train)[:SAMPLES]
         path = self.folder / "prompts.jsonl"
         _write_lines(path, [*self._prompts(rows, tokenizer.chat_template is not None)])
         return path
