@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,7 +123,13 @@ class RowFiles:
         )
         lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]
         widest = max(len(example.sequences) for example in examples)
-        return RowFacts(len(examples), max(lengths), sum(lengths), widest, sum(report.slots), report.unknown)
+        fewest = None
+        if contract.is_encoder:
+            different = {(example.sequences[0].tokens, example.label) for example in examples}
+            fewest = min(Counter(label for _, label in different).values())
+        return RowFacts(
+            len(examples), max(lengths), sum(lengths), widest, sum(report.slots), report.unknown, fewest
+        )
 
     def write_prompts(self, tokenizer: Tokenizer) -> Path:
         """Write prompts of the first development rows; returns their file."""

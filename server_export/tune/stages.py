@@ -160,6 +160,7 @@ class _Tuning:
         batch = record.value("batch_size")
         if record.value("rows_of_a_call") is None:
             record.decide(*self._fitting(bundle, facts, batch))
+        self._decide("head_folds", None, lambda: decisions.head_folds(facts))
         self._decide("steps", settings.steps, lambda: decisions.steps(facts, batch))
         if record.value("learning_rate") is None and (settings.minutes is not None or settings.on):
             self._pace(settings.minutes)
@@ -284,6 +285,7 @@ class _Tuning:
             "task": self._settings.task,
             "dev_limit": None if rows.dev is None else _DEV_ROWS,
             "estimator": value("estimator"),
+            "head_folds": value("head_folds"),
             "batch_size": of_a_call * facts.widest,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
