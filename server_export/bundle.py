@@ -94,7 +94,7 @@ def _lora_block(config: ExportConfig, start: StartAdapter, places: Places | None
         "seed": config.seed if config.adapter is None else None,
         "source": str(config.adapter) if config.adapter is not None else None,
         "init": config.init if config.adapter is None else None,
-        "places": None if places is None else places.to_json(),
+        **({} if places is None else {"places": places.to_json()}),
     }
 
 

@@ -7,7 +7,8 @@ Without a model it is the demo's task. Every way has principal directions of the
 and takes the rate, of some, that is best on development rows with the first seed; the best step on
 development rows is scored on the test rows, once for a seed. Gradients are those of an exact run in float32,
 by autograd on the whole model, so that nothing is exported. `top:k` has the largest k within the time that
-auto may take; `top:k, more` as many trained numbers as everywhere, in higher ranks. Prints JSON.
+auto may take; `top:k, more` as many trained numbers as all layers, in higher ranks; `all linear` as many in
+all linear layers. Auto chooses among all linear layers, or the usual ones. Prints JSON.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from prge.rows.readers import read_rows
 from prge.rows.task import Task, load_task
 from prge.sampling import Sampler
 from prge.training import AdapterLearner, TrainingSettings, train
+from server_export.model.blocks import in_top_blocks
 from server_export.model.chain import Chain, build_chain
 from server_export.model.contributions import contributions, gradient_norms
 from server_export.model.eva import principal_directions, tokens_of, with_directions
@@ -122,8 +124,13 @@ class Study:
             numbers = sum(b.numel() for b in adapter.lora_b.values())
             return adapter, {"time": time, "numbers": numbers, "ranks": ranks}
 
-        usual = list(self.everywhere.lora_a)
+        def shared(names: Sequence[str]) -> int:
+            """The rank of layers that train as many numbers as the usual ones."""
+            return max(limits.numbers // sum(len(start.lora_b[name]) for name in names), 1)
+
+        usual, linear = list(self.everywhere.lora_a), list(start.lora_a)
         ways = {"all layers": made(dict.fromkeys(usual, start.rank))}
+        ways["all layers, all linear"] = made(dict.fromkeys(linear, shared(linear)))
         for k in range(1, self.costs.blocks):
             config = replace(self.config, adapt_layers=f"top:{k}")
             names = list(start_adapter(config, self.outline, False).lora_a)
@@ -131,6 +138,8 @@ class Study:
             if top[1]["time"] <= self.time:
                 ways["top:k"] = top
                 ways["top:k, more"] = made(dict.fromkeys(names, start.rank * len(usual) // len(names)))
+                linear = in_top_blocks(self.outline.model, list(start.lora_a), f"top:{k}")
+                ways["top:k, all linear"] = made(dict.fromkeys(linear, shared(linear)))
         for search in ("greedy", "evolutionary"):
             places = find_places(every, start, self.costs, call, limits, search)
             ways[f"auto, {search}"] = made(dict(places.ranks))

@@ -29,7 +29,7 @@ from prge.rows.report import unknown_note
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from prge.run_folder import ENDED, SUMMARY, run_lock
 from server_export.check.estimation import estimate
-from server_export.settings import EstimateConfig
+from server_export.settings import AUTO, EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
 from server_export.tune.places import Here, Phone, Place
@@ -105,21 +105,31 @@ class _Tuning:
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
             self._decide_export()
-            asked = {name: getattr(settings, name) for name in ("target_modules", "adapt_layers", "rank")}
+            asked = {
+                name: getattr(settings, name)
+                for name in ("target_modules", "adapt_layers", "adapt_time", "search", "rank")
+            }
             decided = {
                 name: self._record.value(name)
-                for name in ("quantize", "sequence_length", "init", "chat_template", "prepend_bos")
+                for name in (
+                    *("quantize", "sequence_length", "init", "chat_template", "prepend_bos"),
+                    "adapt_memory",
+                )
             }
             if decided["init"] == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
             run_verb("export", *flags_of({"model": settings.model, "out": self._folder, **asked, **decided}))
-        print(f"bundle {open_bundle(self._folder).folder}")
+        bundle = open_bundle(self._folder)
+        places = bundle.manifest.get("lora", {}).get("places")
+        if settings.adapt_layers == AUTO and self._record.value("layers") is None:
+            self._record.decide(decisions.layers(places))
+        print(f"bundle {bundle.folder}")
 
     def _decide_export(self) -> None:
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self._decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        self._decide("init", settings.init, lambda: decisions.init(settings.estimator))
+        self._decide("init", settings.init, lambda: decisions.init(settings.estimator, settings.adapt_layers))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
         tokenizing = Tokenizing(model, estimated)
@@ -146,6 +156,25 @@ class _Tuning:
             settings.sequence_length,
             lambda: decisions.sequence_length(longest, estimated.positions),
         )
+        if settings.adapt_layers == AUTO and (settings.adapt_memory or settings.memory) is not None:
+            self._decide("adapt_memory", settings.adapt_memory, lambda: self._adapt_memory(longest))
+
+    def _adapt_memory(self, longest: int) -> Decision:
+        """What `--memory` leaves for adapters, with the weights of one block loaded at a time."""
+        settings, value = self._settings, self._record.value
+        assert settings.memory is not None
+        config = EstimateConfig(
+            model=str(settings.model),
+            quantize=value("quantize"),
+            adapt_layers="top:1",
+            sequence_length=value("sequence_length"),
+        )
+        estimated = estimate(config)
+        tokens = min(longest, value("sequence_length"))
+        contract = estimated.contract(config, "exact", tokens, tokens - 1)
+        outline, weights = estimated.outline, estimated.weights
+        found = run_memory(outline, contract, weights, estimated.roles, "native", weights.largest)
+        return decisions.adapt_memory(settings.memory, found.total - found.adapter)
 
     def plan(self) -> None:
         """Decide how runs of the bundle go."""
