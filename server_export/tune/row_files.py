@@ -91,9 +91,9 @@ class RowFiles:
         return notes
 
     @property
-    def need_template(self) -> bool:
-        """Whether rows are messages, which become text by a chat template."""
-        return self._task() is None and find_form(read_rows(self.train), str(self.train)).chat == "needs"
+    def chat(self) -> str:
+        """Whether rows need a chat template, take one where there is one, or neither: `needs`, `takes`, ""."""
+        return "" if self._task() else find_form(read_rows(self.train), str(self.train)).chat
 
     def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[tuple[int, ...]]:
         """Tokens of a random choice of training rows as a run of the contract takes them."""
