@@ -109,7 +109,7 @@ def test_a_tuning_that_is_done_is_not_done_again(tuned: Path) -> None:
     journal = (tuned / "run" / "journal.jsonl").read_bytes()
     begin = time.monotonic()
     done = prge("tune", "--resume", tuned)
-    assert "prge run" not in done.stdout and "prge eval" not in done.stdout
+    assert "$ prge run" not in done.stdout and "$ prge eval" not in done.stdout
     assert time.monotonic() - begin < 30
     assert (tuned / "run" / "journal.jsonl").read_bytes() == journal
 
