@@ -92,7 +92,7 @@ class RowFiles:
 
     @property
     def chat(self) -> str:
-        """Whether rows need a chat template, take one where there is one, or neither, as of their form."""
+        """Whether rows `needs` a chat template, `takes` one where there is one, or neither, ""."""
         return "" if self._task() else find_form(read_rows(self.train), str(self.train)).chat
 
     def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[tuple[int, ...]]:
