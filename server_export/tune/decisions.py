@@ -22,6 +22,8 @@ _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
 # What a row takes for each of its tokens while it waits, as measured.
 BYTES_OF_A_TOKEN = 70
+# Different rows of a class of which a tenth can be left out.
+_FOLDED_ROWS = 10
 # A loss that is below so much of another is lower by more than chance.
 _CLEARLY = 0.98
 # The share of a limit that an estimate may come up to.
@@ -61,6 +63,8 @@ class RowFacts:
     """Target tokens."""
     unknown: int = 0
     """Of these, how many the tokenizer can't spell."""
+    fewest: int | None = None
+    """Of an encoder's rows: how many different ones the smallest class has."""
 
 
 def scheme(parameters: int) -> Decision:
@@ -90,7 +94,7 @@ def chat_template(has_template: bool) -> Decision | None:
 def prepend_bos(without: float, begun: float) -> Decision:
     """Whether texts begin with the begin-of-sequence token, by the frozen model's losses of training rows."""
     losses = f"the frozen model's loss of training rows is {begun:.4g} with the token, {without:.4g} without"
-    return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "auto", losses)
+    return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
 def init(estimator: str | None, adapt_layers: str | None = None) -> Decision:
@@ -100,6 +104,11 @@ def init(estimator: str | None, adapt_layers: str | None = None) -> Decision:
     if estimator in (None, "exact"):
         return Decision("init", "eva", "with directions of the rows, exact gradients learn more from them")
     return Decision("init", "random", "directions of the rows help exact gradients alone")
+
+
+def memory(free: int) -> Decision:
+    """Most bytes of a run's process on a phone that has so many free."""
+    return Decision("memory", free // 2, f"half of the {bytes_text(free)} that the phone has free")
 
 
 def adapt_memory(limit: int, rest: int) -> Decision:
@@ -120,6 +129,14 @@ def batch_size(facts: RowFacts) -> Decision:
     """Rows of a step."""
     value = next((size for least, size in _BATCHES if facts.rows >= least), 1)
     return Decision("batch_size", value, f"there are {facts.rows:,} training rows")
+
+
+def head_folds(facts: RowFacts) -> Decision | None:
+    """Heads that score rows which they were not fitted on; None: as many as usual, or no encoder."""
+    if facts.fewest is None or facts.fewest >= _FOLDED_ROWS:
+        return None
+    why = f"the smallest class has {facts.fewest} different rows, too few to leave some out"
+    return Decision("head_folds", 0, why)
 
 
 def steps(facts: RowFacts, batch: int) -> Decision:

@@ -39,7 +39,8 @@ class TuneSettings:
     test: Path | None = None
     """Rows that are scored once before and once after. Default: the development rows."""
     memory: Bytes | None = None
-    """Most memory of a run's process, such as 400MB. Default: no bound."""
+    """Most memory of a run's process, such as 400MB. Default: no bound; of a phone half of what it has
+    free."""
     minutes: float | None = None
     """Most minutes of training, the search for a learning rate included. Default: as the rows ask for."""
 
@@ -82,6 +83,11 @@ class TuneSettings:
     """Of the order of rows and of random numbers."""
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
+    on: str | None = None
+    """android, or android:SERIAL as `adb devices` lists it: all runs take place on that phone, which has the
+    runtime of `prge android push`. Default: here."""
+    phone_folder: str | None = None
+    """prge's folder on the phone; default: that of `prge android`."""
     json: Path | None = None
     """File to write scores, decisions, memory and seconds to as JSON."""
     resume: Path | None = None
@@ -115,8 +121,18 @@ class TuneSettings:
             problems.append(f"--quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
         if self.minutes is not None and self.steps is not None:
             problems.append("--minutes and --steps: the minutes choose the steps")
+        device, colon, serial = (self.on or "android").partition(":")
+        if device != "android" or (colon and not serial):
+            problems.append(f"--on is {self.on!r}, must be android or android:SERIAL")
+        if self.phone_folder is not None and self.on is None:
+            problems.append("--phone-folder belongs to --on android")
         if problems:
             raise ConfigError("these settings can't be used:", problems, remedy="see `prge tune --help`")
+
+    @property
+    def serial(self) -> str | None:
+        """The phone that `on` names."""
+        return (self.on or "").partition(":")[2] or None
 
     def resolved(self) -> TuneSettings:
         """The same settings with absolute paths, for whoever resumes from another folder."""

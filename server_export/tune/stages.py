@@ -12,6 +12,8 @@ report.html    curves, samples, what was chosen and why
 from __future__ import annotations
 
 import math
+import secrets
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,16 +24,18 @@ from prge.bundle import Bundle, open_bundle
 from prge.chain import DECODE, ROLE_OF
 from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
 from prge.errors import PrgeError
+from prge.progress import duration
 from prge.rows.report import unknown_note
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
-from prge.run_folder import JOURNAL, SUMMARY, run_lock
+from prge.run_folder import ENDED, SUMMARY, run_lock
 from server_export.check.estimation import estimate
 from server_export.settings import AUTO, EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
+from server_export.tune.places import Here, Phone, Place
 from server_export.tune.rates import search_rates
 from server_export.tune.record import Record
-from server_export.tune.row_files import RowFiles
+from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.settings import TuneSettings
 from server_export.tune.tokenizing import ROWS, Sequences, Tokenizing
 from server_export.verbs import flags_of, json_of, run_verb
@@ -39,7 +43,6 @@ from server_export.verbs import flags_of, json_of, run_verb
 # Development rows that a run's evaluations read.
 _DEV_ROWS = 200
 _PILOT_STEPS = 10
-_ENDED = ("completed", "stopped early", "diverged")
 
 
 def tune(settings: TuneSettings) -> dict[str, Any]:
@@ -52,6 +55,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     with run_lock(settings.out):
         tuning = _Tuning(settings)
         stages: list[tuple[str, Callable[[], None]]] = [
+            *([("phone", tuning.meet_phone)] if settings.on else []),
             ("rows", tuning.read),
             ("bundle", tuning.export),
             ("plan", tuning.plan),
@@ -76,6 +80,20 @@ class _Tuning:
         self._record = Record(settings)
         self._rows = RowFiles(settings.out / "rows", settings.task)
         self._folder = settings.bundle or settings.out / "bundle"
+        self._place: Place = Here()
+
+    def meet_phone(self) -> None:
+        """Measure the phone that runs take place on; from then on it is this one."""
+        settings, record = self._settings, self._record
+        name = record.found("name_on_phone", lambda: f"tune-{secrets.token_hex(4)}")
+        facts = record.found(
+            "phone", lambda: asdict(Phone(settings.serial, settings.phone_folder, name).facts())
+        )
+        self._place = Phone(facts["serial"], settings.phone_folder, name)
+        print(f"{facts['name']}; its runs are called {name}-...")
+        free = facts["free_bytes"]
+        if free is not None or settings.memory is not None:
+            self._decide("memory", settings.memory, lambda: decisions.memory(free))
 
     def read(self) -> None:
         """Split and write the rows."""
@@ -117,7 +135,7 @@ class _Tuning:
         tokenizing = Tokenizing(model, estimated)
 
         def template() -> Decision | None:
-            needed = self._rows.need_template
+            needed = self._rows.chat == "needs"
             return decisions.chat_template(tokenizing.has_template()) if needed else None
 
         self._decide("chat_template", settings.chat_template, template)
@@ -171,9 +189,10 @@ class _Tuning:
         batch = record.value("batch_size")
         if record.value("rows_of_a_call") is None:
             record.decide(*self._fitting(bundle, facts, batch))
+        self._decide("head_folds", None, lambda: decisions.head_folds(facts))
         self._decide("steps", settings.steps, lambda: decisions.steps(facts, batch))
-        if settings.minutes is not None and record.value("learning_rate") is None:
-            self._bound_steps(settings.minutes)
+        if record.value("learning_rate") is None and (settings.minutes is not None or settings.on):
+            self._pace(settings.minutes)
         for each in record.decisions:
             print(f"{each.name:<16} {each.value!s:<12} {each.why}")
         if facts.unknown:
@@ -188,6 +207,7 @@ class _Tuning:
         scheme = (manifest.get("quantization") or {}).get("scheme")
         weights = weights_of_bundle(outline, chain, sizes.__getitem__, scheme)
         length = min(facts.longest, chain.bounds.tokens)
+        limit = self._settings.memory or self._record.value("memory")
         queries, copies = 4 * (kind == "tangent"), 8 if kind == "stack" else 1
 
         def needed(rows: int, memory: int | None) -> int:
@@ -195,15 +215,19 @@ class _Tuning:
             taken = run_memory(outline, contract, weights, chain.roles, "native", memory).total
             return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens
 
-        return decisions.fitting(self._settings.memory, batch, facts.widest, needed, sum(loaded), max(loaded))
+        return decisions.fitting(limit, batch, facts.widest, needed, sum(loaded), max(loaded))
 
-    def _bound_steps(self, minutes: float) -> None:
-        """Fewer steps where the minutes ask for that, by the time that a few take."""
+    def _pace(self, minutes: float | None) -> None:
+        """Tell the time of the final run, by that of a few steps; minutes may ask for fewer."""
         most = next(each for each in self._record.decisions if each.name == "steps")
-        summary = self._run("search/pilot", steps=min(_PILOT_STEPS, most.value), quiet=True)
-        searched = self._settings.learning_rate is None and self._rows.dev is not None
+        summary = self._run("search/pilot", steps=min(_PILOT_STEPS, most.value), is_short=True)
         seconds = summary["train"]["seconds"] / summary["train"]["steps"]
-        self._record.decide(decisions.steps_in(minutes, seconds, most, searched))
+        if minutes is not None:
+            searched = self._settings.learning_rate is None and self._rows.dev is not None
+            self._record.decide(decisions.steps_in(minutes, seconds, most, searched))
+        print(
+            f"a step takes {seconds:.3g} s, the final run {duration(seconds * self._record.value('steps'))}"
+        )
 
     def score(self, name: str) -> None:
         """Score the test rows, or the development rows, before or after."""
@@ -237,7 +261,7 @@ class _Tuning:
     def _trial(self, rate: float, steps: int) -> float:
         """Loss of development rows after a short run; infinite if it diverged."""
         name = f"search/{rate:.4g}-{steps}"
-        summary = self._run(name, learning_rate=rate, steps=steps, evaluate_every=steps, quiet=True)
+        summary = self._run(name, learning_rate=rate, steps=steps, evaluate_every=steps, is_short=True)
         found = summary["train"]["last_evaluation"] or {}
         is_whole = summary["run"]["status"] == "completed" and found.get("step") == steps
         loss = float(found["loss"]) if is_whole and found["loss"] is not None else math.inf
@@ -259,21 +283,20 @@ class _Tuning:
             evaluate_every=every,
             checkpoint_every=every,
             sample_prompts=prompts,
-            sample_every=None if prompts is None else 0,
+            sample_rows=SAMPLES if self._rows.dev and self._rows.have_candidates and not prompts else None,
+            sample_every=0,
         )
         if summary["run"]["status"] == "diverged":
             raise PrgeError("the final run diverged", remedy=f"give a --learning-rate below {rate:g}")
 
-    def _run(self, name: str, **settings: Any) -> dict[str, Any]:
+    def _run(self, name: str, *, is_short: bool = False, **settings: Any) -> dict[str, Any]:
         """A run, begun or gone on with; returns its summary, also where it diverged."""
         folder = self._settings.out / name
-        summary, journal = folder / SUMMARY, folder / JOURNAL
-        if _status(summary) not in _ENDED:
-            words: list[object] = ["run", "--resume", folder]
-            if not journal.is_file() or not journal.stat().st_size:
-                words = ["run", *flags_of({**self._shared(settings["steps"]), **settings, "out": folder})]
+        summary = folder / SUMMARY
+        if _status(summary) not in ENDED:
             try:
-                run_verb(*words, quiet=bool(settings.get("quiet")))
+                flags = {**self._shared(settings["steps"]), **settings, "quiet": is_short or None}
+                self._place.run(folder, flags, is_short)
             except PrgeError:
                 if _status(summary) != "diverged":
                     raise
@@ -291,6 +314,7 @@ class _Tuning:
             "task": self._settings.task,
             "dev_limit": None if rows.dev is None else _DEV_ROWS,
             "estimator": value("estimator"),
+            "head_folds": value("head_folds"),
             "batch_size": of_a_call * facts.widest,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
@@ -329,8 +353,19 @@ class _Tuning:
             "seconds": seconds,
             "final_step": runs[-1]["train"].get("final_step"),
             "bundle": str(self._folder),
+            "run_on_phone": self._place.run_name(out / "run") if isinstance(self._place, Phone) else None,
             "samples": runs[-1]["train"].get("samples"),
+            "next": shlex.join(["prge", *self._next()]),
         }
+
+    def _next(self) -> list[str]:
+        """What a user may want to type now, for what the model has learnt."""
+        on = {"bundle": self._folder, "adapter": self._settings.out / "run"}
+        if self._rows.have_candidates:
+            return ["eval", *flags_of({**on, "task": self._settings.task, "data": "TEST_ROWS"})]
+        if self._rows.chat and bundle_tokenizer(open_bundle(self._folder)).chat_template:
+            return ["chat", *flags_of(on)]
+        return ["generate", *flags_of({**on, "prompt": "PROMPT"})]
 
     def _decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
         """Note what the user gave, or what is decided if anything is, unless the record has it."""

@@ -74,6 +74,10 @@ class Tokenizing:
         available = memory_info().get("MemAvailable", math.inf)
         if _BYTES * self.estimated.outline.parameters > available:
             return Decision("prepend_bos", "auto", "the model is too large for this machine to measure it")
+        print(
+            f"reading {len(begun)} rows with the frozen model, with a token before them and without",
+            flush=True,
+        )
         most = min(_TOKENS, (self.estimated.positions or _TOKENS + 1) - 1)
         return decisions.prepend_bos(*frozen_losses(self.model, without, begun, most))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,12 @@ def test_steps_read_each_row_a_few_times_and_no_more_than_is_usual(rows: int) ->
     read = batch * decisions.steps(facts(rows), batch).value
     assert rows <= read or read >= 24_000
     assert read <= max(24_000, 40 * rows) + batch
+
+
+@pytest.mark.parametrize(("fewest", "folds"), [(None, None), (1, 0), (9, 0), (10, None)])
+def test_few_rows_of_a_class_are_never_left_out(fewest: int | None, folds: int | None) -> None:
+    decision = decisions.head_folds(replace(facts(), fewest=fewest))
+    assert (decision and decision.value) == folds
 
 
 @pytest.mark.parametrize(
@@ -147,9 +154,15 @@ def test_rows_of_messages_get_a_template_where_there_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("without", "begun", "found"), [(1.37, 1.323, "always"), (3.264, 3.335, "auto"), (2.0, 1.99, "auto")]
+    ("without", "begun", "found"), [(1.37, 1.323, "always"), (3.264, 3.335, "never"), (2.0, 1.99, "never")]
 )
 def test_texts_begin_as_the_frozen_model_knows_them(without: float, begun: float, found: str) -> None:
     decision = decisions.prepend_bos(without, begun)
     assert decision.value == found
     assert f"{without:.4g}" in decision.why and f"{begun:.4g}" in decision.why
+
+
+def test_a_run_may_take_half_of_what_a_phone_has_free() -> None:
+    assert decisions.memory(4 << 30) == Decision(
+        "memory", 2 << 30, "half of the 4.00 GiB that the phone has free"
+    )

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from prge.rows.tokenizer import Tokenizer  # noqa: E402
 from server_export.check.estimation import estimate  # noqa: E402
 from server_export.settings import EstimateConfig  # noqa: E402
+from server_export.tune import tokenizing as module  # noqa: E402
 from server_export.tune.decisions import Decision  # noqa: E402
 from server_export.tune.tokenizing import Sequences, Tokenizing, frozen_losses  # noqa: E402
 from tests.tiny_models import make_model, make_tokenizer, save_model  # noqa: E402
@@ -53,6 +54,14 @@ def test_it_is_measured_where_the_tokenizer_has_the_token_and_adds_none(tmp_path
     found = tokenizing(tmp_path).decide_bos(None, sequences)
     assert isinstance(found, Decision) and found.name == "prepend_bos"
     assert "with the token" in found.why
+
+
+def test_a_model_that_doesnt_fit_into_memory_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "memory_info", lambda: {"MemAvailable": 100_000})
+    found = tokenizing(tmp_path).decide_bos(None, sequences)
+    assert found is not None and (found.value, found.why[:22]) == ("auto", "the model is too large")
 
 
 def test_rows_whose_template_says_how_they_begin_are_not_measured(tmp_path: Path) -> None:
