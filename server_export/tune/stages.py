@@ -189,7 +189,7 @@ class _Tuning:
         batch = record.value("batch_size")
         if record.value("rows_of_a_call") is None:
             record.decide(*self._fitting(bundle, facts, batch))
-        self._decide("head_folds", None, lambda: decisions.head_folds(facts))
+        self._decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
         self._decide("steps", settings.steps, lambda: decisions.steps(facts, batch))
         if record.value("learning_rate") is None and (settings.minutes is not None or settings.on):
             self._pace(settings.minutes)
