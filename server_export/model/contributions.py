@@ -32,8 +32,9 @@ _FOLDS = 8
 class Contribution:
     """Of one layer.
 
-    `gradient` is the norm of the mean gradient at the rank that it was measured with, 0 to 1 of that of a
-    batch; `shares` what each direction explains of the mean square of the layer's inputs, the most first.
+    `gradient` is the norm of the mean gradient at the rank that it was measured with, in units of the root
+    mean square of a number's gradient over batches; `shares` what each direction explains of the mean square
+    of the layer's inputs, the most first.
     """
 
     gradient: float
@@ -47,12 +48,12 @@ class Contribution:
 def gradient_norms(
     chain: Chain, contract: Contract, examples: Sequence[Example], pad: int, pooling: str
 ) -> dict[str, float]:
-    """Norm of the mean gradient by each layer's `lora_b` at zero, as a part of the norm that batches have.
+    """Norm of the mean gradient by each layer's `lora_b` at zero, in units of one number's gradient.
 
     The mean of a few rows' gradients is mostly noise, and a layer whose rows differ would look important. So
     products of different batches are averaged, in which noise cancels; a negative average counts as 0. Lower
-    layers have larger gradients and stand smaller steps: the root mean square over batches, which Adam
-    divides by too, takes that out.
+    layers have larger gradients and stand smaller steps: the root mean square of a number's gradient over
+    batches, which Adam divides by too, takes that out.
 
     Args:
         chain: in float32, with the adapters.
@@ -93,7 +94,7 @@ def _norms(chain: Chain, gradients: np.ndarray[tuple[int, int], np.dtype[np.floa
         start += own.shape[1]
         of_sum, of_each = float((own.sum(0) ** 2).sum()), float((own**2).sum())
         signal = max(of_sum - of_each, 0.0) / (count - 1)
-        found[module.name] = math.sqrt(signal / of_each) if of_each > 0 else 0.0
+        found[module.name] = math.sqrt(own.shape[1] * signal / of_each) if of_each > 0 else 0.0
     return found
 
 
