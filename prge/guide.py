@@ -3,7 +3,7 @@
 A direction is made of one random number for each axis instead of one for each output. So forward-only runs
 search as many dimensions as there are axes, and the noise of their estimates falls with them.
 
-    axes of a layer   f32 [axes, out], each as long as gradients reach along it
+    axes of a layer   f32 [axes, out], longer where gradients are
     direction         random numbers [rank, axes] times axes
 """
 

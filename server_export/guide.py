@@ -80,8 +80,9 @@ def guide(settings: GuideSettings) -> str:
 def axes_of_gradients(problem: ModelProblem, count: int) -> tuple[Guide, dict[str, float]]:
     """Principal axes of the gradients of a problem's single rows, and what they explain of each layer's.
 
-    An axis is as long as the gradients' root mean square along it; all of a layer together have the mean
-    square of signs. The problem's model gets an adapter.
+    An axis is as long as the square root of the gradients' root mean square along it: between one length for
+    all, and lengths along which only the first would be learnt. All of a layer together have the mean square
+    of signs. The problem's model gets an adapter.
 
     Raises:
         DataError: the rows have no gradient by a layer.
@@ -110,7 +111,8 @@ def axes_of_gradients(problem: ModelProblem, count: int) -> tuple[Guide, dict[st
                 [f"they have no gradient by {module.name}"],
                 remedy="give other rows, or adapt other layers",
             )
-        lengths = (found.shares / found.shares.sum() * module.out_features).sqrt()
+        squares = found.shares.sqrt()
+        lengths = (squares / squares.sum() * module.out_features).sqrt()
         axes[module.name] = (found.rows * lengths.float().unsqueeze(1)).numpy()
         shares[module.name] = float(found.shares.sum())
     return Guide(axes), shares

@@ -77,6 +77,13 @@ def init(estimator: str | None) -> Decision:
     return Decision("init", "random", "directions of the rows help exact gradients alone")
 
 
+def optimizer(guided: bool) -> Decision:
+    """What turns gradients into steps; `guided`: directions keep to the axes of a guide."""
+    if guided:
+        return Decision("optimizer", "adam-norm", "keeps the lengths of the axes that directions keep to")
+    return Decision("optimizer", "adam", "the usual one")
+
+
 def batch_size(facts: RowFacts) -> Decision:
     """Rows of a step."""
     value = next((size for least, size in _BATCHES if facts.rows >= least), 1)

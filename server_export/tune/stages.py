@@ -18,10 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prge.bundle import Bundle, open_bundle
+from prge.bundle import Bundle, open_bundle, read_manifest
 from prge.chain import DECODE, ROLE_OF
 from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
 from prge.errors import PrgeError
+from prge.guide import GUIDE
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import JOURNAL, SUMMARY, run_lock
 from server_export.check.estimation import estimate
@@ -37,6 +38,8 @@ from server_export.verbs import flags_of, json_of, run_verb
 # Development rows that a run's evaluations read.
 _DEV_ROWS = 200
 _PILOT_STEPS = 10
+# Estimators that take a guide.
+_GUIDED = ("tangent", "antithetic")
 _ENDED = ("completed", "stopped early", "diverged")
 
 
@@ -90,6 +93,9 @@ class _Tuning:
             if decided["init"] == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
             run_verb("export", *flags_of({"model": settings.model, "out": self._folder, **asked, **decided}))
+        if settings.bundle is None and settings.estimator in _GUIDED and not _has_guide(self._folder):
+            rows = {"data": self._rows.train, "task": settings.task}
+            run_verb("guide", *flags_of({"bundle": self._folder, "model": settings.model, **rows}))
         print(f"bundle {open_bundle(self._folder).folder}")
 
     def _decide_export(self) -> None:
@@ -121,6 +127,8 @@ class _Tuning:
 
         facts = RowFacts(**record.found("facts", measure))
         self._decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
+        guided = record.value("estimator") in _GUIDED and _has_guide(self._folder)
+        self._decide("optimizer", None, lambda: decisions.optimizer(guided))
         self._decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
         batch = record.value("batch_size")
         if record.value("rows_of_a_call") is None:
@@ -243,6 +251,7 @@ class _Tuning:
             "batch_size": of_a_call * facts.widest,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
+            "optimizer": value("optimizer"),
             "schedule": "cosine",
             # Of few development rows a metric is often the same.
             "select": "loss",
@@ -289,6 +298,10 @@ def _best_estimator(bundle: Bundle) -> Decision:
     fitting = [name for name, kind in KINDS.items() if ROLE_OF[kind] in bundle.chain.roles]
     why = "backpropagation needs the fewest rows" if fitting[0] == "exact" else "of the bundle's, the best"
     return Decision("estimator", fitting[0], why)
+
+
+def _has_guide(bundle: Path) -> bool:
+    return GUIDE in read_manifest(bundle)["files"]
 
 
 def _status(summary: Path) -> str | None:

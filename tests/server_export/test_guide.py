@@ -42,7 +42,7 @@ def test_axes_are_principal_ones_of_the_rows_gradients(
         axes = guide.axes[module.name]
         lengths = np.linalg.norm(axes, axis=1)
         np.testing.assert_allclose(np.abs((axes * vectors[:2]).sum(1)) / lengths, 1, atol=1e-3)
-        np.testing.assert_allclose(lengths[1] / lengths[0], values[1] / values[0], rtol=1e-3)
+        np.testing.assert_allclose(lengths[1] / lengths[0], np.sqrt(values[1] / values[0]), rtol=1e-3)
         # All together as long as signs are.
         assert (lengths**2).sum() == pytest.approx(module.out_features, rel=1e-4)
         share = (values[:2] ** 2).sum() / (values**2).sum()

@@ -115,3 +115,8 @@ def test_rates_that_all_diverge_are_an_error() -> None:
 )
 def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None, found: str) -> None:
     assert decisions.init(estimator).value == found
+
+
+@pytest.mark.parametrize(("guided", "found"), [(True, "adam-norm"), (False, "adam")])
+def test_guided_directions_keep_the_lengths_of_their_axes(guided: bool, found: str) -> None:
+    assert decisions.optimizer(guided).value == found
