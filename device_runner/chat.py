@@ -36,7 +36,10 @@ HELP = """\
 /help               show this
 /quit               end; so does Ctrl-D. Ctrl-C ends an answer
 A line that begins with // is said with one /."""
-NO_TEMPLATE = "the model has no chat template: it goes on with the text of all lines, and answers nothing"
+NO_TEMPLATE = (
+    "the model has no chat template: it goes on with the text of all lines, and answers nothing; an export "
+    "with --chat-template plain has one"
+)
 # The adapter that speaks and the one that it is compared with keep what they have read.
 SLOTS = 2
 

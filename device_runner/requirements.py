@@ -15,6 +15,8 @@ class Check:
     state: str
     found: str
     remedy: str = ""
+    value: float | str | None = None
+    """What was found as one figure or name, where programs ask for it."""
 
 
 def requirement(name: str) -> str:

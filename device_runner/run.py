@@ -32,7 +32,7 @@ from device_runner.session.inputs import (
     settings_records,
 )
 from device_runner.session.noise import noise_note
-from device_runner.session.samples import Samples
+from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, bundle_for, paced, settled
 from device_runner.session.tracking import check_installed, tracked
@@ -177,9 +177,8 @@ def _train(
     )
     observer: Observer = watcher
     samples = None
-    if prompts := inputs.sample_prompts:
-        generator, every = Generator(engines.speaker(len(prompts)), inputs.tokenizer), settings.sample_every
-        observer = samples = facts.samples = Samples(prompts, generator, state, every, watcher)
+    if answerer := _answerer(inputs, engines):
+        observer = samples = facts.samples = Samples(answerer, state, settings.sample_every, watcher)
     watcher.say(_plan(settings, inputs, engines, sampler))
     train(learner, settings.of_loop, observer, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:
@@ -193,6 +192,15 @@ def _train(
         watcher.say_final(state.step, best)
     watcher.say(_closing(settings, inputs, samples))
     return final
+
+
+def _answerer(inputs: RunInputs, engines: Engines) -> Answerer | None:
+    """Who makes the samples; None if none are asked for."""
+    if prompts := inputs.sample_prompts:
+        return Writer(prompts, Generator(engines.speaker(len(prompts)), inputs.tokenizer))
+    if inputs.sample_rows:
+        return Chooser(inputs.sample_rows, engines.score, inputs.tokenizer)
+    return None
 
 
 def _plan(settings: RunSettings, inputs: RunInputs, engines: Engines, sampler: Sampler) -> str:
@@ -216,6 +224,7 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
                 f"prompt  {shown(after['prompt'])}",
                 f"  before  {shown(before['text'])}",
                 f"  after   {shown(after['text'])}",
+                *([f"  right   {shown(after['right'])}"] if "right" in after else []),
             ]
     lines.append(f"adapter: {settings.out / FINAL}")
     writes = {PREFILL, DECODE} <= set(inputs.bundle.chain.roles)

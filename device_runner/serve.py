@@ -11,15 +11,13 @@ from device_runner.session.speaking import BASE, BUNDLE, by_name, open_speaking,
 from prge.adapter import Adapter
 from prge.bounds import bound_problems
 from prge.bundle import Bundle
-from prge.documents import read_document
 from prge.engine import EngineName
 from prge.errors import ConfigError
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenizer import bundle_tokenizer, read_chat_template
 from prge.settings import Bytes, parse_settings
 from prge.terminal import best_effort
 
 DESCRIPTION = "Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."
-MOST_TEMPLATE_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def serve(settings: ServeSettings) -> None:
     adapters = _adapters(settings, bundle)
     tokenizer = bundle_tokenizer(bundle)
     if settings.chat_template is not None:
-        tokenizer.chat_template = _template(settings.chat_template)
+        tokenizer.chat_template = read_chat_template(settings.chat_template)
     models = Models(adapters, tokenizer)
     with listening(settings.host, settings.port) as listener:
         speaker = open_speaker(
@@ -108,10 +106,3 @@ def _adapters(settings: ServeSettings, bundle: Bundle) -> dict[str, Adapter]:
         name, adapter = read_adapter(bundle, word)
         found.append((Path(word).resolve().name if name == word else name, adapter))
     return by_name(found)
-
-
-def _template(path: Path) -> str:
-    try:
-        return read_document(path, MOST_TEMPLATE_BYTES).decode()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can't be read as a chat template:", [str(error)]) from None

@@ -29,6 +29,8 @@ LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 TRUNK_CACHE = "trunk_cache"
+# Statuses in the summary of a run that can't go on.
+ENDED = ("completed", "stopped early", "diverged")
 # What `prge tune` decided, beside its run: `decisions` is a list of {name, value, why}.
 DECISIONS = "tune.json"
 

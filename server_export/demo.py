@@ -1,6 +1,6 @@
 """`prge demo`: the whole path on a tiny model that comes with the package, each step a command of its own.
 
-tune, killed on the way -> resume -> guide its bundle -> the other two estimators -> write -> a table, a picture
+tune, killed on the way -> resume -> guide its bundle -> two estimators more -> write -> a table, a picture
 """
 
 from __future__ import annotations

@@ -110,11 +110,13 @@ def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple
     from prge.rows.sources import read_source
     from prge.rows.task import load_task
     from prge.sampling import Sampler
+    from server_export.model.chat_templates import give_template
     from server_export.model.tokenization import load_tokenizer, on_device
 
     assert config.train is not None
     longest = estimated.outline.longest
     original = load_tokenizer(config.model, config.revision)
+    give_template(original, config.chat_template, config.prepend_bos)
     tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None

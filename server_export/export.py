@@ -14,18 +14,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prge.adapter import adapter_size
 from prge.atomic import new_folder
 from prge.contract import Contract
 from prge.costs import MOST_COMPARED, Outline
 from prge.errors import RunError
 from server_export.check.estimation import announce
 from server_export.memory import give_back_freed
-from server_export.settings import ExportConfig
+from server_export.settings import AUTO, ExportConfig
 
 if TYPE_CHECKING:
+    from prge.examples import Example
+    from prge.rows.tokenizer import Tokenizer
     from server_export.model.chain import Chain
     from server_export.model.files import ModelFiles
     from server_export.model.loading import LoadedModel
+    from server_export.model.places import Places
     from server_export.model.start import StartAdapter
 
 __all__ = ["ExportConfig", "export", "main"]
@@ -89,6 +93,7 @@ class _Source:
     transposed: set[str]
     start: StartAdapter
     costs: Outline
+    places: Places | None = None
 
     def chain(self, scheme: str) -> Chain:
         """The model's blocks; it can be made once."""
@@ -107,6 +112,7 @@ class _Source:
 
 def _open_source(config: ExportConfig) -> _Source:
     from server_export.model.chain import plain_layers
+    from server_export.model.chat_templates import give_template
     from server_export.model.files import fetch_weights, find_files
     from server_export.model.loading import check_size, outline_model
     from server_export.model.outline import outline_of
@@ -125,6 +131,7 @@ def _open_source(config: ExportConfig) -> _Source:
     if not files.revision:
         outline = replace(outline, sha256=files.sha256())
     tokenizer = load_tokenizer(config.model, outline.revision)
+    give_template(tokenizer, config.chat_template, config.prepend_bos)
     tokenizer_block(tokenizer, config.prepend_bos, outline.model.get_input_embeddings().weight.shape[0])
     labels = label_token_ids(tokenizer, config.label_words) if config.label_words else []
     readout = readout_of(config, outline, labels)
@@ -138,8 +145,81 @@ def _open_source(config: ExportConfig) -> _Source:
 
 def _from_rows(config: ExportConfig, source: _Source, note: Callable[[str], None]) -> _Source:
     """The same model with an adapter from rows."""
-    from server_export.model.eva import init_rows, principal_start
+    from server_export.model.eva import init_examples, principal_start, tokens_of
     from server_export.model.outline import outline_of
+
+    tokenizer, contract = _reader(config, source)
+    examples = init_examples(config, tokenizer, contract)
+    rows = tokens_of(examples, config.init_tokens)
+    if config.adapt_layers == AUTO:
+        return _placed(config, source, examples, note)
+    start, explained = principal_start(
+        source.start, _with_adapter(source, _thin(source.start)).chain("fp32"), rows, config.spread_ranks
+    )
+    shares = sorted(explained.values())
+    ranks = sorted(map(len, start.lora_a.values()))
+    note(
+        f"of {sum(map(len, rows)):,} tokens; ranks {ranks[0]} to {ranks[-1]} explain "
+        f"{shares[0]:.0%} to {shares[-1]:.0%} of what a layer sees"
+    )
+    costs = outline_of(start, source.longest, len(source.label_tokens))
+    return replace(source, start=start, costs=costs)
+
+
+def _placed(
+    config: ExportConfig, source: _Source, examples: Sequence[Example], note: Callable[[str], None]
+) -> _Source:
+    """The same model with an adapter from rows, in the layers that contribute most."""
+    from server_export.model.contributions import contributions, gradient_norms
+    from server_export.model.eva import principal_directions, tokens_of, with_directions
+    from server_export.model.outline import outline_of
+    from server_export.model.places import CALL_ROWS, Limits, every_place, find_places
+
+    tokenizer, contract = _reader(config, source)
+    start = every_place(config, source.outline, bool(source.transposed))
+    chain = _with_adapter(source, start).chain("fp32")
+    rows = tokens_of(examples, config.init_tokens)
+    found = principal_directions(start, chain, rows, 2 * start.rank)
+    even = with_directions(start, found, dict.fromkeys(start.lora_a, start.rank))
+    chain = replace(chain, lora_a=even.scaled_lora_a())
+    norms = gradient_norms(chain, contract, examples, tokenizer.pad_id, config.pooling)
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    places = find_places(
+        contributions(norms, {name: each.shares.tolist() for name, each in found.items()}),
+        start,
+        source.costs,
+        replace(
+            contract,
+            kind="exact",
+            batch_size=CALL_ROWS,
+            sequence_length=max(len(sequence.tokens) for sequence in sequences),
+            positions=max(len(sequence.slots) for sequence in sequences),
+            classes=examples[0].candidates if contract.is_encoder else 0,
+        ),
+        Limits(config.adapt_time, config.adapt_memory, adapter_size(source.costs.modules)),
+        config.search,
+        config.seed,
+    )
+    note(f"adapters in {places.why}")
+    start = with_directions(start.only(list(places.ranks)), found, places.ranks)
+    costs = outline_of(start, source.longest, len(source.label_tokens))
+    return replace(source, start=start, costs=costs, places=places)
+
+
+def _thin(start: StartAdapter) -> StartAdapter:
+    """An adapter of rank 1 on the same layers."""
+    return start.starting_from({name: a[:1] for name, a in start.lora_a.items()})
+
+
+def _with_adapter(source: _Source, start: StartAdapter) -> _Source:
+    """The same model with another adapter, to be traced: that changes the model, which has no weights."""
+    return replace(
+        source, outline=replace(source.outline, model=copy.deepcopy(source.outline.model)), start=start
+    )
+
+
+def _reader(config: ExportConfig, source: _Source) -> tuple[Tokenizer, Contract]:
+    """What `--init-rows` are read with: the device's tokenizer, and a contract with room for any row."""
     from server_export.model.tokenization import on_device
 
     costs = source.costs
@@ -156,20 +236,7 @@ def _from_rows(config: ExportConfig, source: _Source, note: Callable[[str], None
         label_tokens=tuple(source.label_tokens),
         modules=costs.modules,
     )
-    rows = init_rows(config, on_device(source.tokenizer, config.prepend_bos, vocabulary), contract)
-    # Tracing changes the model, which has no weights.
-    outline = replace(source.outline, model=copy.deepcopy(source.outline.model))
-    thin = source.start.starting_from({name: a[:1] for name, a in source.start.lora_a.items()})
-    chain = replace(source, outline=outline, start=thin).chain("fp32")
-    start, explained = principal_start(source.start, chain, rows, config.spread_ranks)
-    shares = sorted(explained.values())
-    ranks = sorted(map(len, start.lora_a.values()))
-    note(
-        f"of {sum(map(len, rows)):,} tokens; ranks {ranks[0]} to {ranks[-1]} explain "
-        f"{shares[0]:.0%} to {shares[-1]:.0%} of what a layer sees"
-    )
-    costs = outline_of(start, source.longest, len(source.label_tokens))
-    return replace(source, start=start, costs=costs)
+    return on_device(source.tokenizer, config.prepend_bos, vocabulary), contract
 
 
 def _compare(config: ExportConfig, chain: Chain) -> None:
@@ -218,6 +285,7 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
             source.tokenizer,
             chain.quantization,
             verification,
+            source.places,
         )
 
 

@@ -22,6 +22,7 @@ from prge.bundle import MANIFEST, TOKENIZER
 from prge.checkpoint import HEAD
 from prge.errors import ConfigError, RunError
 from prge.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
+from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, read_chat_template
 from server_export.model.base import base_of
 from server_export.publishing.model_card import CardFacts, model_card, read_run, read_step
 from server_export.publishing.settings import PublishConfig
@@ -90,7 +91,7 @@ def _publish_peft(out: Path, config: PublishConfig, trained: Trained) -> None:
         plain = {name: value for name, value in trained.config.items() if name != "revision"}
         write_config(folder, {**plain, **trained.base.in_peft(), "inference_mode": True})
         shutil.copyfile(trained.folder / WEIGHTS, folder / WEIGHTS)
-        _copy_head(folder, trained)
+        _copy_beside(folder, trained)
         _write_card(folder, out, config, trained)
 
 
@@ -98,8 +99,8 @@ def _publish_merged(out: Path, config: PublishConfig, trained: Trained, loaded: 
     merged = _merge(loaded, trained)
     with new_folder(out, overwrite=config.overwrite) as folder:
         merged.save_pretrained(folder)
-        _save_tokenizer(folder, trained)
-        _copy_head(folder, trained)
+        _tokenizer(trained).save_pretrained(folder)
+        _copy_beside(folder, trained)
         _write_card(folder, out, config, trained)
 
 
@@ -138,7 +139,6 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
 def _publish_llm(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
     from server_export.bundle import write_manifest
     from server_export.model.positions import longest_row
-    from server_export.model.tokenization import load_tokenizer
     from server_export.publishing.llm import LlmSpec, build_llm, check_generates, ends_of
     from server_export.publishing.runner_tokenizer import write_runner_tokenizer
 
@@ -147,7 +147,7 @@ def _publish_llm(out: Path, config: PublishConfig, trained: Trained, loaded: Loa
     length = longest_row(loaded, config.sequence_length)
     if config.sequence_length is None and trained.bundle is not None:
         length = max(length, trained.bundle.contract.sequence_length)
-    tokenizer = load_tokenizer(trained.base.name, trained.base.revision)
+    tokenizer = _tokenizer(trained)
     begins = bool((_in_manifest(trained, "tokenizer") or {}).get("prepend_bos"))
     loaded = _tuned(loaded, trained, scheme)
     with new_folder(out, overwrite=config.overwrite) as folder:
@@ -203,21 +203,28 @@ def _merge(loaded: LoadedModel, trained: Trained) -> Any:
     return merged
 
 
-def _save_tokenizer(folder: Path, trained: Trained) -> None:
+def _tokenizer(trained: Trained) -> Any:
+    """The base model's tokenizer, with the chat template that the adapter was trained with."""
     from server_export.model.tokenization import load_tokenizer
 
-    load_tokenizer(trained.base.name, trained.base.revision).save_pretrained(folder)
+    tokenizer = load_tokenizer(trained.base.name, trained.base.revision)
+    if trained.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(trained.chat_template)
+    return tokenizer
 
 
 def _write_bundle_tokenizer(folder: Path, trained: Trained) -> None:
-    from server_export.model.tokenization import load_tokenizer, write_tokenizer
+    from server_export.model.tokenization import write_tokenizer
 
-    write_tokenizer(load_tokenizer(trained.base.name, trained.base.revision), folder)
+    write_tokenizer(_tokenizer(trained), folder)
 
 
-def _copy_head(folder: Path, trained: Trained) -> None:
+def _copy_beside(folder: Path, trained: Trained) -> None:
+    """What belongs to the adapter and is no part of PEFT's: an encoder's head, the chat template."""
     if trained.head is not None:
         shutil.copyfile(trained.head, folder / HEAD)
+    if trained.chat_template is not None:
+        shutil.copyfile(trained.chat_template, folder / CHAT_TEMPLATE_FILE)
 
 
 def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained, num_bos: int = 0) -> None:
@@ -234,6 +241,7 @@ def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained
         step=read_step(trained.folder, run),
         bundle_sha256=trained.bundle.sha256 if trained.bundle is not None else None,
         num_bos=num_bos,
+        has_chat_template=(folder / CHAT_TEMPLATE_FILE).is_file(),
     )
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
 

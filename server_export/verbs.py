@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,19 @@ def run_verb(*words: object, quiet: bool = False) -> None:
         command_of(*words), check=False, stdout=subprocess.DEVNULL if quiet else None
     ).returncode
     if code:
-        what = f"`prge {words[0]}` ended with code {code}"
-        raise PrgeError(what, remedy="its message is above; `prge doctor` may tell more")
+        raise _failed(words, code)
+
+
+def answer_of(*words: object, codes: Container[int] = (0,)) -> str:
+    """What one verb prints.
+
+    Raises:
+        PrgeError: it ended with none of these codes; its own message is on the terminal.
+    """
+    done = subprocess.run(command_of(*words), check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode not in codes:
+        raise _failed(words, done.returncode)
+    return done.stdout
 
 
 def command_of(*words: object) -> list[str]:
@@ -47,3 +58,10 @@ def json_of(path: Path) -> dict[str, Any]:
     """What a verb wrote with `--json`, or into a run folder."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def _failed(words: Sequence[object], code: int) -> PrgeError:
+    return PrgeError(
+        f"`prge {words[0]}` ended with code {code}",
+        remedy="its message is above; `prge doctor` may tell more",
+    )

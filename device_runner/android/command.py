@@ -33,6 +33,8 @@ from prge.settings import parse_settings, settings_to_yaml
 
 Settings = TypeVar("Settings")
 EARLY_SECONDS = 10.0
+# Between two lines of how a run stands that is waited for.
+TELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ class AndroidRunSettings(RunSettings):
     """--train and --dev name files that are on the device already."""
     wait: bool = False
     """Wait until the run has ended."""
+    again: bool = False
+    """Where the device has the run already, go on with it, and wait for it where it still runs."""
+    pull: Path | None = None
+    """Wait until the run has ended, and bring its folder here; see `prge android pull`."""
+    remove: bool = False
+    """Beside --pull: remove the run from the device once it is here."""
 
 
 @dataclass(frozen=True)
@@ -204,24 +212,34 @@ def _run(argv: list[str]) -> int:
     if any(word.partition("=")[0] == "--resume" for word in argv):
         resumed = _parse(ResumeSettings, argv, "run")
         phone, name = resumed.phone(), resumed.resume
-        check_name(name)
-        if not phone.exists(phone.path("runs", name, "config.yaml"), "f"):
-            # Killed before its first record: begin it as it was begun.
-            job_settings = phone.path("jobs", name, "settings.yaml")
-            if not phone.exists(job_settings, "f"):
-                raise DeviceError(f"{phone.adb.serial} has no run {name} to go on with")
-            words = ["--config", job_settings]
-        else:
-            words = ["--resume", phone.path("runs", name)]
-        return _started(phone, name, words, resumed.wait)
+        return _told(phone, _gone_on(phone, name, resumed.wait))
     settings = _parse(AndroidRunSettings, argv, "run")
     phone, name = Phone(Adb(settings.serial), settings.folder), settings.out.name
     phone.need_this_driver()
-    if phone.exists(phone.path("runs", name, "journal.jsonl"), "s") or phone.job(name).state == "running":
+    job, waits = phone.job(name), settings.wait or settings.pull is not None
+    is_there = job.state == "running" or phone.exists(phone.path("runs", name, "journal.jsonl"), "s")
+    if not is_there:
+        job = _begun(phone, name, settings, waits)
+    elif not settings.again:
         raise DeviceError(
             f"{phone.adb.serial} has a run {name} already",
             remedy=f"go on with it: prge android run --resume {name}; or give another name with --out",
         )
+    else:
+        if waits:
+            job = _waited(phone, name)
+        if job.state != "running" and not job.is_done:
+            job = _gone_on(phone, name, waits)
+    code = _told(phone, job)
+    if settings.pull is not None and job.is_done:
+        phone.pull_run(name, settings.pull, with_log=False)
+        if settings.remove:
+            phone.remove(phone.path("runs", name), phone.path("jobs", name))
+    return code
+
+
+def _begun(phone: Phone, name: str, settings: AndroidRunSettings, wait: bool) -> Job:
+    """A run that was not there, with what it needs brought first."""
     there = _brought(phone, settings)
     job = phone.path("jobs", name)
     phone.adb.check(f"mkdir -p {quote([job])}", f"making {job}")
@@ -229,14 +247,27 @@ def _run(argv: list[str]) -> int:
         path = Path(place) / "settings.yaml"
         path.write_text(settings_to_yaml(there), encoding="utf-8")
         phone.adb.push(path, f"{job}/settings.yaml")
-    return _started(phone, name, ["--config", f"{job}/settings.yaml"], settings.wait)
+    return _started(phone, name, ["--config", f"{job}/settings.yaml"], wait)
+
+
+def _gone_on(phone: Phone, name: str, wait: bool) -> Job:
+    """A run that was stopped or killed."""
+    check_name(name)
+    if phone.exists(phone.path("runs", name, "config.yaml"), "f"):
+        return _started(phone, name, ["--resume", phone.path("runs", name)], wait)
+    # Killed before its first record: begin it as it was begun.
+    job_settings = phone.path("jobs", name, "settings.yaml")
+    if not phone.exists(job_settings, "f"):
+        raise DeviceError(f"{phone.adb.serial} has no run {name} to go on with")
+    return _started(phone, name, ["--config", job_settings], wait)
 
 
 def _status(argv: list[str]) -> int:
     settings = _parse(StatusSettings, argv, "status", ["names"])
     phone = settings.phone()
     jobs = [
-        _waited(phone, name) if settings.wait else phone.job(name) for name in settings.names or phone.jobs()
+        _waited(phone, name, tells=not settings.json) if settings.wait else phone.job(name)
+        for name in settings.names or phone.jobs()
     ]
     if settings.json:
         print(json.dumps([asdict(job) for job in jobs], indent=2))
@@ -368,7 +399,7 @@ def _send_bundle(phone: Phone, folder: Path, check: bool = False, everything: bo
     return remote
 
 
-def _started(phone: Phone, name: str, words: list[str], wait: bool) -> int:
+def _started(phone: Phone, name: str, words: list[str], wait: bool) -> Job:
     job = phone.start(name, ["-m", "prge.cli", "run", *words])
     if wait:
         job = _waited(phone, name)
@@ -377,13 +408,12 @@ def _started(phone: Phone, name: str, words: list[str], wait: bool) -> int:
     while job.state == "running" and not job.summary and time.monotonic() < deadline:
         time.sleep(0.2)
         job = phone.job(name)
-    print(job.text())
-    return _ended_well(phone, job)
+    return job
 
 
-def _waited(phone: Phone, name: str) -> Job:
+def _waited(phone: Phone, name: str, tells: bool = True) -> Job:
     """The job once it has ended; a device that is lost meanwhile is looked for again for a while."""
-    lost = 0
+    lost, then = 0, time.monotonic()
     while True:
         try:
             job = phone.job(name)
@@ -400,11 +430,15 @@ def _waited(phone: Phone, name: str) -> Job:
             continue
         if job.state != "running":
             return job
+        if tells and time.monotonic() - then > TELL_SECONDS:
+            then = time.monotonic()
+            print(job.text(), flush=True)
         time.sleep(1)
 
 
-def _ended_well(phone: Phone, job: Job) -> int:
-    """0 for a run that goes on or has ended well, else its exit code, with its last words."""
+def _told(phone: Phone, job: Job) -> int:
+    """Say how a run stands; 0 if it goes on or has ended well, else its exit code, with its last words."""
+    print(job.text())
     if job.state == "running" or job.code == 0:
         return 0
     console = quote([phone.path("jobs", job.name, "console.txt")])

@@ -28,6 +28,7 @@ from prge.documents import parse_json
 from prge.errors import DeviceError
 from prge.rows.readers import PARQUET
 from prge.rows.sources import Part, read_source, rows_file
+from prge.run_folder import ENDED
 
 FOLDER = "/data/local/tmp/prge"
 OWN = "runtime runtime.tree bundles adapters data jobs runs cache tmp".split()
@@ -50,6 +51,11 @@ class Job:
     code: int | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     last: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has ended and can't go on."""
+        return self.state != "running" and self.summary.get("run", {}).get("status") in ENDED
 
     def text(self) -> str:
         """One line for a person."""

@@ -18,13 +18,9 @@ ENOUGH_BYTES = 300 * MIB
 _MACHINES = {"arm64-v8a": "arm64", "aarch64": "arm64", "x86_64": "amd64"}
 _ENGINE = """
 import json
-from device_runner.engines.native.engine import NativeEngine
-import prge.training, device_runner.run, device_runner.engines.chain_engine
-NativeEngine.prepare()
-from device_runner.session.sensors import Sensors
-from prge.run_folder import environment
-threads = NativeEngine.set_threads(None)
-print(json.dumps({"threads": threads, "sensors": Sensors().record(), "where": environment()}))
+import device_runner.run
+from device_runner.session.machine import facts
+print(json.dumps(facts()))
 """
 
 
@@ -33,7 +29,8 @@ def examine(phone: Phone) -> Iterator[Check]:
     shell = phone.adb.shell
     model = shell("getprop ro.product.model").output.strip() or "unknown model"
     release = shell("getprop ro.build.version.release").output.strip() or "unknown version"
-    yield Check("device", "ok", f"{phone.adb.serial}: {model}, Android {release}")
+    serial = phone.adb.serial
+    yield Check("device", "ok", f"{serial}: {model}, Android {release}", value=serial)
     # Without Android's own tools, as on other Linux, the kernel's answer has to do.
     abi = shell("getprop ro.product.cpu.abi").output.strip() or shell("uname -m").output.strip()
     machine = _MACHINES.get(abi)
@@ -106,6 +103,11 @@ def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
         remedy = f"prge android bundle DIR --machine {machine}, then push it"
         yield Check("runtime", "missing", version, remedy)
         return
+    try:
+        phone.need_this_driver()
+    except DeviceError as error:
+        yield Check("runtime", "missing", error.what, error.remedy)
+        return
     yield Check("runtime", "ok", version)
     loader = phone.adb.shell(f"{quote([phone.path('runtime', 'lib', 'ld.so')])} --version")
     if loader.code:
@@ -120,10 +122,16 @@ def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:
         return
     where = answer["where"]
     yield Check("engine", "ok", f"loads on {where['cpu']['model']}, {answer['threads']} threads")
-    memory = where["memory_bytes"]
-    yield Check("memory", "ok" if memory else "warn", f"{memory // MIB} MiB" if memory else "unknown")
+    memory, free = where["memory_bytes"], answer["free_bytes"]
+    if memory and free:
+        yield Check("memory", "ok", f"{free // MIB} MiB free of {memory // MIB} MiB", value=free)
+    else:
+        yield Check("memory", "warn", "unknown")
+    speed = answer["flops"] / 1e9
+    yield Check("speed", "ok", f"{speed:.3g} GFLOP/s in float32, one thread of numpy", value=answer["flops"])
     for name, reading in answer["sensors"].items():
         if reading["value"] is None:
             yield Check(name, "warn", f"can't be read: {reading['reason']}")
         else:
-            yield Check(name, "ok", f"{reading['value']} ({reading['source']})")
+            found = f"{reading['value']} ({reading['source']})"
+            yield Check(name, "ok", found, value=reading["value"])

@@ -171,13 +171,16 @@ def _samples(run: RunFacts, level: int) -> Iterator[Block]:
     by_prompt: dict[str, dict[int, Record]] = {}
     for each in run.samples:
         by_prompt.setdefault(json.dumps(each["prompt"]), {})[each["step"]] = each
-    yield Heading("What it writes, before and after", level)
+    yield Heading("What it answers, before and after", level)
     for answers in list(by_prompt.values())[:MOST_SAMPLES]:
         yield Paragraph("Prompt:")
         yield Quote(_prompt_text(next(iter(answers.values()))["prompt"]))
         for step in sorted({0, after if after in answers else max(answers)} & answers.keys()):
             yield Paragraph(f"{'Before' if step == 0 else f'After step {step:,}'}:")
             yield Quote(shortened(answers[step]["text"], LONGEST_VALUE))
+        if "right" in (first := next(iter(answers.values()))):
+            yield Paragraph("Right:")
+            yield Quote(shortened(first["right"], LONGEST_VALUE))
     if len(by_prompt) > MOST_SAMPLES:
         yield Paragraph(f"{len(by_prompt) - MOST_SAMPLES} more prompts are in samples.jsonl.")
 
@@ -274,6 +277,11 @@ def _data(run: RunFacts, level: int) -> Iterator[Block]:
         f"{called[name]} rows: {event}: {_count(count)}"
         for name, part in parts.items()
         for event, count in mapping(part.get("notes")).items()
+    ]
+    notes += [
+        f"{called[name]} rows: target tokens that the tokenizer can't spell: {_count(unknown)}"
+        for name, part in parts.items()
+        if (unknown := part.get("unknown_target_tokens"))
     ]
     if notes:
         yield Bullets(tuple(notes))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TEST_ROWS, PROMPT = "TEST_ROWS", "PROMPT"
+TEST_ROWS, PROMPT, BUNDLE, TASK = "TEST_ROWS", "PROMPT", "BUNDLE", "TASK"
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ def next_steps(
     """
     if not finished:
         return [NextStep("go on with it", _command("run", "--resume", run))]
-    on = ["--bundle", settings.get("bundle") or "BUNDLE"]
-    task = ["--task", settings["task"]] if settings.get("task") else []
+    on = ["--bundle", _place(settings.get("bundle"), BUNDLE)]
+    task = ["--task", _place(settings["task"], TASK)] if settings.get("task") else []
     steps = [
         NextStep(
             "score it on rows that it never saw",
@@ -50,6 +50,12 @@ def next_steps(
         NextStep("see all of the run on a page", _command("report", run, "--out", Path(run, "report.html"))),
         NextStep("give the adapter to PEFT", _command("publish", run, *on, "--out", adapter)),
     ]
+
+
+def _place(value: object, word: str) -> str:
+    """A name or path as the run had it, or the word where it is a path of another machine."""
+    text = str(value or word)
+    return text if "/" not in text or Path(text).exists() else word
 
 
 def _command(*words: object) -> str:

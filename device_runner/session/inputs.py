@@ -14,6 +14,7 @@ from prge.bundle import Bundle
 from prge.checkpoint import HEAD, TrainingState, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule
 from prge.encoder_heads import Heads
+from prge.errors import ConfigError
 from prge.estimators import Estimator, InTurn
 from prge.exact import Exact
 from prge.examples import Example
@@ -39,7 +40,7 @@ _NOT_IDENTITY = frozenset(
         *("engine", "threads", "trunk_cache_bytes", "memory", "quiet", "log_to"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
         *("pause_above_celsius", "pause_below_battery", "only_charging"),
-        *("sample_prompts", "sample_every"),
+        *("sample_prompts", "sample_rows", "sample_every"),
     }
 )
 
@@ -72,6 +73,7 @@ class RunInputs:
     report: str
     data: Record
     sample_prompts: list[SamplePrompt]
+    sample_rows: list[Example]
 
     def identity(self, settings: RunSettings) -> Record:
         """What a run with these inputs is, as the journal begins; for settings that are `paced`."""
@@ -133,7 +135,18 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         "\n".join(texts),
         data,
         read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
+        _sample_rows(settings.sample_rows, dev_examples),
     )
+
+
+def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
+    if count and not (dev and all(example.label is not None for example in dev)):
+        raise ConfigError(
+            "these settings can't be used:",
+            [f"--sample-rows is {count}: there are no development rows with candidates"],
+            remedy="leave it out, or give --dev and a task with candidates",
+        )
+    return dev[:count]
 
 
 def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> TrainingState:

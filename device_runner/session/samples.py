@@ -2,8 +2,9 @@
 
     samples.jsonl    {"step": 0, "prompt": ..., "text": ...}     a line for each step and prompt
 
-Answers take the most likely token each time, so those of a resumed run are those of one that never stopped.
-A line that is there already is not written again.
+Answers are written, or chosen among the candidates of a row, which then has the `right` one beside them. They
+take the most likely token or candidate each time, so those of a resumed run are those of one that never
+stopped. A line that is there already is not written again.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from prge.atomic import write_file
 from prge.checkpoint import TrainingState
 from prge.documents import DocumentError, parse_json
+from prge.engine import Engine
 from prge.errors import DataError, shown
 from prge.estimators import Measurement
+from prge.evaluation import score
+from prge.examples import Example
 from prge.generation.loop import GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompt, Prompts
 from prge.journal import Record
 from prge.regular_files import open_regular, read_regular
 from prge.rows.readers import FORMATS, Row, read_rows, read_text
+from prge.rows.tokenizer import Tokenizer
 from prge.run_folder import SAMPLES, reported
 from prge.watching import Watcher
 
@@ -78,27 +83,78 @@ def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
     return SamplePrompt(text, prompts.of_text(text))
 
 
+class Answerer(Protocol):
+    """Answers what it is asked, always the same, as the model is at the time."""
+
+    asked: Sequence[Any]
+    right: Sequence[str | None]
+
+    def answers(self, state: TrainingState) -> list[str]:
+        """A text for each that is asked."""
+
+
+class Writer:
+    """Answers prompts by texts that the generator writes."""
+
+    def __init__(self, prompts: Sequence[SamplePrompt], generator: Generator) -> None:
+        self.asked: Sequence[Any] = [each.asked for each in prompts]
+        self.right: Sequence[str | None] = [None] * len(prompts)
+        self._prompts = [each.prompt for each in prompts]
+        self._generator = generator
+
+    def answers(self, state: TrainingState) -> list[str]:
+        """See Answerer."""
+        # Training changes the adapter, and a generator's must stay.
+        adapter = state.adapter.copy()
+        wanted = GenerationSettings(MOST_TOKENS, overflow="truncate")
+        answers = self._generator.generate([Request(each, adapter, wanted) for each in self._prompts])
+        self._generator.close()
+        return [answer.text for answer in answers]
+
+
+class Chooser:
+    """Answers rows of a task by the candidate that the model takes, an encoder with the head of the time."""
+
+    def __init__(self, examples: Sequence[Example], engine: Engine, tokenizer: Tokenizer) -> None:
+        self.asked: Sequence[Any] = [tokenizer.decode(_asked(each), special=False) for each in examples]
+        self.right: Sequence[str | None] = [
+            each.choices[each.label].strip() for each in examples if each.label is not None
+        ]
+        self._examples = examples
+        self._engine = engine
+        self._pad = tokenizer.pad_id
+
+    def answers(self, state: TrainingState) -> list[str]:
+        """See Answerer."""
+        scored = score(self._engine, state.adapter, self._examples, state.head, self._pad)
+        chosen = zip(self._examples, scored.predictions.tolist(), strict=True)
+        return [example.choices[choice].strip() for example, choice in chosen]
+
+
+def _asked(example: Example) -> tuple[int, ...]:
+    """The tokens that all candidates follow; of an encoder, which has no candidates there, all."""
+    first = example.sequences[0]
+    return first.tokens[: first.slots[0].position + 1] if first.slots else first.tokens
+
+
 class Samples:
-    """Implements prge.training.Observer: tells a watcher all, and answers prompts every so many steps.
+    """Implements prge.training.Observer: tells a watcher all, and has answers made every so many steps.
 
     Args:
-        prompts: what is asked.
-        generator: answers it.
-        state: whose adapter is asked, as it is at the time.
+        answerer: makes them.
+        state: of the model that is asked, as it is at the time.
         every: steps between samples; 0: none on the way.
         watcher: of the run.
     """
 
     def __init__(
         self,
-        prompts: Sequence[SamplePrompt],
-        generator: Generator,
+        answerer: Answerer,
         state: TrainingState,
         every: int,
         watcher: Watcher,
     ) -> None:
-        self._prompts = prompts
-        self._generator = generator
+        self._answerer = answerer
         self._state = state
         self._every = every
         self._watcher = watcher
@@ -117,27 +173,23 @@ class Samples:
         self._watcher.on_evaluation(record, fresh)
 
     def take_due(self) -> None:
-        """Answer all prompts if it is time for it."""
+        """Have all answered if it is time for it."""
         step = self._state.step
         if step == 0 or (self._every and step % self._every == 0):
             self.take()
 
     def take(self) -> None:
-        """Answer the prompts that have no answer of this step yet, and write the answers down."""
+        """Have those answered that have no answer of this step yet, and write the answers down."""
         self._last = step = self._state.step
-        known = self._of(step)
-        if all(json.dumps(each.asked) in known for each in self._prompts):
+        known, asked = self._of(step), self._answerer.asked
+        if all(json.dumps(each) in known for each in asked):
             return
-        # Training changes the adapter, and a generator's must stay.
-        adapter = self._state.adapter.copy()
-        wanted = GenerationSettings(MOST_TOKENS, overflow="truncate")
         # All of them, for an engine may round otherwise in other company.
-        answers = self._generator.generate([Request(each.prompt, adapter, wanted) for each in self._prompts])
-        self._generator.close()
+        answers = self._answerer.answers(self._state)
         records = [
-            {"step": step, "prompt": each.asked, "text": answer.text}
-            for each, answer in zip(self._prompts, answers, strict=True)
-            if json.dumps(each.asked) not in known
+            {"step": step, "prompt": each, "text": text, **({"right": right} if right is not None else {})}
+            for each, text, right in zip(asked, answers, self._answerer.right, strict=True)
+            if json.dumps(each) not in known
         ]
         with reported(self._path), open_regular(self._path, "ab") as stream:
             stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
@@ -188,5 +240,6 @@ def _record(line: bytes) -> Record | None:
     except DocumentError:
         return None
     whole = line.endswith(b"\n") and isinstance(record, dict) and {"prompt", "text"} <= record.keys()
-    whole = whole and isinstance(record["text"], str) and type(record.get("step")) is int
+    whole = whole and isinstance(record["text"], str) and isinstance(record.get("right", ""), str)
+    whole = whole and type(record.get("step")) is int
     return record if whole else None

@@ -94,6 +94,8 @@ class RunSettings(TrainingFlags):
     sample_prompts: Path | None = None
     """Prompts that the model answers before, on the way and after, into samples.jsonl: one a line, or jsonl
     with prompt or messages."""
+    sample_rows: int = 0
+    """So many of the development rows, of a task with candidates, are answered in the same way."""
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
 
@@ -131,6 +133,8 @@ class RunSettings(TrainingFlags):
             problems += self._without_meaning()
         if self.baseline == "leave-one-out" and self.queries == 1:
             problems.append("--baseline leave-one-out needs --queries of at least 2")
+        if self.sample_prompts and self.sample_rows:
+            problems.append("--sample-prompts and --sample-rows: give one of them")
         if self.clip_examples and self.batch_size != 1:
             given = "not given" if self.batch_size is None else self.batch_size
             problems.append(f"--clip-examples needs --batch-size 1, it is {given}; --calls adds examples up")

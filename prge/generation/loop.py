@@ -286,8 +286,8 @@ class Generator:
                     Choice(request.settings.choice),
                     TextStream(
                         self.tokenizer,
-                        [word for word, token in names.items() if token is None],
-                        ticket.tokens if prompt.continues else (),
+                        [*prompt.stop, *(word for word, token in names.items() if token is None)],
+                        ticket.tokens if prompt.continues else None,
                     ),
                     self.tokenizer.stop_ids | prompt.ends | ends,
                 )

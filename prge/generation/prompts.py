@@ -25,6 +25,8 @@ class Prompt:
     """Whether the answer goes on in the prompt's text: a space before its first word belongs to it."""
     ends: frozenset[int] = frozenset()
     """Tokens that end this answer, beside the tokenizer's `stop_ids`."""
+    stop: tuple[str, ...] = ()
+    """Words that this answer ends before."""
 
 
 class Prompts:
@@ -72,16 +74,17 @@ class Prompts:
             raise DataError(
                 "messages can't be answered",
                 ["the model has no chat template"],
-                remedy="use a chat model, or give a text as the prompt",
+                remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
             )
         text = self.chat.render(messages, add_generation_prompt=True)
         # The template writes the special tokens itself.
         tokens = self._tokenizer.ids(text, control=True)
-        return Prompt(tuple(tokens.tolist()), continues=False, ends=self._end_of_turn)
+        ends, stop = self._end_of_turn
+        return Prompt(tuple(tokens.tolist()), continues=False, ends=ends, stop=stop)
 
     @cached_property
-    def _end_of_turn(self) -> frozenset[int]:
-        """The control token that the template writes after an assistant's message, if there is one.
+    def _end_of_turn(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """What the template writes after an assistant's message: its first control token, else its words.
 
         A model that was trained on messages ends its answers with it, whatever its end-of-sequence token is.
         """
@@ -90,7 +93,10 @@ class Prompts:
         try:
             text = self.chat.render(turns)
         except DataError:
-            return frozenset()
-        after = self._tokenizer.encode(text.rpartition(_WORD)[2], control=True)
-        special = [token for token in after if token in self._tokenizer.special_ids]
-        return frozenset(special[:1])
+            return frozenset(), ()
+        after = text.rpartition(_WORD)[2]
+        tokens = self._tokenizer.encode(after, control=True)
+        known = self._tokenizer.special_ids - {self._tokenizer.unknown_id}
+        if special := [token for token in tokens if token in known]:
+            return frozenset(special[:1]), ()
+        return frozenset(), (after.rstrip(),) if after.strip() else ()

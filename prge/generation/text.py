@@ -27,22 +27,26 @@ class TextStream:
     Special tokens aren't shown. `text` is all that was shown so far, `stopped` whether a stop word came.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] | None = ()
+    ) -> None:
         """Begin a text.
 
         Args:
             tokenizer: decodes the tokens.
             stop: words, not empty, that the text ends before.
             before: tokens that the text goes on from. Without them it is decoded by itself: a tokenizer like
-                SentencePiece leaves out the space before its first word.
+                SentencePiece leaves out the space before its first word. None: whatever the tokenizer, it
+                begins with no white space.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._context = self._last_whole(before)
+        self._context = self._last_whole(before or ())
         self._shown = self._decoded(self._context)
         self._held: list[int] = []
         self._pending = ""
         self._pieces: list[str] = []
+        self._begun = before is not None
         self.stopped = False
 
     @property
@@ -72,8 +76,7 @@ class TextStream:
             shown = self._released(self._new_text().rstrip(REPLACEMENT) + REPLACEMENT)
         self._held = []
         rest, self._pending = self._pending, ""
-        self._pieces.append(rest)
-        return shown + rest
+        return shown + self._told(rest)
 
     def _new_text(self) -> str:
         return self._decoded([*self._context, *self._held])[len(self._shown) :]
@@ -88,8 +91,15 @@ class TextStream:
         else:
             end = len(text) - max((_overlap(text, word) for word in self._stop), default=0)
         self._pending = "" if self.stopped else text[end:]
-        self._pieces.append(text[:end])
-        return text[:end]
+        return self._told(text[:end])
+
+    def _told(self, text: str) -> str:
+        """Text that is shown: noted, and without white space at the beginning of a text of its own."""
+        if not self._begun:
+            text = text.lstrip()
+            self._begun = bool(text)
+        self._pieces.append(text)
+        return text
 
     def _last_whole(self, tokens: Sequence[int]) -> list[int]:
         """The fewest last tokens that decode to whole characters; none if that takes many."""

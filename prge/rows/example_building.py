@@ -210,7 +210,7 @@ class _Builder:
             raise DataError(
                 what,
                 ["its rows are messages and the model has no chat template"],
-                remedy="use a chat model, or rows with prompt and completion",
+                remedy="export with --chat-template plain, take a chat model, or prompts and completions",
             )
         return form
 
@@ -333,6 +333,7 @@ class _Builder:
         for start, chosen in self.windows(row, mask, begin, dropped):
             shift = start - begin
             kept = [*tokens[:begin].tolist(), *tokens[start : chosen[-1] + 1].tolist()]
+            self.count_unknown(tokens[chosen])
             weight = 1 / len(chosen)
             slots = [Slot(index - shift - 1, kept[index - shift], weight, 0) for index in chosen]
             examples.append(Example(row.number, (TokenSequence(tuple(kept), tuple(slots)),), 1, None))
@@ -407,6 +408,8 @@ class _Builder:
         """Sequences of candidates after one prompt, which is cut alike for all of them."""
         if not all(len(pair.completion) for pair in pairs):
             raise RowError("has an empty candidate")
+        for pair in pairs:
+            self.count_unknown(pair.completion)
         longest = max(len(pair.completion) for pair in pairs)
         single = longest == 1
         verbalizer = self.contract.readout == "verbalizer"
@@ -488,6 +491,10 @@ class _Builder:
                 f"has the token {self.tokenizer.token(largest)!r} ({largest}), "
                 f"the bundle knows {self.contract.vocabulary_size}: the tokenizer is not this bundle's"
             )
+
+    def count_unknown(self, targets: Ids) -> None:
+        if self.tokenizer.unknown_id is not None:
+            self.report.unknown += int(np.count_nonzero(targets == self.tokenizer.unknown_id))
 
     def encoder_example(self, task: Task, row: Row) -> Example:
         text = task.encoder_text(row.fields)

@@ -25,7 +25,8 @@ MENDS = {PROMPT_CUT: _LONGER, END_CUT: "--overflow split keeps them, or " + _LON
 class DataReport:
     """What became of the rows, for a person to read before training.
 
-    `kind` says what they are, `columns` which of theirs were read; `dropped` target tokens didn't fit.
+    `kind` says what they are, `columns` which of theirs were read; `dropped` target tokens didn't fit,
+    `unknown` ones the tokenizer can't spell.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class DataReport:
     examples: int = 0
     lengths: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    unknown: int = 0
     classes: Counter[str] = field(default_factory=Counter)
     notes: dict[str, list[int]] = field(default_factory=dict)
 
@@ -63,6 +65,7 @@ class DataReport:
             "target_tokens": sum(self.slots),
             "longest": max(self.lengths, default=0),
             "dropped_target_tokens": self.dropped,
+            "unknown_target_tokens": self.unknown,
             "notes": {event: len(rows) for event, rows in self.notes.items()},
         }
 
@@ -80,6 +83,8 @@ class DataReport:
                 f"at most {max(self.slots)} in a sequence"
                 + (f"; {self.dropped} more don't fit" if self.dropped else "")
             )
+        if self.unknown:
+            lines.append(f"  {unknown_note(self.unknown, sum(self.slots))}")
         if self.classes:
             lines.append(
                 "  classes: " + ", ".join(f"{name} {count}" for name, count in sorted(self.classes.items()))
@@ -91,6 +96,14 @@ class DataReport:
             mend = f"; {MENDS[event]}" if event in MENDS else ""
             lines.append(f"  {event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){mend}")
         return "\n".join(lines)
+
+
+def unknown_note(unknown: int, targets: int) -> str:
+    """What a user should know of target tokens that the tokenizer can't spell."""
+    return (
+        f"unknown: {unknown:,} of {targets:,} target tokens ({unknown / targets:.1%}) are characters that "
+        "the tokenizer lacks: where they are is learnt, not which; clean the rows or take another model"
+    )
 
 
 def show_sample(example: Example, tokenizer: Tokenizer, label_tokens: Sequence[int] = ()) -> str:

@@ -24,18 +24,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import Unigram
 
 from prge.bundle import Bundle
-from prge.errors import BundleError, DataError, shown
+from prge.documents import read_document
+from prge.errors import BundleError, ConfigError, DataError, shown
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 REMEDY = "copy or export the bundle again"
+MOST_TEMPLATE_BYTES = 4_000_000
 
 WINDOW = 1 << 14
 OVERLAP = 1 << 11
 LONGEST_WINDOW = 1 << 18
 LARGEST_ID = (1 << 31) - 1
+# No vocabulary has it.
+_NO_CHARACTER = "\U0010ffff"
 
 Ids = NDArray[np.int32]
 # Rows of id, first character and the one after the last.
@@ -72,6 +77,7 @@ class Tokenizer:
     `begin` and `end` are the ids that belong before and after a whole text. `pad_id` is the padding token, or
     the end-of-sequence token, or 0: padding is never read, any id that exists will do. `stop_ids` are the
     tokens that end an answer, the end-of-sequence token among them; `special_ids` those that aren't shown.
+    `unknown_id` is the token of what the vocabulary can't spell, None if it can spell everything.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class Tokenizer:
         }
         self.control_tokens = frozenset(self._control_ids)
         self.special_ids = frozenset(self._control_ids.values())
+        self.unknown_id = _unknown_id(backend)
 
     def _surroundings(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ids that the post-processor puts before and after a text."""
@@ -285,6 +292,16 @@ def _since(tokens: Tokens, first: Tokens | None) -> Tokens:
     return tokens[int(at[0]) :]
 
 
+def _unknown_id(backend: Backend) -> int | None:
+    name = getattr(backend.model, "unk_token", None)
+    if name is not None:
+        return backend.token_to_id(name)
+    if isinstance(backend.model, Unigram):  # which doesn't tell
+        tokens = backend.model.tokenize(_NO_CHARACTER)
+        return tokens[0].id if len(tokens) == 1 else None
+    return None
+
+
 def _too_large() -> BundleError:
     return BundleError(f"the tokenizer has a token above {LARGEST_ID}", remedy=REMEDY)
 
@@ -353,6 +370,14 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
             prepend_bos=bool(block.get("prepend_bos")),
             chat_template=template,
         )
+
+
+def read_chat_template(path: Path) -> str:
+    """The source of a chat template that a user names; raises ConfigError."""
+    try:
+        return read_document(path, MOST_TEMPLATE_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read as a chat template:", [str(error)]) from None
 
 
 def _is_token(backend: Backend, identifier: object) -> bool:

@@ -3,16 +3,17 @@
     python scripts/studies/forward_only.py --out results
     python scripts/studies/forward_only.py --model MODEL --data wikitext.json --out results --tasks wikitext
 
-Tasks are those of init.py: the demo's, and language modelling with MODEL. One export has the bundle of a task,
-`prge guide` another one, from the training rows. The gain is that of exact gradients: from the loss of
+Tasks are those of init.py: the demo's, and language modelling with MODEL. One export has the bundle of a
+task, `prge guide` another one, from the training rows. The gain is that of exact gradients: from the loss of
 development rows before a run to its lowest. Printed are the rows that a run computed until it had the share
-`--share` of it, between two evaluations in proportion, and the least loss that it came to; every rate is a run,
-chosen by the first seed. Development rows alone are read.
+`--share` of it, between two evaluations in proportion, and the least loss that it came to. Each way takes the
+rate, of some, that is best with the first seed. Development rows alone are read.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -55,7 +56,7 @@ def main() -> None:
             for way, settings, rates, part in (
                 ("free, as before", {**FREE, **BEFORE[name]}, (1e-2, 3e-2), 1.0),
                 ("free", {**FREE, **WIDE}, (1e-2, 3e-2, 6e-2), 1.0),
-                ("guided", {**GUIDED, **WIDE}, (1e-2, 3e-2), arguments.part),
+                ("guided", {**GUIDED, **WIDE}, (1e-2, 3e-2, 6e-2), arguments.part),
             ):
                 found = way_of(arguments, name, task, estimator, settings, rates, part, target)
                 results[name][f"{estimator}, {way}"] = found
@@ -87,7 +88,7 @@ def way_of(
 
 def rows_to(curve: list[tuple[int, float]], target: float) -> int | None:
     """Rows until the loss is the target; None where it never is."""
-    for (rows, loss), (next_rows, next_loss) in zip(curve, curve[1:], strict=False):
+    for (rows, loss), (next_rows, next_loss) in itertools.pairwise(curve):
         if next_loss <= target:
             return round(rows + (next_rows - rows) * (loss - target) / (loss - next_loss))
     return None

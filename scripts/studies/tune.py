@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import style
+import yaml
 from questions import make_questions
 from verbs import prge, summarize
 
@@ -139,6 +140,9 @@ def compare(
         prge("tune", **words, out=tuned, json=result, estimator=arguments.estimator, **common)
     found = json.loads(result.read_text(encoding="utf-8"))
     final = json.loads((tuned / "run" / "run.json").read_text(encoding="utf-8"))["train"]
+    config = tuned / "run" / "config.yaml"
+    decided = yaml.safe_load(config.read_text(encoding="utf-8"))
+    alike = ("steps", "warmup", "schedule", "beta2", "select", "evaluate_every", "dev_limit")
     figures = {
         "seed": seed,
         **_figures("before", found["score_before"]),
@@ -150,9 +154,7 @@ def compare(
     }
 
     def engine(rate: float) -> Path:
-        return _done(
-            out / f"grid-{rate:.3g}", "run", config=tuned / "run" / "config.yaml", learning_rate=rate
-        )
+        return _done(out / f"grid-{rate:.3g}", "run", config=config, learning_rate=rate)
 
     best = rates.setdefault("grid", 0.0) or walked(engine)
     rates["grid"] = best
@@ -172,14 +174,10 @@ def compare(
                 test=tuned / "rows" / "test.jsonl",
                 train=tuned / "rows" / "train.jsonl",
                 dev=tuned / "rows" / "dev.jsonl",
-                dev_limit=200,
                 task=words.get("task"),
                 batch_size=found["chosen"]["batch_size"]["value"],
-                steps=found["chosen"]["steps"]["value"],
-                evaluate_every=found["chosen"]["steps"]["value"] // 10,
-                schedule="cosine",
-                select="loss",
                 learning_rate=rate,
+                **{name: decided[name] for name in alike},
                 **common,
             )
 

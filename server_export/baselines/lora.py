@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from server_export.baselines.method import Backpropagation, OptimizerName, Problem
+from server_export.baselines.method import Backpropagation, Problem
+from server_export.baselines.methods import Optimizer
 from server_export.baselines.settings import BaselineSettings
 
 
@@ -21,7 +22,7 @@ class AdapterBackpropagation(Backpropagation):
     """Exact gradients of an adapter in PEFT's layers; its result is a PEFT folder."""
 
     def __init__(
-        self, problem: Problem, peft: Any, parameters: Sequence[nn.Parameter], optimizer: OptimizerName
+        self, problem: Problem, peft: Any, parameters: Sequence[nn.Parameter], optimizer: Optimizer
     ) -> None:
         super().__init__(problem, parameters, optimizer)
         self._peft = peft

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,8 +13,7 @@ from torch import nn
 from prge.contract import AdaptedModule
 from prge.exact import ROWS_OF_A_STEP
 from prge.examples import Example
-
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+from server_export.baselines.methods import ADAM, Optimizer
 
 
 class Problem(Protocol):
@@ -109,7 +108,7 @@ class Backpropagation:
         self,
         problem: Problem,
         parameters: Sequence[nn.Parameter],
-        optimizer: OptimizerName = "adam",
+        optimizer: Optimizer = ADAM,
         prior_rows: int = 0,
     ) -> None:
         self.problem = problem
@@ -157,12 +156,11 @@ class Backpropagation:
         self._optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
-def make_torch_optimizer(name: OptimizerName, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def make_torch_optimizer(chosen: Optimizer, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of a name; its learning rate is set before every step."""
-    if name == "sgd":
+    if chosen.name == "sgd":
         return torch.optim.SGD(parameters, lr=0.0)
-    if name == "momentum":
+    if chosen.name == "momentum":
         return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
-    if name == "adam":
-        return torch.optim.Adam(parameters, lr=0.0)
-    return torch.optim.AdamW(parameters, lr=0.0)
+    kind = torch.optim.Adam if chosen.name == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=0.0, betas=(0.9, chosen.beta2))

@@ -17,6 +17,17 @@ ALL_OPTIMIZERS: tuple[BaselineOptimizer, ...] = ("adam", "adamw", "sgd", "moment
 
 
 @dataclass(frozen=True)
+class Optimizer:
+    """An optimizer of PyTorch; `beta2` is that of adam and adamw."""
+
+    name: BaselineOptimizer
+    beta2: float = 0.999
+
+
+ADAM = Optimizer("adam")
+
+
+@dataclass(frozen=True)
 class MethodEntry:
     """Where a method is and what it takes.
 
@@ -71,6 +82,7 @@ METHODS: dict[str, MethodEntry] = {
             "top_blocks",
             "analysis_steps",
             "analysis_learning_rate",
+            "search",
             "held_out",
         ),
     ),

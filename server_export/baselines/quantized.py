@@ -26,6 +26,7 @@ from torch import nn
 from prge.examples import Example
 from server_export.baselines.layers import block_linears, require_trainable_weights
 from server_export.baselines.method import Backpropagation, Problem, StepResult
+from server_export.baselines.methods import Optimizer
 from server_export.baselines.settings import BaselineSettings
 from server_export.model.lora_fa import replace_module
 
@@ -91,7 +92,7 @@ class QuantizedTraining(Backpropagation):
     def __init__(self, problem: Problem, settings: BaselineSettings, prior_rows: int) -> None:
         self.layers = [module for module in problem.model.modules() if isinstance(module, QuantizedLinear)]
         parameters = [parameter for layer in self.layers for parameter in layer.parameters()]
-        super().__init__(problem, parameters, "sgd", prior_rows)
+        super().__init__(problem, parameters, Optimizer("sgd"), prior_rows)
         self._settings = settings
         self._steps = 0
 

@@ -9,7 +9,8 @@ from typing import Literal
 from prge.bounds import flag
 from prge.errors import ConfigError
 from prge.training_flags import TrainingFlags
-from server_export.baselines.methods import METHODS, BaselineOptimizer, find_method
+from server_export.baselines.methods import METHODS, BaselineOptimizer, Optimizer, find_method
+from server_export.settings import SearchName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class BaselineSettings(TrainingFlags):
     """sparse-bp: steps that every candidate is tried for."""
     analysis_learning_rate: float = 1e-4
     """sparse-bp: rate of these."""
+    search: SearchName = "greedy"
+    """sparse-bp: how what learns is searched under the limit: greedy or evolutionary."""
     held_out: int = 32
     """sparse-bp: training rows that candidates are judged by."""
     rounding: Literal["stochastic", "nearest", "latent"] = "stochastic"
@@ -65,6 +68,8 @@ class BaselineSettings(TrainingFlags):
     """Sequences of a step; default: 4, or as many as the widest row has."""
     optimizer: BaselineOptimizer | None = None
     """sgd, momentum, adam or adamw; default: adam, or what the method alone has."""
+    beta2: float = 0.999
+    """adam's and adamw's second coefficient."""
 
     def resolved(self) -> BaselineSettings:
         """The same settings with absolute paths, for whoever resumes from another folder."""
@@ -95,9 +100,9 @@ class BaselineSettings(TrainingFlags):
             )
 
     @property
-    def chosen_optimizer(self) -> BaselineOptimizer:
+    def chosen_optimizer(self) -> Optimizer:
         """The optimizer that was asked for, or the method's default."""
-        return self.optimizer or find_method(self.method).optimizers[0]
+        return Optimizer(self.optimizer or find_method(self.method).optimizers[0], self.beta2)
 
 
 def _owners() -> dict[str, list[str]]:

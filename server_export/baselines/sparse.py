@@ -8,10 +8,10 @@ weight is updated has its bias updated too.
 
 Chosen here: k counts blocks; a gain is the fall of the loss on held-out training rows after a few steps,
 where the paper takes accuracy after a training; memory is what autograd saves at and above the deepest
-updated block, as measured, with the gradients, and its limit a share of a full update's; for every deepest
-block, layers are taken by gain per byte, where the paper searches by evolution; where nothing gains, what
-loses least is taken. Norms, embeddings and head stay frozen. A model without biases, as Llama, has none to
-update.
+updated block, as measured, with the gradients, and its limit a share of a full update's. The choice is
+searched greedily, by gain per byte for every deepest block, or by evolution, as in the paper
+(server_export/allocation.py). Where nothing gains, what loses least is taken. Norms, embeddings and head stay
+frozen. A model without biases, as Llama, has none to update.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from torch import nn
 
 from prge.errors import ConfigError
 from prge.examples import Example
+from server_export.allocation import Depth, Option, Part, Question, choose
 from server_export.baselines.layers import block_linears, require_trainable_weights, shuffled_batches
 from server_export.baselines.method import Backpropagation, Problem
 from server_export.baselines.settings import BaselineSettings
 from server_export.model.blocks import block_names
 from server_export.model.lora_fa import replace_module
+from server_export.settings import SearchName
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,6 @@ class Scheme:
     depth: int
     weights: Mapping[str, float] = field(default_factory=dict)
     biases: bool = True
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A share of a weight's channels, alone: what it gains, and the bytes of its inputs and gradient."""
-
-    name: str
-    block: int
-    fraction: float
-    gain: float
-    size: int
 
 
 @dataclass(frozen=True)
@@ -157,67 +148,72 @@ def choose_scheme(problem: Problem, settings: BaselineSettings) -> tuple[Scheme,
         analysis.gain(Scheme(depth)) if has_biases and depth >= lowest else 0.0
         for depth in range(len(blocks))
     ]
-    candidates = [
-        Candidate(
+    parts = [
+        Part(
             name,
             depth,
-            fraction,
-            analysis.gain(Scheme(depth, {name: fraction}, biases=False)),
-            memory.of_weight(name, layer, fraction),
+            tuple(
+                Option(
+                    fraction,
+                    analysis.gain(Scheme(depth, {name: fraction}, biases=False)),
+                    (memory.of_weight(name, layer, fraction),),
+                )
+                for fraction in settings.channel_fractions
+            ),
         )
         for depth, layers in enumerate(blocks)
         if depth >= lowest
         for name, layer in layers.items()
-        for fraction in settings.channel_fractions
     ]
     full = memory.from_block(0) + sum(
         memory.of_weight(name, layer, 1.0) for layers in blocks for name, layer in layers.items()
     )
     limit = int(settings.memory_share * full)
-    scheme = select(candidates, bias_gains, memory, limit, lowest)
+    question = Question(
+        tuple(Depth(gain, (memory.from_block(depth),)) for depth, gain in enumerate(bias_gains)),
+        tuple(parts),
+        (limit,),
+        lowest,
+    )
+    with_biases = [any(memory.biases[depth:]) for depth in range(len(blocks))]
+    scheme = select(question, with_biases, settings.search, settings.seed)
     return scheme, analysis.rows + problem.rows(example_batch)
 
 
 def select(
-    candidates: Sequence[Candidate], bias_gains: Sequence[float], memory: Memory, limit: int, lowest: int = 0
+    question: Question, with_biases: Sequence[bool], search: SearchName = "greedy", seed: int = 0
 ) -> Scheme:
-    """The scheme of the largest sum of gains within a limit in bytes, no deeper than block `lowest`.
+    """The scheme of the largest sum of gains that fits; where nothing gains, the one that loses least.
+
+    Args:
+        question: gains and bytes of the biases from every block up, and of shares of each layer's channels.
+        with_biases: whether there are biases from each block up.
+        search: how it is searched.
+        seed: of an evolutionary search.
 
     Raises:
         ConfigError: nothing fits.
     """
-    best: Scheme | None = None
-    best_gain = 0.0
-    by_worth = sorted(candidates, key=lambda one: one.gain / one.size, reverse=True)
-    # From the top down: of equal gains, the one that goes less deep is kept.
-    for depth in reversed(range(lowest, len(bias_gains))):
-        left = limit - memory.from_block(depth)
-        if left < 0:
-            break
-        gain, weights = bias_gains[depth], dict[str, float]()
-        for one in by_worth:
-            if one.gain > 0 and one.block >= depth and one.name not in weights and one.size <= left:
-                weights[one.name] = one.fraction
-                gain += one.gain
-                left -= one.size
-        if gain > best_gain:
-            best, best_gain = Scheme(depth, weights), gain
-    return best or _least_bad(candidates, bias_gains, memory, limit, lowest)
+    choice = choose(question, search, seed)
+    if choice is not None:
+        return Scheme(choice.depth, choice.levels)
+    return _least_bad(question, with_biases)
 
 
-def _least_bad(
-    candidates: Sequence[Candidate], bias_gains: Sequence[float], memory: Memory, limit: int, lowest: int
-) -> Scheme:
-    """The one candidate, or the biases from one block up, of the largest gain that fits."""
+def _least_bad(question: Question, with_biases: Sequence[bool]) -> Scheme:
+    """The one share of a layer, or the biases from one block up, of the largest gain that fits."""
+    (limit,) = question.limits
+    bytes_of = [depth.costs[0] for depth in question.depths]
     fitting = [
-        (one.gain, Scheme(one.block, {one.name: one.fraction}))
-        for one in candidates
-        if memory.from_block(one.block) + one.size <= limit
+        (option.gain, Scheme(part.block, {part.name: option.level}))
+        for part in question.parts
+        for option in part.options
+        if bytes_of[part.block] + option.costs[0] <= limit
     ]
     fitting += [
-        (bias_gains[depth], Scheme(depth))
-        for depth in range(lowest, len(bias_gains))
-        if any(memory.biases[depth:]) and memory.from_block(depth) <= limit
+        (question.depths[depth].gain, Scheme(depth))
+        for depth in range(question.lowest, len(bytes_of))
+        if with_biases[depth] and bytes_of[depth] <= limit
     ]
     if not fitting:
         raise ConfigError(

@@ -1,16 +1,17 @@
 """`--init eva`: an adapter whose frozen `lora_a` are principal directions of what its layers see.
 
-rows -> tokens -> inputs of every adapted layer, block by block -> directions -> ranks -> lora_a
+rows -> examples -> tokens -> inputs of every adapted layer, block by block -> directions -> ranks -> lora_a
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from prge.contract import Contract
 from prge.errors import DataError
+from prge.examples import Example, token_count
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.readers import Selection, read_rows, select_rows
 from prge.rows.task import load_task
@@ -24,8 +25,8 @@ from server_export.settings import ExportConfig
 _ROWS = 64
 
 
-def init_rows(config: ExportConfig, tokenizer: Tokenizer, contract: Contract) -> list[tuple[int, ...]]:
-    """Tokens of `--init-rows` as a run lays them out, of a random choice of at most `--init-tokens`.
+def init_examples(config: ExportConfig, tokenizer: Tokenizer, contract: Contract) -> list[Example]:
+    """A random choice of `--init-rows` as a run lays them out: the first with `--init-tokens` in all.
 
     Raises:
         PrgeError: the rows or their task can't be used.
@@ -34,16 +35,25 @@ def init_rows(config: ExportConfig, tokenizer: Tokenizer, contract: Contract) ->
     task = load_task(config.init_task) if config.init_task else None
     options = BuildOptions("split" if task is None or task.is_completion else "truncate")
     rows = select_rows(read_rows(config.init_rows), Selection(shuffle_seed=config.seed))
-    found: list[tuple[int, ...]] = []
-    left = config.init_tokens
+    found: list[Example] = []
     for start in range(0, len(rows), _ROWS):
         part = rows[start : start + _ROWS]
         examples, _ = build_examples(part, tokenizer, contract, task, options, source=str(config.init_rows))
-        for tokens in (sequence.tokens for example in examples for sequence in example.sequences):
-            found.append(tokens[:left])
-            left -= len(tokens)
-            if left <= 0:
-                return found
+        found += examples
+        if token_count(found) >= config.init_tokens:
+            break
+    return found
+
+
+def tokens_of(examples: Sequence[Example], most: int) -> list[tuple[int, ...]]:
+    """Tokens of the examples' sequences, the first `most` of all."""
+    found: list[tuple[int, ...]] = []
+    left = most
+    for tokens in (sequence.tokens for example in examples for sequence in example.sequences):
+        if left <= 0:
+            break
+        found.append(tokens[:left])
+        left -= len(tokens)
     return found
 
 
@@ -65,7 +75,33 @@ def principal_start(
         DataError: the rows have fewer directions than the adapter.
         BundleError: the model's weights can't be read.
     """
-    count = (2 if spread else 1) * start.rank
+    found = principal_directions(start, chain, rows, (2 if spread else 1) * start.rank)
+    ranks = dict.fromkeys(found, start.rank)
+    if spread:
+        outputs = {name: len(lora_b) for name, lora_b in start.lora_b.items()}
+        shares = {name: directions.shares.tolist() for name, directions in found.items()}
+        ranks = spread_ranks(shares, outputs, start.rank)
+    explained = {name: float(each.shares[: ranks[name]].sum()) for name, each in found.items()}
+    return with_directions(start, found, ranks), explained
+
+
+def with_directions(
+    start: StartAdapter, found: Mapping[str, Directions], ranks: Mapping[str, int]
+) -> StartAdapter:
+    """An untrained adapter of the layers that have ranks, with principal directions as `lora_a`."""
+    lora_a = {name: found[name].lora_a(rank) for name, rank in ranks.items()}
+    return start.starting_from(lora_a)
+
+
+def principal_directions(
+    start: StartAdapter, chain: Chain, rows: Sequence[Sequence[int]], count: int
+) -> dict[str, Directions]:
+    """Of what each layer of an adapter sees: `count` directions, or as many as the rows have.
+
+    Raises:
+        DataError: the rows have fewer directions than the adapter.
+        BundleError: the model's weights can't be read.
+    """
     principals: dict[tuple[str, ...], Principal] = {}
 
     def watch(names: Sequence[str], states: torch.Tensor) -> None:
@@ -78,14 +114,7 @@ def principal_start(
             by_layer |= dict.fromkeys(names, principal.directions())
     found = {name: by_layer[name] for name in start.lora_a}
     _check(found, start.rank)
-    ranks = dict.fromkeys(found, start.rank)
-    if spread:
-        outputs = {name: len(lora_b) for name, lora_b in start.lora_b.items()}
-        shares = {name: directions.shares.tolist() for name, directions in found.items()}
-        ranks = spread_ranks(shares, outputs, start.rank)
-    lora_a = {name: directions.lora_a(ranks[name]) for name, directions in found.items()}
-    explained = {name: float(each.shares[: ranks[name]].sum()) for name, each in found.items()}
-    return start.starting_from(lora_a), explained
+    return found
 
 
 def _check(found: dict[str, Directions], rank: int) -> None:

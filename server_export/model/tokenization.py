@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError, ConfigError
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
 from server_export.model.files import hub_answers
 from server_export.settings import PrependBos
 
-TOKENIZER_FILE = "tokenizer.json"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SAMPLES = (
     "Once upon a time, there was a little dog.",
     "It's 3.14% of \u20ac12,000 -- really?!\n\tYes: na\u00efve caf\u00e9s.",

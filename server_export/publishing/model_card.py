@@ -11,6 +11,7 @@ from prge.checkpoint import STATE, Progress
 from prge.curves import score_of
 from prge.documents import DocumentError, read_json
 from prge.estimators import MEANINGS
+from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
 from prge.run_folder import FINAL, SUMMARY
 from server_export.model.base import BaseModel
 
@@ -40,6 +41,9 @@ _LIBRARIES = {
     "llm": "executorch",
     "gguf": "llama.cpp",
 }
+_CHAT = """
+Messages become text by `{file}`, with which the adapter was trained.
+"""
 _HEAD = """
 `head.safetensors` is the classification head: `scores = pooled @ weight.T + bias`, where `pooled` is the
 {pooling} of the last hidden states.
@@ -83,6 +87,7 @@ class CardFacts:
     bundle_sha256: str | None
     step: int | None = None
     num_bos: int = 0
+    has_chat_template: bool = False
 
 
 def model_card(facts: CardFacts) -> str:
@@ -132,6 +137,7 @@ def model_card(facts: CardFacts) -> str:
             use,
             "```",
             head if facts.format in ("peft", "merged") else "",
+            *([_CHAT.format(file=CHAT_TEMPLATE_FILE)] if facts.has_chat_template else []),
             f"| {'fact':<{width}} | value |",
             f"| {'-' * width} | --- |",
             *(f"| {name:<{width}} | {value} |" for name, value in rows),

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError
-from server_export.model.tokenization import SAMPLES, TOKENIZER_FILE, adds_bos, write_tokenizer
+from prge.rows.tokenizer import TOKENIZER_FILE
+from server_export.model.tokenization import SAMPLES, adds_bos, write_tokenizer
 
 _REMEDY = "publish it as merged or as program instead"
 _SPACE = {"String": " "}

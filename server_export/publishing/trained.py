@@ -17,6 +17,7 @@ from prge.contract import AdaptedModule
 from prge.documents import read_yaml
 from prge.errors import AdapterError, BundleError, ConfigError
 from prge.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
+from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import (
     BaseModel,
     base_in_manifest,
@@ -58,6 +59,13 @@ class Trained:
     def scale(self) -> float:
         """alpha / rank of the modules that no pattern names."""
         return float(self.config["lora_alpha"]) / int(self.config["r"])
+
+    @property
+    def chat_template(self) -> Path | None:
+        """The template of the messages that it was trained on, where its bundle or its folder has one."""
+        folders = [self.bundle.tokenizer] if self.bundle is not None else []
+        paths = [folder / CHAT_TEMPLATE_FILE for folder in (*folders, self.folder)]
+        return next((path for path in paths if path.is_file()), None)
 
     @property
     def head(self) -> Path | None:

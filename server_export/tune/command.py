@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prge.errors import shown
 from prge.progress import duration
 from prge.run_folder import reported, with_stored_settings
 from prge.settings import parse_settings
@@ -30,6 +31,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _samples(samples: Mapping[str, Any]) -> Iterator[str]:
+    """Rows, what the model answers before and after, and what is right where that is known."""
+    for before, after in zip(samples.get("before", ()), samples.get("after", ()), strict=False):
+        asked = after["prompt"]
+        yield f"asked   {shown(asked if isinstance(asked, str) else asked[-1]['content'])}"
+        yield f"  before  {shown(before['text'])}"
+        yield f"  after   {shown(after['text'])}"
+        if "right" in after:
+            yield f"  right   {shown(after['right'])}"
+
+
 def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
     before, after = result["score_before"] or {}, result["score_after"] or {}
     yield f"\n{result['scored_rows'] + ' rows':<16}{'before':>12}{'after':>12}"
@@ -39,11 +51,11 @@ def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name:<16}{earlier}{after[name]:>12.4g}"
     if result["final_step"] == 0:
         yield "no step was better than the start, so the adapter is that of the start"
-    for name, samples in (result["samples"] or {}).items():
-        for sample in samples[:1]:
-            yield f"{name}: {str(sample.get('text', '')).strip()[:200]}"
+    yield from _samples(result["samples"] or {})
     memory = result["peak_mb"]
     yield f"\n{duration(result['seconds'])}" + (f", at most {memory:.0f} MB while training" if memory else "")
     yield f"adapter  {out / 'adapter'}   loads with peft.PeftModel.from_pretrained"
     yield f"report   {out / 'report.html'}"
-    yield f"next     prge chat --bundle {result['bundle']} --adapter {out / 'run'}"
+    if result["run_on_phone"]:
+        yield f"phone    prge android chat {result['run_on_phone']}"
+    yield f"next     {result['next']}"

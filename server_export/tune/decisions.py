@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prge.costs import bytes_text
 from prge.errors import ConfigError
+from server_export.settings import AUTO
 
 # Above so many parameters weights in float32 take more memory than a phone's app should.
 _SMALL_MODEL = 50_000_000
@@ -21,14 +22,19 @@ _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
 # What a row takes for each of its tokens while it waits, as measured.
 BYTES_OF_A_TOKEN = 70
+# A loss that is below so much of another is lower by more than chance.
+_CLEARLY = 0.98
 # The share of a limit that an estimate may come up to.
 _MARGIN = 0.85
 # Time of the search for a learning rate and of evaluations, as a share of the final run's.
-SEARCH_SHARE = 1.2
+SEARCH_SHARE = 1.4
 
-# Grids of the search; noisier gradients take larger steps.
-_NOISY = (1e-3, 3e-3, 1e-2, 3e-2)
-RATES = {"exact": (3e-4, 1e-3, 3e-3, 1e-2), "tangent": _NOISY, "antithetic": _NOISY}
+# The grid of the search.
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+# Adam doesn't know gradients' sizes in its first steps: the rate rises while it learns them.
+_WARMUP_SHARE, _LEAST_WARMUP, _MOST_WARMUP_SHARE = 0.1, 8, 1 / 3
+# Runs of some hundred steps: Adam's usual 0.999 would remember the first to the last.
+BETA2 = {"exact": 0.98}
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,10 @@ class RowFacts:
     """Of all."""
     widest: int
     """Sequences of the row that has most of them."""
+    targets: int = 0
+    """Target tokens."""
+    unknown: int = 0
+    """Of these, how many the tokenizer can't spell."""
 
 
 def scheme(parameters: int) -> Decision:
@@ -70,8 +80,23 @@ def sequence_length(row: int, positions: int | None) -> Decision:
     return Decision("sequence_length", positions, f"{longest}, the model has {positions} positions")
 
 
-def init(estimator: str | None) -> Decision:
+def chat_template(has_template: bool) -> Decision | None:
+    """How messages become text; None: by the tokenizer's own template."""
+    if has_template:
+        return None
+    return Decision("chat_template", "plain", "the rows are messages, and the tokenizer has no chat template")
+
+
+def prepend_bos(without: float, begun: float) -> Decision:
+    """Whether texts begin with the begin-of-sequence token, by the frozen model's losses of training rows."""
+    losses = f"the frozen model's loss of training rows is {begun:.4g} with the token, {without:.4g} without"
+    return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
+
+
+def init(estimator: str | None, adapt_layers: str | None = None) -> Decision:
     """Where the frozen lora_a comes from; `estimator` is the user's, None: exact."""
+    if adapt_layers == AUTO:
+        return Decision("init", "eva", "layers are chosen by directions of the rows")
     if estimator in (None, "exact"):
         return Decision("init", "eva", "with directions of the rows, exact gradients learn more from them")
     return Decision("init", "random", "directions of the rows help exact gradients alone")
@@ -82,6 +107,25 @@ def optimizer(guided: bool) -> Decision:
     if guided:
         return Decision("optimizer", "adam-norm", "keeps the lengths of the axes that directions keep to")
     return Decision("optimizer", "adam", "the usual one")
+
+
+def memory(free: int) -> Decision:
+    """Most bytes of a run's process on a phone that has so many free."""
+    return Decision("memory", free // 2, f"half of the {bytes_text(free)} that the phone has free")
+
+
+def adapt_memory(limit: int, rest: int) -> Decision:
+    """Bytes for what is trained and the states that a step keeps, beside the `rest` of a run's memory."""
+    room = max(int(_MARGIN * limit) - rest, 0)
+    return Decision(
+        "adapt_memory", room, f"--memory is {bytes_text(limit)}, the rest takes {bytes_text(rest)}"
+    )
+
+
+def layers(places: Mapping[str, Any]) -> Decision:
+    """What an export chose for `--adapt-layers auto`, from its manifest."""
+    count = sum(1 for layer in places["layers"].values() if layer["rank"])
+    return Decision("layers", count, f"adapters in {places['why']}")
 
 
 def batch_size(facts: RowFacts) -> Decision:
@@ -115,6 +159,11 @@ def steps_in(minutes: float, seconds_a_step: float, most: Decision, searched: bo
     if searched:
         why += ", the search for a learning rate included"
     return Decision("steps", max(count, 1), why)
+
+
+def warmup(count: int) -> int:
+    """Steps in which the learning rate rises."""
+    return min(max(round(_WARMUP_SHARE * count), _LEAST_WARMUP), int(_MOST_WARMUP_SHARE * count))
 
 
 def evaluate_every(count: int) -> int:

@@ -1,4 +1,4 @@
-"""The learning rate by successive halving: short runs of some rates, longer ones of the best two.
+"""The learning rate by successive halving: short runs of some rates, longer ones of the best three.
 
 Every short run has the schedule of the final one, whose rate falls to zero: at a constant rate smaller ones
 look better than they are. A best rate at the end of the grid asks for one beyond it.
@@ -13,6 +13,7 @@ Trial = tuple[float, int, float]
 
 # Steps of a first run as a share of the final one's, and how many times as many a second one has.
 _FIRST_SHARE, _LONGER = 1 / 12, 3
+_FINALISTS = 3
 _FEWEST_STEPS = 8
 _BEYOND, _MOST_BEYOND = 3.0, 2
 
@@ -43,7 +44,7 @@ def search_rates(run: Callable[[float, int], float], rates: Sequence[float], ste
     more = min(_LONGER * few, steps)
     if more == few:
         return first
-    finalists = [rate for rate, _, loss in sorted(first, key=_loss)[:2] if math.isfinite(loss)]
+    finalists = [rate for rate, _, loss in sorted(first, key=_loss)[:_FINALISTS] if math.isfinite(loss)]
     return first + [(rate, more, run(rate, more)) for rate in finalists]
 
 

@@ -12,7 +12,7 @@ from prge.atomic import write_file
 from prge.contract import Contract
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
-from prge.rows.readers import Row, read_rows
+from prge.rows.readers import Row, Selection, read_rows, select_rows
 from prge.rows.sources import Part, Source, files_of_part, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import Task, load_task
@@ -22,7 +22,7 @@ from server_export.tune.settings import TuneSettings
 
 # More tokens than any row has: nothing is cut while rows are measured.
 _NO_BOUND = 1 << 24
-_SAMPLES, _WORDS = 3, 8
+SAMPLES, _WORDS = 3, 8
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,12 @@ class RowFiles:
         """Whether a model learns to write what the rows hold, and not to choose among candidates."""
         task = self._task()
         return task is None or task.generate is not None
+
+    @property
+    def have_candidates(self) -> bool:
+        """Whether a model learns to choose."""
+        task = self._task()
+        return task is not None and not task.is_completion
 
     def write(self, settings: TuneSettings) -> list[str]:
         """Read what the user names, split off development rows if none are named, and write all parts.
@@ -83,18 +89,30 @@ class RowFiles:
                 _write_lines(self.folder / f"{part}.jsonl", [row.fields for row in rows])
         return notes
 
+    @property
+    def need_template(self) -> bool:
+        """Whether rows are messages, which become text by a chat template."""
+        return self._task() is None and find_form(read_rows(self.train), str(self.train)).chat == "needs"
+
+    def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[tuple[int, ...]]:
+        """Tokens of a random choice of training rows as a run of the contract takes them."""
+        rows = select_rows(read_rows(self.train), Selection(limit=count, shuffle_seed=0))
+        examples, _ = build_examples(
+            rows, tokenizer, _unbounded(contract), self._task(), BuildOptions("auto"), source=str(self.train)
+        )
+        return [example.sequences[0].tokens for example in examples]
+
     def longest(self, tokenizer: Tokenizer, contract: Contract) -> int:
         """Tokens of the longest training row, for the contract of any call of the model.
 
         Raises:
             DataError: rows can't be used.
         """
-        whole = replace(contract, sequence_length=_NO_BOUND, positions=_NO_BOUND)
-        return self.facts(tokenizer, whole).longest
+        return self.facts(tokenizer, _unbounded(contract)).longest
 
     def facts(self, tokenizer: Tokenizer, contract: Contract) -> RowFacts:
         """Measure the training rows as a run of the contract takes them; raises as above."""
-        examples, _ = build_examples(
+        examples, report = build_examples(
             read_rows(self.train),
             tokenizer,
             contract,
@@ -104,11 +122,11 @@ class RowFiles:
         )
         lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]
         widest = max(len(example.sequences) for example in examples)
-        return RowFacts(len(examples), max(lengths), sum(lengths), widest)
+        return RowFacts(len(examples), max(lengths), sum(lengths), widest, sum(report.slots), report.unknown)
 
     def write_prompts(self, tokenizer: Tokenizer) -> Path:
         """Write prompts of the first development rows; returns their file."""
-        rows = read_rows(self.dev or self.train)[:_SAMPLES]
+        rows = read_rows(self.dev or self.train)[:SAMPLES]
         path = self.folder / "prompts.jsonl"
         _write_lines(path, [*self._prompts(rows, tokenizer.chat_template is not None)])
         return path
@@ -141,6 +159,10 @@ class RowFiles:
     def _file(self, name: str) -> Path | None:
         path = self.folder / f"{name}.jsonl"
         return path if path.is_file() else None
+
+
+def _unbounded(contract: Contract) -> Contract:
+    return replace(contract, sequence_length=_NO_BOUND, positions=_NO_BOUND)
 
 
 def _asked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

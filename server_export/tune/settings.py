@@ -10,7 +10,10 @@ from prge.bounds import bound_problems
 from prge.errors import ConfigError
 from prge.rows.sources import is_hub_name
 from prge.settings import Bytes
-from server_export.settings import SCHEMES, EstimatorName, Init
+from server_export.settings import AUTO, SCHEMES, EstimatorName, Init, PrependBos, SearchName
+
+# Of `--adapt-layers auto`.
+_CHOICE = ("adapt_time", "adapt_memory", "search")
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,17 @@ class TuneSettings:
     test: Path | None = None
     """Rows that are scored once before and once after. Default: the development rows."""
     memory: Bytes | None = None
-    """Most memory of a run's process, such as 400MB. Default: no bound."""
+    """Most memory of a run's process, such as 400MB. Default: no bound; of a phone half of what it has
+    free."""
     minutes: float | None = None
     """Most minutes of training, the search for a learning rate included. Default: as the rows ask for."""
 
+    chat_template: str | None = None
+    """How messages become text: a Jinja file, or `plain`. Default: the tokenizer's own, plain where it has
+    none."""
+    prepend_bos: PrependBos | None = None
+    """Whether every text begins with the begin-of-sequence token: always, never, or auto, as the tokenizer
+    does by itself. Default: what gives the frozen model the lower loss."""
     quantize: str | None = None
     """Frozen weights: fp32, 8da8w or 8da4w. Default: by the size of the model."""
     sequence_length: int | None = None
@@ -47,7 +57,15 @@ class TuneSettings:
     target_modules: list[str] | None = None
     """Linear layers to adapt. Default: PEFT's usual choice for the architecture."""
     adapt_layers: str | None = None
-    """`top:k`: adapt the top k blocks only. Default: all."""
+    """`top:k`: adapt the top k blocks only; `auto`: layers and ranks by what they contribute to learning the
+    training rows, within the time and memory below. Default: all."""
+    adapt_time: float | None = None
+    """auto: time of a step, as a share of that with the usual adapters in all blocks. Default: 0.7."""
+    adapt_memory: Bytes | None = None
+    """auto: most bytes of what is trained and of the states that a step keeps. Default: what --memory leaves
+    beside the rest."""
+    search: SearchName | None = None
+    """auto: how the choice is searched, greedy or evolutionary. Default: greedy."""
     rank: int = 8
     """Rank of the adapter."""
     init: Init | None = None
@@ -65,6 +83,11 @@ class TuneSettings:
     """Of the order of rows and of random numbers."""
     threads: int | None = None
     """Threads of the engine; default: performance cores."""
+    on: str | None = None
+    """android, or android:SERIAL as `adb devices` lists it: all runs take place on that phone, which has the
+    runtime of `prge android push`. Default: here."""
+    phone_folder: str | None = None
+    """prge's folder on the phone; default: that of `prge android`."""
     json: Path | None = None
     """File to write scores, decisions, memory and seconds to as JSON."""
     resume: Path | None = None
@@ -76,18 +99,40 @@ class TuneSettings:
             given = "none" if self.model is None else "both"
             problems.append(f"one of --model and --bundle is needed, not {given}")
         if self.bundle is not None:
-            exports = ("quantize", "sequence_length", "target_modules", "adapt_layers", "init")
+            exports = (
+                *("chat_template", "prepend_bos"),
+                *("quantize", "sequence_length", "target_modules", "adapt_layers", "init"),
+                *_CHOICE,
+            )
             problems += [
                 f"--{name.replace('_', '-')} belongs to an export, but --bundle is given"
                 for name in exports
                 if getattr(self, name) is not None
             ]
+        elif self.adapt_layers != AUTO:
+            problems += [
+                f"--{name.replace('_', '-')} belongs to --adapt-layers auto"
+                for name in _CHOICE
+                if getattr(self, name) is not None
+            ]
+        if self.adapt_layers == AUTO and self.init == "random":
+            problems.append("--adapt-layers auto takes --init eva")
         if self.quantize is not None and self.quantize not in SCHEMES:
             problems.append(f"--quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
         if self.minutes is not None and self.steps is not None:
             problems.append("--minutes and --steps: the minutes choose the steps")
+        device, colon, serial = (self.on or "android").partition(":")
+        if device != "android" or (colon and not serial):
+            problems.append(f"--on is {self.on!r}, must be android or android:SERIAL")
+        if self.phone_folder is not None and self.on is None:
+            problems.append("--phone-folder belongs to --on android")
         if problems:
             raise ConfigError("these settings can't be used:", problems, remedy="see `prge tune --help`")
+
+    @property
+    def serial(self) -> str | None:
+        """The phone that `on` names."""
+        return (self.on or "").partition(":")[2] or None
 
     def resolved(self) -> TuneSettings:
         """The same settings with absolute paths, for whoever resumes from another folder."""
@@ -97,7 +142,7 @@ class TuneSettings:
             if isinstance(value := getattr(self, item.name), Path)
             and not (item.name in ("data", "dev", "test") and is_hub_name(value))
         }
-        for name in ("task", "model"):
+        for name in ("task", "model", "chat_template"):
             value = getattr(self, name)
             if value and Path(value).exists():
                 paths[name] = str(Path(value).resolve())

@@ -12,6 +12,8 @@ report.html    curves, samples, what was chosen and why
 from __future__ import annotations
 
 import math
+import secrets
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,16 +25,20 @@ from prge.chain import DECODE, ROLE_OF
 from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
 from prge.errors import PrgeError
 from prge.guide import GUIDE
-from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import JOURNAL, SUMMARY, run_lock
+from prge.progress import duration
+from prge.rows.report import unknown_note
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.run_folder import ENDED, SUMMARY, run_lock
 from server_export.check.estimation import estimate
-from server_export.settings import EstimateConfig
+from server_export.settings import AUTO, EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
+from server_export.tune.places import Here, Phone, Place
 from server_export.tune.rates import search_rates
 from server_export.tune.record import Record
-from server_export.tune.row_files import RowFiles
+from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.settings import TuneSettings
+from server_export.tune.tokenizing import ROWS, Sequences, Tokenizing
 from server_export.verbs import flags_of, json_of, run_verb
 
 # Development rows that a run's evaluations read.
@@ -40,7 +46,6 @@ _DEV_ROWS = 200
 _PILOT_STEPS = 10
 # Estimators that take a guide.
 _GUIDED = ("tangent", "antithetic")
-_ENDED = ("completed", "stopped early", "diverged")
 
 
 def tune(settings: TuneSettings) -> dict[str, Any]:
@@ -53,6 +58,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     with run_lock(settings.out):
         tuning = _Tuning(settings)
         stages: list[tuple[str, Callable[[], None]]] = [
+            *([("phone", tuning.meet_phone)] if settings.on else []),
             ("rows", tuning.read),
             ("bundle", tuning.export),
             ("plan", tuning.plan),
@@ -77,6 +83,20 @@ class _Tuning:
         self._record = Record(settings)
         self._rows = RowFiles(settings.out / "rows", settings.task)
         self._folder = settings.bundle or settings.out / "bundle"
+        self._place: Place = Here()
+
+    def meet_phone(self) -> None:
+        """Measure the phone that runs take place on; from then on it is this one."""
+        settings, record = self._settings, self._record
+        name = record.found("name_on_phone", lambda: f"tune-{secrets.token_hex(4)}")
+        facts = record.found(
+            "phone", lambda: asdict(Phone(settings.serial, settings.phone_folder, name).facts())
+        )
+        self._place = Phone(facts["serial"], settings.phone_folder, name)
+        print(f"{facts['name']}; its runs are called {name}-...")
+        free = facts["free_bytes"]
+        if free is not None or settings.memory is not None:
+            self._decide("memory", settings.memory, lambda: decisions.memory(free))
 
     def read(self) -> None:
         """Split and write the rows."""
@@ -88,27 +108,52 @@ class _Tuning:
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
             self._decide_export()
-            asked = {name: getattr(settings, name) for name in ("target_modules", "adapt_layers", "rank")}
-            decided = {name: self._record.value(name) for name in ("quantize", "sequence_length", "init")}
+            asked = {
+                name: getattr(settings, name)
+                for name in ("target_modules", "adapt_layers", "adapt_time", "search", "rank")
+            }
+            decided = {
+                name: self._record.value(name)
+                for name in (
+                    *("quantize", "sequence_length", "init", "chat_template", "prepend_bos"),
+                    "adapt_memory",
+                )
+            }
             if decided["init"] == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
             run_verb("export", *flags_of({"model": settings.model, "out": self._folder, **asked, **decided}))
         if settings.bundle is None and settings.estimator in _GUIDED and not _has_guide(self._folder):
             rows = {"data": self._rows.train, "task": settings.task}
             run_verb("guide", *flags_of({"bundle": self._folder, "model": settings.model, **rows}))
-        print(f"bundle {open_bundle(self._folder).folder}")
+        bundle = open_bundle(self._folder)
+        places = bundle.manifest.get("lora", {}).get("places")
+        if settings.adapt_layers == AUTO and self._record.value("layers") is None:
+            self._record.decide(decisions.layers(places))
+        print(f"bundle {bundle.folder}")
 
     def _decide_export(self) -> None:
-        from server_export.model.tokenization import load_tokenizer, on_device
-
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self._decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        self._decide("init", settings.init, lambda: decisions.init(settings.estimator))
+        self._decide("init", settings.init, lambda: decisions.init(settings.estimator, settings.adapt_layers))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
+        tokenizing = Tokenizing(model, estimated)
+
+        def template() -> Decision | None:
+            needed = self._rows.need_template
+            return decisions.chat_template(tokenizing.has_template()) if needed else None
+
+        self._decide("chat_template", settings.chat_template, template)
+        chat_template = self._record.value("chat_template")
+
+        def some(tokenizer: Tokenizer) -> Sequences:
+            return self._rows.some(ROWS, tokenizer, contract)
+
+        self._decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
+
         def measure() -> int:
-            tokenizer = on_device(load_tokenizer(model), "auto", estimated.vocabulary_size)
+            tokenizer = tokenizing.on_device(chat_template, self._record.value("prepend_bos"))
             return self._rows.longest(tokenizer, contract)
 
         longest = self._record.found("longest", measure)
@@ -117,6 +162,25 @@ class _Tuning:
             settings.sequence_length,
             lambda: decisions.sequence_length(longest, estimated.positions),
         )
+        if settings.adapt_layers == AUTO and (settings.adapt_memory or settings.memory) is not None:
+            self._decide("adapt_memory", settings.adapt_memory, lambda: self._adapt_memory(longest))
+
+    def _adapt_memory(self, longest: int) -> Decision:
+        """What `--memory` leaves for adapters, with the weights of one block loaded at a time."""
+        settings, value = self._settings, self._record.value
+        assert settings.memory is not None
+        config = EstimateConfig(
+            model=str(settings.model),
+            quantize=value("quantize"),
+            adapt_layers="top:1",
+            sequence_length=value("sequence_length"),
+        )
+        estimated = estimate(config)
+        tokens = min(longest, value("sequence_length"))
+        contract = estimated.contract(config, "exact", tokens, tokens - 1)
+        outline, weights = estimated.outline, estimated.weights
+        found = run_memory(outline, contract, weights, estimated.roles, "native", weights.largest)
+        return decisions.adapt_memory(settings.memory, found.total - found.adapter)
 
     def plan(self) -> None:
         """Decide how runs of the bundle go."""
@@ -134,10 +198,12 @@ class _Tuning:
         if record.value("rows_of_a_call") is None:
             record.decide(*self._fitting(bundle, facts, batch))
         self._decide("steps", settings.steps, lambda: decisions.steps(facts, batch))
-        if settings.minutes is not None and record.value("learning_rate") is None:
-            self._bound_steps(settings.minutes)
+        if record.value("learning_rate") is None and (settings.minutes is not None or settings.on):
+            self._pace(settings.minutes)
         for each in record.decisions:
             print(f"{each.name:<16} {each.value!s:<12} {each.why}")
+        if facts.unknown:
+            print(unknown_note(facts.unknown, facts.targets))
 
     def _fitting(self, bundle: Bundle, facts: RowFacts, batch: int) -> list[Decision]:
         """Rows of a call and weights that stay loaded, by the bundle's own outline."""
@@ -148,6 +214,7 @@ class _Tuning:
         scheme = (manifest.get("quantization") or {}).get("scheme")
         weights = weights_of_bundle(outline, chain, sizes.__getitem__, scheme)
         length = min(facts.longest, chain.bounds.tokens)
+        limit = self._settings.memory or self._record.value("memory")
         queries, copies = 4 * (kind == "tangent"), 8 if kind == "stack" else 1
 
         def needed(rows: int, memory: int | None) -> int:
@@ -155,15 +222,19 @@ class _Tuning:
             taken = run_memory(outline, contract, weights, chain.roles, "native", memory).total
             return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens
 
-        return decisions.fitting(self._settings.memory, batch, facts.widest, needed, sum(loaded), max(loaded))
+        return decisions.fitting(limit, batch, facts.widest, needed, sum(loaded), max(loaded))
 
-    def _bound_steps(self, minutes: float) -> None:
-        """Fewer steps where the minutes ask for that, by the time that a few take."""
+    def _pace(self, minutes: float | None) -> None:
+        """Tell the time of the final run, by that of a few steps; minutes may ask for fewer."""
         most = next(each for each in self._record.decisions if each.name == "steps")
-        summary = self._run("search/pilot", steps=min(_PILOT_STEPS, most.value), quiet=True)
-        searched = self._settings.learning_rate is None and self._rows.dev is not None
+        summary = self._run("search/pilot", steps=min(_PILOT_STEPS, most.value), is_short=True)
         seconds = summary["train"]["seconds"] / summary["train"]["steps"]
-        self._record.decide(decisions.steps_in(minutes, seconds, most, searched))
+        if minutes is not None:
+            searched = self._settings.learning_rate is None and self._rows.dev is not None
+            self._record.decide(decisions.steps_in(minutes, seconds, most, searched))
+        print(
+            f"a step takes {seconds:.3g} s, the final run {duration(seconds * self._record.value('steps'))}"
+        )
 
     def score(self, name: str) -> None:
         """Score the test rows, or the development rows, before or after."""
@@ -181,12 +252,15 @@ class _Tuning:
 
     def search(self) -> None:
         """Find the learning rate."""
-        rates = decisions.RATES[self._record.value("estimator")]
 
         def best() -> Decision:
             if self._rows.dev is None:
-                return Decision("learning_rate", rates[1], "there are no development rows to choose by")
-            return decisions.best_rate(search_rates(self._trial, rates, self._record.value("steps")))
+                return Decision(
+                    "learning_rate", decisions.RATES[1], "there are no development rows to choose by"
+                )
+            return decisions.best_rate(
+                search_rates(self._trial, decisions.RATES, self._record.value("steps"))
+            )
 
         self._decide("learning_rate", self._settings.learning_rate, best)
         print(f"learning rate {self._record.value('learning_rate'):g}")
@@ -194,7 +268,7 @@ class _Tuning:
     def _trial(self, rate: float, steps: int) -> float:
         """Loss of development rows after a short run; infinite if it diverged."""
         name = f"search/{rate:.4g}-{steps}"
-        summary = self._run(name, learning_rate=rate, steps=steps, evaluate_every=steps, quiet=True)
+        summary = self._run(name, learning_rate=rate, steps=steps, evaluate_every=steps, is_short=True)
         found = summary["train"]["last_evaluation"] or {}
         is_whole = summary["run"]["status"] == "completed" and found.get("step") == steps
         loss = float(found["loss"]) if is_whole and found["loss"] is not None else math.inf
@@ -216,27 +290,26 @@ class _Tuning:
             evaluate_every=every,
             checkpoint_every=every,
             sample_prompts=prompts,
-            sample_every=None if prompts is None else 0,
+            sample_rows=SAMPLES if self._rows.dev and self._rows.have_candidates and not prompts else None,
+            sample_every=0,
         )
         if summary["run"]["status"] == "diverged":
             raise PrgeError("the final run diverged", remedy=f"give a --learning-rate below {rate:g}")
 
-    def _run(self, name: str, **settings: Any) -> dict[str, Any]:
+    def _run(self, name: str, *, is_short: bool = False, **settings: Any) -> dict[str, Any]:
         """A run, begun or gone on with; returns its summary, also where it diverged."""
         folder = self._settings.out / name
-        summary, journal = folder / SUMMARY, folder / JOURNAL
-        if _status(summary) not in _ENDED:
-            words: list[object] = ["run", "--resume", folder]
-            if not journal.is_file() or not journal.stat().st_size:
-                words = ["run", *flags_of({**self._shared(), **settings, "out": folder})]
+        summary = folder / SUMMARY
+        if _status(summary) not in ENDED:
             try:
-                run_verb(*words, quiet=bool(settings.get("quiet")))
+                flags = {**self._shared(settings["steps"]), **settings, "quiet": is_short or None}
+                self._place.run(folder, flags, is_short)
             except PrgeError:
                 if _status(summary) != "diverged":
                     raise
         return json_of(summary)
 
-    def _shared(self) -> dict[str, Any]:
+    def _shared(self, steps: int) -> dict[str, Any]:
         """Settings of every run."""
         value, rows = self._record.value, self._rows
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
@@ -253,6 +326,8 @@ class _Tuning:
             "memory": value("weights_memory"),
             "optimizer": value("optimizer"),
             "schedule": "cosine",
+            "warmup": decisions.warmup(steps),
+            "beta2": decisions.BETA2.get(value("estimator")),
             # Of few development rows a metric is often the same.
             "select": "loss",
             "seed": self._settings.seed,
@@ -285,13 +360,23 @@ class _Tuning:
             "seconds": seconds,
             "final_step": runs[-1]["train"].get("final_step"),
             "bundle": str(self._folder),
+            "run_on_phone": self._place.run_name(out / "run") if isinstance(self._place, Phone) else None,
             "samples": runs[-1]["train"].get("samples"),
+            "next": shlex.join(["prge", *self._next()]),
         }
 
-    def _decide(self, name: str, given: Any, make: Callable[[], Decision]) -> None:
-        """Note what the user gave, or what is decided, unless the record has it."""
+    def _next(self) -> list[str]:
+        """What a user may want to type now: a model that learnt to choose has nothing to say."""
+        on = {"bundle": self._folder, "adapter": self._settings.out / "run"}
+        if self._rows.have_candidates:
+            return ["eval", *flags_of({**on, "task": self._settings.task, "data": "TEST_ROWS"})]
+        return ["chat", *flags_of(on)]
+
+    def _decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
+        """Note what the user gave, or what is decided if anything is, unless the record has it."""
         if self._record.value(name) is None:
-            self._record.decide(make() if given is None else Decision(name, given, "given"))
+            decision = make() if given is None else Decision(name, given, "given")
+            self._record.decide(*([decision] if decision else []))
 
 
 def _best_estimator(bundle: Bundle) -> Decision:

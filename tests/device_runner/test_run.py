@@ -76,6 +76,35 @@ def test_it_learns_and_its_journal_makes_the_same_bits_again(
     assert "the same bits" in capsys.readouterr().out
 
 
+def test_it_says_what_it_chooses_of_rows_before_and_after_and_what_is_right(
+    device: Device, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.replaces(monkeypatch, evaluate_verb)
+    task = str(tmp_path / "task.yaml")
+    settings = replace(settings, task=task, steps=60, sample_rows=3, sample_every=0)
+    run(settings)
+    rows = _json_lines(settings.dev) if settings.dev else []
+    lines = _json_lines(settings.out / "samples.jsonl")
+    assert {line["step"] for line in lines} >= {0}
+    summary = json.loads((settings.out / "run.json").read_text())["train"]["samples"]
+    for samples in summary.values():
+        assert [each["prompt"].strip() for each in samples] == [row["text"] for row in rows[:3]]
+        assert [each["right"] for each in samples] == [("No", "Yes")[row["label"]] for row in rows[:3]]
+        assert all(each["text"] in ("No", "Yes") for each in samples)
+    # As an evaluation of the same adapter scores them.
+    told = tmp_path / "told.jsonl"
+    words = ["--bundle", settings.bundle, "--adapter", settings.out, "--data", settings.dev, "--task", task]
+    assert evaluate_verb.main([*map(str, words), "--limit", "3", "--predictions", str(told)]) == 0
+    assert [each["text"].strip() for each in _json_lines(told)] == [each["text"] for each in summary["after"]]
+    assert report([str(settings.out), "--out", str(tmp_path / "report.html")]) == 0
+    assert "Right:" in (tmp_path / "report.html").read_text()
+
+
+def test_samples_of_rows_without_candidates_are_refused(device: Device, settings: RunSettings) -> None:
+    with pytest.raises(ConfigError, match="there are no development rows with candidates"):
+        run(replace(settings, dev=None, select="metric", evaluate_every=0, sample_rows=3))
+
+
 def test_the_journal_says_what_was_settled(device: Device, settings: RunSettings) -> None:
     run(settings)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:

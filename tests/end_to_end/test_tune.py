@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from prge.settings import parse_settings
+from server_export.tune import decisions
+from server_export.tune.settings import TuneSettings
+from server_export.tune.stages import tune
 from tests.end_to_end.conftest import REPOSITORY, prge, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.export, pytest.mark.timeout(300)]
@@ -71,6 +75,9 @@ def test_it_learns_and_says_what_it_chose(tuned: Path) -> None:
     assert {"estimator", "batch_size", "rows_of_a_call", "steps", "learning_rate"} <= chosen.keys()
     assert chosen["estimator"]["value"] == "exact" and chosen["steps"]["why"] == "given"
     assert all(decision["why"] for decision in chosen.values())
+    assert [each["right"] for each in result["samples"]["after"]] == ["no", "no", "yes"]
+    assert result["next"].startswith("prge eval --bundle ")
+    assert {each["text"] for part in result["samples"].values() for each in part} <= {"no", "yes"}
     assert result["peak_mb"] > 10 and result["seconds"] > 0
     assert (tuned / "adapter" / "adapter_model.safetensors").is_file()
     report = (tuned / "report.html").read_text()
@@ -125,13 +132,86 @@ def test_rows_that_are_all_equal_have_no_part_to_choose_by(workshop: Path, tmp_p
 
 
 def test_three_rows_and_a_long_one(workshop: Path, tmp_path: Path) -> None:
-    """Longer than the bundle takes, and nothing of it is lost."""
-    texts = ["aa bb " * 400, "cc dd", "dd cc"]
+    """Of a hundred thousand tokens, and nothing of them is lost."""
+    texts = ["aa bb " * 17_000, "cc dd", "dd cc"]
     rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     dev = write_rows(tmp_path / "dev.jsonl", [{"text": "aa bb"}])
     words = ["--bundle", workshop / "bundle", "--dev", dev, "--steps", 3, "--out", tmp_path / "out"]
     done = prge("tune", rows, *words, "--learning-rate", 0.01)
     assert "split into several examples: 1 row (1)" in done.stderr + done.stdout
+    facts = json.loads((tmp_path / "out" / "tune.json").read_text())["found"]["facts"]
+    assert facts["longest"] <= 32 and facts["targets"] > 100_000
+
+
+def test_three_rows_are_tuned_on_with_one_of_them_to_choose_by(workshop: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in ("aa bb", "cc dd", "dd aa")])
+    words = ["--bundle", workshop / "bundle", "--out", tmp_path / "out", "--learning-rate", 0.01]
+    prge("tune", rows, *words, "--steps", 3, "--json", tmp_path / "tune-result.json")
+    result = result_of(tmp_path / "out")
+    assert result["score_after"]["examples"] == 1
+    assert result["chosen"]["batch_size"]["value"] == 1
+
+
+def one_class(workshop: Path, folder: Path) -> Path:
+    rows = [json.loads(line) for line in (workshop / "train.jsonl").read_text().splitlines()]
+    return write_rows(folder / "one.jsonl", [row for row in rows if row["label"] == 0])
+
+
+def test_rows_of_one_class_teach_that_class(workshop: Path, tmp_path: Path) -> None:
+    rows = one_class(workshop, tmp_path)
+    words = ["--bundle", workshop / "bundle", "--task", workshop / "task.yaml", "--out", tmp_path / "out"]
+    prge("tune", rows, *words, "--dev", rows, "--steps", 16, "--learning-rate", 0.03,
+         "--json", tmp_path / "tune-result.json")  # fmt: skip
+    result = result_of(tmp_path / "out")
+    assert result["score_after"]["accuracy"] == 1
+    assert result["score_after"]["loss"] < result["score_before"]["loss"]
+
+
+def test_an_encoder_needs_rows_of_every_class(workshop: Path, encoder: Path, tmp_path: Path) -> None:
+    rows = one_class(workshop, tmp_path)
+    words = ["--bundle", encoder, "--task", workshop / "task.yaml", "--out", tmp_path / "out"]
+    done = prge("tune", rows, *words, "--steps", 4, "--learning-rate", 0.03, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "the classification head can't be fitted" in done.stderr and "classes without a row" in done.stderr
+
+
+def test_an_empty_completion_is_told_with_its_row(workshop: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": f"a{n}", "completion": " bb" if n % 7 else ""} for n in range(1, 9)]
+    rows = write_rows(tmp_path / "rows.jsonl", lines)
+    words = ["--bundle", workshop / "bundle", "--dev", rows, "--out", tmp_path / "out"]
+    done = prge("tune", rows, *words, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "row 7: its completion is empty" in done.stderr
+
+
+def test_rates_that_diverge_in_the_search_are_not_taken(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decisions, "RATES", (0.01, 1e30))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    words = words_of(workshop, tmp_path / "out")[1:]
+    result = tune(parse_settings(TuneSettings, [*map(str, words)], "prge tune"))
+    assert result["chosen"]["learning_rate"]["value"] < 1
+    assert result["score_after"]["loss"] < result["score_before"]["loss"]
+    assert "loss of development rows inf" in capfd.readouterr().out
+
+
+def test_no_room_for_the_bundle_is_told_and_leaves_none(workshop: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(command, check=False).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        words = ["--model", workshop / "model", "--task", workshop / "task.yaml", "--init", "random"]
+        done = prge("tune", workshop / "train.jsonl", *words, "--out", disk / "out", check=False)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "No space left" in done.stderr
+        # What was decided stays for who makes room and resumes; no half of a bundle does.
+        left = {path.name for path in (disk / "out").iterdir()}
+        assert left == {"config.yaml", "rows", "run.lock", "tune.json"}
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:

@@ -53,10 +53,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle(saved: Path) -> Bundle:
-    """A real bundle of the tiny llama."""
+    """A real bundle of the tiny llama, with a chat template that the model has not."""
     from server_export.export import ExportConfig, export
 
-    return open_bundle(export(ExportConfig(model=str(saved / "llama"), out=saved / "bundle", **SETTINGS)))
+    settings = {**SETTINGS, "model": str(saved / "llama"), "out": saved / "bundle"}
+    return open_bundle(export(ExportConfig(**settings, chat_template="plain")))
 
 
 @pytest.fixture(scope="session")
@@ -343,6 +344,23 @@ def test_a_run_is_published_with_its_own_bundle_and_facts(
     # No folder and no hub id, wherever it is read.
     assert config["base_model_name_or_path"] == f"llama@sha256:{bundle.manifest['model']['sha256']}"
     assert config["task_type"] == "CAUSAL_LM"
+
+
+def test_the_template_of_the_messages_goes_along(
+    saved: Path, bundle: Bundle, trained: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    template = (bundle.tokenizer / "chat_template.jinja").read_text()
+    assert "Assistant:" in template
+    adapter = publish(PublishConfig(trained, tmp_path / "peft", bundle=bundle.folder))
+    assert (adapter / "chat_template.jinja").read_text() == template
+    assert "Messages become text by `chat_template.jinja`" in (adapter / "README.md").read_text()
+    # Where the bundle is forgotten, the adapter's folder still has it.
+    model = str(saved / "llama")
+    merged = publish(PublishConfig(adapter, tmp_path / "merged", model=model, format="merged"))
+    assert AutoTokenizer.from_pretrained(merged).chat_template == template
+    assert "chat_template.jinja" in (merged / "README.md").read_text()
 
 
 def test_a_run_without_a_result_says_how_to_get_one(bundle: Bundle, trained: Path, tmp_path: Path) -> None:

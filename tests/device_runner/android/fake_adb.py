@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from device_runner.android.preflight import _MACHINES
 from device_runner.android.runtime import MANIFEST, driver_hash
 from tests.device_runner.android.daemons import REPOSITORY
 
@@ -18,7 +21,8 @@ esac
 shift 2
 case $1 in
 shell) [ "$2" = -T ] && shift; exec sh -c "$2" ;;
-push) exec cp "$2" "$3" ;;
+push) echo "$2" >>"$0.pushed"; exec cp -r "$2" "$3" ;;
+pull) exec cp -r "$2" "$3" ;;
 esac
 """
 _RUNTIME = """#!/bin/sh
@@ -38,7 +42,12 @@ class FakePhone:
         runtime = self.folder / "runtime"
         runtime.mkdir(parents=True)
         (runtime / "run.sh").write_text(_RUNTIME.format(python=sys.executable))
-        (runtime / MANIFEST).write_text(json.dumps({"driver": driver_hash()}))
+        shutil.copy(REPOSITORY / "device_runner" / "android" / "job.sh", runtime)
+        (runtime / "lib").mkdir()
+        (runtime / "lib" / "ld.so").write_text("#!/bin/sh\necho this machine\n")
+        (runtime / "lib" / "ld.so").chmod(0o755)
+        manifest = {"driver": driver_hash(), "prge": "this", "machine": _MACHINES[platform.machine()]}
+        (runtime / MANIFEST).write_text(json.dumps(manifest))
         (self.folder / "runtime.tree").write_text("whole")
 
     def write_settings(self, name: str, bundle: Path | str) -> Path:

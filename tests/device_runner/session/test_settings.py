@@ -86,6 +86,10 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], told: str) -
             {"clip_examples": 1.0, "batch_size": 1, "head_learning_rate": 0.1},
             "--clip-examples and --head-learning-rate: the head's gradient isn't clipped",
         ),
+        (
+            {"sample_prompts": Path("p"), "sample_rows": 3},
+            "--sample-prompts and --sample-rows: give one of them",
+        ),
         ({"clip_examples": -1.0, "batch_size": 1}, "--clip-examples is -1.0, must be at least 0"),
         (
             {"baseline": "leave-one-out", "estimator": "one-sided", "queries": 1},

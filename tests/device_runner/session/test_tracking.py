@@ -1,7 +1,7 @@
 """Metrics on their way to TensorBoard and Weights & Biases: all of them arrive, and no run waits or fails.
 
-Stand-ins of the two libraries take the calls that the real ones document; where TensorBoard is installed, its
-own files are read back.
+Stand-ins of the two libraries take the calls that the real ones document; where these are installed, files of
+their own are read back.
 """
 
 from __future__ import annotations
@@ -185,9 +185,30 @@ def test_figures_are_numbers_alone() -> None:
 
 def test_the_files_are_tensorboards_own(log: RunLog) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with tracked(log.folder, ["tensorboard"], {}, print, patience=60):
-        write(log, range(1, 4))
+    tensors = pytest.importorskip("tensorboard.util.tensor_util")
+    for steps in (range(1, 3), range(3, 4)):
+        with tracked(log.folder, ["tensorboard"], {}, print, patience=60):
+            write(log, steps)
     events = accumulators.EventAccumulator(str(log.folder / "tensorboard"))
     events.Reload()
-    found = [(each.step, each.value) for each in events.Scalars("train/loss")]
+    found = [(each.step, tensors.make_ndarray(each.tensor_proto)) for each in events.Tensors("train/loss")]
     assert found == [(step, pytest.approx(1 / step)) for step in (1, 2, 3)]
+
+
+def test_weights_and_biases_own_files_are_those_of_one_run(
+    log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said: list[str] = []
+    settings = {"train": Path("/secret/rows.jsonl"), "estimator": "exact"}
+    for steps in (range(1, 2), range(2, 3)):
+        with tracked(log.folder, ["wandb"], settings, said.append, patience=120):
+            write(log, steps)
+    files = sorted(log.folder.rglob("run-*.wandb"))
+    assert len(files) == 2 and len({path.name for path in files}) == 1
+    for path, loss in zip(files, (b"1.0", b"0.5"), strict=True):
+        content = path.read_bytes()
+        assert b"train/loss" in content and loss in content and b"exact" in content
+        assert b"/secret" not in content
+    assert said == []

@@ -156,6 +156,8 @@ def test_a_stop_word_ends_the_answer_before_it() -> None:
     (answer,) = Generator(NumpySpeaker(), TOKENIZER).generate([make_request(stop=(word,))])
     assert (answer.text, answer.reason) == (whole.partition(word)[0], "stop")
     assert len(answer.tokens) < 12
+    prompt = Prompt((1, 5, 6), stop=(word,))
+    assert Generator(NumpySpeaker(), TOKENIZER).generate([Request(prompt, PLAIN)])[0].tokens == answer.tokens
 
 
 def test_a_control_token_given_as_a_stop_word_ends_the_answer_at_that_token() -> None:

@@ -38,6 +38,12 @@ def test_messages_end_where_the_assistant_begins_and_its_turn_ends_as_the_templa
     assert prompt.ends == {4}  # <|im_end|>
 
 
+def test_an_end_of_turn_in_words_is_a_stop_word() -> None:
+    template = "{% for message in messages %}{{ message.content }}\nUser: {% endfor %}"
+    prompt = Prompts(make_tokenizer(template)).of_messages(MESSAGES)
+    assert prompt.stop == ("\nUser:",) and not prompt.ends
+
+
 @pytest.mark.parametrize(
     "template",
     ["{{ messages[-1].content }}:", "{{ raise_exception('no system') if messages | length > 1 }}Hi"],

@@ -121,6 +121,15 @@ def test_a_stop_word_across_tokens_ends_the_text_before_it_and_never_shows() -> 
     assert stream.finish() == ""
 
 
+@pytest.mark.parametrize("kind", tokenizers())
+def test_a_text_of_its_own_begins_with_no_space(kind: str) -> None:
+    tokenizer = tokenizers()[kind]
+    stream = TextStream(tokenizer, ["\nUser:"], None)
+    assert "".join(pieces(stream, tokenizer.encode("  a cat "))) == "a cat "
+    ended = TextStream(tokenizer, ["\nb:"], None)
+    assert "".join(pieces(ended, tokenizer.encode(" \nb: a"))) == "" and ended.stopped
+
+
 def test_what_could_be_the_beginning_of_a_stop_word_is_held_back_no_longer_than_needed() -> None:
     tokenizer = tokenizers()["byte fallback"]
     stream = TextStream(tokenizer, ["abc", "cc"])

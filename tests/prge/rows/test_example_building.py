@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
 from prge.contract import AdaptedModule, Contract
 from prge.errors import DataError
@@ -118,6 +120,21 @@ def test_control_tokens_in_data(tokenizer: Tokenizer, contract: MakeContract) ->
     [read], _ = build_examples(data, tokenizer, contract(), options=BuildOptions(control_tokens=True))
     assert plain.sequences[0].tokens.count(2) == 1
     assert read.sequences[0].tokens.count(2) == 2
+
+
+@given(known=st.integers(0, 5), unknown=st.integers(0, 5), asked=st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
+def test_target_tokens_that_the_tokenizer_cant_spell_are_counted(
+    known: int, unknown: int, asked: int
+) -> None:
+    backend = Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    row = {"prompt": "a ? " * asked + "a", "completion": " a" * (1 + known) + " é" * unknown}
+    _, report = build_examples(rows(row), Tokenizer(backend), program(48, 48))
+    assert report.unknown == report.facts()["unknown_target_tokens"] == unknown
+    share = f"{unknown / (1 + known + unknown):.1%}"
+    told = f"unknown: {unknown} of {1 + known + unknown} target tokens ({share})"
+    assert (told in report.text()) == bool(unknown)
 
 
 def test_messages(contract: MakeContract) -> None:

@@ -34,12 +34,13 @@ def test_jsonl_by_the_name_of_json(write: Write) -> None:
 
 def test_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet needs pyarrow")
     path = tmp_path / "a.parquet"
     turns = [{"role": "user", "content": "Hi"}]
     table = pyarrow.table(
         {"messages": [turns, None], "n": [1, 2], "day": [datetime.date(2024, 1, 2), None], "b": [0.5, None]}
     )
-    pyarrow.parquet.write_table(table, path)
+    parquet.write_table(table, path)
     assert read_rows(path) == [
         Row(1, {"messages": turns, "n": 1, "day": "2024-01-02", "b": 0.5}),
         Row(2, {"messages": None, "n": 2, "day": None, "b": None}),

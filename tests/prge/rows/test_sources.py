@@ -161,3 +161,51 @@ def test_offline_nothing_but_the_cache_is_asked(tmp_path: Path) -> None:
     assert "nyu-mll/glue sst2 validation" in told
     told, _ = ask(tmp_path, TELL.format(part="test"), **offline)
     assert "it has no test rows: its splits are train, validation" in told
+
+
+# A data set of the library's own, as its cache holds one of the hub that was loaded before.
+CACHED = """
+import json, pathlib, shutil
+import datasets
+
+files = {}
+for split, words in (("train", ["one", "two"]), ("validation", ["three"])):
+    files[split] = f"{split}.jsonl"
+    lines = [json.dumps({"sentence": word, "label": 1}) + "\\n" for word in words]
+    pathlib.Path(files[split]).write_text("".join(lines))
+datasets.load_dataset("json", data_files=files)
+cache = pathlib.Path(datasets.config.HF_DATASETS_CACHE)
+(made,) = cache.glob("json/*/*/*/")
+place = cache / "someone___words" / "default" / "0.0.0" / made.name
+shutil.copytree(made, place)
+for path in place.glob("json-*"):
+    path.rename(path.with_name(path.name.replace("json-", "words-")))
+facts = place / "dataset_info.json"
+facts.write_text(facts.read_text().replace('"dataset_name": "json"', '"dataset_name": "words"'))
+"""
+
+
+def test_the_librarys_own_cache_is_read_offline(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="data sets of the hub need datasets")
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+
+    def told(code: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **offline},
+            check=True,
+        )
+        return done.stdout
+
+    told(CACHED)
+    ask = "from prge.rows.sources import read_source\nsource = read_source({!r}, {!r})\n"
+    tell = "print(source.name, [row.fields for row in source.rows])"
+    assert told(ask.format("someone/words", "train") + tell) == (
+        "someone/words (train) [{'sentence': 'one', 'label': 1}, {'sentence': 'two', 'label': 1}]\n"
+    )
+    assert told(ask.format("someone/words:default", "dev") + tell) == (
+        "someone/words:default (validation) [{'sentence': 'three', 'label': 1}]\n"
+    )

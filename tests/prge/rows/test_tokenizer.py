@@ -310,3 +310,20 @@ def test_the_time_of_a_long_text_is_linear(name: str) -> None:
 
     seconds(1 << 16)
     assert seconds(1 << 20) < 2 * 8 * seconds(1 << 17)
+
+
+@pytest.mark.parametrize(
+    ("model", "unknown"),
+    [
+        (models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>"), 1),
+        (models.BPE({"a": 0}, []), None),
+        (models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"), 1),
+        (models.Unigram([("a", -1.0), ("<unk>", 0.0)], unk_id=1), 1),
+        (
+            models.Unigram([("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))], 0, True),
+            None,
+        ),
+    ],
+)
+def test_the_unknown_token_is_that_of_what_cant_be_spelled(model: Any, unknown: int | None) -> None:
+    assert Tokenizer(Backend(model)).unknown_id == unknown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,9 @@ from torch import nn  # noqa: E402
 
 from prge.bounds import flag  # noqa: E402
 from prge.errors import ConfigError  # noqa: E402
+from server_export.allocation import Depth, Option, Part, Question  # noqa: E402
 from server_export.baselines.layers import block_linears  # noqa: E402
 from server_export.baselines.sparse import (  # noqa: E402
-    Candidate,
-    Memory,
     Scheme,
     SparseLinear,
     apply_scheme,
@@ -27,6 +27,7 @@ from server_export.baselines.sparse import (  # noqa: E402
     select,
 )
 from server_export.model.blocks import block_names  # noqa: E402
+from server_export.settings import SearchName  # noqa: E402
 from tests.server_export.baselines.saved import saved_storages  # noqa: E402
 from tests.server_export.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
 from tests.tiny_models import ARCHITECTURES, LENGTH  # noqa: E402
@@ -129,29 +130,48 @@ def test_memory_is_what_autograd_saves(architecture: str) -> None:
     assert 0.85 * (memory.above + memory.blocks[1]) <= actual <= memory.above + memory.blocks[1]
 
 
+def question(limit: int, *parts: Part, biases: float = 0.5, lowest: int = 0) -> Question:
+    """Two blocks: a way back to the lower one takes 220 bytes, to the upper one 115; both gain as much."""
+    depths = (Depth(biases, (220,)), Depth(biases, (115,)))
+    return Question(depths, parts, (limit,), lowest)
+
+
+def part(name: str, block: int, *options: tuple[float, float, int]) -> Part:
+    return Part(name, block, tuple(Option(level, gain, (size,)) for level, gain, size in options))
+
+
 def test_selection_takes_gains_per_byte_within_the_limit() -> None:
-    memory = Memory(above=10, blocks=(100, 100), biases=(5, 5), tokens={})
-    candidates = [
-        Candidate("top.dear", 1, 1.0, gain=3.0, size=60),
-        Candidate("top.dear", 1, 0.5, gain=2.0, size=20),
-        Candidate("top.useless", 1, 1.0, gain=-1.0, size=1),
-        Candidate("bottom.good", 0, 1.0, gain=9.0, size=10),
-    ]
-    assert select(candidates, [0.5, 0.5], memory, 150) == Scheme(1, {"top.dear": 0.5})
-    assert select(candidates, [0.5, 0.5], memory, 250) == Scheme(0, {"bottom.good": 1.0, "top.dear": 0.5})
-    assert select(candidates, [0.5, 0.5], memory, 250, lowest=1).depth == 1
-    with pytest.raises(ConfigError, match="fits into 100 bytes"):
-        select(candidates, [0.5, 0.5], memory, 100)
+    parts = (
+        part("top.dear", 1, (1.0, 3.0, 60), (0.5, 2.0, 20)),
+        part("top.useless", 1, (1.0, -1.0, 1)),
+        part("bottom.good", 0, (1.0, 9.0, 10)),
+    )
+    for search in ("greedy", "evolutionary"):
+        assert select(question(150, *parts), [True, True], search) == Scheme(1, {"top.dear": 0.5})
+        both = Scheme(0, {"bottom.good": 1.0, "top.dear": 0.5})
+        assert select(question(250, *parts), [True, True], search) == both
+        assert select(question(250, *parts, lowest=1), [True, True], search).depth == 1
+        with pytest.raises(ConfigError, match="fits into 100 bytes"):
+            select(question(100, *parts), [True, True], search)
 
 
 def test_least_bad_is_selected_where_nothing_gains() -> None:
-    memory = Memory(above=0, blocks=(1, 1), biases=(0, 0), tokens={})
-    candidates = [
-        Candidate("top", 1, 1.0, gain=-2.0, size=1),
-        Candidate("bottom", 0, 1.0, gain=-1.0, size=1),
-    ]
-    assert select(candidates, [0.0, 0.0], memory, 10) == Scheme(0, {"bottom": 1.0})
-    assert select(candidates, [0.0, 0.0], memory, 2) == Scheme(1, {"top": 1.0})
+    parts = (part("top", 1, (1.0, -2.0, 1)), part("bottom", 0, (1.0, -1.0, 1)))
+    assert select(question(300, *parts, biases=0.0), [False, False]) == Scheme(0, {"bottom": 1.0})
+    assert select(question(200, *parts, biases=0.0), [False, False]) == Scheme(1, {"top": 1.0})
+
+
+@pytest.mark.parametrize("search", ["greedy", "evolutionary"])
+def test_what_is_chosen_fits_into_the_memory_that_was_measured(search: SearchName) -> None:
+    problem = TinyProblem("llama")
+    settings = replace(SETTINGS, search=search, top_blocks=0, memory_share=0.5)
+    scheme, _ = choose_scheme(problem, settings)
+    memory = measure_memory(problem, problem.train[: problem.batch_size])
+    layers = {name: layer for block in block_linears(problem.model) for name, layer in block.items()}
+    full = memory.from_block(0) + sum(memory.of_weight(name, layer, 1.0) for name, layer in layers.items())
+    taken = memory.from_block(scheme.depth)
+    taken += sum(memory.of_weight(name, layers[name], share) for name, share in scheme.weights.items())
+    assert scheme.weights and taken <= 0.5 * full
 
 
 def test_only_what_the_scheme_has_changes_and_the_analysis_counts() -> None:

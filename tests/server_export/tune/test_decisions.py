@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prge.costs import MIB
 from prge.errors import ConfigError
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
@@ -56,7 +57,7 @@ def test_steps_read_each_row_a_few_times_and_no_more_than_is_usual(rows: int) ->
 
 
 @pytest.mark.parametrize(
-    ("minutes", "searched", "expected"), [(1, False, 60), (1, True, 27), (100, True, 500), (0.001, False, 1)]
+    ("minutes", "searched", "expected"), [(1, False, 60), (1, True, 25), (100, True, 500), (0.001, False, 1)]
 )
 def test_minutes_bound_steps_and_count_the_search(minutes: float, searched: bool, expected: int) -> None:
     assert decisions.steps_in(minutes, 1.0, Decision("steps", 500, ""), searched).value == expected
@@ -120,3 +121,46 @@ def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None
 @pytest.mark.parametrize(("guided", "found"), [(True, "adam-norm"), (False, "adam")])
 def test_guided_directions_keep_the_lengths_of_their_axes(guided: bool, found: str) -> None:
     assert decisions.optimizer(guided).value == found
+
+
+def test_layers_are_chosen_by_directions_of_the_rows_whatever_the_estimator() -> None:
+    assert decisions.init("tangent", "auto").value == "eva"
+    assert decisions.init("tangent", "top:2").value == "random"
+
+
+def test_adapters_get_what_the_memory_leaves_beside_a_run() -> None:
+    decision = decisions.adapt_memory(100 * MIB, 60 * MIB)
+    assert decision.value == 25 * MIB and "100.0 MiB" in decision.why and "60.0 MiB" in decision.why
+    assert decisions.adapt_memory(100 * MIB, 90 * MIB).value == 0
+
+
+def test_the_layers_that_an_export_chose_are_told_with_its_reason() -> None:
+    layers = {"one": {"rank": 8}, "two": {"rank": 0}, "three": {"rank": 4}}
+    decision = decisions.layers({"layers": layers, "why": "2 of 3 layers: 90%"})
+    assert (decision.value, decision.why) == (2, "adapters in 2 of 3 layers: 90%")
+
+
+@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (5, 1), (25, 8), (75, 8), (300, 30), (1_500, 150)])
+def test_the_rate_rises_while_adam_learns_the_sizes_of_gradients(steps: int, rising: int) -> None:
+    assert decisions.warmup(steps) == rising
+
+
+def test_rows_of_messages_get_a_template_where_there_is_none() -> None:
+    assert decisions.chat_template(has_template=True) is None
+    found = decisions.chat_template(has_template=False)
+    assert found is not None and found.value == "plain" and "no chat template" in found.why
+
+
+@pytest.mark.parametrize(
+    ("without", "begun", "found"), [(1.37, 1.323, "always"), (3.264, 3.335, "never"), (2.0, 1.99, "never")]
+)
+def test_texts_begin_as_the_frozen_model_knows_them(without: float, begun: float, found: str) -> None:
+    decision = decisions.prepend_bos(without, begun)
+    assert decision.value == found
+    assert f"{without:.4g}" in decision.why and f"{begun:.4g}" in decision.why
+
+
+def test_a_run_may_take_half_of_what_a_phone_has_free() -> None:
+    assert decisions.memory(4 << 30) == Decision(
+        "memory", 2 << 30, "half of the 4.00 GiB that the phone has free"
+    )

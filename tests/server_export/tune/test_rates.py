@@ -8,7 +8,7 @@ import pytest
 
 from server_export.tune.rates import search_rates
 
-GRID = (1e-3, 3e-3, 1e-2)
+GRID = (1e-3, 3e-3, 1e-2, 3e-2)
 
 
 class Losses:
@@ -23,14 +23,17 @@ class Losses:
         return math.inf if rate >= self.diverges_at else abs(math.log(rate / self.best)) + 1 / steps
 
 
-def test_all_rates_run_shortly_and_the_best_two_longer() -> None:
+def test_all_rates_run_shortly_and_the_best_three_longer() -> None:
     losses = Losses(3e-3)
     trials = search_rates(losses, GRID, 240)
-    assert losses.asked == [(0.001, 20), (0.003, 20), (0.01, 20), (0.003, 60), (0.001, 60)]
+    assert losses.asked == [
+        *((rate, 20) for rate in GRID),
+        *((rate, 60) for rate in (0.003, 0.001, 0.01)),
+    ]
     assert [(round(rate, 6), steps) for rate, steps, _ in trials] == losses.asked
 
 
-@pytest.mark.parametrize(("best", "beyond"), [(0.03, 0.03), (3e-4, 1e-3 / 3)])
+@pytest.mark.parametrize(("best", "beyond"), [(0.09, 0.09), (3e-4, 1e-3 / 3)])
 def test_a_best_rate_at_the_end_of_the_grid_asks_for_one_beyond(best: float, beyond: float) -> None:
     losses = Losses(best)
     search_rates(losses, GRID, 240)
@@ -40,7 +43,7 @@ def test_a_best_rate_at_the_end_of_the_grid_asks_for_one_beyond(best: float, bey
 def test_the_search_ends_where_rates_only_get_better() -> None:
     losses = Losses(1e6)
     search_rates(losses, GRID, 240)
-    assert len(losses.asked) == len(GRID) + 2 + 2
+    assert len(losses.asked) == len(GRID) + 2 + 3
 
 
 def test_diverging_rates_are_left_and_smaller_ones_tried() -> None:
@@ -53,4 +56,4 @@ def test_diverging_rates_are_left_and_smaller_ones_tried() -> None:
 def test_a_run_of_few_steps_is_its_own_search() -> None:
     losses = Losses(3e-3)
     search_rates(losses, GRID, 5)
-    assert losses.asked == [(0.001, 5), (0.003, 5), (0.01, 5)]
+    assert losses.asked == [(rate, 5) for rate in GRID]

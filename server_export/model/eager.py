@@ -1,0 +1,115 @@
+"""One block of a chain in PyTorch, with its own weights, at the sizes of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
+
+from server_export.graph.cutting import TABLE_PREFIX
+from server_export.graph.modules import attribute
+from server_export.graph.shapes import resized
+from server_export.model.chain import Chain, layer_of
+from server_export.model.frozen import ADAPTER_WEIGHT
+from server_export.model.traced import BATCH, COPIES, TOKENS
+
+aten = torch.ops.aten
+
+Watch = Callable[[Sequence[str], torch.Tensor], None]
+
+
+class EagerBlock(Interpreter):
+    """A block of a chain with its weights; its graph's marked sizes are those of the call.
+
+    Args:
+        chain: in float32.
+        number: of the block.
+
+    Raises:
+        BundleError: the files lack a weight, or it isn't finite.
+    """
+
+    def __init__(self, chain: Chain, number: int) -> None:
+        self._chain, self._number = chain, number
+        kind = chain.kind_of[number]
+        super().__init__(chain.kinds[kind].graph_module)
+        self._tensors = chain.tensors(number)
+        own = dict(zip(chain.blocks[kind].weights, chain.blocks[number].weights, strict=True))
+        self._layers = _read_by_layers(chain.kinds[kind].graph_module, own)
+        self._watch: Watch | None = None
+        self._zeros = {
+            module.name: torch.zeros(1, module.rank, module.out_features) for module in chain.modules
+        }
+        self._shape = (0, 0)
+
+    def answer(
+        self,
+        state: torch.Tensor,
+        beside: torch.Tensor | None = None,
+        shift: torch.Tensor | None = None,
+        lora_b: Mapping[str, torch.Tensor] | None = None,
+        watch: Watch | None = None,
+    ) -> torch.Tensor:
+        """The state f32 [rows, tokens, width] after the block; of a head [rows, tokens, 2].
+
+        Args:
+            state: before it, or tokens i64 [rows, tokens].
+            beside: an encoder's additive mask [rows, 1, 1, tokens], or targets i64 [rows, tokens] of a head.
+            shift: f32 [rows, tokens, 1] of a head.
+            lora_b: f32 [1, rank, out] by layer; zeros where there is none.
+            watch: is given what the adapted layers of these names see, [rows, tokens, in]; layers that see
+                the same share a call.
+        """
+        self._watch = watch
+        rows, length = self._shape = (int(state.shape[0]), int(state.shape[1]))
+        given = {"beside": beside, "shift": shift}
+        block, adapter = self._chain.blocks[self._number], {**self._zeros, **(lora_b or {})}
+        inputs = []
+        for node in block.graph_module.graph.find_nodes(op="placeholder"):
+            name = str(node.target)
+            if name.startswith(TABLE_PREFIX):
+                table = self._chain.tables.all[block.tables[int(name.removeprefix(TABLE_PREFIX))]]
+                inputs.append(table.of(length))
+            elif name in self._chain.adapter:
+                inputs.append(adapter[self._chain.adapter[name]])
+            else:
+                inputs.append(given.get(name, state))
+        (answer,) = self.run(*inputs)
+        result: torch.Tensor = answer.reshape(rows, length, -1)
+        return result
+
+    def run_node(self, n: Node) -> Any:
+        """Also let a layer's input be watched."""
+        value = super().run_node(n)
+        if self._watch is not None and n in self._layers:
+            self._watch(self._layers[n], value.reshape(*self._shape, -1))
+        return value
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor of this block, or one that all of its kind have."""
+        tensor = self._tensors.get(str(target))
+        return attribute(self.module, str(target)) if tensor is None else tensor
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        """The arguments of a node, with the call's sizes for the markers."""
+        return map_aggregate(super().fetch_args_kwargs_from_env(n), self._sized)
+
+    def _sized(self, value: Any) -> Any:
+        rows, length = self._shape
+        for marker, size in ((COPIES, 1), (BATCH, rows), (TOKENS, length)):
+            value = resized(value, marker, size)
+        return value
+
+
+def _read_by_layers(graph_module: GraphModule, own: Mapping[str, str]) -> dict[Node, list[str]]:
+    """The nodes that adapted layers read, with the layers' names; `own` are a block's names of weights."""
+    found: dict[Node, list[str]] = {}
+    for node in graph_module.graph.find_nodes(op="call_function", target=aten.linear.default):
+        source, weight = node.args[:2]
+        name = own.get(str(weight.target), "")
+        if name.endswith(f".{ADAPTER_WEIGHT}"):
+            found.setdefault(source, []).append(layer_of(name))
+    return found

@@ -1,0 +1,60 @@
+"""`prge tune` on messages for a model that has no chat template, from its rows to an answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.conftest import prge, write_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.export, pytest.mark.timeout(600)]
+
+ANIMALS = ("dog", "cat", "bird", "fish", "frog", "bear", "duck", "mouse")
+THINGS = ("ball", "tree", "boat", "cake", "hat", "bell")
+
+
+def messages(animal: str, thing: str) -> dict[str, object]:
+    turns = (("user", f"What did the {animal} see?"), ("assistant", f"It saw a big {thing}. The end."))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.fixture(scope="module")
+def tuned(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tuning of babyllama, whose tokenizer has no template and no line break."""
+    folder = tmp_path_factory.mktemp("chat")
+    rows = [messages(animal, thing) for animal in ANIMALS for thing in THINGS]
+    prge(
+        "tune", "--model", shared / "models/babyllama", "--data", write_rows(folder / "a.jsonl", rows[12:]),
+        "--test", write_rows(folder / "b.jsonl", rows[:12]), "--out", folder / "out", "--init", "random",
+        "--steps", 60, "--learning-rate", 0.01, "--threads", 1, "--json", folder / "result.json",
+    )  # fmt: skip
+    return folder / "out"
+
+
+def test_it_learns_whole_test_rows(tuned: Path) -> None:
+    result: dict[str, Any] = json.loads((tuned.parent / "result.json").read_text())
+    assert result["score_after"]["perplexity"] < 0.7 * result["score_before"]["perplexity"]
+    assert "cut_examples" not in result["score_after"]
+    assert result["chosen"]["chat_template"]["value"] == "plain"
+    assert "no chat template" in result["chosen"]["chat_template"]["why"]
+    assert "the frozen model's loss" in result["chosen"]["prepend_bos"]["why"]
+    assert result["next"].startswith("prge chat --bundle ")
+    assert result["samples"]["after"][0]["prompt"][-1]["role"] == "user"
+
+
+def test_an_answer_ends_by_itself_as_it_was_learnt(tuned: Path, tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "What did the dog see?"}]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    words = ["--bundle", tuned / "bundle", "--adapter", tuned / "run", "--messages", tmp_path / "asked.json"]
+    answer = json.loads(prge("generate", *words, "--json", "--threads", 1).stdout)
+    assert answer["reason"] == "stop"
+    assert answer["text"].startswith("It saw") and answer["text"].endswith("end.")
+
+
+def test_the_template_goes_along_with_the_adapter(tuned: Path) -> None:
+    template = (tuned / "adapter/chat_template.jinja").read_text()
+    assert template == (tuned / "bundle/tokenizer/chat_template.jinja").read_text()
+    assert "Assistant:" in template
