@@ -1,4 +1,4 @@
-"""`prge cache`: what packed weights take on the storage, and how to have it back."""
+"""`prge cache`: what packed weights and programs of exports take on the storage, and how to have it back."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from device_runner.engines.packed_files import files_in, packed_bytes, packed_folder, remove_packed
+from device_runner.engines.packed_files import bytes_in, files_in, remove_files
 from prge.costs import bytes_text
 from prge.settings import parse_settings
+from prge.user_cache import PACKED, PROGRAMS, user_cache
 
 DESCRIPTION = (
-    "Show the cache of packed weights, or empty it. What is missing is packed again by the next run."
+    "Show the cache, packed weights of runs and programs of exports, or empty it. What is missing is made "
+    "again by the next run or export."
 )
 
 
@@ -33,13 +35,17 @@ def main(argv: Sequence[str]) -> int:
         RunError: the storage refuses to remove files.
     """
     settings = parse_settings(CacheSettings, argv, "prge cache", description=DESCRIPTION)
-    folder = packed_folder()
-    freed = remove_packed(folder) if settings.clear else None
-    report = {"folder": str(folder), "files": len(files_in(folder)), "bytes": packed_bytes(folder)}
+    folders = [user_cache(name) for name in (PACKED, PROGRAMS)]
+    freed = sum(map(remove_files, folders)) if settings.clear else None
+    reports = [
+        {"folder": str(folder), "files": len(files_in(folder)), "bytes": bytes_in(folder)}
+        for folder in folders
+    ]
     if settings.json:
-        print(json.dumps({**report, "freed_bytes": freed}))
+        print(json.dumps({"folders": reports, "freed_bytes": freed}))
         return 0
-    print(f"{folder}: {report['files']} files, {_text(packed_bytes(folder))}")
+    for folder, report in zip(folders, reports, strict=True):
+        print(f"{folder}: {report['files']} files, {_text(bytes_in(folder))}")
     if freed is not None:
         print(f"{_text(freed)} freed")
     return 0

@@ -253,14 +253,15 @@ def _check_cache() -> Check:
     from prge.errors import EngineError
 
     try:
-        from device_runner.engines.packed_files import packed_bytes, packed_folder
+        from device_runner.engines.packed_files import bytes_in
+        from prge.user_cache import PACKED, user_cache
 
-        folder = packed_folder()
+        folder = user_cache(PACKED)
     except ImportError as error:
         return Check("cache", "warn", f"unknown: {error}")
     except EngineError as error:
         return Check("cache", "warn", error.what, error.remedy)
-    return Check("cache", "ok", f"{packed_bytes(folder) // MIB} MiB of packed weights in {folder}")
+    return Check("cache", "ok", f"{bytes_in(folder) // MIB} MiB of packed weights in {folder}")
 
 
 def _check_adb() -> Check:

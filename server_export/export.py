@@ -253,11 +253,13 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
     from prge import chain as manifest
     from server_export.bundle import write_bundle
     from server_export.check.chain import verify_chain
+    from server_export.lower.cache import ProgramCache
     from server_export.lower.chain import lower_chain
 
     bounds = manifest.Bounds.for_rows(source.longest, source.context)
     with _stage("lowering") as note:
-        lowered = lower_chain(chain, folder, config.roles, bounds, note)
+        cache = ProgramCache() if config.cache else None
+        lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)
     give_back_freed()
     with _stage("verifying") as note:
         verification = verify_chain(chain, lowered, folder, config.quantize)

@@ -129,6 +129,10 @@ class ExportConfig:
     overwrite: bool = False
     """Replace the bundle if the folder exists."""
 
+    cache: bool = True
+    """Take programs that an earlier export lowered from the same graphs; --no-cache lowers them again.
+    `prge cache` shows and empties the cache. They hold no weights."""
+
     def __post_init__(self) -> None:
         problems = bound_problems(self)
         if self.adapt_layers is not None and self.adapter is not None:

@@ -32,7 +32,6 @@ import numpy as np
 
 from device_runner.engines.base import DTYPES
 from device_runner.engines.child_check import check_in_child
-from device_runner.engines.native.build import cache_folder
 from device_runner.engines.native.runtime import (
     Arena,
     Program,
@@ -46,6 +45,7 @@ from prge.bundle import file_sha256
 from prge.engine import Array
 from prge.errors import BundleError, PrgeError
 from prge.regular_files import open_regular, read_regular
+from prge.user_cache import PACKED, user_cache
 
 _CHECKSUM, _COMPARED = ".checksum", ".weights"
 _LOCK = "lock"
@@ -74,7 +74,7 @@ class PackedFiles:
 
     def __init__(self, tell: Callable[[str], None], folder: Path | None = None) -> None:
         self._tell = tell
-        self._folder = packed_folder() if folder is None else folder
+        self._folder = user_cache(PACKED) if folder is None else folder
         self._machine = f"{backend_sha256()}\n{_processor()}"
         self._refused = False
         self._ready: dict[Path, bool] = {}
@@ -145,22 +145,14 @@ class PackedFiles:
         self._refused = True
 
 
-def packed_folder() -> Path:
-    """Where packed files are kept.
-
-    Raises:
-        EngineError: XDG_CACHE_HOME is not set and the user has no home.
-    """
-    return cache_folder().with_name("packed")
-
-
-def packed_bytes(folder: Path) -> int:
+def bytes_in(folder: Path) -> int:
     """What the files of a folder take on the storage."""
     return sum(path.stat().st_size for path in files_in(folder))
 
 
-def remove_packed(folder: Path) -> int:
-    """Remove all packed files; gives their bytes. Processes that use one keep it until they end.
+def remove_files(folder: Path) -> int:
+    """Remove what lies in a folder of the cache; gives its bytes. Processes that use a file keep it until
+    they end.
 
     Raises:
         RunError: the storage refuses, or another process is making one all the time.
@@ -169,7 +161,7 @@ def remove_packed(folder: Path) -> int:
         return 0
     try:
         with _locked(folder):
-            removed = packed_bytes(folder)
+            removed = bytes_in(folder)
             for path in files_in(folder):
                 path.unlink()
             return removed
@@ -178,7 +170,7 @@ def remove_packed(folder: Path) -> int:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """What lies in a folder of packed files, with checksums; none where there is no folder."""
+    """What lies in a folder of the cache, with checksums; none where there is no folder."""
     return [path for path in sorted(folder.glob("*")) if path.name != _LOCK and path.is_file()]
 
 

@@ -55,7 +55,7 @@ from server_export.model.tokenization import load_tokenizer, on_device
 from server_export.settings import ExportConfig, PrependBos
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
-INIT_TOKENS, EVALUATIONS = 16_384, 8
+INIT_TOKENS, EVALUATIONS, DEV_ROWS = 16_384, 8, 128
 
 
 @dataclass
@@ -249,7 +249,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder or hub id; default: the demo's, with its rows")
-    parser.add_argument("--train", type=Path, help="training rows; a tenth of them are development rows")
+    parser.add_argument(
+        "--train", type=Path, help="training rows; the first 128 examples are for development"
+    )
     parser.add_argument("--test", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="file for the results")
     parser.add_argument("--time", type=float, default=0.7, help="share of the time that auto may take")
@@ -262,7 +264,7 @@ def main() -> None:
     if arguments.model:
         study = Study(arguments.model, None, 64, 8, arguments.steps, arguments.time)
         rows = study.examples(arguments.train)
-        dev, train_rows = rows[: len(rows) // 10], rows[len(rows) // 10 :]
+        dev, train_rows = rows[:DEV_ROWS], rows[DEV_ROWS:]
         test = study.examples(arguments.test)
     else:
         task = load_task(DEMO / "task.yaml")

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from prge import chain as manifest
 from prge.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.chain import DECODE, PREFILL, STACK, STEP_ROLES, Bounds
+from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
 from server_export.model.chain import Chain
@@ -36,6 +37,7 @@ def lower_chain(
     roles: Collection[str],
     bounds: Bounds,
     tell: Callable[[str], object] = lambda text: None,
+    cache: ProgramCache | None = None,
 ) -> LoweredChain:
     """Write the programs, weights files and tables of a model into a folder.
 
@@ -44,7 +46,8 @@ def lower_chain(
         folder: of the bundle.
         roles: of prge.chain.ROLES; `stack` is always there.
         bounds: sizes of one call.
-        tell: is told of every kind and of the weights when they are written.
+        tell: is told of every kind when its program is written.
+        cache: of programs; None: lower in any case.
 
     Raises:
         BundleError: a block can't be lowered, or the files lack a weight.
@@ -64,6 +67,7 @@ def lower_chain(
         name = EMBEDDING if first == 0 else HEAD if is_head else BLOCK
         if name == BLOCK and any(known.program == f"{PROGRAMS}/{BLOCK}.pte" for known in kinds):
             name = f"{BLOCK}-{len(kinds)}"
+        taken = cache.taken if cache else 0
         done = lower_roles(
             kind.graph_module,
             chain.blocks[first].adapter,
@@ -71,12 +75,14 @@ def lower_chain(
             {STACK, *(role for role in roles if first in above or role not in STEP_ROLES)},
             bounds,
             is_head,
+            cache,
         )
         place[first] = len(kinds)
         lowered.append(done)
         kinds.append(manifest.Kind(f"{PROGRAMS}/{name}.pte", done.methods))
         (folder / kinds[-1].program).write_bytes(done.kind.program)
-        tell(f"{name}: {', '.join(done.methods)}")
+        cached = " (from the cache)" if cache and cache.taken > taken else ""
+        tell(f"{name}: {', '.join(done.methods)}{cached}")
         give_back_freed()
     modules = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []

@@ -11,6 +11,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -97,7 +98,7 @@ class Entry:
                 f"{self.dtype} {list(self.shape)}",
                 remedy=_REMEDY,
             )
-        return _bytes(LAYOUTS[self.layout](tensor))
+        return bytes_of(LAYOUTS[self.layout](tensor))
 
 
 def _packed_int4(codes: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ def lower_kind(
 
     from server_export.lower.planning import largest_shapes
 
-    constants = _Constants(methods)
+    constants = Constants(methods)
     config = ExecutorchBackendConfig(
         # What portable kernels read goes to the file that XNNPACK is told too.
         external_constants=lambda node: node.meta.get("custom", {}).get(_TAG),
@@ -157,12 +158,16 @@ def lower_kind(
     return LoweredKind(program, weights)
 
 
-class _Constants:
-    """The constants of a kind, and what stands for them while they are lowered."""
+class Constants:
+    """The constants of a kind, and what stands for them while they are lowered.
+
+    Attributes:
+        values: of all, by name.
+        fixed: of those that are part of the program.
+    """
 
     def __init__(self, methods: Mapping[str, ExportedProgram]) -> None:
         self.values: dict[str, torch.Tensor] = {}
-        self.random: dict[str, torch.Tensor] = {}
         fixed: set[str] = set()
         for program in methods.values():
             for node, name, value in _constants_of(program):
@@ -175,7 +180,11 @@ class _Constants:
                 if _belongs_to_the_program(node):
                     fixed.add(name)
         self.fixed = {name: self.values[name] for name in fixed}
-        self.random = {name: _random(name, value) for name, value in self.values.items() if name not in fixed}
+
+    @cached_property
+    def random(self) -> dict[str, torch.Tensor]:
+        """What stands for the others: no two alike, the same in every process."""
+        return {name: _random(name, value) for name, value in self.values.items() if name not in self.fixed}
 
     def as_placeholders(self, program: ExportedProgram) -> ExportedProgram:
         """A copy of the program with random constants, each marked with the file that it goes to."""
@@ -234,7 +243,7 @@ class _Constants:
         found: dict[bytes, dict[str, str]] = defaultdict(dict)
         for name, value in self.random.items():
             for layout, apply in LAYOUTS.items():
-                data = _bytes(apply(value))
+                data = bytes_of(apply(value))
                 if len(data) in sizes:
                     found[_digest(data)].setdefault(name, layout)
         return found
@@ -294,7 +303,8 @@ def _random(name: str, like: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(random, requires_grad=False) if isinstance(like, nn.Parameter) else random
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor as it lies in memory."""
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 

@@ -44,6 +44,7 @@ from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
 from server_export.graph.modules import attribute, copied
 from server_export.graph.shapes import fill_in_values, with_size
+from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.traced import BATCH, COPIES, TOKENS
@@ -80,6 +81,7 @@ def lower_roles(
     roles: Collection[str],
     bounds: Bounds,
     is_head: bool,
+    cache: ProgramCache | None = None,
 ) -> LoweredRoles:
     """Lower a kind of block for some roles.
 
@@ -90,6 +92,7 @@ def lower_roles(
         roles: of ROLES.
         bounds: sizes of one call.
         is_head: whether it is a decoder's head.
+        cache: of programs; None: lower in any case.
 
     Raises:
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
@@ -107,7 +110,8 @@ def lower_roles(
     sizes = {role: sizes_of(role, bounds, is_head) for role in graphs}
     programs = {role: dynamic_program(graph, sizes[role]) for role, graph in graphs.items()}
     every = {size for of_role in sizes.values() for size in of_role.values()}
-    return LoweredRoles(lower_kind(programs, every, {DECODE}), methods, constants, programs)
+    lower = cache.lower if cache else lower_kind
+    return LoweredRoles(lower(programs, every, {DECODE}), methods, constants, programs)
 
 
 def role_graphs(

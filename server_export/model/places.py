@@ -99,7 +99,7 @@ class Places:
 def every_place(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) -> StartAdapter:
     """An adapter of all layers that may be chosen: the target modules, or all linear layers of the blocks."""
     targets = config.target_modules or ALL_LINEAR
-    start = start_adapter(replace(config, target_modules=targets, adapt_layers=None), outline, had_conv1d)
+    start = start_adapter(replace(config, target_modules=targets), outline, had_conv1d)
     every = f"top:{len(block_names(outline.model))}"
     return start.only(in_top_blocks(outline.model, list(start.lora_a), every))
 

@@ -22,6 +22,8 @@ _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
 # What a row takes for each of its tokens while it waits, as measured.
 BYTES_OF_A_TOKEN = 70
+# Different rows of a class of which a tenth can be left out.
+_FOLDED_ROWS = 10
 # A loss that is below so much of another is lower by more than chance.
 _CLEARLY = 0.98
 # The share of a limit that an estimate may come up to.
@@ -61,6 +63,8 @@ class RowFacts:
     """Target tokens."""
     unknown: int = 0
     """Of these, how many the tokenizer can't spell."""
+    fewest: int | None = None
+    """Of an encoder's rows: how many different ones the smallest class has."""
 
 
 def scheme(parameters: int) -> Decision:
@@ -132,6 +136,14 @@ def batch_size(facts: RowFacts) -> Decision:
     """Rows of a step."""
     value = next((size for least, size in _BATCHES if facts.rows >= least), 1)
     return Decision("batch_size", value, f"there are {facts.rows:,} training rows")
+
+
+def head_folds(facts: RowFacts) -> Decision | None:
+    """Heads that score rows which they were not fitted on; None: as many as usual, or no encoder."""
+    if facts.fewest is None or facts.fewest >= _FOLDED_ROWS:
+        return None
+    why = f"the smallest class has {facts.fewest} different rows, too few to leave some out"
+    return Decision("head_folds", 0, why)
 
 
 def steps(facts: RowFacts, batch: int) -> Decision:

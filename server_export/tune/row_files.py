@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,9 +91,9 @@ class RowFiles:
         return notes
 
     @property
-    def need_template(self) -> bool:
-        """Whether rows are messages, which become text by a chat template."""
-        return self._task() is None and find_form(read_rows(self.train), str(self.train)).chat == "needs"
+    def chat(self) -> str:
+        """Whether rows `needs` a chat template, `takes` one where there is one, or neither, ""."""
+        return "" if self._task() else find_form(read_rows(self.train), str(self.train)).chat
 
     def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[tuple[int, ...]]:
         """Tokens of a random choice of training rows as a run of the contract takes them."""
@@ -122,7 +123,13 @@ class RowFiles:
         )
         lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]
         widest = max(len(example.sequences) for example in examples)
-        return RowFacts(len(examples), max(lengths), sum(lengths), widest, sum(report.slots), report.unknown)
+        fewest = None
+        if contract.is_encoder:
+            different = {(example.sequences[0].tokens, example.label) for example in examples}
+            fewest = min(Counter(label for _, label in different).values())
+        return RowFacts(
+            len(examples), max(lengths), sum(lengths), widest, sum(report.slots), report.unknown, fewest
+        )
 
     def write_prompts(self, tokenizer: Tokenizer) -> Path:
         """Write prompts of the first development rows; returns their file."""

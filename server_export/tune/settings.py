@@ -75,6 +75,9 @@ class TuneSettings:
     """Default: exact, the gradient by backpropagation."""
     batch_size: int | None = None
     """Rows of a step; those that don't fit into memory together are added up. Default: by their number."""
+    head_folds: int | None = None
+    """Encoders: folds of the heads that score training rows; 0: none. Default: 10, none where a class has few
+    rows."""
     steps: int | None = None
     """Steps of the final run. Default: by the number of rows, and by --minutes."""
     learning_rate: float | None = None

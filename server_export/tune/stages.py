@@ -141,7 +141,7 @@ class _Tuning:
         tokenizing = Tokenizing(model, estimated)
 
         def template() -> Decision | None:
-            needed = self._rows.need_template
+            needed = self._rows.chat == "needs"
             return decisions.chat_template(tokenizing.has_template()) if needed else None
 
         self._decide("chat_template", settings.chat_template, template)
@@ -197,6 +197,7 @@ class _Tuning:
         batch = record.value("batch_size")
         if record.value("rows_of_a_call") is None:
             record.decide(*self._fitting(bundle, facts, batch))
+        self._decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
         self._decide("steps", settings.steps, lambda: decisions.steps(facts, batch))
         if record.value("learning_rate") is None and (settings.minutes is not None or settings.on):
             self._pace(settings.minutes)
@@ -321,6 +322,7 @@ class _Tuning:
             "task": self._settings.task,
             "dev_limit": None if rows.dev is None else _DEV_ROWS,
             "estimator": value("estimator"),
+            "head_folds": value("head_folds"),
             "batch_size": of_a_call * facts.widest,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
@@ -366,11 +368,13 @@ class _Tuning:
         }
 
     def _next(self) -> list[str]:
-        """What a user may want to type now: a model that learnt to choose has nothing to say."""
+        """What a user may want to type now, for what the model has learnt."""
         on = {"bundle": self._folder, "adapter": self._settings.out / "run"}
         if self._rows.have_candidates:
             return ["eval", *flags_of({**on, "task": self._settings.task, "data": "TEST_ROWS"})]
-        return ["chat", *flags_of(on)]
+        if self._rows.chat and bundle_tokenizer(open_bundle(self._folder)).chat_template:
+            return ["chat", *flags_of(on)]
+        return ["generate", *flags_of({**on, "prompt": "PROMPT"})]
 
     def _decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
         """Note what the user gave, or what is decided if anything is, unless the record has it."""

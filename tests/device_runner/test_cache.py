@@ -1,4 +1,4 @@
-"""`prge cache`: what packed weights take, and how they are removed."""
+"""`prge cache`: what packed weights and programs of exports take, and how they are removed."""
 
 from __future__ import annotations
 
@@ -29,16 +29,22 @@ def fill(folder: Path) -> None:
 
 def test_files_and_bytes_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(folder)
+    programs = folder.with_name("programs")
+    fill(programs)
     assert main(["cache"]) == 0
-    assert capsys.readouterr().out == f"{folder}: 2 files, 2.9 KiB (3000 bytes)\n"
+    told = "".join(f"{each}: 2 files, 2.9 KiB (3000 bytes)\n" for each in (folder, programs))
+    assert capsys.readouterr().out == told
     assert (folder / "a").is_file()
 
 
 def test_clearing_tells_what_was_freed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    programs = folder.with_name("programs")
     fill(folder)
+    fill(programs)
     assert main(["cache", "--clear"]) == 0
-    assert capsys.readouterr().out == f"{folder}: 0 files, 0 bytes\n2.9 KiB (3000 bytes) freed\n"
-    assert not (folder / "a").exists() and not (folder / "a.checksum").exists()
+    assert "5.9 KiB (6000 bytes) freed\n" in capsys.readouterr().out
+    for each in (folder, programs):
+        assert not (each / "a").exists() and not (each / "a.checksum").exists()
 
 
 def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +52,9 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, files, size, freed in (([], 2, 3000, None), (["--clear"], 0, 0, 3000)):
         assert main(["cache", "--json", *words]) == 0
         report = json.loads(capsys.readouterr().out)
-        assert report == {"folder": str(folder), "files": files, "bytes": size, "freed_bytes": freed}
+        empty = {"folder": str(folder.with_name("programs")), "files": 0, "bytes": 0}
+        packed = {"folder": str(folder), "files": files, "bytes": size}
+        assert report == {"folders": [packed, empty], "freed_bytes": freed}
 
 
 def test_without_a_cache_nothing_is_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,4 +79,7 @@ def test_neither_torch_nor_an_engine_is_needed(folder: Path) -> None:
         "from prge.cli import main; sys.exit(main(['cache']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"{folder}: 0 files, 0 bytes\n"), done.stderr
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"{folder}: 0 files, 0 bytes\n{folder.with_name('programs')}: 0 files, 0 bytes\n",
+    ), done.stderr

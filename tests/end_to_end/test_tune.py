@@ -109,7 +109,7 @@ def test_a_tuning_that_is_done_is_not_done_again(tuned: Path) -> None:
     journal = (tuned / "run" / "journal.jsonl").read_bytes()
     begin = time.monotonic()
     done = prge("tune", "--resume", tuned)
-    assert "prge run" not in done.stdout and "prge eval" not in done.stdout
+    assert "$ prge run" not in done.stdout and "$ prge eval" not in done.stdout
     assert time.monotonic() - begin < 30
     assert (tuned / "run" / "journal.jsonl").read_bytes() == journal
 
@@ -173,6 +173,21 @@ def test_an_encoder_needs_rows_of_every_class(workshop: Path, encoder: Path, tmp
     done = prge("tune", rows, *words, "--steps", 4, "--learning-rate", 0.03, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "the classification head can't be fitted" in done.stderr and "classes without a row" in done.stderr
+
+
+def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_path: Path) -> None:
+    lines = [{"text": text, "label": label} for text, label in (("aa", 0), ("bb", 1), ("cc", 0), ("dd", 1))]
+    rows = write_rows(tmp_path / "rows.jsonl", lines)
+    words = ["--bundle", encoder, "--task", workshop / "task.yaml", "--out", tmp_path / "out", "--steps", 4]
+    words += ["--dev", rows, "--learning-rate", 0.01, "--json", tmp_path / "tune-result.json"]
+    done = prge("tune", rows, *words)
+    result = result_of(tmp_path / "out")
+    assert result["score_before"] is None and 0 <= result["score_after"]["accuracy"] <= 1
+    assert "2 different rows" in result["chosen"]["head_folds"]["why"]
+    before, after = result["samples"]["before"], result["samples"]["after"]
+    assert [each["right"] for each in before] == ["no", "yes", "no"]
+    assert [each["prompt"] for each in after] == ["aa ?", "bb ?", "cc ?"]
+    assert "\n  right   'yes'" in done.stdout
 
 
 def test_an_empty_completion_is_told_with_its_row(workshop: Path, tmp_path: Path) -> None:

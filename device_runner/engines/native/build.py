@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prge.errors import EngineError, PrgeError
+from prge.user_cache import NATIVE, user_cache
 
 SOURCE = Path(__file__).with_name("engine.cpp")
 LIBRARY = "libprge_native.so"
@@ -53,7 +54,7 @@ def library() -> Path:
     needs = _digest(SOURCE.read_bytes(), _version(package), str(package), platform.machine())
     compiler = find_compiler()
     if compiler is None:
-        built = sorted(cache_folder().glob(f"{needs}-*/{LIBRARY}"))
+        built = sorted(user_cache(NATIVE).glob(f"{needs}-*/{LIBRARY}"))
         if built:
             return built[0]
         raise EngineError(
@@ -62,7 +63,9 @@ def library() -> Path:
             remedy="install one (Debian: apt install g++), " + _ANOTHER_ENGINE,
         )
     status = compiler.stat()
-    path = cache_folder() / f"{needs}-{_digest(str(compiler), status.st_size, status.st_mtime_ns)}" / LIBRARY
+    path = (
+        user_cache(NATIVE) / f"{needs}-{_digest(str(compiler), status.st_size, status.st_mtime_ns)}" / LIBRARY
+    )
     if not path.is_file():
         build(str(compiler), package, path, str(package / "lib"))
     return path
@@ -136,22 +139,6 @@ def compile_command(compiler: str, package: Path, output: Path, run_path: str) -
         "-Wl,--enable-new-dtags",
         f"-Wl,-rpath,{run_path}",
     ]
-
-
-def cache_folder() -> Path:
-    """Where built libraries are kept.
-
-    Raises:
-        EngineError: XDG_CACHE_HOME is not set and the user has no home.
-    """
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:
-        raise EngineError(
-            f"there is no place to keep the native engine: {error}",
-            remedy="let XDG_CACHE_HOME name a folder, or PRGE_NATIVE_LIBRARY a library built elsewhere",
-        ) from None
-    return Path(base) / "prge" / "native"
 
 
 def stock_package() -> Path:

@@ -326,7 +326,7 @@ def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: P
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
     engine, given = opened(bundle, contract, memory=largest).step, inputs_of(contract)
     before = [array.tobytes() for array in engine.forward(given).values()]
-    assert packed_files.remove_packed(cache)
+    assert packed_files.remove_files(cache)
     assert [array.tobytes() for array in engine.forward(given).values()] == before
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("executorch")
 from device_runner.engines import packed_files
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native.runtime import Arena, Program, WeightsFile, without_threads
-from device_runner.engines.packed_files import HashedFile, PackedFiles, packed_bytes, remove_packed
+from device_runner.engines.packed_files import HashedFile, PackedFiles, bytes_in, remove_files
 from device_runner.engines.refusals import RefusedError
 from prge.errors import BundleError
 from tests.compilers import needs_compiler
@@ -204,7 +204,7 @@ def test_without_room_the_weights_stay_in_memory_and_that_is_said_once(
         (told,) = use.told
         assert told.startswith("weights stay in memory instead of packed files: "), told
         assert ("File too large" if asks else "ftruncate") in told, told
-        assert packed_of(folder) == [] and packed_bytes(folder) == 0
+        assert packed_of(folder) == [] and bytes_in(folder) == 0
 
     in_a_child(fp32, attempt)
 
@@ -229,7 +229,7 @@ def test_an_engine_that_dies_while_it_packs_does_no_harm(
     monkeypatch.setattr(packed_files, "_pack", lambda *_: end())
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
-    assert len(use.told) == 1 and packed_bytes(folder) == 0
+    assert len(use.told) == 1 and bytes_in(folder) == 0
 
 
 def test_a_file_that_changes_answers_is_not_kept(
@@ -238,7 +238,7 @@ def test_a_file_that_changes_answers_is_not_kept(
     monkeypatch.setattr(packed_files, "_answers", lambda *_: [os.urandom(8)])
     use = Use(fp32, folder)
     assert use.assert_right() == [None, None]
-    assert "its answers change" in use.told[0] and packed_bytes(folder) == 0
+    assert "its answers change" in use.told[0] and bytes_in(folder) == 0
 
 
 def test_a_process_that_was_killed_while_it_packed_leaves_nothing_behind(
@@ -322,14 +322,14 @@ def test_weights_that_are_not_those_of_their_hash_are_an_error(
 
 
 def test_the_cache_tells_its_size_and_is_emptied_under_those_who_use_it(fp32: Kind, folder: Path) -> None:
-    assert packed_bytes(folder) == remove_packed(folder) == 0
+    assert bytes_in(folder) == remove_files(folder) == 0
     use = Use(fp32, folder)
     program = Program(fp32.program)
     method = program.load("score", weights=use.open(0))
     use.open(1)
-    size = packed_bytes(folder)
+    size = bytes_in(folder)
     assert size > sum(path.stat().st_size for path in packed_of(folder)) > 1 << 15
-    assert remove_packed(folder) == size and packed_bytes(folder) == 0
+    assert remove_files(folder) == size and bytes_in(folder) == 0
     inputs, outputs = example("score"), room("score")
     method.run(inputs, outputs)
     fp32.assert_right(0, "score", inputs, outputs)

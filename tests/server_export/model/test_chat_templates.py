@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,13 @@ def tokenizer_of(kind: str, ends: bool = True, prepend_bos: PrependBos = "never"
 @cache
 def prompts_of(tokenizer: Tokenizer) -> Prompts:
     return Prompts(tokenizer)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ends_children() -> Iterator[None]:
+    """Of the templates that tests share."""
+    yield
+    prompts_of.cache_clear()
 
 
 def conversation(*texts: str) -> list[dict[str, str]]:

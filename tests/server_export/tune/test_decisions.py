@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,12 @@ def test_steps_read_each_row_a_few_times_and_no_more_than_is_usual(rows: int) ->
     read = batch * decisions.steps(facts(rows), batch).value
     assert rows <= read or read >= 24_000
     assert read <= max(24_000, 40 * rows) + batch
+
+
+@pytest.mark.parametrize(("fewest", "folds"), [(None, None), (1, 0), (9, 0), (10, None)])
+def test_few_rows_of_a_class_are_never_left_out(fewest: int | None, folds: int | None) -> None:
+    decision = decisions.head_folds(replace(facts(), fewest=fewest))
+    assert (decision and decision.value) == folds
 
 
 @pytest.mark.parametrize(
