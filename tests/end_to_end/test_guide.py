@@ -48,11 +48,12 @@ def test_a_run_stays_on_its_axes_and_is_replayed_from_its_journal(
     )  # fmt: skip
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [event["loss"] for event in events if event["event"] == "step"]
-    assert np.mean(losses[-4:]) < np.mean(losses[:4])
+    assert len(losses) == 12 and np.isfinite(losses).all() and len({*losses}) == 12
     guide, adapter = guide_of(open_bundle(guided)), read_lora(out / "final")
     assert guide is not None
     for name, axes in guide.axes.items():
         lora_b = adapter.lora_b[name]
+        assert lora_b.any()
         np.testing.assert_allclose(axes.T @ np.linalg.pinv(axes.T) @ lora_b, lora_b, atol=1e-5)
     shutil.rmtree(out / "checkpoints")
     assert "the same bits" in prge("replay", out, "--out", tmp_path / "replayed").stdout
