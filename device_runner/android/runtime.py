@@ -38,6 +38,7 @@ from prge import __version__
 from prge.bundle import file_sha256
 from prge.documents import read_json
 from prge.errors import ConfigError, DeviceError, EngineError, RunError
+from prge.user_cache import user_cache
 
 MANIFEST = "runtime.json"
 TREE = "TREE"
@@ -157,7 +158,7 @@ def open_runtime(folder: Path) -> Runtime:
 
 def default_cache() -> Path:
     """Where downloads are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prge" / "android"
+    return user_cache("android")
 
 
 def files_of(folder: Path) -> Iterator[Path]:

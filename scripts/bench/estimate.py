@@ -129,7 +129,7 @@ def compare(model: Path, scheme: str, arguments: argparse.Namespace, folder: Pat
     bundle, cache = folder / "bundle", folder / "cache"
     start = time.monotonic()
     process = subprocess.Popen(
-        [*command, "export", "--overwrite", "--out", str(bundle), *export], stdout=sys.stderr
+        [*command, "export", "--overwrite", "--no-cache", "--out", str(bundle), *export], stdout=sys.stderr
     )
     _, status, usage = os.wait4(process.pid, 0)
     if status:

@@ -26,6 +26,8 @@ def export(model: Path, out: Path, *flags: str, checkout: Path = ROOT) -> dict[s
     """Call `prge export` of a checkout; its seconds and the most memory that it took."""
     begin = time.monotonic()
     words = [sys.executable, "-m", "prge.cli", "export", "--model", str(model), "--out", str(out), *flags]
+    if checkout == ROOT:  # older ones have no cache
+        words.append("--no-cache")
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     process = subprocess.Popen([*words, "--overwrite"], stdout=sys.stderr, env=environment, cwd=checkout)
     _, status, usage = os.wait4(process.pid, 0)

@@ -249,9 +249,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder or hub id; default: the demo's, with its rows")
-    parser.add_argument(
-        "--train", type=Path, help="training rows; the first 128 examples are for development"
-    )
+    parser.add_argument("--train", type=Path, help="rows; 128 examples are for development")
     parser.add_argument("--test", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="file for the results")
     parser.add_argument("--time", type=float, default=0.7, help="share of the time that auto may take")

@@ -96,7 +96,9 @@ def _key(
         program = methods[method]
         add(method, program.graph_signature, program.range_constraints)
         for node in program.graph.nodes:
-            add(node.op, node.name, node.target, node.args, node.kwargs, _shape(node.meta.get("val")))
+            # A function's own text has its address.
+            target = getattr(node.target, "__qualname__", node.target)
+            add(node.op, node.name, target, node.args, node.kwargs, _shape(node.meta.get("val")))
     for name, value in sorted(constants.values.items()):
         add(name, value.dtype, list(value.shape), isinstance(value, torch.nn.Parameter))
     for name, value in sorted(constants.fixed.items()):

@@ -1,8 +1,8 @@
 """What an adapter in each place would contribute: the gradient that it gets, and what its rank explains.
 
-The gradient is that of the untrained adapter's `lora_b`, with principal directions as `lora_a`: how fast the
-loss falls when it begins to learn. What a rank explains of a layer's inputs says how much of that is left at
-another rank.
+The gradient is that of the untrained adapter's `lora_b`, with principal directions as `lora_a`: how much of
+the first steps is common to all rows. What a rank explains of a layer's inputs says how much of that is left
+at another rank.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FOLDS = 8
 class Contribution:
     """Of one layer.
 
-    `gradient` is the norm of the gradient at the rank that it was measured with; `shares` what each direction
-    explains of the mean square of the layer's inputs, the most first.
+    `gradient` is the norm of the mean gradient at the rank that it was measured with, 0 to 1 of that of a
+    batch; `shares` what each direction explains of the mean square of the layer's inputs, the most first.
     """
 
     gradient: float
@@ -47,10 +47,12 @@ class Contribution:
 def gradient_norms(
     chain: Chain, contract: Contract, examples: Sequence[Example], pad: int, pooling: str
 ) -> dict[str, float]:
-    """Norm of the mean gradient by each layer's `lora_b` at zero, without what the choice of rows adds to it.
+    """Norm of the mean gradient by each layer's `lora_b` at zero, as a part of the norm that batches have.
 
     The mean of a few rows' gradients is mostly noise, and a layer whose rows differ would look important. So
-    products of different batches are averaged, in which noise cancels; a negative average counts as 0.
+    products of different batches are averaged, in which noise cancels; a negative average counts as 0. Lower
+    layers have larger gradients and stand smaller steps: the root mean square over batches, which Adam
+    divides by too, takes that out.
 
     Args:
         chain: in float32, with the adapters.
@@ -90,7 +92,8 @@ def _norms(chain: Chain, gradients: np.ndarray[tuple[int, int], np.dtype[np.floa
         own = gradients[:, start : start + module.rank * module.out_features]
         start += own.shape[1]
         of_sum, of_each = float((own.sum(0) ** 2).sum()), float((own**2).sum())
-        found[module.name] = math.sqrt(max(of_sum - of_each, 0.0) / (count * (count - 1)))
+        signal = max(of_sum - of_each, 0.0) / (count - 1)
+        found[module.name] = math.sqrt(signal / of_each) if of_each > 0 else 0.0
     return found
 
 

@@ -22,12 +22,12 @@ from tests.end_to_end.conftest import REPOSITORY, prge, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.export, pytest.mark.timeout(300)]
 
-STEPS = 16
+STEPS = 8
 # Files that appear in the stages after rows and plan, and after which a process is killed.
 INSTANTS = (
     "before.json",
     "search/0.001-8/journal.jsonl",
-    "search/*-16/metrics.jsonl",
+    "search/0.01-8/metrics.jsonl",
     "run/checkpoints/step-*",
 )
 
