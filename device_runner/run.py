@@ -25,6 +25,7 @@ from device_runner.session.inputs import (
     CHANGEABLE,
     RunInputs,
     estimator_of,
+    keep_guide,
     learning_rates,
     new_state,
     read_inputs,
@@ -112,6 +113,7 @@ def run(settings: RunSettings) -> Path:
                 checkpoints=Checkpoints(settings.checkpoint_dtype, settings.out, settings.memory),
             )
             begin(journal, inputs.identity(settings), settings)
+            keep_guide(journal, inputs.bundle, settings)
             facts = _Facts(inputs, engines, journal)
             rows = partial(estimator_of(journal).rows, engines.step.contract)
             watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)

@@ -57,7 +57,7 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("calls", "batches", "search_trials", "analysis_steps"), _PASSES),
     **dict.fromkeys(("calibration_rows", "held_out", "threads"), _PASSES),
     **dict.fromkeys(("head_folds", "top_blocks", "lines", "sample_rows"), Range(0, 10_000)),
-    **dict.fromkeys(("rank", "queries", "copies", "tokens", "branch_pool"), _SIZE),
+    **dict.fromkeys(("rank", "axes", "queries", "copies", "tokens", "branch_pool"), _SIZE),
     **dict.fromkeys(("batch_size", "sequence_length", "context", "init_tokens"), _SIZE),
     **dict.fromkeys(("trunk_cache_bytes", "memory", "adapt_memory"), _BYTES),
     "max_dropped": Range(0, 1),

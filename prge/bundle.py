@@ -6,6 +6,7 @@
     tables.safetensors  rotations of all positions, where the model has any
     adapter/            the adapter to start from, a PEFT folder (lora_A and lora_B)
     tokenizer/          tokenizer.json and, where the model has one, chat_template.jinja
+    guide.safetensors   axes that forward-only runs keep to, if the export made any
 
 A bundle from elsewhere is untrusted: nothing of it is loaded before its hash is compared.
 """

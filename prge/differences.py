@@ -19,9 +19,10 @@ import numpy as np
 
 from prge.adapter import Adapter, LoraBStack, adapter_size
 from prge.contract import AdaptedModule, Contract
-from prge.directions import Directions, Distribution
+from prge.directions import Directions, Distribution, GuidedDirections
 from prge.engine import Engine, FloatArray
 from prge.estimators import Calls, Float64Array, Measurement, Step, clipped
+from prge.guide import Guide
 from prge.objectives import losses, score_gradient, scores
 
 
@@ -102,20 +103,27 @@ class OneSided:
 class Differences:
     """Implements prge.estimators.Estimator on stacks of copies: one scalar per query.
 
-    The gradient of a trained head is the mean over the variants.
+    The gradient of a trained head is the mean over the variants. `guide` keeps directions to its axes.
     """
 
-    def __init__(self, rule: Rule, distribution: Distribution = "rademacher", clip: float = 0.0) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        distribution: Distribution = "rademacher",
+        clip: float = 0.0,
+        guide: Guide | None = None,
+    ) -> None:
         self.rule = rule
         self.distribution = distribution
         self.clip = clip
+        self.guide = guide
         self._stack: LoraBStack | None = None
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """Loss of every variant over all batches: ceil(variants / copies) calls per batch."""
         contract = engine.contract
         variants = self.rule.variants()
-        directions = Directions(self.distribution, step.seed, step.number, step.adapter.size)
+        directions = self._directions(step.seed, step.number, step.adapter.modules)
         stack = self._stack_of(contract)
         total = np.zeros(len(variants))
         calls = Calls(engine, step.trained_head)
@@ -153,13 +161,20 @@ class Differences:
     ) -> FloatArray:
         """mean_i scalar_i * z_i, f32 [size]; summed in query order so that a replay has the same bits."""
         scalars = np.asarray(learnt["scalars"], np.float64)
-        directions = Directions(self.distribution, seed, step, adapter_size(modules))
-        total = np.zeros(directions.size, np.float32)
+        directions = self._directions(seed, step, modules)
+        total = np.zeros(adapter_size(modules), np.float32)
         for query, scalar in enumerate(scalars):
             term = directions(query)
             term *= np.float32(scalar / len(scalars))
             total += term
         return total
+
+    def _directions(
+        self, seed: int, step: int, modules: Sequence[AdaptedModule]
+    ) -> Callable[[int], FloatArray]:
+        if self.guide is None:
+            return Directions(self.distribution, seed, step, adapter_size(modules))
+        return GuidedDirections(self.distribution, seed, step, tuple(modules), self.guide)
 
     def _stack_of(self, contract: Contract) -> LoraBStack:
         stack = self._stack

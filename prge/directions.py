@@ -5,7 +5,10 @@ Counter-based: the Philox 4x64-10 generator (Salmon et al. 2011, "Parallel rando
 any direction of a run can be made again from its journal.
 
     Directions          one direction a query, a sign or a normal for every value of the adapter
+    GuidedDirections    the same for every axis of a guide instead
     RankOneDirections   one direction a query and example, a product u v^T of signs in every module
+
+With a guide (prge/guide.py) v are random sums of its axes instead of signs.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule
-from prge.engine import FloatArray, IntArray
+from prge.engine import Array, FloatArray, IntArray
+from prge.guide import Guide
 
 Distribution = Literal["rademacher", "gaussian"]
 Float64Array = NDArray[np.float64]
@@ -75,11 +79,34 @@ class Directions:
 
 
 @dataclass(frozen=True)
+class GuidedDirections:
+    """The directions of one step that a guide keeps to its axes, made when asked for."""
+
+    distribution: Distribution
+    seed: int
+    step: int
+    modules: tuple[AdaptedModule, ...]
+    guide: Guide
+
+    def __call__(self, query: int) -> FloatArray:
+        """Direction of one query, f32 [size of the adapter]; the same bits on every machine for signs."""
+        widths = [module.rank * self.guide.width(module) for module in self.modules]
+        numbers = Directions(self.distribution, self.seed, self.step, sum(widths))(query)
+        parts, start = [], 0
+        for module, width in zip(self.modules, widths, strict=True):
+            own = numbers[start : start + width].reshape(module.rank, -1)
+            parts.append(self.guide.spread(module, own).ravel())
+            start += width
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
 class RankOneDirections:
     """The directions of one step that are a product u v^T in every module, made when asked for.
 
     The signs of a query are one stream, example after example, so an example's don't depend on how many
-    follow it. `shared`: all examples of a query have the same direction.
+    follow it. `shared`: all examples of a query have the same direction. `guide`: v are sums of its axes with
+    random signs instead of signs.
     """
 
     seed: int
@@ -88,14 +115,21 @@ class RankOneDirections:
     examples: int
     modules: tuple[AdaptedModule, ...]
     shared: bool = False
+    guide: Guide | None = None
 
     def __call__(self, query: int, example: int = 0) -> FloatArray:
         """Direction of one query and example, f32 [size of the adapter]."""
-        products = [np.outer(u[query, example], v[query, example]) for _, u, v in self.factors()]
+        products = [
+            np.outer(u[query, example], self._outputs(module, v[query, example]))
+            for module, u, v in self.factors()
+        ]
         return np.concatenate([product.ravel() for product in products]).astype(np.float32)
 
     def factors(self) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
-        """Every module with its u [queries, examples, rank] and v [queries, examples, out_features]."""
+        """Every module with the signs of its u [queries, examples, rank] and v [queries, examples, width].
+
+        `width` is that of its outputs, or as many as the guide has axes for it.
+        """
         return self._cut(self._signs)
 
     def fill(self, inputs: Mapping[str, FloatArray], owner: IntArray) -> None:
@@ -109,7 +143,7 @@ class RankOneDirections:
         rows[:, owner < 0] = 0
         for module, u, v in self._cut(rows):
             inputs[U_PREFIX + module.name][...] = u
-            inputs[V_PREFIX + module.name][...] = v
+            inputs[V_PREFIX + module.name][...] = self._outputs(module, v)
 
     def gradient(self, scalars: Float64Array) -> FloatArray:
         """Mean of scalar * u v^T over queries and examples, f32 [size of the adapter].
@@ -123,22 +157,34 @@ class RankOneDirections:
         means = []
         for module, u, v in self.factors():
             left = (u * scalars[..., None]).reshape(-1, module.rank)
-            total = left.T @ v.reshape(-1, module.out_features).astype(np.float64)
+            total = left.T @ v.reshape(-1, v.shape[-1]).astype(np.float64)
             # Adding 0 makes -0 and 0, which depend on the order, one number.
-            means.append(((total + 0.0) / scalars.size).astype(np.float32).ravel())
+            mean = self._outputs(module, (total + 0.0) / scalars.size)
+            means.append(mean.astype(np.float32).ravel())
         return np.concatenate(means)
 
+    def _outputs(self, module: AdaptedModule, v: Array) -> Array:
+        """What random signs of a module, or means of such, are in its outputs: [..., out_features]."""
+        if self.guide is None:
+            return v
+        return self.guide.spread(module, v if v.dtype == np.float64 else v.astype(np.float32))
+
+    def _width(self, module: AdaptedModule) -> int:
+        """Signs of a v."""
+        return module.out_features if self.guide is None else self.guide.width(module)
+
     def _cut(self, signs: SignArray) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
-        """Every module with its u and v in rows of all modules' signs."""
+        """Every module with the signs of its u and v in rows of all modules' signs."""
         start = 0
         for module in self.modules:
-            middle, end = start + module.rank, start + module.rank + module.out_features
+            middle = start + module.rank
+            end = middle + self._width(module)
             yield module, signs[..., start:middle], signs[..., middle:end]
             start = end
 
     @cached_property
     def _signs(self) -> SignArray:
-        width = sum(module.rank + module.out_features for module in self.modules)
+        width = sum(module.rank + self._width(module) for module in self.modules)
         count = 1 if self.shared else self.examples
         signs = np.empty((self.queries, count, width), np.int8)
         for query in range(self.queries):

@@ -11,7 +11,7 @@ import numpy as np
 from prge.engine import Array, FloatArray
 
 ScheduleName = Literal["constant", "linear", "cosine"]
-OptimizerName = Literal["sgd", "momentum", "adam"]
+OptimizerName = Literal["sgd", "momentum", "adam", "adam-norm"]
 
 
 class Optimizer(Protocol):
@@ -77,13 +77,46 @@ class Adam:
         values -= rate * first / deviation
 
 
+class AdamNorm:
+    """Adam with one second moment for all values: steps keep the direction of the first moment.
+
+    Random directions with signs give every value the same second moment on average, whatever its gradient
+    is; those of a guide would lose their lengths to a second moment of each value.
+    """
+
+    def __init__(self, size: int, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> None:
+        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
+        self.state: dict[str, Array] = {
+            "first_moment": np.zeros(size, np.float32),
+            "second_moment": np.zeros(1, np.float64),
+            "updates": np.zeros(1, np.int64),
+        }
+
+    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
+        """Change `values` in place by one step."""
+        first, second = self.state["first_moment"], self.state["second_moment"]
+        updates = self.state["updates"]
+        updates += 1
+        first *= np.float32(self.beta1)
+        first += np.float32(1 - self.beta1) * gradient
+        second *= self.beta2
+        # An exact sum: the same bits on every machine.
+        square = math.fsum(gradient.astype(np.float64) ** 2) / len(gradient)
+        second += (1 - self.beta2) * square
+        count = int(updates[0])
+        deviation = math.sqrt(float(second[0]) / (1 - self.beta2**count)) + self.epsilon
+        values -= np.float32(learning_rate / (1 - self.beta1**count) / deviation) * first
+
+
 def make_optimizer(
     name: OptimizerName, size: int, momentum: float = 0.9, beta1: float = 0.9, beta2: float = 0.999
 ) -> Optimizer:
     """The optimizer of that name over `size` values."""
     if name == "sgd":
         return SGD()
-    return Momentum(size, momentum) if name == "momentum" else Adam(size, beta1, beta2)
+    if name == "momentum":
+        return Momentum(size, momentum)
+    return AdamNorm(size, beta1, beta2) if name == "adam-norm" else Adam(size, beta1, beta2)
 
 
 def schedule(name: ScheduleName, peak: float, steps: int, warmup: int = 0) -> Callable[[int], float]:

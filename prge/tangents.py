@@ -18,6 +18,7 @@ from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule, Contract
 from prge.directions import RankOneDirections, on_grid
 from prge.engine import Engine, FloatArray
 from prge.estimators import Calls, Float64Array, Measurement, Step, clipped
+from prge.guide import Guide
 from prge.objectives import largest_tangent, losses, score_gradient, score_slopes, scores
 
 
@@ -25,12 +26,13 @@ class Tangents:
     """Implements prge.estimators.Estimator on tangents; the contract has the number of queries.
 
     `shared`: one direction a query for all examples, instead of one for each. `clip` bounds the norm of every
-    example's gradient.
+    example's gradient. `guide` keeps directions to its axes.
     """
 
-    def __init__(self, shared: bool = False, clip: float = 0.0) -> None:
+    def __init__(self, shared: bool = False, clip: float = 0.0, guide: Guide | None = None) -> None:
         self.shared = shared
         self.clip = clip
+        self.guide = guide
         self._factors: dict[str, FloatArray] = {}
         self._contract: Contract | None = None
         self._directions = RankOneDirections(0, 0, 0, 0, ())
@@ -82,7 +84,7 @@ class Tangents:
     ) -> RankOneDirections:
         """The step's directions, which measuring and the gradient share."""
         queries, examples = shape
-        wanted = RankOneDirections(seed, step, queries, examples, tuple(modules), self.shared)
+        wanted = RankOneDirections(seed, step, queries, examples, tuple(modules), self.shared, self.guide)
         if wanted != self._directions:
             self._directions = wanted
         return self._directions

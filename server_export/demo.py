@@ -1,12 +1,13 @@
 """`prge demo`: the whole path on a tiny model that comes with the package, each step a command of its own.
 
-tune, killed on the way -> resume -> the other two estimators on its bundle -> write -> a table, a picture
+tune, killed on the way -> resume -> guide its bundle -> two estimators more -> write -> a table, a picture
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -27,10 +28,11 @@ DESCRIPTION = "Tune, compare, evaluate and publish a tiny model on this machine,
 # One bundle for all three: directions of the rows help exact gradients alone.
 MODEL = {"model": DATA / "model", "target_modules": ["o_proj", "down_proj"], "init": "random"}
 RUN = {"batch_size": 4, "optimizer": "adam", "schedule": "cosine", "evaluate_every": 100}
-# On the bundle and beside the run of `prge tune`, which takes exact gradients.
+# On the bundle, guided, and beside the run of `prge tune`, which takes exact gradients.
+_FORWARD = {"queries": 8, "batch_size": 2, "steps": 200, "optimizer": "adam-norm", "learning_rate": 0.03}
 METHODS: dict[str, dict[str, Any]] = {
-    "p-rge": {"estimator": "antithetic", "queries": 4, "steps": 600, "learning_rate": 0.01},
-    "tangent": {"estimator": "tangent", "queries": 4, "steps": 600, "learning_rate": 0.01},
+    "p-rge": {"estimator": "antithetic", **_FORWARD},
+    "tangent": {"estimator": "tangent", **_FORWARD},
 }
 # Candidates are compared with each other. To write the right one, the model learns it as a text, and its end.
 WRITING = {"estimator": "exact", "steps": 300, "learning_rate": 0.01, "evaluate_every": 0, "sample_every": 0}
@@ -81,11 +83,14 @@ def demo(settings: DemoSettings) -> dict[str, Any]:
     run_verb("tune", "--resume", tuned, "--json", out / "tuned.json")
     found = json_of(out / "tuned.json")
     _step("2/4  train it twice more on its bundle, with forward passes alone")
-    data = {"bundle": bundle, "train": rows["data"], "dev": rows["dev"], **task, "seed": settings.seed}
+    guided = out / "guided"
+    shutil.copytree(bundle, guided)
+    run_verb("guide", *flags_of({"bundle": guided, "model": MODEL["model"], "data": rows["data"], **task}))
+    data = {"bundle": guided, "train": rows["data"], "dev": rows["dev"], **task, "seed": settings.seed}
     methods = {}
     for name, method in METHODS.items():
         run_verb("run", *flags_of({**data, **RUN, **method, "out": out / name}))
-        words = {"bundle": bundle, "data": rows["test"], **task, "adapter": out / name}
+        words = {"bundle": guided, "data": rows["test"], **task, "adapter": out / name}
         run_verb("eval", *flags_of({**words, "json": out / f"{name}.json"}))
         methods[name] = _figures(out / name, json_of(out / f"{name}.json"))
     methods["exact"] = _figures(tuned / "run", found["score_after"])

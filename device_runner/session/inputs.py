@@ -19,6 +19,7 @@ from prge.estimators import Estimator, InTurn
 from prge.exact import Exact
 from prge.examples import Example
 from prge.generation.prompts import Prompts
+from prge.guide import Guide, guide_of
 from prge.head import Head
 from prge.journal import Journal, Record, encode_array
 from prge.optimizers import make_optimizer, schedule
@@ -47,7 +48,7 @@ _NOT_IDENTITY = frozenset(
 # What may change with the estimator of a run, and the journal's record of it.
 CHANGEABLE = frozenset(
     {
-        *("estimator", "queries", "copies", "epsilon", "directions", "share_directions"),
+        *("estimator", "queries", "copies", "epsilon", "directions", "share_directions", "guided"),
         *("baseline", "normalize", "clip", "clip_examples", "learning_rate"),
     }
 )
@@ -160,18 +161,20 @@ def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> Training
     return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
 
 
-def make_estimator(settings: RunSettings) -> Estimator:
+def make_estimator(settings: RunSettings, guide: Guide | None = None) -> Estimator:
     """The estimator that settled settings ask for; raises ValueError for those that aren't."""
+    if not settings.guided:
+        guide = None
     if settings.estimator == "exact":
         return Exact(settings.clip, settings.clip_examples)
     if settings.estimator == "tangent":
-        return Tangents(settings.share_directions, settings.clip)
+        return Tangents(settings.share_directions, settings.clip, guide)
     if settings.queries is None:
         raise ValueError("how many queries is not settled")
     rule: Rule = Antithetic(settings.queries, settings.epsilon)
     if settings.estimator == "one-sided":
         rule = OneSided(settings.queries, settings.epsilon, settings.baseline, settings.normalize)
-    return Differences(rule, settings.directions, settings.clip)
+    return Differences(rule, settings.directions, settings.clip, guide)
 
 
 def run_settings(record: Record) -> RunSettings:
@@ -186,11 +189,22 @@ def settings_records(journal: Journal) -> list[Record]:
 
 def estimator_of(journal: Journal) -> Estimator:
     """The estimator of a journal's run; it replays a step by that which the step was taken with."""
-    since = []
+    since, guide = [], Guide.from_journal(journal)
     for record in settings_records(journal):
         with journal.reading(record):
-            since.append((record.get("step", 0), make_estimator(run_settings(record))))
+            since.append((record.get("step", 0), make_estimator(run_settings(record), guide)))
     return InTurn(since)
+
+
+def keep_guide(journal: Journal, bundle: Bundle, settings: RunSettings) -> None:
+    """Write the bundle's guide, if it has one, into the journal of a run that takes it, once.
+
+    Raises:
+        PrgeError: the guide can't be used.
+    """
+    takes = settings.guided and settings.estimator != "exact"
+    if takes and Guide.from_journal(journal) is None and (guide := guide_of(bundle)) is not None:
+        journal.append(guide.to_record())
 
 
 def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:

@@ -61,6 +61,8 @@ class RunSettings(TrainingFlags):
     """antithetic, one-sided: copies of the adapter in one call; default: all of a step."""
     share_directions: bool = False
     """tangent: one direction a query for all examples of a step, instead of one for each."""
+    guided: bool = True
+    """Keep random directions to the axes that `prge export --guide` found, where the bundle has them."""
     epsilon: float = 1e-2
     """antithetic, one-sided: length of a perturbation, in units of the adapter's values."""
     baseline: Literal["clean", "leave-one-out"] = "clean"
@@ -81,7 +83,7 @@ class RunSettings(TrainingFlags):
     calls: int = 1
     """Batches accumulated into one step."""
     optimizer: OptimizerName = "adam"
-    """sgd, momentum or adam."""
+    """sgd, momentum, adam, or adam-norm: one second moment for all values, for guided directions."""
     momentum: float = 0.9
     """momentum's coefficient, and adam's beta1."""
     beta2: float = 0.999

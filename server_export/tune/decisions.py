@@ -106,6 +106,13 @@ def init(estimator: str | None, adapt_layers: str | None = None) -> Decision:
     return Decision("init", "random", "directions of the rows help exact gradients alone")
 
 
+def optimizer(guided: bool) -> Decision:
+    """What turns gradients into steps; `guided`: directions keep to the axes of a guide."""
+    if guided:
+        return Decision("optimizer", "adam-norm", "keeps the lengths of the axes that directions keep to")
+    return Decision("optimizer", "adam", "the usual one")
+
+
 def memory(free: int) -> Decision:
     """Most bytes of a run's process on a phone that has so many free."""
     return Decision("memory", free // 2, f"half of the {bytes_text(free)} that the phone has free")

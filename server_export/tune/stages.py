@@ -20,10 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prge.bundle import Bundle, open_bundle
+from prge.bundle import Bundle, open_bundle, read_manifest
 from prge.chain import DECODE, ROLE_OF
 from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
 from prge.errors import PrgeError
+from prge.guide import GUIDE
 from prge.progress import duration
 from prge.rows.report import unknown_note
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
@@ -43,6 +44,8 @@ from server_export.verbs import flags_of, json_of, run_verb
 # Development rows that a run's evaluations read.
 _DEV_ROWS = 200
 _PILOT_STEPS = 10
+# Estimators that take a guide.
+_GUIDED = ("tangent", "antithetic")
 
 
 def tune(settings: TuneSettings) -> dict[str, Any]:
@@ -119,6 +122,9 @@ class _Tuning:
             if decided["init"] == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
             run_verb("export", *flags_of({"model": settings.model, "out": self._folder, **asked, **decided}))
+        if settings.bundle is None and settings.estimator in _GUIDED and not _has_guide(self._folder):
+            rows = {"data": self._rows.train, "task": settings.task}
+            run_verb("guide", *flags_of({"bundle": self._folder, "model": settings.model, **rows}))
         bundle = open_bundle(self._folder)
         places = bundle.manifest.get("lora", {}).get("places")
         if settings.adapt_layers == AUTO and self._record.value("layers") is None:
@@ -185,6 +191,8 @@ class _Tuning:
 
         facts = RowFacts(**record.found("facts", measure))
         self._decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
+        guided = record.value("estimator") in _GUIDED and _has_guide(self._folder)
+        self._decide("optimizer", None, lambda: decisions.optimizer(guided))
         self._decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
         batch = record.value("batch_size")
         if record.value("rows_of_a_call") is None:
@@ -318,6 +326,7 @@ class _Tuning:
             "batch_size": of_a_call * facts.widest,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
+            "optimizer": value("optimizer"),
             "schedule": "cosine",
             "warmup": decisions.warmup(steps),
             "beta2": decisions.BETA2.get(value("estimator")),
@@ -378,6 +387,10 @@ def _best_estimator(bundle: Bundle) -> Decision:
     fitting = [name for name, kind in KINDS.items() if ROLE_OF[kind] in bundle.chain.roles]
     why = "backpropagation needs the fewest rows" if fitting[0] == "exact" else "of the bundle's, the best"
     return Decision("estimator", fitting[0], why)
+
+
+def _has_guide(bundle: Path) -> bool:
+    return GUIDE in read_manifest(bundle)["files"]
 
 
 def _status(summary: Path) -> str | None:

@@ -19,9 +19,11 @@ from device_runner.replay import main as replay
 from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
-from prge.bundle import file_sha256
+from prge.bundle import file_sha256, open_bundle
 from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, RunError
+from prge.guide import Guide, add_guide
 from prge.journal import Journal, encode_array
+from prge.peft import read_peft
 from prge.run_folder import with_stored_settings
 from prge.settings import parse_settings
 from tests.bundles import read_json, write_manifest
@@ -632,3 +634,36 @@ def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
         run(replace(settings, memory=1))
     assert not (settings.out / "config.yaml").exists()
     run(settings)
+
+
+@pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
+def test_a_guided_run_resumes_and_replays_to_the_same_bits(
+    device: Device, settings: RunSettings, estimator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its journal holds the guide: a replay needs no bundle."""
+    bundle = open_bundle(settings.bundle)
+    axes = np.random.default_rng(0).normal(size=(2, bundle.contract.modules[0].out_features))
+    add_guide(bundle, Guide({module.name: axes.astype(np.float32) for module in bundle.contract.modules}))
+    guided = replace(settings, estimator=estimator, optimizer="adam-norm")
+    run(guided)
+    moved = read_peft(settings.out / "final", bundle.contract.modules).values.reshape(-1, axes.shape[1])
+    inside = moved @ np.linalg.pinv(axes) @ axes
+    np.testing.assert_allclose(moved, inside, atol=1e-6)
+    assert moved.any()
+    killed, kills = replace(guided, out=tmp_path / "killed"), 0
+    while True:
+        device.calls_left = 14 + kills % 5
+        try:
+            run(killed)
+            break
+        except Killed:
+            kills, killed = kills + 1, replace(killed, resume=killed.out)
+    assert kills > 1
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
+    assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
+    assert "the same bits" in capsys.readouterr().out
+    device.calls_left = 10**9
+    run(replace(guided, out=tmp_path / "free", guided=False))
+    with Journal(tmp_path / "free" / "journal.jsonl", writable=False) as journal:
+        assert journal.first("guide") is None

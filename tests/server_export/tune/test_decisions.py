@@ -125,6 +125,11 @@ def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None
     assert decisions.init(estimator).value == found
 
 
+@pytest.mark.parametrize(("guided", "found"), [(True, "adam-norm"), (False, "adam")])
+def test_guided_directions_keep_the_lengths_of_their_axes(guided: bool, found: str) -> None:
+    assert decisions.optimizer(guided).value == found
+
+
 def test_layers_are_chosen_by_directions_of_the_rows_whatever_the_estimator() -> None:
     assert decisions.init("tangent", "auto").value == "eva"
     assert decisions.init("tangent", "top:2").value == "random"

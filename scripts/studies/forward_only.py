@@ -1,0 +1,153 @@
+"""How many rows forward-only runs need for most of backpropagation's gain: free and guided directions.
+
+    python scripts/studies/forward_only.py --out results
+    python scripts/studies/forward_only.py --model MODEL --data wikitext.json --out results --tasks wikitext
+
+Tasks are those of init.py: the demo's, and language modelling with MODEL. One export has the bundle of a
+task, `prge guide` another one, from the training rows. The gain is that of exact gradients: from the loss of
+development rows before a run to its lowest. Printed are the rows that a run computed until it had the share
+`--share` of it, between two evaluations in proportion, and the least loss that it came to. Each way takes the
+rate, of some, that is best with the first seed. Development rows alone are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from init import Task, tasks
+from verbs import evaluations, prge, summarize
+
+FREE = {"optimizer": "adam"}
+GUIDED = {"optimizer": "adam-norm"}
+WIDE = {"queries": 16, "batch-size": 1}
+EVALUATIONS = 20
+# Rows that forward-only runs compute, and the sizes of a step that runs had before they were guided.
+ROWS = {"demo": 12_000, "wikitext": 36_000}
+BEFORE = {"demo": {"queries": 4, "batch-size": 4}, "wikitext": {"queries": 8, "batch-size": 2}}
+
+
+def main() -> None:
+    """Read the flags, run every task, way and seed, print JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder or hub id of the model for --data")
+    parser.add_argument("--data", type=Path, help="JSON list of passages")
+    parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
+    parser.add_argument("--tasks", nargs="+", default=["demo"], choices=sorted(ROWS))
+    parser.add_argument("--estimators", nargs="+", default=["tangent", "antithetic"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
+    parser.add_argument("--share", type=float, default=0.8)
+    parser.add_argument("--part", type=float, default=1.0, help="of the rows, for guided runs")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    for name, task in tasks(arguments).items():
+        exact = trained(arguments, name, task, "exact", {}, arguments.seeds[0], task.rates["exact"][-1])
+        before, lowest = exact[0][1], min(loss for _, loss in exact)
+        target = before - arguments.share * (before - lowest)
+        results[name] = {"before": before, "exact": lowest, "target": target}
+        for estimator in arguments.estimators:
+            for way, settings, rates, part in (
+                ("free, as before", {**FREE, **BEFORE[name]}, (1e-2, 3e-2), 1.0),
+                ("free", {**FREE, **WIDE}, (1e-2, 3e-2, 6e-2), 1.0),
+                ("guided", {**GUIDED, **WIDE}, (1e-2, 3e-2, 6e-2), arguments.part),
+            ):
+                found = way_of(arguments, name, task, estimator, settings, rates, part, target)
+                results[name][f"{estimator}, {way}"] = found
+                text = json.dumps(results, indent=2)
+                (arguments.out / "results.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def way_of(
+    arguments: argparse.Namespace,
+    name: str,
+    task: Task,
+    estimator: str,
+    settings: dict[str, Any],
+    rates: tuple[float, ...],
+    part: float,
+    target: float,
+) -> dict[str, Any]:
+    """All seeds at the rate that the first one came lowest with."""
+    first, *others = arguments.seeds
+    curves = {rate: trained(arguments, name, task, estimator, settings, first, rate, part) for rate in rates}
+    rate = min(rates, key=lambda each: min(loss for _, loss in curves[each]))
+    runs = []
+    for seed in [first, *others]:
+        curve = trained(arguments, name, task, estimator, settings, seed, rate, part)
+        runs.append({"seed": seed, "rows": rows_to(curve, target), "loss": min(loss for _, loss in curve)})
+    return {"learning_rate": rate, "rows": [run["rows"] for run in runs], **summarize(runs, ["loss"])}
+
+
+def rows_to(curve: list[tuple[int, float]], target: float) -> int | None:
+    """Rows until the loss is the target; None where it never is."""
+    for (rows, loss), (next_rows, next_loss) in itertools.pairwise(curve):
+        if next_loss <= target:
+            return round(rows + (next_rows - rows) * (loss - target) / (loss - next_loss))
+    return None
+
+
+def trained(
+    arguments: argparse.Namespace,
+    name: str,
+    task: Task,
+    estimator: str,
+    settings: dict[str, Any],
+    seed: int,
+    rate: float,
+    part: float = 1.0,
+) -> list[tuple[int, float]]:
+    """Rows and loss of development rows at every evaluation of a run, done unless it was before."""
+    guided = settings.get("optimizer") == GUIDED["optimizer"]
+    flags = {**task.run["exact"], "estimator": estimator, **settings}
+    if estimator != "exact":
+        of_an_example = 1 + flags["queries"] if estimator == "tangent" else 2 * flags["queries"]
+        flags["steps"] = int(part * ROWS[name] / flags["batch-size"] / of_an_example)
+        flags["evaluate-every"] = max(flags["steps"] // EVALUATIONS, 1)
+    words = [name, estimator, *map(str, settings.values()), seed, f"{rate:g}", f"{part:g}"]
+    folder = arguments.out / "-".join(map(str, words))
+    if not (folder / "final").exists():
+        prge(
+            "run",
+            bundle=bundle(arguments, name, task, guided),
+            train=task.files["train"],
+            dev=task.files["dev"],
+            out=folder,
+            seed=seed,
+            learning_rate=rate,
+            evaluate_at=[0],
+            select="loss",
+            threads=1,
+            quiet=[],
+            **task.rows,
+            **flags,
+        )
+    return [(record["rows"], record["loss"]) for record in evaluations(folder)]
+
+
+def bundle(arguments: argparse.Namespace, name: str, task: Task, guided: bool) -> Path:
+    """The bundle of a task, exported and guided unless it was before."""
+    plain = Path(arguments.out / f"bundle-{name}")
+    if not plain.exists():
+        prge("export", model=task.model, out=plain, roles=["stack", "tangent", "back"], **task.export)
+    if not guided:
+        return plain
+    folder = plain.with_name(f"{plain.name}-guided")
+    if not folder.exists():
+        partial = folder.with_suffix(".partial")
+        shutil.copytree(plain, partial, dirs_exist_ok=True)
+        rows = {key: value for key, value in task.rows.items() if key == "task"}
+        prge("guide", bundle=partial, model=task.model, data=task.files["train"], **rows)
+        partial.rename(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    main()

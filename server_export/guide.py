@@ -1,0 +1,138 @@
+"""`prge guide`: gives a bundle the axes that its forward-only runs keep their directions to.
+
+rows -> gradient of each, by backpropagation in PyTorch -> principal axes of every adapted layer's outputs
+
+A gradient by a layer's `lora_b` lies near a few axes of the layer's outputs, whatever row it is of. The
+workstation finds them on rows of the kind that a device will train on; the device needs no way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prge.bounds import bound_problems
+from prge.bundle import Bundle, open_bundle
+from prge.errors import ConfigError, DataError
+from prge.guide import Guide, add_guide
+from prge.settings import parse_settings
+
+if TYPE_CHECKING:
+    from server_export.baselines.problem import ModelProblem
+
+DESCRIPTION = "Give a bundle axes for the directions of its forward-only runs, from gradients of rows."
+
+
+@dataclass(frozen=True)
+class GuideSettings:
+    """Give a bundle axes for the directions of its forward-only runs."""
+
+    bundle: Path
+    """Folder that `prge export` wrote; it is another bundle afterwards, which no earlier run goes on with."""
+    model: str
+    """Folder or hub id of the model that it was exported from."""
+    data: Path
+    """Rows with their labels, of the kind that a device will train on."""
+    task: str | None = None
+    """Task of the rows, as for `prge run`."""
+    columns: list[str] = field(default_factory=list)
+    """Names for columns of the rows: prompt=question completion=answer."""
+    axes: int = 16
+    """Axes of each layer's outputs."""
+    limit: int = 400
+    """Most rows; each costs a forward and a backward pass."""
+    seed: int = 0
+    """Seed of the choice among the rows."""
+
+    def __post_init__(self) -> None:
+        if problems := bound_problems(self):
+            raise ConfigError("these settings can't be used:", problems)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge guide --help`."""
+    settings = parse_settings(GuideSettings, argv, "prge guide", description=DESCRIPTION)
+    print(guide(settings))
+    return 0
+
+
+def guide(settings: GuideSettings) -> str:
+    """Find the axes and write them into the bundle; returns what to say of them.
+
+    Raises:
+        PrgeError: bundle, model or rows can't be used; the bundle is as it was.
+    """
+    bundle = open_bundle(settings.bundle)
+    problem = _problem(settings, bundle)
+    found, shares = axes_of_gradients(problem, settings.axes)
+    add_guide(bundle, found)
+    few, much = min(shares.values()), max(shares.values())
+    searched = sum(module.rank * found.width(module) for module in problem.modules)
+    trained = sum(module.rank * module.out_features for module in problem.modules)
+    return (
+        f"{settings.bundle}: directions have {searched:,} random numbers instead of {trained:,}; their axes "
+        f"explain {few:.0%} to {much:.0%} of the gradients of {len(problem.train):,} rows by a layer"
+    )
+
+
+def axes_of_gradients(problem: ModelProblem, count: int) -> tuple[Guide, dict[str, float]]:
+    """Principal axes of the gradients of a problem's single rows, and what they explain of each layer's.
+
+    An axis is as long as the square root of the gradients' root mean square along it: between one length for
+    all, and lengths along which only the first would be learnt. All of a layer together have the mean square
+    of signs. The problem's model gets an adapter.
+
+    Raises:
+        DataError: the rows have no gradient by a layer.
+    """
+    import torch
+
+    from server_export.baselines.lora import insert_adapter
+    from server_export.model.principal import Principal
+
+    _, _, lora_b = insert_adapter(problem)
+    for parameter in problem.model.parameters():
+        parameter.requires_grad_(False)
+    for matrix in lora_b:
+        matrix.requires_grad_(True)
+    principals = [Principal(module.out_features, count) for module in problem.modules]
+    for example in problem.train:
+        gradients = torch.autograd.grad(problem.loss([example]), lora_b)
+        for principal, gradient in zip(principals, gradients, strict=True):
+            principal.add(gradient.T.float())
+    axes, shares = {}, {}
+    for module, principal in zip(problem.modules, principals, strict=True):
+        found = principal.directions()
+        if not len(found.rows):
+            raise DataError(
+                "the rows can't give axes:",
+                [f"they have no gradient by {module.name}"],
+                remedy="give other rows, or adapt other layers",
+            )
+        squares = found.shares.sqrt()
+        lengths = (squares / squares.sum() * module.out_features).sqrt()
+        axes[module.name] = (found.rows * lengths.float().unsqueeze(1)).numpy()
+        shares[module.name] = float(found.shares.sum())
+    return Guide(axes), shares
+
+
+def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
+    """The bundle's model with the rows."""
+    from prge.rows.example_building import BuildOptions, load_examples
+    from prge.rows.readers import Selection
+    from prge.rows.sources import read_source
+    from prge.rows.task import load_task
+    from prge.rows.tokenizer import bundle_tokenizer
+    from server_export.baselines.problem import open_problem
+    from server_export.quiet import quiet_libraries
+
+    quiet_libraries()
+    tokenizer = bundle_tokenizer(bundle)
+    task = load_task(settings.task) if settings.task else None
+    rows = read_source(settings.data, "train", settings.columns)
+    chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
+    examples, _ = load_examples(rows, tokenizer, bundle.contract, task, chosen, BuildOptions("auto"))
+    widest = max(len(example.sequences) for example in examples)
+    return open_problem(bundle, settings.model, examples, tokenizer.pad_id, widest, settings.seed)
