@@ -12,7 +12,7 @@ import torch
 
 from prge.contract import AdaptedModule, Contract
 from prge.errors import DataError
-from server_export.model.eva import init_rows, principal_start
+from server_export.model.eva import init_examples, principal_start, tokens_of
 from server_export.model.loading import outline_model
 from server_export.model.start import StartAdapter, start_adapter
 from server_export.model.tokenization import on_device
@@ -89,7 +89,8 @@ def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[
         modules=(AdaptedModule("layer", RANK, WIDTH, WIDTH),),
     )
     tokenizer = on_device(make_tokenizer(), "auto", VOCABULARY)
-    return init_rows(config(init_rows=file, **changes), tokenizer, contract)
+    settings = config(init_rows=file, **changes)
+    return tokens_of(init_examples(settings, tokenizer, contract), settings.init_tokens)
 
 
 TEXTS = [{"text": f"row {number} of many more"} for number in range(100)]
