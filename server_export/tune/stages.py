@@ -4,7 +4,8 @@ rows/          train, dev and test as jsonl, with the columns that are read
 bundle/        the export, unless one is given
 search/        short runs, one for each learning rate and number of steps
 run/           the final run
-before.json    scores of the bundle's adapter, and of the run's: after.json
+start/         of an encoder: its run before the first step, with the head that was fitted then
+before.json    scores of the bundle's adapter, or of start/; and of the run's: after.json
 adapter/       the PEFT folder
 report.html    curves, samples, what was chosen and why
 """
@@ -62,10 +63,10 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             ("rows", tuning.read),
             ("bundle", tuning.export),
             ("plan", tuning.plan),
-            ("scores before", lambda: tuning.score("before")),
+            ("scores before", tuning.score_before),
             ("learning rate", tuning.search),
             ("training", tuning.train),
-            ("scores after", lambda: tuning.score("after")),
+            ("scores after", tuning.score_after),
             ("adapter", tuning.publish),
             ("report", tuning.report),
         ]
@@ -237,15 +238,28 @@ class _Tuning:
             f"a step takes {seconds:.3g} s, the final run {duration(seconds * self._record.value('steps'))}"
         )
 
-    def score(self, name: str) -> None:
-        """Score the test rows, or the development rows, before or after."""
+    def score_before(self) -> None:
+        """Score the test rows, or the development rows, with the adapter that the bundle came with."""
+        if open_bundle(self._folder).contract.is_encoder:
+            print("an encoder's classes are fitted when its run begins: scored after it")
+        else:
+            self._score("before", None)
+
+    def score_after(self) -> None:
+        """Score them with the result; an encoder's also as they were before the first step."""
+        run = self._settings.out / "run"
+        if open_bundle(self._folder).contract.is_encoder:
+            start = self._settings.out / "start"
+            if not start.is_dir():
+                run_verb("replay", run, *flags_of({"step": 0, "out": start}))
+            self._score("before", start)
+        self._score("after", run)
+
+    def _score(self, name: str, adapter: Path | None) -> None:
         path, rows = self._settings.out / f"{name}.json", self._rows.test or self._rows.dev
         if rows is None:
             print("there are no rows to score")
-        elif name == "before" and open_bundle(self._folder).contract.is_encoder:
-            print("an encoder has no classes before it has learnt some")
         elif not path.is_file():
-            adapter = self._settings.out / "run" if name == "after" else None
             words = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
             partial = path.with_suffix(".partial")
             run_verb("eval", *flags_of({**words, "threads": self._settings.threads, "json": partial}))
