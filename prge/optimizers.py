@@ -63,21 +63,25 @@ class Adam:
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
         """Change `values` in place by one step."""
-        first, second = self.state["first_moment"], self.state["second_moment"]
-        updates = self.state["updates"]
-        updates += 1
-        first *= np.float32(self.beta1)
-        first += np.float32(1 - self.beta1) * gradient
+        first, count = self._first_moment(gradient)
+        second = self.state["second_moment"]
         second *= np.float32(self.beta2)
         second += np.float32(1 - self.beta2) * gradient * gradient
-        count = int(updates[0])
         rate = np.float32(learning_rate / (1 - self.beta1**count))
         deviation = np.sqrt(second / np.float32(1 - self.beta2**count))
         deviation += np.float32(self.epsilon)
         values -= rate * first / deviation
 
+    def _first_moment(self, gradient: FloatArray) -> tuple[Array, int]:
+        """The first moment with a gradient more, and how many there were."""
+        first, updates = self.state["first_moment"], self.state["updates"]
+        updates += 1
+        first *= np.float32(self.beta1)
+        first += np.float32(1 - self.beta1) * gradient
+        return first, int(updates[0])
 
-class AdamNorm:
+
+class AdamNorm(Adam):
     """Adam with one second moment for all values: steps keep the direction of the first moment.
 
     Random directions with signs give every value the same second moment on average, whatever its gradient
@@ -85,25 +89,17 @@ class AdamNorm:
     """
 
     def __init__(self, size: int, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> None:
-        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
-        self.state: dict[str, Array] = {
-            "first_moment": np.zeros(size, np.float32),
-            "second_moment": np.zeros(1, np.float64),
-            "updates": np.zeros(1, np.int64),
-        }
+        super().__init__(size, beta1, beta2, epsilon)
+        self.state["second_moment"] = np.zeros(1, np.float64)
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
         """Change `values` in place by one step."""
-        first, second = self.state["first_moment"], self.state["second_moment"]
-        updates = self.state["updates"]
-        updates += 1
-        first *= np.float32(self.beta1)
-        first += np.float32(1 - self.beta1) * gradient
+        first, count = self._first_moment(gradient)
+        second = self.state["second_moment"]
         second *= self.beta2
         # An exact sum: the same bits on every machine.
         square = math.fsum(gradient.astype(np.float64) ** 2) / len(gradient)
         second += (1 - self.beta2) * square
-        count = int(updates[0])
         deviation = math.sqrt(float(second[0]) / (1 - self.beta2**count)) + self.epsilon
         values -= np.float32(learning_rate / (1 - self.beta1**count) / deviation) * first
 
