@@ -8,13 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from device_runner.session.inputs import estimator_of, new_state, run_settings
-from prge.adapter import Adapter
-from prge.checkpoint import HEAD, TrainingState, head_arrays
-from prge.contract import AdaptedModule
-from prge.encoder_heads import Heads
+from device_runner.session.replaying import replay
+from prge.checkpoint import HEAD, head_arrays
 from prge.errors import RunError
-from prge.journal import Journal, Record, decode_array
+from prge.journal import Journal
 from prge.peft import read_peft, write_peft
 from prge.regular_files import read_regular
 from prge.run_folder import FINAL, JOURNAL
@@ -62,43 +59,3 @@ def _head(folder: Path) -> bytes | None:
     """The file of a classification head; None in a decoder's folder."""
     path = folder / HEAD
     return read_regular(path) if path.exists() else None
-
-
-def replay(journal: Journal, step: int | None = None) -> TrainingState:
-    """The state after `step` steps, or after the best one, or the last one of a run without evaluations.
-
-    Raises:
-        RunError: the journal has no beginning, or fewer steps.
-    """
-    start = journal.first("start")
-    if start is None:
-        raise RunError(f"{journal.path} has no beginning", remedy="give the journal of a run")
-    with journal.reading(start):
-        state = first_state(journal, start)
-    for record in journal.records:
-        if record["kind"] == "evaluation":
-            with journal.reading(record):
-                state.judge(record)
-    if step is None:
-        step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
-    if step > journal.steps:
-        raise RunError(f"the run has {journal.steps} steps, not {step}", remedy="give a smaller --step")
-    estimator = estimator_of(journal)
-    for number in range(step):
-        taken = journal.step(number)
-        if taken is None:
-            raise RunError(f"{journal.path} lacks step {number}", remedy="restore it from a copy")
-        with journal.reading(taken):
-            gradient = estimator.gradient(taken, taken["seed"], number, state.adapter.modules)
-            state.apply(taken, gradient)
-    return state
-
-
-def first_state(journal: Journal, start: Record) -> TrainingState:
-    """The state before the first step, as the journal's first record describes it."""
-    modules = [AdaptedModule(**module) for module in start["modules"]]
-    adapter = Adapter.zeros(modules)
-    if start["adapter"]:
-        adapter.values[:] = decode_array(start["adapter"])
-    heads = Heads.from_journal(journal, start["width"]) or Heads()
-    return new_state(run_settings(start), adapter, heads)

@@ -125,7 +125,7 @@ class TrainingState:
         arrays: dict[str, Array] = {"the adapter": self.adapter.values}
         if self.trained_head:
             arrays["the head"] = self.trained_head.values
-        arrays |= {f"the optimizer's {name}": array for name, array in _optimizer_arrays(self).items()}
+        arrays |= {f"the optimizer's {name}": array for name, array in optimizer_arrays(self).items()}
         return "; ".join(
             f"{name} has {int(np.count_nonzero(~np.isfinite(array)))} values that are not finite"
             for name, array in arrays.items()
@@ -157,7 +157,7 @@ def save_checkpoint(checkpoints: Path, state: TrainingState, template: Path) -> 
     folder = checkpoint_folder(checkpoints, state.step)
     if folder.exists() and _is_whole(folder, state):
         return folder
-    extra: dict[str, Any] = {OPTIMIZER: _optimizer_arrays(state)}
+    extra: dict[str, Any] = {OPTIMIZER: optimizer_arrays(state)}
     if state.head is not None:
         extra[HEAD] = head_arrays(state.head)
     extra[STATE] = (json.dumps(asdict(state.progress), indent=1) + "\n").encode()
@@ -188,7 +188,7 @@ def load_checkpoint(folder: Path, state: TrainingState) -> None:
     """
     saved = _read_checkpoint(folder, state)
     state.adapter.values[:] = saved.adapter.values
-    for name, target in _optimizer_arrays(state).items():
+    for name, target in optimizer_arrays(state).items():
         target[:] = saved.optimizer[name]
     if state.head is not None and saved.head is not None:
         state.head.values[:] = saved.head.values
@@ -222,7 +222,7 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _Saved:
     """What a checkpoint of the same run as `state` holds; AdapterError as `load_checkpoint`."""
     adapter = read_peft(folder, state.adapter.modules)
     arrays = read_arrays(folder / OPTIMIZER)
-    targets = _optimizer_arrays(state)
+    targets = optimizer_arrays(state)
     if arrays.keys() != targets.keys() or any(
         (arrays[name].shape, arrays[name].dtype) != (target.shape, target.dtype)
         or not np.isfinite(arrays[name]).all()
@@ -279,7 +279,8 @@ def read_head(path: Path, head: Head) -> None:
     head.weight[:], head.bias[:] = arrays["weight"], arrays["bias"]
 
 
-def _optimizer_arrays(state: TrainingState) -> dict[str, Array]:
+def optimizer_arrays(state: TrainingState) -> dict[str, Array]:
+    """The arrays of a state's optimizers by name, which `TrainingState.apply` changes in place."""
     arrays = {f"adapter.{name}": array for name, array in state.optimizer.state.items()}
     if state.head_optimizer is not None:
         arrays.update({f"head.{name}": array for name, array in state.head_optimizer.state.items()})

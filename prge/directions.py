@@ -55,12 +55,16 @@ def gaussian(seed: int, step: int, query: int, size: int) -> FloatArray:
     The same on every numpy version; logarithm and cosine come from the machine's mathematics library,
     so machines may differ in the last bit.
     """
-    half = -(-size // 2)
-    words = philox(seed, step, query, 2 * half)
+    return normals(philox(seed, step, query, size + size % 2))[:size]
+
+
+def normals(words: NDArray[np.uint64]) -> FloatArray:
+    """As many independent standard normals as random words, an even number: f32 [words]."""
+    half = len(words) // 2
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     radius = np.sqrt(-2.0 * np.log(uniform[:half]))
     angle = 2.0 * np.pi * uniform[half:]
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size].astype(np.float32)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)]).astype(np.float32)
 
 
 @dataclass(frozen=True)

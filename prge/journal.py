@@ -110,6 +110,15 @@ class Journal:
         self._stream = open_regular(self.path, "ab", buffering=0)
         self._length = len(content)
 
+    def undo_after(self, kept: int) -> None:
+        """Leave out all but the first `kept` records, of something that was begun and not finished."""
+        if kept == len(self.records) or self._stream is None:
+            return
+        del self.records[kept:]
+        self._length = sum(len(_line(record)) for record in self.records)
+        self._stream.truncate(self._length)
+        self._at = {(record["kind"], record.get("step")): record for record in self.records}
+
     @contextlib.contextmanager
     def reading(self, record: Record) -> Iterator[None]:
         """Use a record that the journal held; RunError if it lacks something or has it otherwise."""

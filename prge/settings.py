@@ -110,6 +110,13 @@ def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Setti
     return _build(settings_type, given, problems, prog)
 
 
+def settings_of(settings_type: type[Settings], fields: Mapping[str, Any], where: str) -> Settings:
+    """Settings from a mapping that came from elsewhere, such as a message; raises ConfigError as above."""
+    problems: list[str] = []
+    given = _given_by(fields, where, _kinds(settings_type), problems)
+    return _build(settings_type, given, problems, "prge")
+
+
 def settings_to_yaml(settings: Any, comments: bool = False) -> str:
     """All settings as YAML that `--config` reads back as equal; `comments` adds each field's help."""
     import yaml
@@ -209,13 +216,19 @@ def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> lis
     if not isinstance(content, dict):
         problems.append(f"{path} holds a {type(content).__name__}, not a mapping of settings")
         return []
+    return _given_by(content, str(path), kinds, problems)
+
+
+def _given_by(
+    content: Mapping[Any, Any], where: str, kinds: Mapping[str, Any], problems: list[str]
+) -> list[_Given]:
     given = []
     for key, value in content.items():
         if key in kinds:
-            given.append(_Given(f"{path}: {key}", key, value))
+            given.append(_Given(f"{where}: {key}", key, value))
         else:
             problems.append(
-                f"{path}: {shown(key)} is no setting of this verb{_nearest(str(key), kinds, str)}"
+                f"{where}: {shown(key)} is no setting of this verb{_nearest(str(key), kinds, str)}"
             )
     return given
 

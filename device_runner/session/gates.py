@@ -16,7 +16,10 @@ _SLICE_SECONDS = 0.1
 class Held(Protocol):
     """Who is told of a pause, and may end it."""
 
-    stopped: bool
+    @property
+    def stopped(self) -> bool:
+        """Whether the wait is to end."""
+        ...
 
     def say(self, text: str) -> None:
         """Tell the user, and the log."""

@@ -15,7 +15,7 @@ from prge.checkpoint import HEAD, TrainingState, read_head
 from prge.differences import Antithetic, Differences, OneSided, Rule
 from prge.encoder_heads import Heads
 from prge.errors import ConfigError
-from prge.estimators import Estimator, InTurn
+from prge.estimators import Estimator, InTurn, OfDevices
 from prge.exact import Exact
 from prge.examples import Example
 from prge.generation.prompts import Prompts
@@ -77,8 +77,12 @@ class RunInputs:
 
     def identity(self, settings: RunSettings) -> Record:
         """What a run with these inputs is, as the journal begins; for settings that are `paced`."""
-        plain = {name: value for name, value in asdict(settings).items() if name not in _NOT_IDENTITY}
-        return {**self.origin, "settings": plain}
+        return {**self.origin, "settings": identity_settings(settings)}
+
+
+def identity_settings(settings: RunSettings) -> Record:
+    """The settings that make a run what it is, as its journal begins with them."""
+    return {name: value for name, value in asdict(settings).items() if name not in _NOT_IDENTITY}
 
 
 def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
@@ -193,7 +197,7 @@ def estimator_of(journal: Journal) -> Estimator:
     for record in settings_records(journal):
         with journal.reading(record):
             since.append((record.get("step", 0), make_estimator(run_settings(record), guide)))
-    return InTurn(since)
+    return OfDevices(InTurn(since))
 
 
 def keep_guide(journal: Journal, bundle: Bundle, settings: RunSettings) -> None:

@@ -1,0 +1,215 @@
+"""What the devices of a fleet and its server agree on: how steps are taken, on which bundle, for which task.
+
+A device takes part only in what it knows by hash: the bundle is its own, the task is its owner's, and the
+plan is within its owner's policy. An agreement's hash is in every message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from device_runner.session.settings import RunSettings
+from prge.bounds import bound_problems
+from prge.documents import parse_json
+from prge.errors import ConfigError
+from prge.optimizers import OptimizerName, ScheduleName
+from prge.rows.task import Task
+from prge.settings import settings_of
+
+MOST_AGREEMENT_BYTES = 1 << 16
+HASH_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a fleet learns."""
+
+    rounds: int = 20
+    """Rounds; in each the server asks some devices."""
+    local_steps: int = 10
+    """Steps that a device takes in a round before it answers."""
+    examples: int = 4
+    """Examples of a step on a device."""
+    estimator: Literal["tangent", "antithetic", "one-sided", "exact"] = "tangent"
+    """tangent, antithetic, one-sided: devices send scalars. exact: they send the change of their adapter."""
+    queries: int = 4
+    """Random directions of a step; exact has none."""
+    directions: Literal["common", "own"] = "common"
+    """common: all devices take the same directions, so that the mean of their scalars is enough, and a device
+    that comes late has little to catch up. own: each has others, which together say more of the gradient,
+    and take as many times the bytes down."""
+    share_directions: bool = False
+    """tangent: one direction a query for all examples of a step, so that a device sends --queries scalars a
+    step instead of --queries for each of its --examples. Noise needs it."""
+    epsilon: float = 1e-2
+    """antithetic, one-sided: length of a perturbation."""
+    guided: bool = True
+    """Keep directions to the axes that `prge export --guide` found, where the bundle has them."""
+
+    clip: float = 0.0
+    """Largest norm of an example's gradient: as tangents estimate it, or exact; of the step's with
+    antithetic and one-sided. 0: no clipping; noise needs it."""
+    noise: float = 0.0
+    """Local differential privacy: every device adds Gaussian noise to what it sends, of this deviation in
+    units of how far one example can change it; 0: none."""
+    delta: float = 1e-5
+    """Of the (epsilon, delta) that noise amounts to."""
+    most_epsilon: float = 0.0
+    """A device stops where its epsilon would exceed this; 0: no bound but its owner's."""
+
+    combine: Literal["mean", "median"] = "mean"
+    """Of the devices' scalars along common directions; the median withstands devices that lie."""
+    outlier: float = 4.0
+    """Shorten answers that are this many times longer than the median of a round's answers."""
+    optimizer: OptimizerName = "adam"
+    """Of the common steps by scalars, and of a device's own with exact."""
+    momentum: float = 0.9
+    """momentum's coefficient, and adam's beta1."""
+    beta2: float = 0.98
+    """adam's second coefficient."""
+    learning_rate: float = 1e-2
+    """Peak learning rate."""
+    schedule: ScheduleName = "constant"
+    """Learning rate over the steps after warm-up."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+
+    average: Literal["fedavg", "fedadam", "fedprox"] = "fedavg"
+    """exact: what the server makes of the devices' changes, by Flower's own strategies."""
+    server_rate: float = 1e-2
+    """fedadam: the server's learning rate."""
+    proximal: float = 0.1
+    """fedprox: how strongly a device's steps are held to where the round began."""
+    largest: float = 1.0
+    """exact: share of a change's values that a device sends, its largest; 0.01 sends 1 %."""
+    seed: int = 42
+    """Of common directions, and of which devices a round asks."""
+
+    def __post_init__(self) -> None:
+        problems = bound_problems(self)
+        if self.noise and not self.clip:
+            problems.append("--noise needs --clip: the noise is in units of what clipping leaves")
+        if self.noise and self.estimator == "tangent" and not self.share_directions:
+            problems.append("--noise needs --share-directions: else there is noise for each example")
+        if self.noise and self.estimator in ("antithetic", "one-sided") and self.examples != 1:
+            problems.append(
+                f"--noise with --estimator {self.estimator} needs --examples 1, it is {self.examples}: "
+                "single examples are clipped by tangent and exact alone"
+            )
+        if self.combine == "median" and (self.directions == "own" or not self.by_scalars):
+            problems.append("--combine median needs scalars along --directions common")
+        if self.warmup > self.steps:
+            problems.append(f"--warmup is {self.warmup}, there are only {self.steps} steps")
+        if problems:
+            raise ConfigError(
+                "these settings can't be used:", problems, remedy="see `prge fleet serve --help`"
+            )
+
+    @property
+    def by_scalars(self) -> bool:
+        """Whether devices send scalars; else the change of their adapter."""
+        return self.estimator != "exact"
+
+    @property
+    def steps(self) -> int:
+        """Steps that a device takes if it takes part in every round."""
+        return self.rounds * self.local_steps
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a step's scalars: [queries], or of tangents [queries, examples]."""
+        if self.estimator != "tangent":
+            return (self.queries,)
+        return (self.queries, 1 if self.share_directions else self.examples)
+
+    def run_settings(
+        self, bundle: Path = Path(), train: Path = Path(), out: Path = Path(), sequences: int = 1
+    ) -> RunSettings:
+        """The settings of `prge run` that take the plan's steps.
+
+        Args:
+            bundle, train, out: as there.
+            sequences: most sequences of one example.
+        """
+        exact = self.estimator == "exact"
+        one_by_one = exact and self.clip > 0
+        return RunSettings(
+            bundle=bundle,
+            train=train,
+            out=out,
+            estimator=self.estimator,
+            queries=None if exact else self.queries,
+            share_directions=self.estimator == "tangent" and self.share_directions,
+            epsilon=RunSettings.epsilon if self.estimator in ("tangent", "exact") else self.epsilon,
+            guided=self.guided,
+            clip=0.0 if exact else self.clip,
+            clip_examples=self.clip if exact else 0.0,
+            batch_size=1 if one_by_one else self.examples * sequences,
+            calls=self.examples if one_by_one else 1,
+            optimizer=self.optimizer,
+            momentum=self.momentum,
+            beta2=self.beta2,
+            learning_rate=self.learning_rate,
+            schedule=self.schedule,
+            warmup=self.warmup,
+            steps=self.steps,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A plan with what it is for: SHA-256 of the bundle, of the task (empty without one), of the start.
+
+    `start`: of the adapter and head before the first step; empty where they are the bundle's own.
+    """
+
+    plan: Plan
+    bundle: str
+    task: str = ""
+    start: str = ""
+
+    @cached_property
+    def content(self) -> bytes:
+        """The same bytes for the same agreement."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @cached_property
+    def sha256(self) -> bytes:
+        """The beginning of the hash of its content, as messages carry it."""
+        return hashlib.sha256(self.content).digest()[:HASH_BYTES]
+
+    @classmethod
+    def parse(cls, content: bytes) -> Agreement:
+        """Inverse of `content`.
+
+        Raises:
+            ConfigError: it is none, or its settings can't be used.
+        """
+        try:
+            if len(content) > MOST_AGREEMENT_BYTES:
+                raise ValueError(f"it has {len(content)} bytes")
+            fields = parse_json(content)
+            plan = settings_of(Plan, fields.pop("plan"), "the server's plan")
+            agreement = cls(plan=plan, **fields)
+            if not all(isinstance(value, str) for value in fields.values()):
+                raise ValueError("a hash is no text")
+            return agreement
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "what the server sent is no agreement:",
+                [str(error)],
+                remedy="use the same version of prge on both sides",
+            ) from None
+
+
+def task_sha256(task: Task | None) -> str:
+    """Of a task's content; empty without one."""
+    if task is None:
+        return ""
+    return hashlib.sha256(json.dumps(asdict(task), sort_keys=True).encode()).hexdigest()

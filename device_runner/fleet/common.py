@@ -1,0 +1,119 @@
+"""The common state of a fleet: what server and devices have after so many steps, and its form in messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import safetensors.numpy
+
+from device_runner.fleet.agreement import Plan
+from device_runner.fleet.messages import MessageError, Steps
+from device_runner.session.inputs import make_estimator, new_state
+from device_runner.session.settings import RunSettings
+from prge.adapter import Adapter
+from prge.checkpoint import Progress, TrainingState, optimizer_arrays
+from prge.contract import AdaptedModule
+from prge.encoder_heads import Heads
+from prge.engine import Array
+from prge.estimators import Estimator, OfDevices
+from prge.guide import Guide
+from prge.head import Head
+
+ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
+MOST_CLASSES = 10_000
+
+
+def common_settings(plan: Plan) -> RunSettings:
+    """The settings of `prge run` that the common steps are those of.
+
+    Where devices send changes, a round is one step, to where the server's average lies.
+    """
+    settings = plan.run_settings()
+    return settings if plan.by_scalars else replace(settings, optimizer="sgd", keep_gradients=False)
+
+
+def first_state(plan: Plan, adapter: Adapter, head: Head | None = None) -> TrainingState:
+    """The common state before the first step."""
+    return new_state(common_settings(plan), adapter, Heads(head))
+
+
+def replayer(plan: Plan, guide: Guide | None) -> Estimator:
+    """What makes the gradient of a common step again from its scalars."""
+    return OfDevices(make_estimator(common_settings(plan), guide))
+
+
+def replay_steps(
+    state: TrainingState, missed: Sequence[Steps], plan: Plan, estimator: Estimator, number: int
+) -> None:
+    """Take the steps of rounds that a device missed.
+
+    Raises:
+        MessageError: they don't begin where the state is, or aren't of the plan.
+    """
+    size = int(np.prod(plan.shape))
+    for steps in missed:
+        if steps.first != state.step or steps.scalars.shape[2] != size:
+            raise MessageError(
+                f"steps from {steps.first} on with {steps.scalars.shape[2]} scalars each; the state is at "
+                f"step {state.step}, the plan has {size} scalars"
+            )
+        for record in steps.records(number, plan.seed, plan.shape):
+            gradient = estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
+            state.apply(record, gradient)
+
+
+def pack_state(state: TrainingState) -> bytes:
+    """A state as safetensors."""
+    arrays: dict[str, Array] = {ADAPTER: state.adapter.values, **_optimizer(state)}
+    if state.head is not None:
+        arrays[HEAD] = np.concatenate([state.head.weight, state.head.bias[:, None]], 1)
+    return safetensors.numpy.save(
+        {name: np.ascontiguousarray(array) for name, array in arrays.items()},
+        {PROGRESS: json.dumps(asdict(state.progress))},
+    )
+
+
+def unpack_state(content: bytes, plan: Plan, modules: Sequence[AdaptedModule], width: int) -> TrainingState:
+    """Inverse of `pack_state`.
+
+    Args:
+        content: what a message holds.
+        plan: of the fleet.
+        modules: of the device's bundle.
+        width: of an encoder's states.
+
+    Raises:
+        MessageError: it is no state of this fleet.
+    """
+    try:
+        arrays = safetensors.numpy.load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        progress = Progress(**json.loads(header["__metadata__"][PROGRESS]))
+        head = None
+        if (table := arrays.pop(HEAD, None)) is not None:
+            if table.ndim != 2 or table.shape[1] != width + 1 or not 0 < len(table) <= MOST_CLASSES:
+                raise ValueError(f"a head of shape {table.shape}")
+            head = Head(len(table), width)
+            head.weight[:], head.bias[:] = table[:, :width], table[:, width]
+        state = first_state(plan, Adapter.zeros(modules), head)
+        targets = {ADAPTER: state.adapter.values, **_optimizer(state)}
+        shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        if shapes != {name: (target.shape, target.dtype) for name, target in targets.items()}:
+            raise ValueError(f"arrays {sorted(arrays)} that don't fit")
+        for name, target in targets.items():
+            if not np.isfinite(arrays[name]).all():
+                raise ValueError(f"{name} is not finite")
+            target[:] = arrays[name]
+        state.progress = progress
+        if type(state.step) is not int or state.step < 0:
+            raise ValueError(f"its step is {state.step!r}")
+        return state
+    except (AttributeError, LookupError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise MessageError(f"a state that doesn't fit the bundle: {error}") from None
+
+
+def _optimizer(state: TrainingState) -> dict[str, Array]:
+    return {f"optimizer.{name}": array for name, array in optimizer_arrays(state).items()}

@@ -1,0 +1,455 @@
+"""The server's side of a fleet: which devices a round asks, and what comes of their answers.
+
+    folder/   a run folder: journal.jsonl (steps that all devices replay, a line for every round),
+              checkpoints/, final/; and agreement.json
+
+    devices -> tasks -> (the network) -> answers -> checked -> combined -> journal -> common adapter
+
+Knows no network: tasks and answers are bytes. A server that is killed goes on from its journal with the same
+bits: a round is in it whole, or is asked for again, and devices repeat their answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from device_runner.fleet.agreement import Agreement
+from device_runner.fleet.combining import (
+    checked,
+    combined_change,
+    combined_scalars,
+    shortened_answers,
+)
+from device_runner.fleet.common import common_settings, pack_state, replayer
+from device_runner.fleet.local import rates_of
+from device_runner.fleet.messages import (
+    Answer,
+    Behind,
+    MessageError,
+    Refusal,
+    RefusedError,
+    Steps,
+    Task,
+    parse_answer,
+)
+from device_runner.session.inputs import identity_settings, keep_guide
+from device_runner.session.replaying import advance, replay
+from prge.atomic import write_file
+from prge.bundle import Bundle
+from prge.checkpoint import (
+    HEAD,
+    TrainingState,
+    checkpoint_folder,
+    head_arrays,
+    kept_steps,
+    load_checkpoint,
+    load_latest,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from prge.directions import philox
+from prge.encoder_heads import Heads
+from prge.errors import DivergenceError, RunError
+from prge.guide import Guide
+from prge.head import Head
+from prge.journal import GRADIENT, Journal, Record, encode_array
+from prge.peft import read_peft, write_peft
+from prge.run_folder import CHECKPOINTS, FINAL, JOURNAL
+from prge.training import loss_has_risen
+
+AGREEMENT = "agreement.json"
+# Rounds in a row that nobody answers.
+MOST_SILENT_ROUNDS = 3
+_PICK_STREAM = 2**64 - 2
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What became of a round: devices that answered, refused (and why), or said nothing.
+
+    `shortened`: devices whose answers were too long. `epsilon`: the largest that a device has spent.
+    """
+
+    number: int
+    rounds: int
+    answered: list[int]
+    refused: dict[int, str]
+    silent: list[int]
+    shortened: list[int]
+    loss: float | None
+    epsilon: float
+    bytes_up: int
+    bytes_down: int
+    evaluation: Record = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"round {self.number + 1}/{self.rounds}: {len(self.answered)} answers"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if self.silent:
+            parts.append(f"{len(self.silent)} silent")
+        parts += [f"{node} refused: {reason}" for node, reason in list(self.refused.items())[:3]]
+        if self.shortened:
+            parts.append(f"{len(self.shortened)} shortened")
+        if self.epsilon:
+            parts.append(f"epsilon {self.epsilon:.3g}")
+        parts.append(f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down")
+        parts += [f"development {name} {self.evaluation[name]:.4g}" for name in ("loss",) if self.evaluation]
+        return ", ".join(parts)
+
+
+def begin_fleet(
+    folder: Path, bundle: Bundle, agreement: Agreement, head: Head | None = None, adapter: Path | None = None
+) -> None:
+    """Write what a fleet's folder begins with.
+
+    Args:
+        folder: without a journal yet.
+        bundle: the fleet's.
+        agreement: what its devices are held to.
+        head: an encoder's.
+        adapter: PEFT folder to start from instead of the bundle's own.
+
+    Raises:
+        RunError: the folder holds a run, or can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    contract, settings = bundle.contract, common_settings(agreement.plan)
+    values = read_peft(adapter or bundle.adapter, contract.modules, bundle.adapter).values
+    with Journal(folder / JOURNAL) as journal:
+        if journal.records:
+            raise RunError(
+                f"{folder} holds a run already",
+                remedy=f"go on with it: prge fleet serve --resume {folder}; or give another folder",
+            )
+        write_file(folder / AGREEMENT, agreement.content)
+        journal.append(
+            {
+                "kind": "start",
+                "modules": [asdict(module) for module in contract.modules],
+                "width": contract.width,
+                "bundle": bundle.sha256,
+                **dict.fromkeys(("train", "dev", "task")),
+                "adapter": encode_array(values) if values.any() else None,
+                "settings": identity_settings(settings),
+            }
+        )
+        if head is not None:
+            journal.append(Heads(head).to_record())
+        keep_guide(journal, bundle, settings)
+
+
+class Coordinator:
+    """The server of a fleet, on a folder that `begin_fleet` made; a context manager.
+
+    Args:
+        folder: of the fleet.
+        bundle: the fleet's.
+        per_round: devices that a round asks.
+        least_answers: a round with fewer is asked for again.
+        seconds: how long an answer is waited for, which devices are told.
+        score: scores development rows that the server has.
+        evaluate_every: rounds between these scores.
+
+    Raises:
+        RunError: the folder is no fleet's, or its journal is damaged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        bundle: Bundle,
+        per_round: int = 10,
+        least_answers: int = 1,
+        seconds: float = 600.0,
+        score: Callable[[TrainingState], Record] | None = None,
+        evaluate_every: int = 1,
+    ) -> None:
+        if not (folder / AGREEMENT).is_file():
+            raise RunError(f"{folder} is no fleet's folder", remedy="begin a fleet with `prge fleet serve`")
+        self.folder = folder
+        self.bundle = bundle
+        self.per_round = per_round
+        self.least_answers = least_answers
+        self.seconds = seconds
+        self._score = score
+        self._evaluate_every = evaluate_every
+        self.agreement = Agreement.parse((folder / AGREEMENT).read_bytes())
+        self.plan = self.agreement.plan
+        if self.agreement.bundle != bundle.sha256:
+            raise RunError(
+                f"{folder} is a fleet of another bundle", remedy="give the bundle that it was begun with"
+            )
+        self.journal = Journal(folder / JOURNAL)
+        self._undo_half_a_round()
+        self.estimator = replayer(self.plan, Guide.from_journal(self.journal))
+        self.state = self._state()
+        self._known: dict[int, int] = {}
+        self._introduced: set[int] = set()
+        for record in self._rounds:
+            self._remember(record["answered"], record["first"])
+        self._asked: dict[int, int] = {}
+        self._silent_rounds = 0
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.journal.close()
+
+    @property
+    def round(self) -> int:
+        """Rounds that are over."""
+        return len(self._rounds)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the plan."""
+        return self.plan.rounds
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are over."""
+        return self.round >= self.rounds
+
+    def tasks(self, nodes: Sequence[int]) -> dict[int, bytes]:
+        """The tasks of the next round for some of the devices that are there, by their names.
+
+        Scores the start first, if nobody has.
+        """
+        if self.round == 0:
+            self._evaluate()
+        chosen = self._chosen(nodes)
+        state = pack_state(self.state)
+        tasks = {node: self._task(node, state).to_bytes() for node in chosen}
+        self._asked = {node: len(task) for node, task in tasks.items()}
+        return tasks
+
+    def receive(self, answers: Mapping[int, bytes]) -> RoundReport:
+        """End a round with the answers that came: what is no answer to it is refused by name.
+
+        Raises:
+            DivergenceError: the common adapter is no longer finite, or the loss far above the first one.
+            RunError: nobody answered, several rounds in a row; or no space left.
+        """
+        good: dict[int, Answer] = {}
+        refused: dict[int, str] = {}
+        for node in sorted(answers):
+            try:
+                good[node] = self._good(node, answers[node], good)
+            except (RefusedError, MessageError) as error:
+                refused[node] = str(error)
+                self._forget(node)
+        silent = sorted(set(self._asked) - set(answers))
+        up, down = sum(map(len, answers.values())), sum(self._asked.values())
+        if len(good) < self.least_answers:
+            self._count_silence(refused)
+            return RoundReport(self.round, self.rounds, [], refused, silent, [], None, 0.0, up, down)
+        self._silent_rounds = 0
+        number, first = self.round, self.state.step
+        good, shortened = shortened_answers(good, self.plan)
+        records = self._records(good, number)
+        for record in records:
+            self._take(record)
+        report = RoundReport(
+            number,
+            self.rounds,
+            sorted(good),
+            refused,
+            silent,
+            shortened,
+            None if self.plan.noise else float(np.mean([record["loss"] for record in records])),
+            max(answer.epsilon for answer in good.values()),
+            up,
+            down,
+        )
+        facts = {name: value for name, value in asdict(report).items() if name not in ("number", "rounds")}
+        facts["refused"] = {str(node): reason for node, reason in refused.items()}
+        done = {"kind": "round", "step": number, "first": first, "time": time.time(), **facts}
+        self.journal.append(done)
+        self._rounds.append(done)
+        self._remember(sorted(good), first)
+        if problem := loss_has_risen(self.state.progress, common_settings(self.plan).divergence_ratio):
+            raise DivergenceError(problem, remedy="begin a fleet with a lower learning rate")
+        evaluation = self._evaluate() if self._is_due() else {}
+        self._keep()
+        return RoundReport(**{**vars(report), "evaluation": evaluation})
+
+    def write_final(self) -> Path:
+        """Write the adapter of the best step, or of the last one without development rows, as `final/`."""
+        best = self.state.progress.best_step
+        state = self.state
+        if best not in (-1, state.step):
+            state = self._state_at(best)
+        extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
+        write_peft(self.folder / FINAL, state.adapter, self.bundle.adapter, extra, overwrite=True)
+        return self.folder / FINAL
+
+    def _chosen(self, nodes: Sequence[int]) -> list[int]:
+        """The devices of the round: the same ones of the same nodes, whenever it is asked for."""
+        there = sorted(nodes)
+        order = np.argsort(philox(self.plan.seed, self.round, _PICK_STREAM, len(there)), kind="stable")
+        return sorted(there[place] for place in order[: self.per_round])
+
+    def _task(self, node: int, state: bytes) -> Task:
+        step = self.state.step
+        missed: tuple[Steps, ...] = ()
+        known = self._known.get(node, None if self.agreement.start else 0)
+        sent = b""
+        if known != step:
+            if known is not None and self.plan.by_scalars:
+                missed = tuple(steps for steps in self._history if steps.first >= known)
+            if not missed or sum(len(steps.to_bytes()) for steps in missed) > len(state):
+                missed, sent = (), state
+        text = b"" if node in self._introduced else self.agreement.content
+        return Task(self.agreement.sha256, self.round, step, self.seconds, text, missed, sent)
+
+    @property
+    def _history(self) -> list[Steps]:
+        """The rounds' steps, as messages carry them."""
+        while len(self._told) < len(self._rounds):
+            first = self._rounds[len(self._told)]["first"]
+            steps = range(first, first + self.plan.local_steps)
+            self._told.append(Steps.of_records([self.journal.step(step) or {} for step in steps]))
+        return self._told
+
+    def _good(self, node: int, content: bytes, others: Mapping[int, Answer]) -> Answer:
+        """An answer that counts.
+
+        Raises:
+            RefusedError, MessageError: why it doesn't.
+        """
+        said = parse_answer(content)
+        match said:
+            case Refusal():
+                raise RefusedError(said.reason)
+            case Behind():
+                self._asked.pop(node, None)
+                raise RefusedError(f"is at step {said.step}, gets the common state with the next task")
+        if node not in self._asked:
+            raise RefusedError("wasn't asked")
+        if (said.number, said.step) != (self.round, self.state.step):
+            raise RefusedError(f"late: an answer of round {said.number + 1}, not of {self.round + 1}")
+        checked(said, self.agreement, self.state.adapter.size)
+        own = self.plan.by_scalars and self.plan.directions == "own"
+        if own and any(other.seed == said.seed for other in others.values()):
+            raise RefusedError("has the directions of another device")
+        return said
+
+    def _records(self, answers: Mapping[int, Answer], number: int) -> list[Record]:
+        """The journal's step records of a round."""
+        plan, step = self.plan, self.state.step
+        losses = np.mean([answer.losses.astype(np.float64) for answer in answers.values()], 0)
+        if plan.by_scalars:
+            rates = rates_of(plan)
+            steps = Steps(
+                step,
+                tuple(answer.seed for answer in answers.values()) if plan.directions == "own" else (),
+                np.array([rates(step + k)["learning_rate"] for k in range(plan.local_steps)], np.float32),
+                losses.astype(np.float32),
+                combined_scalars(list(answers.values()), plan),
+            )
+            return steps.records(number, plan.seed, plan.shape)
+        change = combined_change(list(answers.values()), plan, self.state.adapter.values, self.folder, step)
+        return [
+            {
+                "kind": "step",
+                "step": step,
+                "round": number,
+                "seed": plan.seed,
+                "loss": float(losses.mean()),
+                "learning_rate": 1.0,
+                GRADIENT: encode_array(-change),
+            }
+        ]
+
+    def _take(self, record: Record) -> None:
+        """Take a common step and write it down."""
+        state = self.state
+        with np.errstate(over="ignore", invalid="ignore"):
+            gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
+            state.apply(record, gradient)
+        if problem := state.overflow():
+            raise DivergenceError(
+                f"step {state.step - 1}: {problem}", remedy="begin a fleet with a lower learning rate"
+            )
+        self.journal.append(record)
+
+    def _is_due(self) -> bool:
+        return self.finished or self.round % self._evaluate_every == 0
+
+    def _evaluate(self) -> Record:
+        if self._score is None:
+            return {}
+        record = self.journal.evaluation(self.state.step)
+        if record is None:
+            record = self.journal.append(
+                {"kind": "evaluation", "step": self.state.step, **self._score(self.state)}
+            )
+        self.state.judge(record)
+        return record
+
+    def _keep(self) -> None:
+        checkpoints = self.folder / CHECKPOINTS
+        save_checkpoint(checkpoints, self.state, self.bundle.adapter)
+        self.journal.sync()
+        if not self.plan.by_scalars:
+            self.journal.forget_gradients(self.state.step)
+        prune_checkpoints(checkpoints, kept_steps(self.state.progress, 0))
+
+    def _undo_half_a_round(self) -> None:
+        """Leave out steps of a round that a kill cut off; read the rounds that are over."""
+        records = self.journal.records
+        rounds = [index for index, record in enumerate(records) if record["kind"] == "round"]
+        steps = [index for index, record in enumerate(records) if record["kind"] == "step"]
+        after = [index for index in steps if not rounds or index > rounds[-1]]
+        if after:
+            self.journal.undo_after(after[0])
+        self._rounds = [record for record in self.journal.records if record["kind"] == "round"]
+        self._told: list[Steps] = []
+
+    def _state(self) -> TrainingState:
+        """The common state after the journal's steps."""
+        state = replay(self.journal, 0)
+        load_latest(self.folder / CHECKPOINTS, state, newest=self.journal.steps)
+        advance(state, self.journal, self.estimator, self.journal.steps)
+        return state
+
+    def _state_at(self, step: int) -> TrainingState:
+        state = replay(self.journal, 0)
+        load_checkpoint(checkpoint_folder(self.folder / CHECKPOINTS, step), state)
+        return state
+
+    def _remember(self, nodes: Sequence[int], step: int) -> None:
+        """Devices that answered hold the common state of where the round began."""
+        self._introduced.update(nodes)
+        self._known.update(dict.fromkeys(nodes, step))
+
+    def _forget(self, node: int) -> None:
+        """Tell a device everything the next time."""
+        self._introduced.discard(node)
+        self._known.pop(node, None)
+
+    def _count_silence(self, refused: Mapping[int, str]) -> None:
+        self._silent_rounds += 1
+        if self._silent_rounds >= MOST_SILENT_ROUNDS:
+            reasons = (
+                "; ".join(f"{node}: {reason}" for node, reason in list(refused.items())[:3]) or "no answer"
+            )
+            raise RunError(
+                f"no round could be ended, {self._silent_rounds} times in a row: {reasons}",
+                remedy=f"go on when devices are there: prge fleet serve --resume {self.folder}",
+            )
+
+
+def agreement_of(folder: Path) -> Agreement:
+    """The agreement of a fleet's folder."""
+    return Agreement.parse((folder / AGREEMENT).read_bytes())

@@ -1,0 +1,215 @@
+"""A device's part of a round: steps of `prge run`, from the common adapter on, over the device's own rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from device_runner.engines.checkpoints import Checkpoints
+from device_runner.engines.opening import open_engines
+from device_runner.fleet.agreement import Plan
+from device_runner.fleet.messages import Places
+from device_runner.fleet.privacy import Draw, Reported, system_normals
+from device_runner.session.inputs import learning_rates, make_estimator, read_inputs
+from device_runner.session.settings import RunSettings, bundle_for
+from prge.bundle import Bundle
+from prge.checkpoint import TrainingState
+from prge.engine import Engine, EngineName, FloatArray
+from prge.estimators import Measurement
+from prge.exact import check_candidates, check_single_sequences
+from prge.examples import Example
+from prge.guide import guide_of
+from prge.journal import Journal, Record
+from prge.optimizers import Optimizer, make_optimizer
+from prge.sampling import Sampler, check_batch
+from prge.settings import Bytes
+from prge.training import AdapterLearner, TrainingSettings, train
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a device has for itself: seeds of its directions and of its rows' order, steps taken so far."""
+
+    seed: int
+    rows_seed: int
+    taken: int
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What came of a device's steps: losses f32 [K], and scalars f32 [K * scalars of a step] or a change."""
+
+    losses: FloatArray
+    values: FloatArray
+    places: Places | None
+
+
+@dataclass(frozen=True)
+class Local:
+    """What takes a plan's steps on a device's rows.
+
+    `settings`: of `prge run` for these steps. `engine`: of its contract. `examples`: the device's rows.
+    """
+
+    plan: Plan
+    settings: RunSettings
+    bundle: Bundle
+    engine: Engine
+    examples: list[Example]
+    pad: int
+    draw: Draw = system_normals
+
+    def steps(
+        self,
+        start: TrainingState,
+        journal: Journal,
+        own: Own,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Learnt | None:
+        """Take a round's steps; what the journal holds of them already isn't measured again.
+
+        Args:
+            start: the common state where the round begins; it stays as it is.
+            journal: of this device in this round.
+            own: of this device.
+            stopped: whether to give up.
+
+        Returns:
+            What to answer; None if it was stopped.
+
+        Raises:
+            DivergenceError: see prge.training.
+        """
+        plan = self.plan
+        state = self._from(start)
+        first, end = state.step, state.step + plan.local_steps
+        sampler = _OwnRows(self.examples, self.engine.contract, own.rows_seed, self.settings.calls, self.pad)
+        sampler.offset = own.taken - first
+        seed = plan.seed if plan.directions == "common" else own.seed
+        loop = TrainingSettings(end, seed, checkpoint_every=0)
+        learner = AdapterLearner(
+            self.engine,
+            sampler,
+            self._estimator,
+            rates_of(plan),
+            state,
+            loop,
+            journal,
+            lambda state: None,
+        )
+        train(learner, loop, _Silence(), stopped)
+        records = [record for step in range(first, end) if (record := journal.step(step)) is not None]
+        if len(records) < plan.local_steps:
+            return None
+        losses = np.array([record["loss"] for record in records], np.float32)
+        if plan.by_scalars:
+            scalars = np.array([record["scalars"] for record in records], np.float32)
+            return Learnt(losses, scalars.ravel(), None)
+        return Learnt(losses, *_largest(state.adapter.values - start.adapter.values, plan.largest))
+
+    def _from(self, start: TrainingState) -> TrainingState:
+        """The state that the device's own steps change."""
+        # The server takes one step a round where devices send changes.
+        first = start.step if self.plan.by_scalars else start.step * self.plan.local_steps
+        state = replace(start, adapter=start.adapter.copy(), progress=replace(start.progress, step=first))
+        if self.plan.by_scalars:
+            state.optimizer = copy.deepcopy(start.optimizer)
+            return state
+        settings, size = self.settings, start.adapter.size
+        state.optimizer = make_optimizer(
+            settings.optimizer, size, settings.momentum, settings.momentum, settings.beta2
+        )
+        if self.plan.average == "fedprox":
+            state.optimizer = _Proximal(state.optimizer, start.adapter.values.copy(), self.plan.proximal)
+        return state
+
+    @cached_property
+    def _estimator(self) -> Reported:
+        guide = guide_of(self.bundle) if self.plan.guided and self.plan.by_scalars else None
+        return Reported(make_estimator(self.settings, guide), self.plan, self.draw)
+
+
+def open_local(
+    plan: Plan,
+    bundle: Bundle,
+    settings: RunSettings,
+    engine: EngineName = "auto",
+    threads: int | None = None,
+    memory: Bytes | None = None,
+) -> Local:
+    """Read a device's rows and open the engine for the steps of a plan.
+
+    Args:
+        plan: what the steps are.
+        bundle: the device's.
+        settings: which rows; the rest comes from the plan.
+        engine, threads, memory: see RunSettings.
+
+    Raises:
+        PrgeError: the rows or the bundle can't be used.
+    """
+    inputs = read_inputs(bundle_for(settings, bundle), settings)
+    if not plan.by_scalars and plan.clip:
+        check_single_sequences(inputs.train)
+    widest = max(len(example.sequences) for example in inputs.train)
+    sized = plan.run_settings(settings.bundle, settings.train, settings.out, widest)
+    bundle = bundle_for(replace(sized, memory=memory), bundle, inputs.train)
+    check_batch(bundle.contract, inputs.train)
+    if bundle.contract.is_exact:
+        check_candidates(bundle.contract, inputs.train)
+    checkpoints = Checkpoints("float32", settings.out, memory)
+    engines = open_engines(bundle, threads, engine, memory, checkpoints=checkpoints)
+    return Local(plan, sized, bundle, engines.step, inputs.train, inputs.tokenizer.pad_id)
+
+
+def rates_of(plan: Plan) -> Callable[[int], dict[str, float]]:
+    """Learning rates of a step as messages carry them, in float32."""
+    rates = learning_rates(plan.run_settings())
+    return lambda step: {name: float(np.float32(rate)) for name, rate in rates(step).items()}
+
+
+class _OwnRows(Sampler):
+    """A device's batches go on where its last round ended, whichever steps those were for the fleet."""
+
+    offset = 0
+
+    def chosen(self, step: int) -> list[Example]:
+        """See Sampler.chosen."""
+        return super().chosen(step + self.offset)
+
+
+class _Proximal:
+    """An optimizer held to where the round began: FedProx (Li et al. 2020, arXiv 1812.06127)."""
+
+    def __init__(self, inner: Optimizer, anchor: FloatArray, strength: float) -> None:
+        self._inner = inner
+        self.state = inner.state
+        self._anchor = anchor
+        self._strength = np.float32(strength)
+
+    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
+        """See Optimizer.update."""
+        self._inner.update(values, gradient + self._strength * (values - self._anchor), learning_rate)
+
+
+class _Silence:
+    """Implements Observer; a round's steps are told by nobody."""
+
+    def on_step(self, record: Record, measurement: Measurement | None) -> None:
+        """Nothing."""
+
+    def on_evaluation(self, record: Record, fresh: bool) -> None:
+        """Nothing."""
+
+
+def _largest(change: FloatArray, share: float) -> tuple[FloatArray, Places | None]:
+    """The values of a change that are sent, and their places unless all are."""
+    count = max(1, round(share * change.size))
+    if count == change.size:
+        return change, None
+    places = np.sort(np.argpartition(np.abs(change), -count)[-count:]).astype(np.uint32)
+    return change[places], places

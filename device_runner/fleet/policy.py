@@ -1,0 +1,115 @@
+"""What the owner of a device allows a fleet to ask of it; kept on the device, in a YAML file.
+
+    estimators: [tangent, antithetic]
+    most_steps: 50
+    least_noise: 0.8
+    most_epsilon: 4
+    only_charging: true
+    hours: 22-6
+
+A server can't change it: what its plan asks beyond it is refused with the line of the policy.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from device_runner.fleet.agreement import Plan
+from device_runner.session.settings import RunSettings
+from prge.bounds import bound_problems
+from prge.errors import ConfigError
+
+EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the owner of a device allows."""
+
+    estimators: list[EstimatorName] = field(default_factory=lambda: ["tangent", "antithetic", "one-sided"])
+    """How steps may get their gradient; with exact the device sends the change of its adapter, which says
+    much more of its rows than scalars."""
+    most_steps: int = 200
+    """Steps of a round."""
+    most_examples: int = 64
+    """Examples of a step."""
+    most_queries: int = 64
+    """Random directions of a step."""
+    most_seconds: float = 3600.0
+    """Of a round; it ends without an answer then."""
+    most_rounds_a_day: int = 10_000
+    """Rounds that begin within 24 hours."""
+    hours: str = ""
+    """Hours of the device's clock between which rounds may begin, such as 22-6; default: all."""
+    most_rows: int | None = None
+    """Rows of the training file that a fleet may learn from: the first so many; default: all."""
+    least_noise: float = 0.0
+    """Refuse plans with less --noise."""
+    most_epsilon: float | None = None
+    """Take no part in a round after which epsilon of local differential privacy would be higher; needs noise.
+    Counts all fleets that the device took part in."""
+    only_charging: bool = False
+    """Wait while the battery is not charged."""
+    pause_below_battery: float | None = None
+    """Wait while the battery holds less than this many percent and is not charged."""
+    pause_above_celsius: float | None = None
+    """Wait while the device is hotter than this."""
+
+    def __post_init__(self) -> None:
+        problems = bound_problems(self)
+        try:
+            _hours(self.hours)
+        except ValueError:
+            problems.append(f"--hours is {self.hours!r}, must be like 22-6")
+        if problems:
+            raise ConfigError("the policy can't be used:", problems, remedy="mend the policy file")
+
+    def objections(self, plan: Plan, now: float, rounds_today: int) -> list[str]:
+        """Why a device with this policy takes no part in a round of a plan; empty if it does.
+
+        Args:
+            plan: what the server asks for.
+            now: seconds since the epoch.
+            rounds_today: rounds of the last 24 hours.
+        """
+        asked = {
+            "estimators": (plan.estimator, plan.estimator in self.estimators),
+            "most_steps": (plan.local_steps, plan.local_steps <= self.most_steps),
+            "most_examples": (plan.examples, plan.examples <= self.most_examples),
+            "most_queries": (plan.queries, not plan.by_scalars or plan.queries <= self.most_queries),
+            "least_noise": (plan.noise, plan.noise >= self.least_noise),
+            "most_rounds_a_day": (rounds_today + 1, rounds_today < self.most_rounds_a_day),
+            "most_epsilon": ("no noise", self.most_epsilon is None or plan.noise > 0),
+        }
+        objections = [
+            f"the owner's policy has {name} {getattr(self, name)}, the plan asks for {value}"
+            for name, (value, allowed) in asked.items()
+            if not allowed
+        ]
+        hour = time.localtime(now).tm_hour
+        if hour not in _hours(self.hours):
+            objections.append(f"the owner's policy has hours {self.hours}, it is {hour} o'clock")
+        return objections
+
+    def gated(self, settings: RunSettings) -> RunSettings:
+        """The settings of a round with the owner's gates."""
+        return replace(
+            settings,
+            only_charging=self.only_charging,
+            pause_below_battery=self.pause_below_battery,
+            pause_above_celsius=self.pause_above_celsius,
+        )
+
+
+def _hours(text: str) -> frozenset[int]:
+    """Hours of the day; ValueError if the text names none."""
+    if not text:
+        return frozenset(range(24))
+    first, dash, last = text.partition("-")
+    begin, end = int(first), int(last)
+    if not dash or not (0 <= begin < 24 and 0 <= end <= 24):
+        raise ValueError(text)
+    count = (end - begin) % 24 or 24
+    return frozenset((begin + hour) % 24 for hour in range(count))

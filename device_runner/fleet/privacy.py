@@ -1,0 +1,115 @@
+"""Local differential privacy: noise on what a device sends, and what it amounts to.
+
+A step's report is a mean over examples, each of which clipping bounds; so one example changes it by at most
+`reach`, in the Euclidean norm, if it is left out. Gaussian noise of deviation noise * reach on every number
+makes the step a Gaussian mechanism. A device takes its rows in permutations, so in n passes over them an
+example takes part in n steps: the mechanism is composed n times, and no luck of sampling is counted.
+
+Source: Dwork and Roth 2014, appendix A; Balle and Wang 2018, arXiv 1805.06530; DP-ZO, arXiv 2401.04343.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from device_runner.fleet.agreement import Plan
+from prge.contract import AdaptedModule, Contract
+from prge.directions import normals
+from prge.engine import Engine, FloatArray
+from prge.errors import PrgeError
+from prge.estimators import Estimator, Measurement, Step
+
+Draw = Callable[[int], FloatArray]
+
+
+def system_normals(count: int) -> FloatArray:
+    """Standard normals from the system's entropy, f32 [count]: nobody has a seed of them."""
+    return normals(np.frombuffer(os.urandom(8 * (count + count % 2)), np.uint64))[:count]
+
+
+def reach(plan: Plan) -> float:
+    """How far one example can change a step's report.
+
+    The clipped root mean square of an example's scalars over q queries is at most `clip`, so their norm is
+    clip * sqrt(q); an exact gradient's norm is at most `clip`. A mean over examples divides either.
+    """
+    norm = plan.clip * math.sqrt(plan.queries) if plan.by_scalars else plan.clip
+    return norm / plan.examples
+
+
+class Reported:
+    """Implements Estimator: measures what a device reports, and so follows exactly that itself.
+
+    Scalars of one direction for all examples become their mean; noise is added where the plan has it, and the
+    loss is left out then, for it would say what the noise hides; scalars are rounded to the float32 of a
+    message.
+    """
+
+    def __init__(self, inner: Estimator, plan: Plan, draw: Draw = system_normals) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._draw = draw
+
+    def measure(self, engine: Engine, step: Step) -> Measurement:
+        """See Estimator.measure."""
+        measured = self._inner.measure(engine, step)
+        if measured.gradient is not None:
+            return self._hidden(replace(measured, gradient=self._noisy(measured.gradient)))
+        scalars = measured.scalars
+        if self._plan.share_directions and self._plan.estimator == "tangent":
+            scalars = scalars.mean(1, keepdims=True)
+        with np.errstate(over="ignore"):
+            told = self._noisy(scalars.astype(np.float32))
+        return self._hidden(replace(measured, scalars=told.astype(np.float64)))
+
+    def _noisy(self, values: FloatArray) -> FloatArray:
+        if not self._plan.noise:
+            return values
+        deviation = np.float32(self._plan.noise * reach(self._plan))
+        return values + deviation * self._draw(values.size).reshape(values.shape)
+
+    def _hidden(self, measured: Measurement) -> Measurement:
+        return replace(measured, loss=0.0) if self._plan.noise else measured
+
+    def rows(self, contract: Contract, batches: int) -> int:
+        """See Estimator.rows."""
+        return self._inner.rows(contract, batches)
+
+    def gradient(
+        self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
+    ) -> FloatArray:
+        """See Estimator.gradient."""
+        return self._inner.gradient(learnt, seed, step, modules)
+
+
+def passes(steps: int, examples: int, rows: int) -> int:
+    """How often an example takes part at most, in so many steps over rows in permutations."""
+    return math.ceil(steps * examples / rows)
+
+
+def epsilon_of(parts: Sequence[tuple[float, int]], delta: float) -> float:
+    """Epsilon of Gaussian mechanisms, each (noise, times); infinite where one has no noise.
+
+    Raises:
+        PrgeError: the accountant isn't installed.
+    """
+    counted = [(noise, times) for noise, times in parts if times]
+    if any(not noise for noise, _ in counted):
+        return math.inf
+    if not counted:
+        return 0.0
+    try:
+        from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+        from dp_accounting.pld import PLDAccountant
+    except ModuleNotFoundError:
+        raise PrgeError("noise needs the package dp-accounting", remedy="pip install 'prge[fleet]'") from None
+    accountant = PLDAccountant()
+    for noise, times in counted:
+        accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise), times))
+    return float(accountant.get_epsilon(delta))
