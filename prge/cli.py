@@ -45,6 +45,7 @@ VERBS = {
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
     "compare": Verb("server_export.compare.command", "compare training methods at equal quality", "export"),
     "android": Verb("device_runner.android.command", "train on a phone over adb", ""),
+    "fleet": Verb("device_runner.fleet.command", "train one adapter on many devices", "fleet"),
     "cache": Verb("device_runner.cache", "show or empty the cache of packed weights", ""),
     "doctor": Verb("device_runner.doctor", "check what this machine has and what is missing", ""),
     "demo": Verb("server_export.demo", "export, train and evaluate a tiny model in one go", "export"),

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-# Of a message, as a Flower ConfigRecord takes them.
-Fields = Mapping[str, Any]
-TASK, ANSWER = "task", "answer"
+_RECORD, _CONTENT = "fleet", "content"
 
 
-def client_app(answer: Callable[[Fields], Fields]) -> ClientApp:
-    """The app that gives what `answer` makes of each task; it refuses by an answer, it doesn't raise."""
+def client_app(answer: Callable[[bytes], bytes]) -> ClientApp:
+    """The app that sends what `answer` makes of each task; see `messages`."""
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        fields = answer(fields_of(message, TASK))
-        return Message(RecordDict({ANSWER: ConfigRecord(dict(fields))}), reply_to=message)
+        return Message(packed(answer(unpacked(message))), reply_to=message)
 
     return app
 
 
-def fields_of(message: Message, name: str) -> Fields:
-    """The fields of a message's record; none where it has no such record."""
-    record = message.content.get(name) if message.has_content() else None
-    return dict(record) if isinstance(record, ConfigRecord) else {}
+def packed(content: bytes) -> RecordDict:
+    """Bytes as the content of Flower's messages."""
+    return RecordDict({_RECORD: ConfigRecord({_CONTENT: content})})
+
+
+def unpacked(message: Message) -> bytes:
+    """Inverse of `packed`; no bytes where the message has none of ours."""
+    record = message.content.get(_RECORD) if message.has_content() else None
+    content = record.get(_CONTENT) if isinstance(record, ConfigRecord) else None
+    return content if isinstance(content, bytes) else b""

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
-from device_runner.fleet.flower_client import ANSWER, TASK, Fields, fields_of
+from device_runner.fleet.flower_client import packed, unpacked
 from prge.errors import shown
 
 POLL_SECONDS = 0.5
@@ -20,13 +20,18 @@ _LATE_SECONDS = 600.0
 class Rounds(Protocol):
     """What chooses devices and combines answers; see `coordinator.Coordinator`."""
 
-    finished: bool
-    round: int
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are over."""
 
-    def tasks(self, nodes: Sequence[int]) -> Mapping[int, Fields]:
+    @property
+    def round(self) -> int:
+        """Rounds that are over."""
+
+    def tasks(self, nodes: Sequence[int]) -> Mapping[int, bytes]:
         """Tasks of the round's devices among those there."""
 
-    def receive(self, answers: Mapping[int, Fields]) -> object:
+    def receive(self, answers: Mapping[int, bytes]) -> object:
         """Take a round's answers; its text tells of the round."""
 
 
@@ -70,36 +75,38 @@ def _await_devices(grid: Grid, devices: int, tell: Callable[[str], None]) -> Non
 def _round(
     grid: Grid,
     number: int,
-    tasks: Mapping[int, Fields],
+    tasks: Mapping[int, bytes],
     seconds: float,
     late: dict[str, int],
     tell: Callable[[str], None],
-) -> dict[int, Fields]:
+) -> dict[int, bytes]:
     """Send tasks; the answers that come in time, by node. `late`: rounds of older messages, by their ids."""
     deadline = time.monotonic() + seconds
     messages = [
         Message(
-            RecordDict({TASK: ConfigRecord(dict(fields))}),
+            packed(task),
             dst_node_id=node,
             message_type="train",
             group_id=str(number),
             ttl=seconds + _LATE_SECONDS,
         )
-        for node, fields in tasks.items()
+        for node, task in tasks.items()
     ]
-    waiting = {sent for sent in grid.push_messages(messages) if sent}
-    answers: dict[int, Fields] = {}
+    sent = {name: node for name, node in zip(grid.push_messages(messages), tasks, strict=True) if name}
+    late.update(dict.fromkeys(sent, number))
+    answers: dict[int, bytes] = {}
+    waiting = set(sent.values())
     while waiting and time.monotonic() < deadline:
-        for reply in grid.pull_messages([*waiting, *late]):
-            sent, node = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
-            if sent in late:
-                tell(f"device {node} answers round {late.pop(sent)} in round {number}: too late, dropped")
-            elif reply.has_error():
-                waiting.discard(sent)
-                tell(f"device {node} fails in round {number}: {shown(reply.error.reason)}")
+        for reply in grid.pull_messages(list(late)):
+            node, of = reply.metadata.src_node_id, late.pop(reply.metadata.reply_to_message_id, -1)
+            # A round that nobody answered is asked for again: an answer to the first asking is one.
+            if of != number or node in answers:
+                tell(f"device {node} answers round {of + 1} in round {number + 1}: too late, dropped")
+                continue
+            waiting.discard(node)
+            if reply.has_error():
+                tell(f"device {node} fails in round {number + 1}: {shown(reply.error.reason)}")
             else:
-                waiting.discard(sent)
-                answers[node] = fields_of(reply, ANSWER)
+                answers[node] = unpacked(reply)
         time.sleep(POLL_SECONDS if waiting else 0)
-    late.update(dict.fromkeys(waiting, number))
     return answers

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +27,6 @@ from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, SendTaskHeartbeatRequest
-from flwr.supercore.app_utils import start_parent_process_monitor
 from flwr.supercore.constant import TaskType
 from flwr.supercore.error import ApiErrorCode
 from flwr.supercore.heartbeat import HeartbeatSender
@@ -252,8 +253,17 @@ def main() -> None:
     """The child: a SuperNode that ends when the process of the first word does."""
     from flwr.supernode.cli import flower_supernode
 
-    start_parent_process_monitor(int(sys.argv.pop(1)))
+    threading.Thread(target=_end_with, args=(int(sys.argv.pop(1)),), daemon=True).start()
     flower_supernode()
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent has: first so that the server is told, then at once."""
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_SECONDS_TO_END)
+    os._exit(1)
 
 
 if __name__ == "__main__":

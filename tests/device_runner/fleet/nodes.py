@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Context, RecordDict
 from flwr.serverapp import ServerApp
@@ -26,7 +25,11 @@ class Echoes:
 
     def __init__(self, rounds: int, most: int = 100) -> None:
         self.round, self.rounds, self.most = 0, rounds, most
-        self.received: list[dict[int, dict[str, Any]]] = []
+        self.received: list[dict[int, bytes]] = []
+
+    @staticmethod
+    def task(number: int) -> bytes:
+        return bytes([number, *range(256)])
 
     @property
     def finished(self) -> bool:
@@ -44,7 +47,7 @@ class Echoes:
 
 
 @contextmanager
-def device(folder: Path, server: str, keys: Path | None = None, code: str = "dict(task)") -> Iterator[Device]:
+def device(folder: Path, server: str, keys: Path | None = None, code: str = "task") -> Iterator[Device]:
     """A device in a process of its own, that answers `task` with `code`'s value."""
     script = f"""
 import os, sys, time

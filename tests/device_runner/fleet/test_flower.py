@@ -42,9 +42,9 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
     assert sorted(names.values()) == ["one", "two"]
     assert [sorted(names[node] for node in answers) for answers in rounds.received] == [["one", "two"]] * 2
     assert all(
-        fields == {"round": number, "bytes": bytes(range(256))}
+        content == Echoes.task(number)
         for number, answers in enumerate(rounds.received)
-        for fields in answers.values()
+        for content in answers.values()
     )
 
 
@@ -67,9 +67,7 @@ def test_a_device_never_runs_the_servers_code(tmp_path: Path, monkeypatch: pytes
         finally:
             theirs.terminate()
             theirs.wait()
-    assert [list(answers.values()) for answers in rounds.received] == [
-        [{"round": 0, "bytes": bytes(range(256))}]
-    ]
+    assert [list(answers.values()) for answers in rounds.received] == [[Echoes.task(0)]]
     assert [path.parent.name for path in tmp_path.rglob("written-*")] == ["theirs"]
     assert not list((tmp_path / "ours").rglob("*.fab")) + list((tmp_path / "ours").rglob("apps"))
 
@@ -105,7 +103,7 @@ def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
         runtime = RuntimeHttpClient.from_server_address(
             link.address, True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
         )
-        with link.run(), pytest.raises(httpx.HTTPStatusError, match="40[13]"):
+        with link.run(), pytest.raises(httpx.HTTPStatusError, match=r"40[13]"):
             runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
 
 
@@ -145,7 +143,7 @@ def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
     make_keys(keys, [], ["one", "two"])
     address, folder = f"127.0.0.1:{port}", tmp_path / "server"
 
-    def joined(name: str, code: str = "dict(task)") -> object:
+    def joined(name: str, code: str = "task") -> object:
         return device(tmp_path / name, address, keys / "devices" / name, code)
 
     first, second = Echoes(1), Echoes(1)
