@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -206,6 +206,11 @@ class Agreement:
                 [str(error)],
                 remedy="use the same version of prge on both sides",
             ) from None
+
+
+def plan_of(settings: Plan) -> Plan:
+    """The plan in settings of a verb that has more."""
+    return Plan(**{item.name: getattr(settings, item.name) for item in fields(Plan)})
 
 
 def task_sha256(task: Task | None) -> str:

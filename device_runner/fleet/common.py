@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -63,6 +64,11 @@ def replay_steps(
         for record in steps.records(number, plan.seed, plan.shape):
             gradient = estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
             state.apply(record, gradient)
+
+
+def start_sha256(state: TrainingState) -> str:
+    """Of what a fleet begins with, where that isn't the bundle's own."""
+    return hashlib.sha256(pack_state(state)).hexdigest()
 
 
 def pack_state(state: TrainingState) -> bytes:

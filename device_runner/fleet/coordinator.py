@@ -38,8 +38,10 @@ from device_runner.fleet.messages import (
     Task,
     parse_answer,
 )
+from device_runner.fleet.privacy import SPENT
 from device_runner.session.inputs import identity_settings, keep_guide
 from device_runner.session.replaying import advance, replay
+from prge.adapter import Adapter
 from prge.atomic import write_file
 from prge.bundle import Bundle
 from prge.checkpoint import (
@@ -59,7 +61,7 @@ from prge.errors import DivergenceError, RunError
 from prge.guide import Guide
 from prge.head import Head
 from prge.journal import GRADIENT, Journal, Record, encode_array
-from prge.peft import read_peft, write_peft
+from prge.peft import write_peft
 from prge.run_folder import CHECKPOINTS, FINAL, JOURNAL
 from prge.training import loss_has_risen
 
@@ -105,7 +107,7 @@ class RoundReport:
 
 
 def begin_fleet(
-    folder: Path, bundle: Bundle, agreement: Agreement, head: Head | None = None, adapter: Path | None = None
+    folder: Path, bundle: Bundle, agreement: Agreement, adapter: Adapter, head: Head | None = None
 ) -> None:
     """Write what a fleet's folder begins with.
 
@@ -113,15 +115,14 @@ def begin_fleet(
         folder: without a journal yet.
         bundle: the fleet's.
         agreement: what its devices are held to.
+        adapter: to start from.
         head: an encoder's.
-        adapter: PEFT folder to start from instead of the bundle's own.
 
     Raises:
         RunError: the folder holds a run, or can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     contract, settings = bundle.contract, common_settings(agreement.plan)
-    values = read_peft(adapter or bundle.adapter, contract.modules, bundle.adapter).values
     with Journal(folder / JOURNAL) as journal:
         if journal.records:
             raise RunError(
@@ -136,7 +137,7 @@ def begin_fleet(
                 "width": contract.width,
                 "bundle": bundle.sha256,
                 **dict.fromkeys(("train", "dev", "task")),
-                "adapter": encode_array(values) if values.any() else None,
+                "adapter": encode_array(adapter.values) if adapter.values.any() else None,
                 "settings": identity_settings(settings),
             }
         )
@@ -196,6 +197,7 @@ class Coordinator:
             self._remember(record["answered"], record["first"])
         self._asked: dict[int, int] = {}
         self._silent_rounds = 0
+        self.privacy_is_spent = False
 
     def __enter__(self) -> Coordinator:
         return self
@@ -217,8 +219,8 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are over."""
-        return self.round >= self.rounds
+        """Whether all rounds are over, or no device may spend more of its privacy."""
+        return self.round >= self.rounds or self.privacy_is_spent
 
     def tasks(self, nodes: Sequence[int]) -> dict[int, bytes]:
         """The tasks of the next round for some of the devices that are there, by their names.
@@ -283,15 +285,21 @@ class Coordinator:
         self._keep()
         return RoundReport(**{**vars(report), "evaluation": evaluation})
 
-    def write_final(self) -> Path:
-        """Write the adapter of the best step, or of the last one without development rows, as `final/`."""
+    def best_state(self) -> TrainingState:
+        """The common state at the best step, or after the last one without development rows."""
         best = self.state.progress.best_step
-        state = self.state
-        if best not in (-1, state.step):
-            state = self._state_at(best)
+        if best in (-1, self.state.step):
+            return self.state
+        state = replay(self.journal, 0)
+        load_checkpoint(checkpoint_folder(self.folder / CHECKPOINTS, best), state)
+        return state
+
+    def write_final(self) -> Path:
+        """Write the adapter of the best state as `final/`."""
+        state, final = self.best_state(), self.folder / FINAL
         extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
-        write_peft(self.folder / FINAL, state.adapter, self.bundle.adapter, extra, overwrite=True)
-        return self.folder / FINAL
+        write_peft(final, state.adapter, self.bundle.adapter, extra, overwrite=True)
+        return final
 
     def _chosen(self, nodes: Sequence[int]) -> list[int]:
         """The devices of the round: the same ones of the same nodes, whenever it is asked for."""
@@ -423,11 +431,6 @@ class Coordinator:
         advance(state, self.journal, self.estimator, self.journal.steps)
         return state
 
-    def _state_at(self, step: int) -> TrainingState:
-        state = replay(self.journal, 0)
-        load_checkpoint(checkpoint_folder(self.folder / CHECKPOINTS, step), state)
-        return state
-
     def _remember(self, nodes: Sequence[int], step: int) -> None:
         """Devices that answered hold the common state of where the round began."""
         self._introduced.update(nodes)
@@ -439,6 +442,9 @@ class Coordinator:
         self._known.pop(node, None)
 
     def _count_silence(self, refused: Mapping[int, str]) -> None:
+        if refused and all(reason.startswith(SPENT) for reason in refused.values()):
+            self.privacy_is_spent = True
+            return
         self._silent_rounds += 1
         if self._silent_rounds >= MOST_SILENT_ROUNDS:
             reasons = (

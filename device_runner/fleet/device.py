@@ -19,11 +19,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from device_runner.fleet.agreement import Agreement, task_sha256
-from device_runner.fleet.common import first_state, pack_state, replay_steps, replayer, unpack_state
-from device_runner.fleet.local import Learnt, Own, open_local
-from device_runner.fleet.messages import Answer, Behind, MessageError, Refusal, RefusedError, Task
+from device_runner.fleet.common import (
+    first_state,
+    pack_state,
+    replay_steps,
+    replayer,
+    start_sha256,
+    unpack_state,
+)
+from device_runner.fleet.local import Own, open_local
+from device_runner.fleet.messages import Behind, MessageError, Refusal, RefusedError, Task
 from device_runner.fleet.policy import Policy
-from device_runner.fleet.privacy import epsilon_of, passes
+from device_runner.fleet.privacy import epsilon_of, passes, spent
 from device_runner.session.gates import Gates
 from device_runner.session.settings import RunSettings
 from prge.atomic import write_file
@@ -144,7 +151,8 @@ class _Round:
             learnt = local.steps(start, journal, own, self._stopper(local.settings))
         if learnt is None:
             raise RefusedError(f"out of time after {time.monotonic() - self.began:.0f} s")
-        content = self._told(learnt, own, epsilon, start.step).to_bytes()
+        told = learnt.told(self.agreement, self.task.number, start.step, own, epsilon)
+        content = told.to_bytes()
         # Counted before it is said: a kill between the two never spends privacy that isn't counted.
         if not self._is_counted(ledger):
             ledger.append(self._entry(len(ledger.records), len(local.examples), len(content)))
@@ -191,15 +199,14 @@ class _Round:
             steps[key] = steps.get(key, 0) + record["steps"]
         if not self._is_counted(ledger):
             steps[ours] = steps.get(ours, 0) + self.plan.local_steps
-        parts = [
+        # A round without noise is the owner's own will: no epsilon bounds what it said.
+        parts = tuple(
             (noise, passes(taken, examples, of)) for (_, noise, examples, of), taken in steps.items() if noise
-        ]
+        )
         epsilon = epsilon_of(parts, self.plan.delta)
-        bounds = [bound for bound in (self.policy.most_epsilon, self.plan.most_epsilon) if bound]
-        if bounds and epsilon > min(bounds):
-            raise RefusedError(
-                f"epsilon would be {epsilon:.3g} after this round, at most {min(bounds):g} is allowed"
-            )
+        for bound in (self.policy.most_epsilon or 0.0, self.plan.most_epsilon):
+            if reason := spent(epsilon, bound):
+                raise RefusedError(reason)
         return epsilon
 
     def _is_counted(self, ledger: Journal) -> bool:
@@ -233,6 +240,8 @@ class _Round:
         state = None
         if task.state:
             state = unpack_state(task.state, self.plan, modules, width)
+            if state.step == 0 and self.agreement.start not in ("", start_sha256(state)):
+                raise RefusedError("the state isn't the one that the fleet agreed to start with")
         elif path.is_file():
             state = unpack_state(path.read_bytes(), self.plan, modules, width)
         elif not self.agreement.start:
@@ -266,20 +275,6 @@ class _Round:
         held = _Held(self.began + seconds)
         gates = Gates(self.policy.gated(settings))
         return lambda: gates.hold(held)
-
-    def _told(self, learnt: Learnt, own: Own, epsilon: float, step: int) -> Answer:
-        common = self.plan.directions == "common" or not self.plan.by_scalars
-        return Answer(
-            self.task.sha256,
-            self.task.number,
-            step,
-            0 if common else own.seed,
-            self.plan.examples * self.plan.local_steps,
-            epsilon,
-            learnt.losses,
-            learnt.values,
-            learnt.places,
-        )
 
 
 class _Held:

@@ -11,8 +11,8 @@ import numpy as np
 
 from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.opening import open_engines
-from device_runner.fleet.agreement import Plan
-from device_runner.fleet.messages import Places
+from device_runner.fleet.agreement import Agreement, Plan
+from device_runner.fleet.messages import Answer, Places
 from device_runner.fleet.privacy import Draw, Reported, system_normals
 from device_runner.session.inputs import learning_rates, make_estimator, read_inputs
 from device_runner.session.settings import RunSettings, bundle_for
@@ -46,6 +46,24 @@ class Learnt:
     losses: FloatArray
     values: FloatArray
     places: Places | None
+
+    def told(self, agreement: Agreement, number: int, step: int, own: Own, epsilon: float) -> Answer:
+        """The answer to a task.
+
+        Args:
+            agreement: of the fleet.
+            number: of the round.
+            step: where the round began.
+            own: of the device.
+            epsilon: that the device has spent, with this round.
+        """
+        plan = agreement.plan
+        seed = own.seed if plan.by_scalars and plan.directions == "own" else 0
+        examples = plan.examples * plan.local_steps
+        return Answer(
+            *(agreement.sha256, number, step, seed, examples, epsilon),
+            *(self.losses, self.values, self.places),
+        )
 
 
 @dataclass(frozen=True)
@@ -153,17 +171,29 @@ def open_local(
         PrgeError: the rows or the bundle can't be used.
     """
     inputs = read_inputs(bundle_for(settings, bundle), settings)
-    if not plan.by_scalars and plan.clip:
-        check_single_sequences(inputs.train)
-    widest = max(len(example.sequences) for example in inputs.train)
-    sized = plan.run_settings(settings.bundle, settings.train, settings.out, widest)
-    bundle = bundle_for(replace(sized, memory=memory), bundle, inputs.train)
-    check_batch(bundle.contract, inputs.train)
-    if bundle.contract.is_exact:
-        check_candidates(bundle.contract, inputs.train)
+    settings, bundle = sized(plan, settings, bundle, inputs.train, memory)
     checkpoints = Checkpoints("float32", settings.out, memory)
     engines = open_engines(bundle, threads, engine, memory, checkpoints=checkpoints)
-    return Local(plan, sized, bundle, engines.step, inputs.train, inputs.tokenizer.pad_id)
+    return Local(plan, settings, bundle, engines.step, inputs.train, inputs.tokenizer.pad_id)
+
+
+def sized(
+    plan: Plan, settings: RunSettings, bundle: Bundle, examples: list[Example], memory: Bytes | None = None
+) -> tuple[RunSettings, Bundle]:
+    """The settings and the bundle of steps that have room for the widest example.
+
+    Raises:
+        ConfigError: an example can't be part of a step of the plan.
+    """
+    if not plan.by_scalars and plan.clip:
+        check_single_sequences(examples)
+    widest = max(len(example.sequences) for example in examples)
+    settings = plan.run_settings(settings.bundle, settings.train, settings.out, widest)
+    bundle = bundle_for(replace(settings, memory=memory), bundle, examples)
+    check_batch(bundle.contract, examples)
+    if bundle.contract.is_exact:
+        check_candidates(bundle.contract, examples)
+    return settings, bundle
 
 
 def rates_of(plan: Plan) -> Callable[[int], dict[str, float]]:

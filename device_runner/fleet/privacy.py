@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from prge.engine import Engine, FloatArray
 from prge.errors import PrgeError
 from prge.estimators import Estimator, Measurement, Step
 
+SPENT = "epsilon would be"
 Draw = Callable[[int], FloatArray]
 
 
@@ -88,12 +90,20 @@ class Reported:
         return self._inner.gradient(learnt, seed, step, modules)
 
 
+def spent(epsilon: float, bound: float) -> str:
+    """Why a device takes no part any more; empty while it may spend more. A bound of 0 is none."""
+    if not bound or epsilon <= bound:
+        return ""
+    return f"{SPENT} {epsilon:.3g} after this round, at most {bound:g} is allowed"
+
+
 def passes(steps: int, examples: int, rows: int) -> int:
     """How often an example takes part at most, in so many steps over rows in permutations."""
     return math.ceil(steps * examples / rows)
 
 
-def epsilon_of(parts: Sequence[tuple[float, int]], delta: float) -> float:
+@lru_cache(maxsize=1024)
+def epsilon_of(parts: tuple[tuple[float, int], ...], delta: float) -> float:
     """Epsilon of Gaussian mechanisms, each (noise, times); infinite where one has no noise.
 
     Raises:

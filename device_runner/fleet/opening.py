@@ -1,0 +1,177 @@
+"""A fleet's server: its settings, what it has of rows, and the coordinator that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from device_runner.engines.opening import Engines, open_engines
+from device_runner.fleet.agreement import Agreement, Plan, plan_of, task_sha256
+from device_runner.fleet.common import first_state, start_sha256
+from device_runner.fleet.coordinator import Coordinator, begin_fleet
+from device_runner.session.settings import bundle_for
+from prge.bundle import Bundle, open_bundle
+from prge.checkpoint import HEAD, TrainingState, read_head
+from prge.encoder_heads import fit_heads
+from prge.engine import EngineName
+from prge.errors import ConfigError
+from prge.examples import Example
+from prge.head import Head
+from prge.journal import Record
+from prge.peft import find_adapter, read_peft
+from prge.rows.example_building import load_examples
+from prge.rows.readers import Selection
+from prge.rows.scoring import evaluate
+from prge.rows.sources import Part, read_source
+from prge.rows.task import Task, load_task
+from prge.rows.tokenizer import bundle_tokenizer
+from prge.run_folder import JOURNAL
+from prge.settings import Bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(Plan):
+    """What a fleet's server is begun with."""
+
+    bundle: Path
+    """Folder that `prge export` wrote; all devices have it."""
+    out: Path
+    """The fleet's folder: a run folder, with its adapter in final/."""
+    task: str | None = None
+    """Task name or YAML file of the devices' rows."""
+    columns: list[str] = field(default_factory=list)
+    """Names for columns of the server's rows: prompt=question completion=answer."""
+    dev: Path | None = None
+    """Development rows that the server may have; the best step on them becomes the result."""
+    dev_limit: int | None = None
+    """Most development rows."""
+    head_rows: Path | None = None
+    """Encoders: labelled rows that the server may have, to fit the classification head on before the start;
+    a few of every class are enough."""
+    adapter: Path | None = None
+    """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter; an encoder's has a
+    head."""
+    per_round: int = 10
+    """Devices that a round asks."""
+    least_answers: int = 1
+    """A round with fewer answers is asked for again."""
+    seconds: float = 600.0
+    """How long a round's answers are waited for."""
+    evaluate_every: int = 1
+    """Rounds between scores of development rows."""
+    engine: EngineName = "auto"
+    """See `prge run --help`."""
+    threads: int | None = None
+    """Threads that score."""
+    memory: Bytes | None = None
+    """Weights that may stay loaded, such as 200MB."""
+
+
+@dataclass(frozen=True)
+class ServerRows:
+    """Rows that a server has, and the engine that scores them."""
+
+    bundle: Bundle
+    task: Task | None
+    engines: Engines
+    pad: int
+
+    def examples(self, settings: ServerSettings, rows: Path, part: Part, limit: int | None) -> list[Example]:
+        """Rows of a file."""
+        source = read_source(rows, part, settings.columns)
+        tokenizer = bundle_tokenizer(self.bundle)
+        examples, _ = load_examples(
+            source, tokenizer, self.bundle.score_contract, self.task, Selection(limit=limit), training=False
+        )
+        return examples
+
+    def fitted_head(self, examples: list[Example]) -> Head:
+        """An encoder's head by labelled rows, at the bundle's own adapter."""
+        adapter = read_peft(self.bundle.adapter, self.bundle.chain.modules, self.bundle.adapter)
+        head = fit_heads(self.engines.score, adapter, examples, self.pad).head
+        if head is None:
+            raise ValueError("no head was fitted")
+        return head
+
+    def scorer(self, examples: list[Example]) -> Callable[[TrainingState], Record]:
+        """What scores a state on these rows."""
+
+        def score(state: TrainingState) -> Record:
+            return evaluate(self.engines.score, state.adapter, examples, self.task, state.head, self.pad)[0]
+
+        return score
+
+
+def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coordinator:
+    """The coordinator of a fleet, begun in `settings.out` or gone on with.
+
+    Args:
+        settings: of the server.
+        engines: of the bundle, if they are open; else they are opened where rows have to be scored.
+
+    Raises:
+        PrgeError: the bundle, rows or folder can't be used, or the folder is another fleet's.
+    """
+    plan = plan_of(settings)
+    bundle = open_bundle(settings.bundle)
+    bundle = bundle_for(plan.run_settings(settings.bundle), bundle)
+    task = load_task(settings.task) if settings.task else None
+    rows = None
+    if settings.dev or settings.head_rows:
+        engines = engines or open_engines(
+            bundle, settings.threads, settings.engine, settings.memory, only_scoring=True
+        )
+        rows = ServerRows(bundle, task, engines, bundle_tokenizer(bundle).pad_id)
+    if not (settings.out / JOURNAL).is_file():
+        head = _head(settings, bundle, rows)
+        source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
+        adapter = read_peft(source, bundle.chain.modules, bundle.adapter)
+        own = settings.adapter is None and head is None
+        start = "" if own else start_sha256(first_state(plan, adapter, head))
+        begin_fleet(
+            settings.out, bundle, Agreement(plan, bundle.sha256, task_sha256(task), start), adapter, head
+        )
+    score = None
+    if rows is not None and settings.dev is not None:
+        score = rows.scorer(rows.examples(settings, settings.dev, "dev", settings.dev_limit))
+    coordinator = Coordinator(
+        settings.out,
+        bundle,
+        settings.per_round,
+        settings.least_answers,
+        settings.seconds,
+        score,
+        settings.evaluate_every,
+    )
+    theirs = coordinator.agreement
+    if (theirs.plan, theirs.task) != (plan, task_sha256(task)):
+        raise ConfigError(
+            f"{settings.out} is a fleet with another plan or task:",
+            [
+                f"{name} was {getattr(theirs.plan, name)!r}, is {getattr(plan, name)!r}"
+                for name in vars(plan)
+                if getattr(theirs.plan, name) != getattr(plan, name)
+            ],
+            remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
+        )
+    return coordinator
+
+
+def _head(settings: ServerSettings, bundle: Bundle, rows: ServerRows | None) -> Head | None:
+    """An encoder's head; ConfigError where nothing gives one."""
+    if not bundle.chain.is_encoder:
+        return None
+    if rows is not None and settings.head_rows is not None:
+        return rows.fitted_head(rows.examples(settings, settings.head_rows, "train", None))
+    folder = find_adapter(settings.adapter) if settings.adapter else None
+    if folder is None or not (folder / HEAD).is_file() or not settings.task:
+        raise ConfigError(
+            "an encoder's fleet needs a classification head and a task",
+            ["devices keep their rows, and the server has none to fit the head on"],
+            remedy="give --task, and --head-rows with a few labelled rows, or --adapter with a run's head",
+        )
+    classes = len(load_task(settings.task).label_words)
+    head = Head(classes, bundle.contract.width)
+    read_head(folder / HEAD, head)
+    return head
