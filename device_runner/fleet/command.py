@@ -10,21 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from device_runner.fleet import serve, simulate
 from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_device
-from device_runner.fleet.serve import ServeSettings, resumed, serve
 from device_runner.fleet.status import read_status
 from prge.errors import ConfigError, PrgeError, RunError
 from prge.settings import parse_settings
-
-KEYS_NEEDED = "give --keys or --insecure, and not both"
-
-
-@dataclass(frozen=True)
-class ResumeSettings:
-    """Go on with a fleet that was stopped or killed."""
-
-    resume: Path
-    """Folder of the fleet; its settings are those in serve.yaml there."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +53,9 @@ class RejoinSettings:
     """Instead of --keys: no encryption. To try things out."""
 
     def __post_init__(self) -> None:
-        if (self.keys is None) != self.insecure:
+        if problems := serve.keys_problems(self.keys, self.insecure):
             raise ConfigError(
-                "these settings can't be used:", [KEYS_NEEDED], remedy="`prge fleet keys` makes keys"
+                "these settings can't be used:", problems, remedy="`prge fleet keys` makes keys"
             )
 
 
@@ -79,7 +69,7 @@ class Action:
     """A verb of `prge fleet`."""
 
     help: str
-    main: Callable[[list[str]], int]
+    main: Callable[[Sequence[str]], int]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,16 +86,7 @@ def main(argv: Sequence[str]) -> int:
     return action.main(words[1:])
 
 
-def _serve(argv: list[str]) -> int:
-    if _has(argv, "--resume"):
-        folder = parse_settings(ResumeSettings, argv, "prge fleet serve").resume
-        serve(resumed(folder), resume=True)
-    else:
-        serve(parse_settings(ServeSettings, argv, "prge fleet serve", description=_described("serve")))
-    return 0
-
-
-def _join(argv: list[str]) -> NoReturn:
+def _join(argv: Sequence[str]) -> NoReturn:
     settings: RejoinSettings
     if _has(argv, "--bundle", "--config", "--help", "-h", "--print-config"):
         settings = parse_settings(JoinSettings, argv, "prge fleet join", description=_described("join"))
@@ -127,14 +108,14 @@ def _join(argv: list[str]) -> NoReturn:
     join(settings.folder, Connection(settings.server, keys), app, partial(print, flush=True))
 
 
-def _status(argv: list[str]) -> int:
+def _status(argv: Sequence[str]) -> int:
     settings = parse_settings(StatusSettings, argv, "prge fleet status", ["folder"], _described("status"))
     status = read_status(settings.folder)
     print(json.dumps(asdict(status), indent=2) if settings.json else status.text())
     return 0
 
 
-def _keys(argv: list[str]) -> int:
+def _keys(argv: Sequence[str]) -> int:
     from device_runner.fleet.keys import DEVICES, SERVER, make_keys
 
     settings = parse_settings(KeysSettings, argv, "prge fleet keys", ["out"], _described("keys"))
@@ -152,9 +133,10 @@ def _keys(argv: list[str]) -> int:
 
 
 ACTIONS = {
-    "serve": Action("begin a fleet, or go on with one: wait for devices and take its rounds", _serve),
+    "serve": Action("begin a fleet, or go on with one: wait for devices and take its rounds", serve.main),
     "join": Action("take part in a fleet, on a device", _join),
     "status": Action("tell how a fleet stands", _status),
+    "simulate": Action("train a fleet of simulated devices in one process, and count", simulate.main),
     "keys": Action("make the certificates and keys of a server and its devices", _keys),
 }
 

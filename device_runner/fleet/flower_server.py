@@ -1,4 +1,4 @@
-"""The fleet's server as a Flower ServerApp: rounds of messages over a Grid, for a coordinator."""
+"""A fleet's rounds over Flower's Grid: tasks of a coordinator go out, answers come in until time is up."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from flwr.app import Context, Message
-from flwr.serverapp import Grid, ServerApp
+from flwr.app import Message
+from flwr.serverapp import Grid
 
 from device_runner.fleet.flower_client import packed, unpacked
 from prge.errors import shown
@@ -35,32 +35,25 @@ class Rounds(Protocol):
         """Take a round's answers; its text tells of the round."""
 
 
-def server_app(
-    coordinator: Rounds, devices: int, seconds: float, tell: Callable[[str], None] = print
-) -> ServerApp:
-    """The app that takes a fleet's rounds from the coordinator's on to its last.
+def take_rounds(
+    grid: Grid, coordinator: Rounds, devices: int, seconds: float, tell: Callable[[str], None] = print
+) -> None:
+    """Take a fleet's rounds, from the coordinator's next on to its last.
 
     Args:
+        grid: sends messages to the devices.
         coordinator: the fleet's.
-        devices: a round waits until so many are there.
+        devices: the first of these rounds waits until so many are there.
         seconds: a round waits so long for its answers.
         tell: takes a line about each round.
     """
-    app = ServerApp()
-
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        late: dict[str, int] = {}
-        while not coordinator.finished:
-            _await_devices(grid, devices, tell)
-            tasks = coordinator.tasks(list(grid.get_node_ids()))
-            if tasks:
-                answers = _round(grid, coordinator.round, tasks, seconds, late, tell)
-                tell(str(coordinator.receive(answers)))
-            else:
-                time.sleep(POLL_SECONDS)
-
-    return app
+    late: dict[str, int] = {}
+    _await_devices(grid, devices, tell)
+    while not coordinator.finished:
+        _await_devices(grid, 1, tell)
+        tasks = coordinator.tasks(list(grid.get_node_ids()))
+        answers = _round(grid, coordinator.round, tasks, seconds, late, tell) if tasks else {}
+        tell(str(coordinator.receive(answers)))
 
 
 def _await_devices(grid: Grid, devices: int, tell: Callable[[str], None]) -> None:

@@ -97,5 +97,9 @@ def read_status(folder: Path) -> Status:
         sum(record["bytes_down"] for record in rounds),
         last.get("loss"),
         max((record["epsilon"] for record in rounds), default=0.0),
-        {name: value for name, value in (evaluations[-1] if evaluations else {}).items() if name not in _NO_SCORES},
+        {
+            name: value
+            for name, value in (evaluations[-1] if evaluations else {}).items()
+            if name not in _NO_SCORES
+        },
     )

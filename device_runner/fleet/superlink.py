@@ -48,7 +48,7 @@ from prge.errors import RunError
 _SECONDS_TO_START = 60.0
 _SECONDS_TO_END = 5.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# What Flower calls an app: devices get it, and those of ours never open it.
+# What Flower calls an app, and devices of ours never open: it has no code, and its components don't exist.
 _APP = f"""\
 [project]
 name = "prge-fleet"
@@ -56,8 +56,8 @@ version = "{__version__}"
 [tool.flwr.app]
 publisher = "prge"
 [tool.flwr.app.components]
-serverapp = "device_runner.fleet.flower_server:server_app"
-clientapp = "device_runner.fleet.flower_client:client_app"
+serverapp = "none:app"
+clientapp = "none:app"
 """
 
 

@@ -7,13 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from flwr.app import Context, RecordDict
-from flwr.serverapp import ServerApp
-
-from device_runner.fleet.flower_server import Rounds, server_app
+from device_runner.fleet.flower_server import Rounds, take_rounds
 from device_runner.fleet.keys import ServerKeys
 from device_runner.fleet.superlink import SuperLink, superlink
 
@@ -35,13 +31,11 @@ class Echoes:
     def finished(self) -> bool:
         return self.round >= self.rounds
 
-    def tasks(self, nodes: Sequence[int]) -> dict[int, dict[str, Any]]:
-        return {
-            node: {"round": self.round, "bytes": bytes(range(256))} for node in sorted(nodes)[: self.most]
-        }
+    def tasks(self, nodes: Sequence[int]) -> dict[int, bytes]:
+        return dict.fromkeys(sorted(nodes)[: self.most], self.task(self.round))
 
-    def receive(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
-        self.received.append({node: dict(fields) for node, fields in answers.items()})
+    def receive(self, answers: Mapping[int, bytes]) -> str:
+        self.received.append(dict(answers))
         self.round += 1
         return f"round {self.round} of {self.rounds}: {len(answers)} answers"
 
@@ -86,35 +80,18 @@ class Device:
 
 
 @contextmanager
-def serving(
-    folder: Path,
-    rounds: Rounds,
-    devices: int,
-    keys: Path | None = None,
-    port: int = 0,
-    seconds: float = SECONDS,
-) -> Iterator[Serving]:
-    """A server that listens; its rounds go when they are asked for."""
+def serving(folder: Path, keys: Path | None = None, port: int = 0) -> Iterator[SuperLink]:
+    """A server that listens on loopback."""
     with superlink(folder, "127.0.0.1", port, ServerKeys.open(keys) if keys else None) as link:
-        yield Serving(link, server_app(rounds, devices, seconds, (lines := []).append), lines)
+        yield link
 
 
-@dataclass(frozen=True)
-class Serving:
-    """A server and what it has told."""
-
-    link: SuperLink
-    app: ServerApp
-    lines: list[str]
-
-    @property
-    def address(self) -> str:
-        return self.link.address
-
-    def finish(self) -> None:
-        """Take all rounds."""
-        with self.link.run() as grid:
-            self.app(grid=grid, context=Context(0, 0, {}, RecordDict(), {}))
+def rounds_of(link: SuperLink, rounds: Rounds, devices: int, seconds: float = SECONDS) -> list[str]:
+    """Take all rounds; the lines that were told."""
+    lines: list[str] = []
+    with link.run() as grid:
+        take_rounds(grid, rounds, devices, seconds, lines.append)
+    return lines
 
 
 def free_port() -> int:

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import httpx
@@ -25,7 +26,7 @@ from device_runner.fleet.keys import DeviceKeys, ServerKeys, make_keys
 from device_runner.fleet.superlink import superlink
 from device_runner.fleet.supernode import Connection, check_server
 from prge.errors import DeviceError, RunError
-from tests.device_runner.fleet.nodes import Echoes, device, free_port, serving
+from tests.device_runner.fleet.nodes import Device, Echoes, device, free_port, rounds_of, serving
 
 pytestmark = pytest.mark.slow
 
@@ -34,11 +35,11 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_keys(keys, [], ["one", "two"])
     rounds = Echoes(2)
-    with serving(tmp_path / "server", rounds, 2, keys / "server") as server, ExitStack() as devices:
+    with serving(tmp_path / "server", keys / "server") as link, ExitStack() as devices:
         for name in ("one", "two"):
-            devices.enter_context(device(tmp_path / name, server.address, keys / "devices" / name))
-        server.finish()
-        names = server.link.names()
+            devices.enter_context(device(tmp_path / name, link.address, keys / "devices" / name))
+        rounds_of(link, rounds, 2)
+        names = link.names()
     assert sorted(names.values()) == ["one", "two"]
     assert [sorted(names[node] for node in answers) for answers in rounds.received] == [["one", "two"]] * 2
     assert all(
@@ -52,8 +53,8 @@ def test_a_device_never_runs_the_servers_code(tmp_path: Path, monkeypatch: pytes
     """Flower's own SuperNode does, which shows that the code would write its file."""
     monkeypatch.setattr("device_runner.fleet.superlink._app", lambda: _hostile(tmp_path))
     rounds = Echoes(1)
-    with serving(tmp_path / "server", rounds, 2) as server, device(tmp_path / "ours", server.address):
-        words = ["--superlink", server.address, "--insecure", "--port", str(free_port())]
+    with serving(tmp_path / "server") as link, device(tmp_path / "ours", link.address):
+        words = ["--superlink", link.address, "--insecure", "--port", str(free_port())]
         home = tmp_path / "theirs"
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         theirs = subprocess.Popen(
@@ -63,7 +64,7 @@ def test_a_device_never_runs_the_servers_code(tmp_path: Path, monkeypatch: pytes
             stderr=subprocess.DEVNULL,
         )
         try:
-            server.finish()
+            rounds_of(link, rounds, 2)
         finally:
             theirs.terminate()
             theirs.wait()
@@ -141,28 +142,37 @@ def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
     """A round goes on without a device that vanishes; a server that is back finds its devices."""
     keys, port = tmp_path / "keys", free_port()
     make_keys(keys, [], ["one", "two"])
-    address, folder = f"127.0.0.1:{port}", tmp_path / "server"
-
-    def joined(name: str, code: str = "task") -> object:
-        return device(tmp_path / name, address, keys / "devices" / name, code)
-
+    folder = tmp_path / "server"
     first, second = Echoes(1), Echoes(1)
+
+    def joined(name: str, code: str = "task") -> AbstractContextManager[Device]:
+        return device(tmp_path / name, f"127.0.0.1:{port}", keys / "devices" / name, code)
+
     with ExitStack() as devices:
-        with serving(folder, first, 2, keys / "server", port, seconds=8) as server:
-            devices.enter_context(joined("one"))  # type: ignore[arg-type]
-            devices.enter_context(joined("two", "os._exit(1)"))  # type: ignore[arg-type]
-            server.finish()
-            names = server.link.names()
+        with serving(folder, keys / "server", port) as link:
+            devices.enter_context(joined("one"))
+            with joined("two", "os._exit(1)"):
+                rounds_of(link, first, 2, seconds=8)
+            names = link.names()
         assert [[names[node] for node in answers] for answers in first.received] == [["one"]]
-        devices.enter_context(joined("two"))  # type: ignore[arg-type]
-        with serving(folder, second, 2, keys / "server", port) as server:
-            server.finish()
-            assert server.link.names() == names
+        with serving(folder, keys / "server", port) as link:
+            devices.enter_context(joined("two"))
+            rounds_of(link, second, 2)
+            assert link.names() == names
     assert [sorted(names[node] for node in answers) for answers in second.received] == [["one", "two"]]
 
 
-def _wait(condition: object, seconds: float = 60.0) -> None:
+def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
+    rounds = Echoes(2)
+    slow = "time.sleep(6 if task[0] == 0 else 0) or task"
+    with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow):
+        lines = rounds_of(link, rounds, 1, seconds=6)
+    assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
+    assert any("answers round 1 in round 2: too late, dropped" in line for line in lines)
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)
