@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -15,6 +17,8 @@ from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_devi
 from device_runner.fleet.status import read_status
 from prge.errors import ConfigError, PrgeError, RunError
 from prge.settings import parse_settings
+# Verbs for which Flower, or what it brings, is imported.
+NETWORKED = ("serve", "join", "keys")
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ def main(argv: Sequence[str]) -> int:
         nearest = difflib.get_close_matches(words[0], ACTIONS, n=1)
         hint = f"did you mean `prge fleet {nearest[0]}`?" if nearest else "`prge fleet --help` lists them"
         raise PrgeError(f"there is no verb {words[0]!r} of prge fleet", remedy=hint)
+    if sys.version_info < (3, 11) and words[0] in NETWORKED:
+        raise PrgeError(
+            f"prge fleet {words[0]} needs Python 3.11 or newer, for Flower",
+            remedy=f"this is {platform.python_version()}",
+        )
     return action.main(words[1:])
 
 

@@ -80,7 +80,7 @@ def _round(
             packed(task),
             dst_node_id=node,
             message_type="train",
-            group_id=str(number),
+            group_id=str(number + 1),
             ttl=seconds + _LATE_SECONDS,
         )
         for node, task in tasks.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from prge.run_folder import run_lock
 from prge.settings import parse_settings, read_settings, settings_to_yaml
 from prge.terminal import best_effort
 
-SETTINGS = "serve.yaml"
+SETTINGS, NAMES = "serve.yaml", "devices.json"
 KEYS_REMEDY = "`prge fleet keys` makes keys for a server and its devices"
 DESCRIPTION = "Begin a fleet, or go on with one by --resume FOLDER: wait for devices, and take its rounds."
 
@@ -87,6 +88,7 @@ def serve(settings: ServeSettings) -> Path:
             with superlink(settings.out, settings.host, settings.port, keys) as link:
                 whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"
                 _tell(f"listening at {link.address} for {whom}; Ctrl-C ends it")
+                write_file(settings.out / NAMES, json.dumps(link.names()).encode())
                 if coordinator.round:
                     _tell(f"going on after round {coordinator.round} of {coordinator.rounds}")
                 devices = settings.least_answers if coordinator.round else settings.wait_for

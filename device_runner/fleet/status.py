@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from device_runner.fleet.coordinator import agreement_of
+from device_runner.fleet.serve import NAMES
+from prge.documents import DocumentError, read_json
 from prge.errors import RunError
 from prge.journal import Journal
 from prge.run_folder import FINAL, JOURNAL, is_held
@@ -14,13 +16,13 @@ from prge.run_folder import FINAL, JOURNAL, is_held
 _NO_SCORES = ("kind", "step", "value", "examples")
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceStatus:
     """What a device has done: rounds that it answered, was silent in, and why it refused or was refused."""
 
-    answered: int
-    silent: int
-    refused: tuple[str, ...]
+    answered: int = 0
+    silent: int = 0
+    refused: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Status:
             lines.append(f"development rows: {scores}")
         if self.epsilon:
             lines.append(f"epsilon {self.epsilon:.3g}")
-        for name, device in self.devices.items():
+        for name, device in sorted(self.devices.items()):
             line = f"{name}: {device.answered} answers"
             if device.silent:
                 line += f", silent {device.silent} times"
@@ -72,18 +74,16 @@ def read_status(folder: Path) -> Status:
     journal = Journal(folder / JOURNAL, writable=False)
     rounds = [record for record in journal.records if record["kind"] == "round"]
     evaluations = [record for record in journal.records if record["kind"] == "evaluation"]
-    devices: dict[str, DeviceStatus] = {}
+    names = _names(folder)
+    devices = {name: DeviceStatus() for name in names.values()}
     for record in rounds:
         with journal.reading(record):
-            names = {*map(str, record["answered"]), *map(str, record["silent"]), *record["refused"]}
-            for name in sorted(names):
-                before = devices.get(name, DeviceStatus(0, 0, ()))
-                refused = [record["refused"][name]] if name in record["refused"] else []
-                devices[name] = DeviceStatus(
-                    before.answered + (name in map(str, record["answered"])),
-                    before.silent + (name in map(str, record["silent"])),
-                    (*before.refused, *refused),
-                )
+            refused = {int(node): reason for node, reason in record["refused"].items()}
+            for node in {*record["answered"], *record["silent"], *refused}:
+                device = devices.setdefault(names.get(node, str(node)), DeviceStatus())
+                device.answered += node in record["answered"]
+                device.silent += node in record["silent"]
+                device.refused += [refused[node]] if node in refused else []
     last = rounds[-1] if rounds else {}
     state = "done" if (folder / FINAL).is_dir() else "running" if is_held(folder) else "stopped"
     return Status(
@@ -103,3 +103,13 @@ def read_status(folder: Path) -> Status:
             if name not in _NO_SCORES
         },
     )
+
+
+def _names(folder: Path) -> dict[int, str]:
+    """What devices are called whose keys the server knows, by the ids of their nodes."""
+    if not (folder / NAMES).is_file():
+        return {}
+    try:
+        return {int(node): str(name) for node, name in read_json(folder / NAMES).items()}
+    except (DocumentError, AttributeError, ValueError) as error:
+        raise RunError(f"{folder / NAMES} can't be read: {error}", remedy="remove it") from None

@@ -141,7 +141,7 @@ class _SuperNode:
                     outcome = f"failed: {type(error).__name__}: {error}"
                 push_message(client, reply, context)
                 push_task_output(client, context, SubStatus.COMPLETED, "")
-                tell(f"round {message.metadata.group_id}: {outcome}")
+                tell(f"round {message.metadata.group_id[:9]}: {outcome}")
             except httpx.HTTPError as error:
                 tell(f"an answer is lost: {error}")
             finally:
