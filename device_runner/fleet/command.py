@@ -17,6 +17,7 @@ from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_devi
 from device_runner.fleet.status import read_status
 from prge.errors import ConfigError, PrgeError, RunError
 from prge.settings import parse_settings
+
 # Verbs for which Flower, or what it brings, is imported.
 NETWORKED = ("serve", "join", "keys")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from flwr.app import Message
@@ -47,12 +48,12 @@ def take_rounds(
         seconds: a round waits so long for its answers.
         tell: takes a line about each round.
     """
-    late: dict[str, int] = {}
+    out: dict[str, _Sent] = {}
     _await_devices(grid, devices, tell)
     while not coordinator.finished:
         _await_devices(grid, 1, tell)
         tasks = coordinator.tasks(list(grid.get_node_ids()))
-        answers = _round(grid, coordinator.round, tasks, seconds, late, tell) if tasks else {}
+        answers = _round(grid, coordinator.round, tasks, seconds, out, tell) if tasks else {}
         tell(str(coordinator.receive(answers)))
 
 
@@ -65,15 +66,23 @@ def _await_devices(grid: Grid, devices: int, tell: Callable[[str], None]) -> Non
         time.sleep(POLL_SECONDS)
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A message to which no answer has come."""
+
+    node: int
+    round: int
+
+
 def _round(
     grid: Grid,
     number: int,
     tasks: Mapping[int, bytes],
     seconds: float,
-    late: dict[str, int],
+    out: dict[str, _Sent],
     tell: Callable[[str], None],
 ) -> dict[int, bytes]:
-    """Send tasks; the answers that come in time, by node. `late`: rounds of older messages, by their ids."""
+    """Send tasks; the answers that come in time, by node. `out`: messages by their ids, older ones too."""
     deadline = time.monotonic() + seconds
     messages = [
         Message(
@@ -85,21 +94,27 @@ def _round(
         )
         for node, task in tasks.items()
     ]
-    sent = {name: node for name, node in zip(grid.push_messages(messages), tasks, strict=True) if name}
-    late.update(dict.fromkeys(sent, number))
+    sent = {
+        name: _Sent(node, number)
+        for name, node in zip(grid.push_messages(messages), tasks, strict=True)
+        if name
+    }
+    out.update(sent)
     answers: dict[int, bytes] = {}
-    waiting = set(sent.values())
+    waiting = set(sent)
     while waiting and time.monotonic() < deadline:
-        for reply in grid.pull_messages(list(late)):
-            node, of = reply.metadata.src_node_id, late.pop(reply.metadata.reply_to_message_id, -1)
-            # A round that nobody answered is asked for again: an answer to the first asking is one.
-            if of != number or node in answers:
-                tell(f"device {node} answers round {of + 1} in round {number + 1}: too late, dropped")
-                continue
-            waiting.discard(node)
+        for reply in grid.pull_messages(list(out)):
+            name = reply.metadata.reply_to_message_id
+            message = out.pop(name)
+            waiting.discard(name)
             if reply.has_error():
-                tell(f"device {node} fails in round {number + 1}: {shown(reply.error.reason)}")
+                if name in sent:
+                    tell(f"device {message.node} fails: {shown(reply.error.reason)}")
+            elif message.round != number:
+                tell(f"device {message.node} answers round {message.round + 1}, too late: dropped")
             else:
-                answers[node] = unpacked(reply)
+                # A round that nobody answered is asked for again: an answer to the first asking is one.
+                answers[message.node] = unpacked(reply)
+                waiting -= {other for other in waiting if sent[other].node == message.node}
         time.sleep(POLL_SECONDS if waiting else 0)
     return answers

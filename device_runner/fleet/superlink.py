@@ -31,6 +31,7 @@ from flwr.supercore.auth.typing import AccountInfo
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
@@ -98,11 +99,18 @@ class SuperLink:
         """What registered devices are called, by the ids of their nodes."""
         return {node.node_id: node.name for node in self._state.get_node_info() if node.name}
 
+    def stop_runs(self) -> None:
+        """End the runs of a server that was killed, with their messages."""
+        for run in self._state.get_run_info(statuses=[Status.PENDING, Status.STARTING, Status.RUNNING]):
+            self._state.stop_run(run.run_id)
+
     @contextmanager
     def run(self) -> Iterator[Grid]:
-        """Start a run, and give what sends messages to the devices' nodes; older runs are stopped."""
-        for old in self._state.get_run_info(statuses=[Status.PENDING, Status.STARTING, Status.RUNNING]):
-            self._state.stop_run(old.run_id)
+        """Start a run, and give what sends messages to the devices' nodes.
+
+        Raises:
+            RunError: Flower has given the run up, as it does when this machine sleeps for a minute.
+        """
         content = _app()
         request = StartRunRequest(fab=fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {})))
         account = AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name=NOOP_ACCOUNT_NAME)
@@ -120,6 +128,11 @@ class SuperLink:
         heartbeat.start()
         try:
             yield grid
+        except RunNotRunningException:
+            raise RunError(
+                "Flower has given the run up, as it does when this machine sleeps",
+                remedy="go on with it: prge fleet serve --resume FOLDER",
+            ) from None
         finally:
             heartbeat.stop()
             grid.close()
@@ -145,6 +158,7 @@ def superlink(folder: Path, host: str, port: int, keys: ServerKeys | None) -> It
         config = _config(address, home / "superlink.db", keys)
         app = create_app(config, SuperLinkLifespan)
         link = SuperLink(address, keys, app.state.linkstate_factory.state())
+        link.stop_runs()
         if keys is not None:
             link.register(keys.devices)
         with _serving(app, listener, keys, home / "superlink.log"):

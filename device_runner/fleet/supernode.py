@@ -17,16 +17,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from logging import WARNING
 from pathlib import Path
+from queue import Empty, Queue
 from typing import NoReturn
 
 import httpx
-from flwr.app import Error, Message
+from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, SendTaskHeartbeatRequest
+from flwr.supercore import log
 from flwr.supercore.constant import TaskType
 from flwr.supercore.error import ApiErrorCode
 from flwr.supercore.heartbeat import HeartbeatSender
@@ -39,7 +42,7 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from device_runner.fleet.flower_home import flower_home, last_lines, write_private
+from device_runner.fleet.flower_home import flower_home, last_lines, log_to, write_private
 from device_runner.fleet.keys import DeviceKeys
 from prge.errors import DeviceError, PrgeError
 
@@ -81,14 +84,15 @@ def join(
     """
     home = flower_home(folder)
     check_server(connection)
-    log, refused = home / "supernode.log", 0.0
+    log_to(home / "tasks.log")
+    place, refused = home / "supernode.log", 0.0
     while True:
         began = time.monotonic()
-        with _supernode(home, connection, log) as node:
+        with _supernode(home, connection, place) as node:
             node.serve(app, tell)
-        words = last_lines(log)
+        words = last_lines(place)
         if not any(_REFUSED in line for line in words):
-            raise DeviceError(f"the connection has ended; the end of {log}:\n  " + "\n  ".join(words))
+            raise DeviceError(f"the connection has ended; the end of {place}:\n  " + "\n  ".join(words))
         lasted = time.monotonic() - began
         refused = refused + lasted + _SECONDS_TO_RETRY if lasted < _SECONDS_TO_RETRY * 4 else lasted
         if refused > _SECONDS_REFUSED:
@@ -109,57 +113,72 @@ class _SuperNode:
     def serve(self, app: ClientApp, tell: Callable[[str], None]) -> None:
         """Answer tasks until the SuperNode ends."""
         signed = SuperExecAuthHttpInterceptor(master_secret=self._secret, protected_methods={_ACQUIRE})
-        with self._client(signed) as client:
+        pulled: Queue[_Task] = Queue()
+        with closing(self._client(signed)) as client:
             while self._process.poll() is None:
-                try:
+                with suppress(httpx.TransportError):  # it starts, or it ends
                     acquired = client.AcquireTask(
                         AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
                     )
-                except httpx.TransportError:  # it starts, or it ends
-                    time.sleep(POLL_SECONDS)
-                    continue
-                if acquired.token:
-                    self._answer(acquired.token, app, tell)
-                else:
-                    time.sleep(POLL_SECONDS)
+                    if acquired.token:
+                        # A task whose server was killed has no message: its thread waits, others go on.
+                        threading.Thread(
+                            target=self._pull, args=(acquired.token, pulled), daemon=True
+                        ).start()
+                with suppress(Empty):
+                    _answer(pulled.get(timeout=POLL_SECONDS), app, tell)
 
-    def _answer(self, token: str, app: ClientApp, tell: Callable[[str], None]) -> None:
-        """Answer one task. What goes wrong in the app stays here, where the rows may be named."""
-        with self._client(RuntimeTokenHttpInterceptor(token)) as client:
-            heartbeat = HeartbeatSender(lambda: _beat(client))
-            heartbeat.start()
-            then = time.monotonic()
-            try:
-                message, context, _, _ = pull_task_input(client)
-                try:
-                    reply = app(message=message, context=context)
-                    outcome = f"answered in {time.monotonic() - then:.1f} s"
-                except Exception as error:
-                    reply = Message(
-                        Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, type(error).__name__), reply_to=message
-                    )
-                    outcome = f"failed: {type(error).__name__}: {error}"
-                push_message(client, reply, context)
-                push_task_output(client, context, SubStatus.COMPLETED, "")
-                tell(f"round {message.metadata.group_id[:9]}: {outcome}")
-            except httpx.HTTPError as error:
-                tell(f"an answer is lost: {error}")
-            finally:
-                heartbeat.stop()
-
-    @contextmanager
-    def _client(self, interceptor: ProtobufClientInterceptor) -> Iterator[RuntimeHttpClient]:
-        client = RuntimeHttpClient.from_server_address(
-            self._address, True, None, [RuntimeVersionHttpInterceptor("flwr-clientapp"), interceptor]
-        )
+    def _pull(self, token: str, pulled: Queue[_Task]) -> None:
+        """Get a task's message; the app beside it stays unopened."""
+        client = self._client(RuntimeTokenHttpInterceptor(token))
+        heartbeat = HeartbeatSender(lambda: _beat(client))
+        heartbeat.start()
         try:
-            yield client
-        finally:
+            message, context, _, _ = pull_task_input(client)
+            pulled.put(_Task(client, heartbeat, message, context))
+        except Exception as error:  # whatever it is, the server asks again
+            log(WARNING, "a task is lost: %s", error)
+            heartbeat.stop()
             client.close()
+
+    def _client(self, interceptor: ProtobufClientInterceptor) -> RuntimeHttpClient:
+        version = RuntimeVersionHttpInterceptor("flwr-clientapp")
+        return RuntimeHttpClient.from_server_address(self._address, True, None, [version, interceptor])
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A task that waits for its answer."""
+
+    client: RuntimeHttpClient
+    heartbeat: HeartbeatSender
+    message: Message
+    context: Context
+
+
+def _answer(task: _Task, app: ClientApp, tell: Callable[[str], None]) -> None:
+    """Answer one task. What goes wrong in the app stays here, where rows may be named."""
+    then = time.monotonic()
+    try:
+        try:
+            reply = app(message=task.message, context=task.context)
+            outcome = f"answered in {time.monotonic() - then:.1f} s"
+        except Exception as error:
+            name = type(error).__name__
+            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, name), reply_to=task.message)
+            outcome = f"failed: {name}: {error}"
+        push_message(task.client, reply, task.context)
+        push_task_output(task.client, task.context, SubStatus.COMPLETED, "")
+        tell(f"round {task.message.metadata.group_id[:9]}: {outcome}")
+    except httpx.HTTPError as error:
+        tell(f"an answer is lost: {error}")
+    finally:
+        task.heartbeat.stop()
+        task.client.close()
 
 
 @contextmanager
-def _supernode(home: Path, connection: Connection, log: Path) -> Iterator[_SuperNode]:
+def _supernode(home: Path, connection: Connection, output: Path) -> Iterator[_SuperNode]:
     """Start a SuperNode; it ends with the block, or with this process."""
     secret = secrets.token_bytes(32)
     # A file, since that is how Flower takes it; it is read when the SuperNode starts.
@@ -173,12 +192,12 @@ def _supernode(home: Path, connection: Connection, log: Path) -> Iterator[_Super
     else:
         words += ["--root-certificates", str(connection.keys.authority)]
         words += ["--auth-supernode-private-key", str(connection.keys.key)]
-    with log.open("wb") as output:
+    with output.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "device_runner.fleet.supernode", str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=stream,
+            stderr=stream,
             start_new_session=True,  # Ctrl-C in the terminal is this process's to pass on
         )
     try:
