@@ -68,7 +68,8 @@ def replay_steps(
 
 def start_sha256(state: TrainingState) -> str:
     """Of what a fleet begins with, where that isn't the bundle's own."""
-    return hashlib.sha256(pack_state(state)).hexdigest()
+    head = b"" if state.head is None else state.head.values.tobytes()
+    return hashlib.sha256(state.adapter.values.tobytes() + head).hexdigest()
 
 
 def pack_state(state: TrainingState) -> bytes:

@@ -69,6 +69,8 @@ AGREEMENT = "agreement.json"
 # Rounds in a row that nobody answers.
 MOST_SILENT_ROUNDS = 3
 _PICK_STREAM = 2**64 - 2
+# What a device knows that has answered otherwise than it was asked: it gets the common state.
+_NOTHING = -1
 
 
 @dataclass(frozen=True)
@@ -227,8 +229,8 @@ class Coordinator:
 
         Scores the start first, if nobody has.
         """
-        if self.round == 0:
-            self._evaluate()
+        if self.round == 0 and self._evaluate():
+            self._keep()
         chosen = self._chosen(nodes)
         state = pack_state(self.state)
         tasks = {node: self._task(node, state).to_bytes() for node in chosen}
@@ -249,7 +251,8 @@ class Coordinator:
                 good[node] = self._good(node, answers[node], good)
             except (RefusedError, MessageError) as error:
                 refused[node] = str(error)
-                self._forget(node)
+                self._introduced.discard(node)
+                self._known[node] = _NOTHING
         silent = sorted(set(self._asked) - set(answers))
         up, down = sum(map(len, answers.values())), sum(self._asked.values())
         if len(good) < self.least_answers:
@@ -310,10 +313,10 @@ class Coordinator:
     def _task(self, node: int, state: bytes) -> Task:
         step = self.state.step
         missed: tuple[Steps, ...] = ()
-        known = self._known.get(node, None if self.agreement.start else 0)
+        known = self._known.get(node, _NOTHING if self.agreement.start else 0)
         sent = b""
         if known != step:
-            if known is not None and self.plan.by_scalars:
+            if known != _NOTHING and self.plan.by_scalars:
                 missed = tuple(steps for steps in self._history if steps.first >= known)
             if not missed or sum(len(steps.to_bytes()) for steps in missed) > len(state):
                 missed, sent = (), state
@@ -340,7 +343,6 @@ class Coordinator:
             case Refusal():
                 raise RefusedError(said.reason)
             case Behind():
-                self._asked.pop(node, None)
                 raise RefusedError(f"is at step {said.step}, gets the common state with the next task")
         if node not in self._asked:
             raise RefusedError("wasn't asked")
@@ -435,11 +437,6 @@ class Coordinator:
         """Devices that answered hold the common state of where the round began."""
         self._introduced.update(nodes)
         self._known.update(dict.fromkeys(nodes, step))
-
-    def _forget(self, node: int) -> None:
-        """Tell a device everything the next time."""
-        self._introduced.discard(node)
-        self._known.pop(node, None)
 
     def _count_silence(self, refused: Mapping[int, str]) -> None:
         if refused and all(reason.startswith(SPENT) for reason in refused.values()):
