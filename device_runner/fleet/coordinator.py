@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -311,21 +312,30 @@ class Coordinator:
         return sorted(there[place] for place in order[: self.per_round])
 
     def _task(self, node: int, state: bytes) -> Task:
+        """What a device is asked, with the least that brings it to where the round begins."""
         step = self.state.step
-        missed: tuple[Steps, ...] = ()
         known = self._known.get(node, _NOTHING if self.agreement.start else 0)
-        sent = b""
-        if known != step:
-            if known != _NOTHING and self.plan.by_scalars:
-                missed = tuple(steps for steps in self._history if steps.first >= known)
-            if not missed or sum(len(steps.to_bytes()) for steps in missed) > len(state):
-                missed, sent = (), state
+        # Each with the rounds that follow it: nothing, the present state, where the fleet began.
+        ways: list[tuple[bytes, tuple[Steps, ...]]] = [(state, ())]
+        if self.plan.by_scalars or step == 0:
+            # Compressed: the start is mostly zeros.
+            ways.append((self._start, tuple(self._history)))
+        if known == step or (known != _NOTHING and self.plan.by_scalars):
+            ways.append((b"", tuple(steps for steps in self._history if steps.first >= known)))
+        sent, missed = min(ways, key=lambda way: len(way[0]) + sum(steps.size for steps in way[1]))
         text = b"" if node in self._introduced else self.agreement.content
         return Task(self.agreement.sha256, self.round, step, self.seconds, text, missed, sent)
 
+    @cached_property
+    def _start(self) -> bytes:
+        """The state before the first step."""
+        return pack_state(replay(self.journal, 0))
+
     @property
     def _history(self) -> list[Steps]:
-        """The rounds' steps, as messages carry them."""
+        """The rounds' steps, as messages carry them; none where devices send changes."""
+        if not self.plan.by_scalars:
+            return []
         while len(self._told) < len(self._rounds):
             first = self._rounds[len(self._told)]["first"]
             steps = range(first, first + self.plan.local_steps)

@@ -107,6 +107,7 @@ def test_a_message_that_ends_early_or_late_is_none(answer: Answer, data: st.Data
 
 @given(steps(), st.integers(0, 100))
 def test_steps_as_records_of_a_journal_and_back(steps: Steps, number: int) -> None:
+    assert steps.size == len(steps.to_bytes())
     size = steps.scalars.shape[2]
     records = steps.records(number, 7, (size,))
     assert all(record["seed"] == 7 and record["round"] == number for record in records)
