@@ -1,4 +1,4 @@
-"""Ways to train a fleet, held against each other: bytes, rounds, seconds and quality; and noise against quality.
+"""Ways to train a fleet, held against each other: bytes, rounds, seconds, quality; and noise against quality.
 
     python scripts/studies/fleet.py --encoder MINILM --sst2 SST2 --out results [--tasks questions sst2]
 
@@ -156,7 +156,8 @@ class Study:
         found = self.folder / f"{name}.json"
         if not found.exists():
             prge(
-                *("fleet", "simulate"),
+                "fleet",
+                "simulate",
                 **{**FLEET, **plan},
                 **self._common(test),
                 head_rows=self.files["head"],
