@@ -46,7 +46,7 @@ ONE_PLACE: dict[str, Any] = {"estimator": "exact", "steps": 200, "batch_size": 2
 RATES: Mapping[str, Sequence[float]] = {
     "scalars, q 4": (3e-4, 1e-3),
     "scalars, q 16": (3e-4, 1e-3),
-    "FedAvg": (1e-3, 3e-3, 1e-2),
+    "FedAvg": (3e-3, 1e-2),
     "FedAdam": (3e-3,),
     "FedAvg, largest 1 %": (3e-3, 1e-2),
     "one place": (1e-3, 3e-3),
