@@ -194,7 +194,7 @@ def _supernode(home: Path, connection: Connection, output: Path) -> Iterator[_Su
         words += ["--auth-supernode-private-key", str(connection.keys.key)]
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "device_runner.fleet.supernode", str(os.getpid()), *words],
+            [*_python(), "-m", "device_runner.fleet.supernode", str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -261,6 +261,12 @@ def _beat(client: RuntimeHttpClient) -> bool:
     except httpx.HTTPStatusError:  # the task is over
         return True
     return True
+
+
+def _python() -> list[str]:
+    """What starts this Python; on a phone it is a script."""
+    script = os.environ.get("PRGE_PYTHON")
+    return ["sh", script] if script else [sys.executable]
 
 
 def _free_port() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -106,6 +107,21 @@ def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
         )
         with link.run(), pytest.raises(httpx.HTTPStatusError, match=r"40[13]"):
             runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
+
+
+def test_other_programs_on_a_device_get_no_tasks(tmp_path: Path) -> None:
+    log = tmp_path / "one" / "flower" / "supernode.log"
+
+    def port() -> list[str]:
+        return re.findall(r"running on http://(127\.0\.0\.1:\d+)", log.read_text() if log.exists() else "")
+
+    with serving(tmp_path / "server") as link, device(tmp_path / "one", link.address):
+        _wait(lambda: bool(port()))
+        runtime = RuntimeHttpClient.from_server_address(
+            port()[0], True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
+        )
+        with pytest.raises(httpx.HTTPStatusError, match=r"40[13]"):
+            runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-clientapp"]))
 
 
 def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:
