@@ -200,9 +200,9 @@ class _Round:
         if not self._is_counted(ledger):
             steps[ours] = steps.get(ours, 0) + self.plan.local_steps
         # A round without noise is the owner's own will: no epsilon bounds what it said.
-        parts = tuple(
+        parts = [
             (noise, passes(taken, examples, of)) for (_, noise, examples, of), taken in steps.items() if noise
-        )
+        ]
         epsilon = epsilon_of(parts, self.plan.delta)
         for bound in (self.policy.most_epsilon or 0.0, self.plan.most_epsilon):
             if reason := spent(epsilon, bound):

@@ -181,7 +181,7 @@ def _round(local: Local, start: TrainingState, own: Own, scratch: Path) -> Learn
 
 
 def _epsilon(plan: Plan, steps: int, rows: int) -> float:
-    return epsilon_of(((plan.noise, passes(steps, plan.examples, rows)),), plan.delta) if plan.noise else 0.0
+    return epsilon_of([(plan.noise, passes(steps, plan.examples, rows))], plan.delta) if plan.noise else 0.0
 
 
 def _scorer(

@@ -247,7 +247,7 @@ def noise_for(epsilon: float, times: int, delta: float = 1e-5) -> float:
     low, high = 0.1, 100.0
     while high / low > 1.01:
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if epsilon_of(((middle, times),), delta) > epsilon else (low, middle)
+        low, high = (middle, high) if epsilon_of([(middle, times)], delta) > epsilon else (low, middle)
     return round(high, 3)
 
 

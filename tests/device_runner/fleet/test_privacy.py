@@ -1,9 +1,8 @@
-"""What noise amounts to, by the Gaussian mechanism's own formula; and what one example can change."""
+"""What noise amounts to, as a kept accountant has it; and what one example can change."""
 
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -38,24 +37,34 @@ def _measured(queries: int = 3, examples: int = 4) -> Measurement:
     return Measurement(0.7, scalars, None, 0.1, 12)
 
 
-def _gaussian_delta(epsilon: float, deviation: float) -> float:
-    """Delta of one Gaussian mechanism of sensitivity 1: theorem 8 of Balle and Wang 2018."""
-    normal = NormalDist()
-    half, rest = 1 / (2 * deviation), epsilon * deviation
-    return normal.cdf(half - rest) - math.exp(epsilon) * normal.cdf(-half - rest)
+@pytest.mark.parametrize(
+    "parts", [[(1.0, 1)], [(2.0, 5)], [(0.7, 3)], [(8.0, 100)], [(4.0, 40), (1.5, 2)], [(30.0, 1)]]
+)
+def test_epsilon_is_that_of_a_kept_accountant(parts: list[tuple[float, int]]) -> None:
+    accounting = pytest.importorskip("dp_accounting")
+    accountant = pytest.importorskip("dp_accounting.pld").PLDAccountant()
+    for noise, times in parts:
+        accountant.compose(accounting.SelfComposedDpEvent(accounting.GaussianDpEvent(noise), times))
+    theirs = accountant.get_epsilon(DELTA)
+    assert theirs * 0.999 - 1e-3 <= epsilon_of(parts, DELTA) <= theirs * 1.001
 
 
-@pytest.mark.parametrize(("noise", "times"), [(1.0, 1), (2.0, 5), (0.7, 3), (8.0, 100)])
-def test_epsilon_of_equal_steps_is_that_of_one_with_less_noise(noise: float, times: int) -> None:
-    epsilon = epsilon_of(((noise, times),), DELTA)
-    assert _gaussian_delta(epsilon, noise / math.sqrt(times)) == pytest.approx(DELTA, rel=0.05)
+def test_hardly_any_noise_and_very_much_of_it() -> None:
+    assert 4e7 < epsilon_of([(1e-4, 1)], DELTA) < 6e7
+    assert epsilon_of([(1e6, 1)], DELTA) == 0.0
+
+
+@given(st.floats(0.2, 50), st.integers(1, 500), st.floats(1e-9, 0.1))
+def test_more_noise_costs_less_and_more_passes_cost_more(noise: float, times: int, delta: float) -> None:
+    epsilon = epsilon_of([(noise, times)], delta)
+    assert epsilon_of([(noise * 1.1, times)], delta) <= epsilon <= epsilon_of([(noise, times + 1)], delta)
 
 
 def test_epsilons_of_several_fleets_add_up() -> None:
-    both = epsilon_of(((1.0, 2), (1.0, 3)), DELTA)
-    assert both == pytest.approx(epsilon_of(((1.0, 5),), DELTA), rel=1e-3)
-    assert epsilon_of((), DELTA) == 0.0
-    assert math.isinf(epsilon_of(((0.0, 1),), DELTA))
+    both = epsilon_of([(1.0, 2), (1.0, 3)], DELTA)
+    assert both == pytest.approx(epsilon_of([(1.0, 5)], DELTA))
+    assert epsilon_of([], DELTA) == 0.0
+    assert math.isinf(epsilon_of([(0.0, 1)], DELTA))
 
 
 @given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 1000))
