@@ -25,10 +25,10 @@ import numpy as np
 from device_runner.fleet.common import unpack_state
 from device_runner.fleet.coordinator import agreement_of
 from device_runner.fleet.device import FLEETS, STATE, DeviceSettings, answer, make_device
-from device_runner.fleet.flower_client import client_app
-from device_runner.fleet.keys import DeviceKeys
 from device_runner.fleet.messages import Answer, Task, parse_answer
-from device_runner.fleet.supernode import Connection, join
+from device_runner.fleet.network.client import client_app
+from device_runner.fleet.network.keys import DeviceKeys
+from device_runner.fleet.network.supernode import Connection, join
 from device_runner.session.replaying import replay
 from prge.bundle import open_bundle
 from prge.journal import Journal

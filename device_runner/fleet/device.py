@@ -43,9 +43,10 @@ from prge.errors import PrgeError, RunError
 from prge.guide import guide_of
 from prge.journal import Journal, Record
 from prge.peft import read_peft
+from prge.rows.sources import hub_names
 from prge.rows.task import load_task
 from prge.run_folder import JOURNAL, run_lock
-from prge.settings import Bytes, read_settings, settings_to_yaml
+from prge.settings import Bytes, read_settings, settings_to_yaml, with_whole_paths
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"
@@ -84,8 +85,9 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     if settings.task:
         load_task(settings.task)
     _policy(settings)
+    whole = with_whole_paths(settings, leave=hub_names(settings, ["train"]))
     with run_lock(folder):
-        write_file(folder / DEVICE, settings_to_yaml(settings).encode())
+        write_file(folder / DEVICE, settings_to_yaml(whole).encode())
         if not (folder / OWN).exists():
             seeds = {"seed": secrets.randbits(63), "rows_seed": secrets.randbits(63)}
             write_file(folder / OWN, json.dumps(seeds).encode())

@@ -13,7 +13,7 @@ from prge.atomic import write_file
 from prge.bounds import bound_problems
 from prge.errors import ConfigError, RunError
 from prge.run_folder import run_lock
-from prge.settings import parse_settings, read_settings, settings_to_yaml
+from prge.settings import parse_settings, read_settings, settings_to_yaml, with_whole_paths
 from prge.terminal import best_effort
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
@@ -77,13 +77,13 @@ def serve(settings: ServeSettings) -> Path:
     Raises:
         PrgeError: bad input, an address that can't be listened at, no answers round after round.
     """
-    from device_runner.fleet.flower_server import take_rounds
-    from device_runner.fleet.keys import ServerKeys
-    from device_runner.fleet.superlink import superlink
+    from device_runner.fleet.network.keys import ServerKeys
+    from device_runner.fleet.network.rounds import take_rounds
+    from device_runner.fleet.network.superlink import superlink
 
     keys = None if settings.keys is None else ServerKeys.open(settings.keys)
     with run_lock(settings.out), open_fleet(settings) as coordinator:
-        write_file(settings.out / SETTINGS, settings_to_yaml(settings).encode())
+        write_file(settings.out / SETTINGS, settings_to_yaml(with_whole_paths(settings)).encode())
         if not coordinator.finished:
             with superlink(settings.out, settings.host, settings.port, keys) as link:
                 whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"

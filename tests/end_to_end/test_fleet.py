@@ -21,7 +21,7 @@ from device_runner.fleet.coordinator import agreement_of
 from device_runner.session.replaying import replay
 from prge.journal import Journal
 from prge.run_folder import FINAL, JOURNAL
-from tests.device_runner.fleet.nodes import device, free_port
+from tests.device_runner.fleet.network.nodes import device, free_port
 from tests.end_to_end.conftest import prge
 
 pytestmark = [pytest.mark.export, pytest.mark.slow]

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("flwr")
 
 from device_runner.android.runtime import MANIFEST
-from device_runner.fleet.keys import make_keys
 from device_runner.fleet.messages import Refusal, parse_answer
+from device_runner.fleet.network.keys import make_keys
 from tests.bundles import make_bundle
 from tests.device_runner.android.fake_adb import FakePhone
-from tests.device_runner.fleet.nodes import Echoes, rounds_of, serving
+from tests.device_runner.fleet.network.nodes import Echoes, rounds_of, serving
 
 
 @pytest.mark.slow

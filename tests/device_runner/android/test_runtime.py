@@ -93,7 +93,14 @@ def test_a_runtime_for_fleets_runs_flower(runtime: Path, tmp_path: Path) -> None
     made = build_runtime(BundleSettings(out=tmp_path / "fleet", machine="amd64", fleet=True))
     assert open_runtime(runtime).megabytes < made.megabytes <= MOST_FLEET_MEGABYTES
     told = subprocess.run(
-        ["sh", made.folder / "run.sh", "-m", "device_runner.fleet.supernode", str(os.getpid()), "--version"],
+        [
+            "sh",
+            made.folder / "run.sh",
+            "-m",
+            "device_runner.fleet.network.supernode",
+            str(os.getpid()),
+            "--version",
+        ],
         capture_output=True,
         text=True,
         check=False,

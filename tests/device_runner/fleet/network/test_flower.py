@@ -23,11 +23,11 @@ from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
-from device_runner.fleet.keys import DeviceKeys, ServerKeys, make_keys
-from device_runner.fleet.superlink import superlink
-from device_runner.fleet.supernode import Connection, check_server
+from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
+from device_runner.fleet.network.superlink import superlink
+from device_runner.fleet.network.supernode import Connection, check_server
 from prge.errors import DeviceError, RunError
-from tests.device_runner.fleet.nodes import Device, Echoes, device, free_port, rounds_of, serving
+from tests.device_runner.fleet.network.nodes import Device, Echoes, device, free_port, rounds_of, serving
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
 
 def test_a_device_never_runs_the_servers_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower's own SuperNode does, which shows that the code would write its file."""
-    monkeypatch.setattr("device_runner.fleet.superlink._app", lambda: _hostile(tmp_path))
+    monkeypatch.setattr("device_runner.fleet.network.superlink._app", lambda: _hostile(tmp_path))
     rounds = Echoes(1)
     with serving(tmp_path / "server") as link, device(tmp_path / "ours", link.address):
         words = ["--superlink", link.address, "--insecure", "--port", str(free_port())]
