@@ -118,23 +118,28 @@ def settings_of(settings_type: type[Settings], fields: Mapping[str, Any], where:
 
 
 def with_whole_paths(
-    settings: Settings, leave: Iterable[str] = (), texts: Iterable[str] = ("task",)
+    settings: Settings,
+    leave: Iterable[str] = (),
+    texts: Iterable[str] = ("task",),
+    places: Iterable[str] = (),
 ) -> Settings:
     """The same settings with absolute paths, for whoever reads them in another folder.
 
     Args:
         settings: of any verb.
         leave: names of paths that stay as they are.
-        texts: names of texts that are paths where there is such a file or folder.
+        texts: names of texts that are paths where there is such a file.
+        places: names of texts that are paths where there is such a file or folder.
     """
     paths: dict[str, Any] = {
         item.name: value.resolve()
         for item in dataclasses.fields(settings)  # type: ignore[arg-type]
         if isinstance(value := getattr(settings, item.name), Path) and item.name not in leave
     }
-    for name in texts:
-        if (value := getattr(settings, name, None)) and Path(value).exists():
-            paths[name] = str(Path(value).resolve())
+    for name in (*texts, *places):
+        path = Path(getattr(settings, name, None) or "")
+        if path.is_file() or (name in places and path.name and path.exists()):
+            paths[name] = str(path.resolve())
     return dataclasses.replace(settings, **paths)  # type: ignore[type-var]
 
 

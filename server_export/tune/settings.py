@@ -139,4 +139,4 @@ class TuneSettings:
     def resolved(self) -> TuneSettings:
         """The same settings with absolute paths, for whoever resumes from another folder."""
         data = hub_names(self, ("data", "dev", "test"))
-        return with_whole_paths(self, leave=data, texts=("task", "model", "chat_template"))
+        return with_whole_paths(self, leave=data, texts=("task", "chat_template"), places=["model"])
