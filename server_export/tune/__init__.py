@@ -3,6 +3,7 @@
 settings.py    what a user may say; all but the model, the rows and a folder has a default
 record.py      what was decided and why, kept in the folder: a killed tuning goes on from it
 decisions.py   facts -> decisions, pure
+choosing.py    measures what decisions need, and takes them
 tokenizing.py  what rows ask of the tokenizer
 rates.py       the learning rate, by short runs
 stages.py      rows -> bundle -> decisions -> runs -> scores -> adapter, report

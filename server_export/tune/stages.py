@@ -21,32 +21,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prge.bundle import Bundle, open_bundle, read_manifest
-from prge.chain import DECODE, ROLE_OF
-from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
+from prge.bundle import open_bundle, read_manifest
+from prge.chain import DECODE
 from prge.errors import PrgeError
 from prge.guide import GUIDE
 from prge.progress import duration
 from prge.rows.report import unknown_note
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import ENDED, SUMMARY, run_lock
-from server_export.check.estimation import estimate
-from server_export.settings import AUTO, EstimateConfig
+from server_export.settings import AUTO
 from server_export.tune import decisions
+from server_export.tune.choosing import GUIDED, Choosing
 from server_export.tune.decisions import Decision, RowFacts
 from server_export.tune.places import Here, Phone, Place
 from server_export.tune.rates import search_rates
 from server_export.tune.record import Record
 from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.settings import TuneSettings
-from server_export.tune.tokenizing import ROWS, Sequences, Tokenizing
 from server_export.verbs import flags_of, json_of, run_verb
 
 # Development rows that a run's evaluations read.
 _DEV_ROWS = 200
 _PILOT_STEPS = 10
-# Estimators that take a guide.
-_GUIDED = ("tangent", "antithetic")
 
 
 def tune(settings: TuneSettings) -> dict[str, Any]:
@@ -84,6 +80,7 @@ class _Tuning:
         self._record = Record(settings)
         self._rows = RowFiles(settings.out / "rows", settings.task)
         self._folder = settings.bundle or settings.out / "bundle"
+        self._choosing = Choosing(settings, self._record, self._rows)
         self._place: Place = Here()
 
     def meet_phone(self) -> None:
@@ -97,7 +94,7 @@ class _Tuning:
         print(f"{facts['name']}; its runs are called {name}-...")
         free = facts["free_bytes"]
         if free is not None or settings.memory is not None:
-            self._decide("memory", settings.memory, lambda: decisions.memory(free))
+            self._choosing.decide("memory", settings.memory, lambda: decisions.memory(free))
 
     def read(self) -> None:
         """Split and write the rows."""
@@ -108,7 +105,7 @@ class _Tuning:
         """Export, unless a bundle is there."""
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
-            self._decide_export()
+            self._choosing.for_export()
             asked = {
                 name: getattr(settings, name)
                 for name in ("target_modules", "adapt_layers", "adapt_time", "search", "rank")
@@ -123,7 +120,7 @@ class _Tuning:
             if decided["init"] == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
             run_verb("export", *flags_of({"model": settings.model, "out": self._folder, **asked, **decided}))
-        if settings.bundle is None and settings.estimator in _GUIDED and not _has_guide(self._folder):
+        if settings.bundle is None and settings.estimator in GUIDED and not _has_guide(self._folder):
             rows = {"data": self._rows.train, "task": settings.task}
             run_verb("guide", *flags_of({"bundle": self._folder, "model": settings.model, **rows}))
         bundle = open_bundle(self._folder)
@@ -132,99 +129,16 @@ class _Tuning:
             self._record.decide(decisions.layers(places))
         print(f"bundle {bundle.folder}")
 
-    def _decide_export(self) -> None:
-        settings, model = self._settings, str(self._settings.model)
-        estimated = estimate(EstimateConfig(model=model))
-        self._decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        self._decide("init", settings.init, lambda: decisions.init(settings.estimator, settings.adapt_layers))
-        contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
-
-        tokenizing = Tokenizing(model, estimated)
-
-        def template() -> Decision | None:
-            needed = self._rows.chat == "needs"
-            return decisions.chat_template(tokenizing.has_template()) if needed else None
-
-        self._decide("chat_template", settings.chat_template, template)
-        chat_template = self._record.value("chat_template")
-
-        def some(tokenizer: Tokenizer) -> Sequences:
-            return self._rows.some(ROWS, tokenizer, contract)
-
-        self._decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
-
-        def measure() -> int:
-            tokenizer = tokenizing.on_device(chat_template, self._record.value("prepend_bos"))
-            return self._rows.longest(tokenizer, contract)
-
-        longest = self._record.found("longest", measure)
-        self._decide(
-            "sequence_length",
-            settings.sequence_length,
-            lambda: decisions.sequence_length(longest, estimated.positions),
-        )
-        if settings.adapt_layers == AUTO and (settings.adapt_memory or settings.memory) is not None:
-            self._decide("adapt_memory", settings.adapt_memory, lambda: self._adapt_memory(longest))
-
-    def _adapt_memory(self, longest: int) -> Decision:
-        """What `--memory` leaves for adapters, with the weights of one block loaded at a time."""
-        settings, value = self._settings, self._record.value
-        assert settings.memory is not None
-        config = EstimateConfig(
-            model=str(settings.model),
-            quantize=value("quantize"),
-            adapt_layers="top:1",
-            sequence_length=value("sequence_length"),
-        )
-        estimated = estimate(config)
-        tokens = min(longest, value("sequence_length"))
-        contract = estimated.contract(config, "exact", tokens, tokens - 1)
-        outline, weights = estimated.outline, estimated.weights
-        found = run_memory(outline, contract, weights, estimated.roles, "native", weights.largest)
-        return decisions.adapt_memory(settings.memory, found.total - found.adapter)
-
     def plan(self) -> None:
         """Decide how runs of the bundle go."""
         settings, record, bundle = self._settings, self._record, open_bundle(self._folder)
-
-        def measure() -> dict[str, Any]:
-            return asdict(self._rows.facts(bundle_tokenizer(bundle), bundle.score_contract))
-
-        facts = RowFacts(**record.found("facts", measure))
-        self._decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
-        guided = record.value("estimator") in _GUIDED and _has_guide(self._folder)
-        self._decide("optimizer", None, lambda: decisions.optimizer(guided))
-        self._decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
-        batch = record.value("batch_size")
-        if record.value("rows_of_a_call") is None:
-            record.decide(*self._fitting(bundle, facts, batch))
-        self._decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
-        self._decide("steps", settings.steps, lambda: decisions.steps(facts, batch))
+        facts = self._choosing.for_runs(bundle, _has_guide(self._folder))
         if record.value("learning_rate") is None and (settings.minutes is not None or settings.on):
             self._pace(settings.minutes)
         for each in record.decisions:
             print(f"{each.name:<16} {each.value!s:<12} {each.why}")
         if facts.unknown:
             print(unknown_note(facts.unknown, facts.targets))
-
-    def _fitting(self, bundle: Bundle, facts: RowFacts, batch: int) -> list[Decision]:
-        """Rows of a call and weights that stay loaded, by the bundle's own outline."""
-        manifest, chain, kind = bundle.manifest, bundle.chain, KINDS[self._record.value("estimator")]
-        outline = Outline.from_json(manifest["outline"], chain)
-        sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
-        loaded = chain.loaded_bytes(sizes.__getitem__)
-        scheme = (manifest.get("quantization") or {}).get("scheme")
-        weights = weights_of_bundle(outline, chain, sizes.__getitem__, scheme)
-        length = min(facts.longest, chain.bounds.tokens)
-        limit = self._settings.memory or self._record.value("memory")
-        queries, copies = 4 * (kind == "tangent"), 8 if kind == "stack" else 1
-
-        def needed(rows: int, memory: int | None) -> int:
-            contract = chain.contract(kind, rows, copies=copies, queries=queries, length=length)
-            taken = run_memory(outline, contract, weights, chain.roles, "native", memory).total
-            return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens
-
-        return decisions.fitting(limit, batch, facts.widest, needed, sum(loaded), max(loaded))
 
     def _pace(self, minutes: float | None) -> None:
         """Tell the time of the final run, by that of a few steps; minutes may ask for fewer."""
@@ -277,7 +191,7 @@ class _Tuning:
                 search_rates(self._trial, decisions.RATES, self._record.value("steps"))
             )
 
-        self._decide("learning_rate", self._settings.learning_rate, best)
+        self._choosing.decide("learning_rate", self._settings.learning_rate, best)
         print(f"learning rate {self._record.value('learning_rate'):g}")
 
     def _trial(self, rate: float, steps: int) -> float:
@@ -389,18 +303,6 @@ class _Tuning:
         if self._rows.chat and bundle_tokenizer(open_bundle(self._folder)).chat_template:
             return ["chat", *flags_of(on)]
         return ["generate", *flags_of({**on, "prompt": "PROMPT"})]
-
-    def _decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
-        """Note what the user gave, or what is decided if anything is, unless the record has it."""
-        if self._record.value(name) is None:
-            decision = make() if given is None else Decision(name, given, "given")
-            self._record.decide(*([decision] if decision else []))
-
-
-def _best_estimator(bundle: Bundle) -> Decision:
-    fitting = [name for name, kind in KINDS.items() if ROLE_OF[kind] in bundle.chain.roles]
-    why = "backpropagation needs the fewest rows" if fitting[0] == "exact" else "of the bundle's, the best"
-    return Decision("estimator", fitting[0], why)
 
 
 def _has_guide(bundle: Path) -> bool:

@@ -1,0 +1,134 @@
+"""Decisions of a tuning, taken where the record lacks them, from what is measured for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from prge.bundle import Bundle
+from prge.chain import ROLE_OF
+from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from server_export.check.estimation import estimate
+from server_export.settings import AUTO, EstimateConfig
+from server_export.tune import decisions
+from server_export.tune.decisions import Decision, RowFacts
+from server_export.tune.record import Record
+from server_export.tune.row_files import RowFiles
+from server_export.tune.settings import TuneSettings
+from server_export.tune.tokenizing import ROWS, Sequences, Tokenizing
+
+# Estimators that take a guide.
+GUIDED = ("tangent", "antithetic")
+
+
+class Choosing:
+    """What a tuning decides before its export, and before the runs of its bundle."""
+
+    def __init__(self, settings: TuneSettings, record: Record, rows: RowFiles) -> None:
+        self._settings = settings
+        self._record = record
+        self._rows = rows
+
+    def decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
+        """Note what the user gave, or what is decided if anything is, unless the record has it."""
+        if self._record.value(name) is None:
+            decision = make() if given is None else Decision(name, given, "given")
+            self._record.decide(*([decision] if decision else []))
+
+    def for_export(self) -> None:
+        """Scheme, start, template, first token and length of a bundle, and what adapters may take."""
+        settings, model = self._settings, str(self._settings.model)
+        estimated = estimate(EstimateConfig(model=model))
+        self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
+        self.decide("init", settings.init, lambda: decisions.init(settings.estimator, settings.adapt_layers))
+        contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
+
+        tokenizing = Tokenizing(model, estimated)
+
+        def template() -> Decision | None:
+            needed = self._rows.chat == "needs"
+            return decisions.chat_template(tokenizing.has_template()) if needed else None
+
+        self.decide("chat_template", settings.chat_template, template)
+        chat_template = self._record.value("chat_template")
+
+        def some(tokenizer: Tokenizer) -> Sequences:
+            return self._rows.some(ROWS, tokenizer, contract)
+
+        self.decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
+
+        def measure() -> int:
+            tokenizer = tokenizing.on_device(chat_template, self._record.value("prepend_bos"))
+            return self._rows.longest(tokenizer, contract)
+
+        longest = self._record.found("longest", measure)
+        self.decide(
+            "sequence_length",
+            settings.sequence_length,
+            lambda: decisions.sequence_length(longest, estimated.positions),
+        )
+        if settings.adapt_layers == AUTO and (settings.adapt_memory or settings.memory) is not None:
+            self.decide("adapt_memory", settings.adapt_memory, lambda: self._adapt_memory(longest))
+
+    def _adapt_memory(self, longest: int) -> Decision:
+        """What `--memory` leaves for adapters, with the weights of one block loaded at a time."""
+        settings, value = self._settings, self._record.value
+        assert settings.memory is not None
+        config = EstimateConfig(
+            model=str(settings.model),
+            quantize=value("quantize"),
+            adapt_layers="top:1",
+            sequence_length=value("sequence_length"),
+        )
+        estimated = estimate(config)
+        tokens = min(longest, value("sequence_length"))
+        contract = estimated.contract(config, "exact", tokens, tokens - 1)
+        outline, weights = estimated.outline, estimated.weights
+        found = run_memory(outline, contract, weights, estimated.roles, "native", weights.largest)
+        return decisions.adapt_memory(settings.memory, found.total - found.adapter)
+
+    def for_runs(self, bundle: Bundle, has_guide: bool) -> RowFacts:
+        """Estimator, optimizer, batch, memory, head and steps of runs; what rows are like on the bundle."""
+        settings, record = self._settings, self._record
+
+        def measure() -> dict[str, Any]:
+            return asdict(self._rows.facts(bundle_tokenizer(bundle), bundle.score_contract))
+
+        facts = RowFacts(**record.found("facts", measure))
+        self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
+        guided = record.value("estimator") in GUIDED and has_guide
+        self.decide("optimizer", None, lambda: decisions.optimizer(guided))
+        self.decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
+        batch = record.value("batch_size")
+        if record.value("rows_of_a_call") is None:
+            record.decide(*self._fitting(bundle, facts, batch))
+        self.decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
+        self.decide("steps", settings.steps, lambda: decisions.steps(facts, batch))
+        return facts
+
+    def _fitting(self, bundle: Bundle, facts: RowFacts, batch: int) -> list[Decision]:
+        """Rows of a call and weights that stay loaded, by the bundle's own outline."""
+        manifest, chain, kind = bundle.manifest, bundle.chain, KINDS[self._record.value("estimator")]
+        outline = Outline.from_json(manifest["outline"], chain)
+        sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
+        loaded = chain.loaded_bytes(sizes.__getitem__)
+        scheme = (manifest.get("quantization") or {}).get("scheme")
+        weights = weights_of_bundle(outline, chain, sizes.__getitem__, scheme)
+        length = min(facts.longest, chain.bounds.tokens)
+        limit = self._settings.memory or self._record.value("memory")
+        queries, copies = 4 * (kind == "tangent"), 8 if kind == "stack" else 1
+
+        def needed(rows: int, memory: int | None) -> int:
+            contract = chain.contract(kind, rows, copies=copies, queries=queries, length=length)
+            taken = run_memory(outline, contract, weights, chain.roles, "native", memory).total
+            return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens
+
+        return decisions.fitting(limit, batch, facts.widest, needed, sum(loaded), max(loaded))
+
+
+def _best_estimator(bundle: Bundle) -> Decision:
+    fitting = [name for name, kind in KINDS.items() if ROLE_OF[kind] in bundle.chain.roles]
+    why = "backpropagation needs the fewest rows" if fitting[0] == "exact" else "of the bundle's, the best"
+    return Decision("estimator", fitting[0], why)
