@@ -11,14 +11,17 @@ where neither helps, from the whole vocabulary at one position after another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
+from server_export.leak.matching import match
 from server_export.leak.prior import consensus
 from server_export.leak.reports import Report
 from server_export.leak.rows import Form, Rows, joined
+from server_export.leak.settings import Objective
 from server_export.leak.victim import Victim
 
 # Changes that are tried at once, of each of their three kinds.
@@ -36,12 +39,16 @@ class Search:
         form: of the rows.
         report: what was sent.
         generator: of what is tried at random.
+        objectives: by which a guess's embeddings are matched to the report before its tokens are changed.
+        matching_steps: for each of them.
     """
 
     victim: Victim
     form: Form
     report: Report
     generator: torch.Generator
+    objectives: Sequence[Objective] = ()
+    matching_steps: int = 0
     tried: int = 0
     _rows: list[Rows] = field(default_factory=list)
     _scores: list[torch.Tensor] = field(default_factory=list)
@@ -62,7 +69,7 @@ class Search:
             if guess is None:
                 break
             share = self.tried + (budget - self.tried) // (beam - number)
-            guess = self._improved(guess, share)
+            guess = self._improved(self._matched(guess), share)
             if best is None or guess.score > best.score:
                 best = guess
             if self._is_found(best):
@@ -116,6 +123,14 @@ class Search:
             chosen.append(int(order[number if place == 0 else 0]))
         picked = torch.tensor(chosen)
         return _Guess.of(self.report, starts[picked], seen[picked], priors[picked])
+
+    def _matched(self, guess: _Guess) -> _Guess:
+        """A guess, or what comes of it by matching embeddings, whichever is best."""
+        for objective in self.objectives:
+            rows = match(self.victim, self.form, self.report, guess.rows, objective, self.matching_steps)
+            self.tried += self.matching_steps * len(rows)
+            guess = max(guess, _Guess.of(self.report, rows, *self._see(rows)), key=lambda each: each.score)
+        return guess
 
     def _improved(self, guess: _Guess, budget: int) -> _Guess:
         """A guess changed for the better until nothing helps or `budget` gradients were computed in all."""

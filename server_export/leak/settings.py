@@ -101,9 +101,9 @@ class LeakSettings:
     """Guesses that an attack improves, one after the other."""
     span: bool = True
     """Whether exact gradients are asked for tokens by the span check."""
-    objectives: list[Objective] = field(default_factory=list)
-    """Begin with embeddings matched to the report too: dlg (squared distance), cosine, or tag."""
-    matching_steps: int = 200
+    objectives: list[Objective] = field(default_factory=lambda: ["cosine"])
+    """How embeddings are matched to the report first: dlg (squared distance), cosine, tag."""
+    matching_steps: int = 100
     """Steps of the optimizer that matches embeddings."""
 
     json: Path | None = None

@@ -12,7 +12,7 @@ from server_export.leak.command import leak, main
 from server_export.leak.settings import LeakSettings, read_command_line
 from tests.tiny_models import save_model
 
-FEW = "--samples 16 --guesses 200 --limit 1 --seeds 1 2".split()
+FEW = "--samples 16 --guesses 200 --beam 1 --matching-steps 5 --limit 1 --seeds 1 2".split()
 
 
 def told(_: str) -> None:
