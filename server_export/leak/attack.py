@@ -69,7 +69,7 @@ def span_rows(victim: Victim, form: Form, report: Report, written: Rows) -> Rows
     A text's last token, which no span shows, is any that a text of `written` has there.
     """
     gradient = report.gradient()
-    if gradient is None or form.read * report.batch > max(module.rank for module in victim.modules):
+    if gradient is None or form.read * report.batch >= max(module.rank for module in victim.modules):
         return None
     spans = spans_of(victim.modules, gradient)
     if not spans.bases:

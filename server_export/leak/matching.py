@@ -27,13 +27,13 @@ _SIZES, _LENGTHS = 0.1, 0.1
 
 
 def match(victim: Victim, form: Form, report: Report, rows: Rows, objective: Objective, steps: int) -> Rows:
-    """The tokens nearest to embeddings that were moved from a guess towards a report.
+    """The tokens nearest to embeddings that were moved from guesses towards a report.
 
     Args:
         victim: the model.
         form: of the rows.
         report: what was sent.
-        rows: a guess of all rows of the report; its labels stay.
+        rows: of one guess after the other, each of all rows of the report; their labels stay.
         objective: what to make small.
         steps: of Adam; each costs a gradient and the way back through it for every row.
     """
@@ -48,9 +48,11 @@ def match(victim: Victim, form: Form, report: Report, rows: Rows, objective: Obj
     for _ in range(steps):
         targets = torch.softmax(-_squared_distances(embedded, table) / (_NEAR * usual), -1)
         gradients = victim.soft_gradient(form, embedded, targets, labels)
-        loss = difference(objective, report.view(gradients).mean(0), report.numbers)
-        loss = loss + _LENGTHS * (embedded.norm(dim=2).mean() / size - 1).square()
-        (embedded.grad,) = torch.autograd.grad(loss, [embedded])
+        seen = report.view(gradients).unflatten(0, (-1, report.batch)).mean(1)
+        lengths = embedded.norm(dim=2).unflatten(0, (-1, report.batch)).mean((1, 2))
+        losses = difference(objective, seen, report.numbers) + _LENGTHS * (lengths / size - 1).square()
+        # Guesses have nothing of each other, so that the slope of the sum is each one's own.
+        (embedded.grad,) = torch.autograd.grad(losses.sum(), [embedded])
         optimizer.step()
         schedule.step()
     with torch.no_grad():
@@ -58,14 +60,14 @@ def match(victim: Victim, form: Form, report: Report, rows: Rows, objective: Obj
 
 
 def difference(objective: Objective, seen: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """How far a guess's report f32 [numbers] is from the one that was sent, as a share of its size."""
+    """How far reports of guesses f32 [..., numbers] are from the one that was sent, as shares of its size."""
     if objective == "cosine":
-        return 1 - F.cosine_similarity(seen, numbers, dim=0)
+        return 1 - F.cosine_similarity(seen, numbers, dim=-1)
     shares = (seen - numbers) / numbers.norm()
-    squares = shares.square().sum()
+    squares = shares.square().sum(-1)
     if objective == "dlg":
         return squares
-    return squares + _SIZES * shares.abs().sum() / len(shares) ** 0.5
+    return squares + _SIZES * shares.abs().sum(-1) / len(numbers) ** 0.5
 
 
 def _squared_distances(embedded: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -63,18 +63,14 @@ class Search:
             budget: gradients.
         """
         seen, priors = self._see(starts, shares)
-        best: _Guess | None = None
-        for number in range(beam):
-            guess = self._begin(starts, seen, priors, number)
-            if guess is None:
-                break
-            share = self.tried + (budget - self.tried) // (beam - number)
-            guess = self._improved(self._matched(guess), share)
-            if best is None or guess.score > best.score:
-                best = guess
+        guesses = [self._begin(starts, seen, priors, number) for number in range(min(beam, len(starts)))]
+        guesses = sorted(self._matched(guesses), key=lambda guess: -guess.score)
+        best = guesses[0]
+        for number, guess in enumerate(guesses):
             if self._is_found(best):
                 break
-        assert best is not None
+            share = self.tried + (budget - self.tried) // (len(guesses) - number)
+            best = max(best, self._improved(guess, share), key=lambda each: each.score)
         if self.report.batch > 1 or self._is_found(best):
             return best.rows
         return self._answer()
@@ -109,13 +105,10 @@ class Search:
             self._scores.append(self.report.log_likelihoods(seen).double() + weights)
         return seen, priors
 
-    def _begin(self, starts: Rows, seen: torch.Tensor, priors: torch.Tensor, number: int) -> _Guess | None:
+    def _begin(self, starts: Rows, seen: torch.Tensor, priors: torch.Tensor, number: int) -> _Guess:
         """A guess of the row that fits best but for some others, and of rows that fit beside it."""
         chosen: list[int] = []
-        batch = self.report.batch
-        if number >= len(starts):
-            return None
-        for place in range(batch):
+        for place in range(self.report.batch):
             # Rows that aren't chosen yet are taken to be like the chosen ones.
             sums = seen + (seen[chosen].sum(0) if chosen else 0)
             scores = self.report.log_likelihoods(sums / (place + 1)) + priors
@@ -124,13 +117,18 @@ class Search:
         picked = torch.tensor(chosen)
         return _Guess.of(self.report, starts[picked], seen[picked], priors[picked])
 
-    def _matched(self, guess: _Guess) -> _Guess:
-        """A guess, or what comes of it by matching embeddings, whichever is best."""
+    def _matched(self, guesses: list[_Guess]) -> list[_Guess]:
+        """Guesses, or what comes of them by matching embeddings, whichever is better of each."""
+        rows, batch = joined([guess.rows for guess in guesses]), self.report.batch
         for objective in self.objectives:
-            rows = match(self.victim, self.form, self.report, guess.rows, objective, self.matching_steps)
+            made = match(self.victim, self.form, self.report, rows, objective, self.matching_steps)
             self.tried += self.matching_steps * len(rows)
-            guess = max(guess, _Guess.of(self.report, rows, *self._see(rows)), key=lambda each: each.score)
-        return guess
+            seen, priors = self._see(made)
+            parts = [slice(start, start + batch) for start in range(0, len(made), batch)]
+            others = [_Guess.of(self.report, made[part], seen[part], priors[part]) for part in parts]
+            pairs = zip(guesses, others, strict=True)
+            guesses = [max(pair, key=lambda each: each.score) for pair in pairs]
+        return guesses
 
     def _improved(self, guess: _Guess, budget: int) -> _Guess:
         """A guess changed for the better until nothing helps or `budget` gradients were computed in all."""
