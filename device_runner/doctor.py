@@ -37,6 +37,7 @@ BY_EXTRA = {
     "device": DEVICE,
     "plot": (*CORE, "matplotlib"),
     "serve": (*DEVICE, "starlette", "uvicorn"),
+    "fleet": (*DEVICE, "flwr", "dp-accounting"),
     "export": EXPORT,
 }
 NEEDS: Mapping[str, Sequence[str]] = {
@@ -44,7 +45,17 @@ NEEDS: Mapping[str, Sequence[str]] = {
     for name, verb in VERBS.items()
 }
 # What is there if it can be imported.
-FOUND = ("jinja2", "torchao", "transformers", "peft", "matplotlib", "starlette", "uvicorn")
+FOUND = (
+    "jinja2",
+    "torchao",
+    "transformers",
+    "peft",
+    "matplotlib",
+    "starlette",
+    "uvicorn",
+    "flwr",
+    "dp-accounting",
+)
 # What these verbs do without where the native engine is.
 NATIVE_VERBS = ("probe", "run", "eval", "generate", "chat", "serve")
 NOT_FOR_NATIVE = ("torch", "engine")

@@ -46,6 +46,7 @@ VERBS = {
     "compare": Verb("server_export.compare.command", "compare training methods at equal quality", "export"),
     "leak": Verb("server_export.leak.command", "try to read rows from what a fleet sends of them", "export"),
     "android": Verb("device_runner.android.command", "train on a phone over adb", ""),
+    "fleet": Verb("device_runner.fleet.command", "train one adapter on many devices", "fleet"),
     "cache": Verb("device_runner.cache", "show or empty the cache of packed weights", ""),
     "doctor": Verb("device_runner.doctor", "check what this machine has and what is missing", ""),
     "demo": Verb("server_export.demo", "export, train and evaluate a tiny model in one go", "export"),

@@ -166,9 +166,11 @@ class Plan:
 class Agreement:
     """A plan with what it is for: SHA-256 of the bundle, of the task (empty without one), of the start.
 
-    `start`: of the adapter and head before the first step; empty where they are the bundle's own.
+    `name`: of one fleet, so that another with the same plan is another one. `start`: of the adapter and head
+    before the first step; empty where they are the bundle's own.
     """
 
+    name: str
     plan: Plan
     bundle: str
     task: str = ""

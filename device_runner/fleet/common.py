@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -14,7 +15,7 @@ from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import MessageError, Steps
 from device_runner.session.inputs import make_estimator, new_state
 from device_runner.session.settings import RunSettings
-from prge.adapter import Adapter
+from prge.adapter import Adapter, adapter_size
 from prge.checkpoint import Progress, TrainingState, optimizer_arrays
 from prge.contract import AdaptedModule
 from prge.encoder_heads import Heads
@@ -25,6 +26,8 @@ from prge.head import Head
 
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
 MOST_CLASSES = 10_000
+# Floats hardly shrink; more effort is for nothing.
+_LEVEL = 1
 
 
 def common_settings(plan: Plan) -> RunSettings:
@@ -68,18 +71,20 @@ def replay_steps(
 
 def start_sha256(state: TrainingState) -> str:
     """Of what a fleet begins with, where that isn't the bundle's own."""
-    return hashlib.sha256(pack_state(state)).hexdigest()
+    head = b"" if state.head is None else state.head.values.tobytes()
+    return hashlib.sha256(state.adapter.values.tobytes() + head).hexdigest()
 
 
 def pack_state(state: TrainingState) -> bytes:
-    """A state as safetensors."""
+    """A state as safetensors, compressed: where a fleet begins, most of it is zeros."""
     arrays: dict[str, Array] = {ADAPTER: state.adapter.values, **_optimizer(state)}
     if state.head is not None:
         arrays[HEAD] = np.concatenate([state.head.weight, state.head.bias[:, None]], 1)
-    return safetensors.numpy.save(
+    content = safetensors.numpy.save(
         {name: np.ascontiguousarray(array) for name, array in arrays.items()},
         {PROGRESS: json.dumps(asdict(state.progress))},
     )
+    return zlib.compress(content, _LEVEL)
 
 
 def unpack_state(content: bytes, plan: Plan, modules: Sequence[AdaptedModule], width: int) -> TrainingState:
@@ -95,6 +100,7 @@ def unpack_state(content: bytes, plan: Plan, modules: Sequence[AdaptedModule], w
         MessageError: it is no state of this fleet.
     """
     try:
+        content = _unpacked(content, most=8 * 4 * (adapter_size(modules) + MOST_CLASSES * (width + 1)))
         arrays = safetensors.numpy.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         progress = Progress(**json.loads(header["__metadata__"][PROGRESS]))
@@ -117,8 +123,20 @@ def unpack_state(content: bytes, plan: Plan, modules: Sequence[AdaptedModule], w
         if type(state.step) is not int or state.step < 0:
             raise ValueError(f"its step is {state.step!r}")
         return state
-    except (AttributeError, LookupError, TypeError, ValueError, safetensors.SafetensorError) as error:
+    except (
+        *(AttributeError, LookupError, TypeError, ValueError),
+        *(safetensors.SafetensorError, zlib.error),
+    ) as error:
         raise MessageError(f"a state that doesn't fit the bundle: {error}") from None
+
+
+def _unpacked(content: bytes, most: int) -> bytes:
+    """What was compressed; ValueError where it would have more than `most` bytes."""
+    reader = zlib.decompressobj()
+    found = reader.decompress(content, most)
+    if not reader.eof:
+        raise ValueError(f"it is cut off, or has more than {most} bytes")
+    return found
 
 
 def _optimizer(state: TrainingState) -> dict[str, Array]:

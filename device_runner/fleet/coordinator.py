@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -69,6 +70,8 @@ AGREEMENT = "agreement.json"
 # Rounds in a row that nobody answers.
 MOST_SILENT_ROUNDS = 3
 _PICK_STREAM = 2**64 - 2
+# What a device knows that has answered otherwise than it was asked: it gets the common state.
+_NOTHING = -1
 
 
 @dataclass(frozen=True)
@@ -227,8 +230,8 @@ class Coordinator:
 
         Scores the start first, if nobody has.
         """
-        if self.round == 0:
-            self._evaluate()
+        if self.round == 0 and self._evaluate():
+            self._keep()
         chosen = self._chosen(nodes)
         state = pack_state(self.state)
         tasks = {node: self._task(node, state).to_bytes() for node in chosen}
@@ -249,7 +252,8 @@ class Coordinator:
                 good[node] = self._good(node, answers[node], good)
             except (RefusedError, MessageError) as error:
                 refused[node] = str(error)
-                self._forget(node)
+                self._introduced.discard(node)
+                self._known[node] = _NOTHING
         silent = sorted(set(self._asked) - set(answers))
         up, down = sum(map(len, answers.values())), sum(self._asked.values())
         if len(good) < self.least_answers:
@@ -308,21 +312,30 @@ class Coordinator:
         return sorted(there[place] for place in order[: self.per_round])
 
     def _task(self, node: int, state: bytes) -> Task:
+        """What a device is asked, with the least that brings it to where the round begins."""
         step = self.state.step
-        missed: tuple[Steps, ...] = ()
-        known = self._known.get(node, None if self.agreement.start else 0)
-        sent = b""
-        if known != step:
-            if known is not None and self.plan.by_scalars:
-                missed = tuple(steps for steps in self._history if steps.first >= known)
-            if not missed or sum(len(steps.to_bytes()) for steps in missed) > len(state):
-                missed, sent = (), state
+        known = self._known.get(node, _NOTHING if self.agreement.start else 0)
+        # Each with the rounds that follow it: nothing, the present state, where the fleet began.
+        ways: list[tuple[bytes, tuple[Steps, ...]]] = [(state, ())]
+        if self.plan.by_scalars or step == 0:
+            # Compressed: the start is mostly zeros.
+            ways.append((self._start, tuple(self._history)))
+        if known == step or (known != _NOTHING and self.plan.by_scalars):
+            ways.append((b"", tuple(steps for steps in self._history if steps.first >= known)))
+        sent, missed = min(ways, key=lambda way: len(way[0]) + sum(steps.size for steps in way[1]))
         text = b"" if node in self._introduced else self.agreement.content
         return Task(self.agreement.sha256, self.round, step, self.seconds, text, missed, sent)
 
+    @cached_property
+    def _start(self) -> bytes:
+        """The state before the first step."""
+        return pack_state(replay(self.journal, 0))
+
     @property
     def _history(self) -> list[Steps]:
-        """The rounds' steps, as messages carry them."""
+        """The rounds' steps, as messages carry them; none where devices send changes."""
+        if not self.plan.by_scalars:
+            return []
         while len(self._told) < len(self._rounds):
             first = self._rounds[len(self._told)]["first"]
             steps = range(first, first + self.plan.local_steps)
@@ -340,7 +353,6 @@ class Coordinator:
             case Refusal():
                 raise RefusedError(said.reason)
             case Behind():
-                self._asked.pop(node, None)
                 raise RefusedError(f"is at step {said.step}, gets the common state with the next task")
         if node not in self._asked:
             raise RefusedError("wasn't asked")
@@ -435,11 +447,6 @@ class Coordinator:
         """Devices that answered hold the common state of where the round began."""
         self._introduced.update(nodes)
         self._known.update(dict.fromkeys(nodes, step))
-
-    def _forget(self, node: int) -> None:
-        """Tell a device everything the next time."""
-        self._introduced.discard(node)
-        self._known.pop(node, None)
 
     def _count_silence(self, refused: Mapping[int, str]) -> None:
         if refused and all(reason.startswith(SPENT) for reason in refused.values()):

@@ -237,7 +237,7 @@ class _Round:
         """The state where the round begins, by what is kept and what the task brings."""
         modules, width = self.bundle.chain.modules, self.bundle.contract.width
         path, task = self.fleet / STATE, self.task
-        state = None
+        state: TrainingState | None = None
         if task.state:
             state = unpack_state(task.state, self.plan, modules, width)
             if state.step == 0 and self.agreement.start not in ("", start_sha256(state)):

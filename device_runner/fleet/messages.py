@@ -52,6 +52,11 @@ class Steps:
     losses: FloatArray
     scalars: FloatArray
 
+    @property
+    def size(self) -> int:
+        """Bytes of the form that messages carry."""
+        return 16 + 8 * len(self.seeds) + 4 * (len(self.rates) + len(self.losses) + self.scalars.size)
+
     def to_bytes(self) -> bytes:
         """The form that messages carry."""
         count, _, size = self.scalars.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ class ServerSettings(Plan):
     """Folder that `prge export` wrote; all devices have it."""
     out: Path
     """The fleet's folder: a run folder, with its adapter in final/."""
+    name: str | None = None
+    """Name of the fleet, which tells it from others with the same plan; default: a random one."""
     task: str | None = None
     """Task name or YAML file of the devices' rows."""
     columns: list[str] = field(default_factory=list)
@@ -129,9 +132,9 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
         adapter = read_peft(source, bundle.chain.modules, bundle.adapter)
         own = settings.adapter is None and head is None
         start = "" if own else start_sha256(first_state(plan, adapter, head))
-        begin_fleet(
-            settings.out, bundle, Agreement(plan, bundle.sha256, task_sha256(task), start), adapter, head
-        )
+        name = settings.name or secrets.token_hex(8)
+        agreement = Agreement(name, plan, bundle.sha256, task_sha256(task), start)
+        begin_fleet(settings.out, bundle, agreement, adapter, head)
     score = None
     if rows is not None and settings.dev is not None:
         score = rows.scorer(rows.examples(settings, settings.dev, "dev", settings.dev_limit))

@@ -87,15 +87,19 @@ ROWS = {"dev": 100, "test": 300, "train": 300}
 _COMMON, _OWN = 6, {"dev": (6,), "test": (7,), "train": ()}
 
 
-def make_questions() -> dict[str, list[dict[str, str | int]]]:
-    """Rows by split, the same every time."""
+def make_questions(counts: Mapping[str, int] = ROWS) -> dict[str, list[dict[str, str | int]]]:
+    """Rows by split, the same every time.
+
+    Args:
+        counts: rows of `dev`, `test` and `train`, in this order.
+    """
     chance = random.Random(0)
     words = {name: text.split() for name, text in WORDS.items()}
     for each in words.values():
         chance.shuffle(each)
     found = {}
-    for place, (split, count) in enumerate(ROWS.items()):
-        own = {name: each[place :: len(ROWS)] for name, each in words.items()}
+    for place, (split, count) in enumerate(counts.items()):
+        own = {name: each[place :: len(counts)] for name, each in words.items()}
         rows: list[dict[str, str | int]] = []
         for number in range(count):
             label = number % len(PATTERNS)

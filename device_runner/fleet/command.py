@@ -1,0 +1,176 @@
+"""`prge fleet <verb>`: many devices learn one adapter, and no row leaves any of them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from device_runner.fleet import serve, simulate
+from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_device
+from device_runner.fleet.status import read_status
+from prge.errors import ConfigError, PrgeError, RunError
+from prge.settings import parse_settings
+
+# Verbs for which Flower, or what it brings, is imported.
+NETWORKED = ("serve", "join", "keys")
+
+
+@dataclass(frozen=True)
+class KeysSettings:
+    """Make certificates and keys: for the server, and for each device a folder to bring there."""
+
+    out: Path
+    """Folder for all of them; what is there already stays, so that devices can be added."""
+    hosts: list[str] = field(default_factory=list)
+    """Names and addresses by which devices reach the server. This machine's own always work."""
+    devices: list[str] = field(default_factory=list)
+    """Names of devices."""
+
+
+@dataclass(frozen=True)
+class StatusSettings:
+    """Tell how a fleet stands."""
+
+    folder: Path
+    """The server's folder of the fleet."""
+    json: bool = False
+    """Print a JSON object instead of text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejoinSettings:
+    """Take part in a fleet with a folder that is a device's already."""
+
+    server: str
+    """HOST:PORT of the server."""
+    folder: Path
+    """Folder of the device: what it knows of its fleets, and what they have cost its privacy. Keep it."""
+    keys: Path | None = None
+    """The device's folder of `prge fleet keys`: by these it knows its server, and is known."""
+    insecure: bool = False
+    """Instead of --keys: no encryption. To try things out."""
+
+    def __post_init__(self) -> None:
+        if problems := serve.keys_problems(self.keys, self.insecure):
+            raise ConfigError(
+                "these settings can't be used:", problems, remedy="`prge fleet keys` makes keys"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSettings(DeviceSettings, RejoinSettings):
+    """Take part in a fleet: wait for its server's tasks, and answer those that the policy allows."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """A verb of `prge fleet`."""
+
+    help: str
+    main: Callable[[Sequence[str]], int]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one verb; see `prge fleet --help`."""
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    action = ACTIONS.get(words[0])
+    if action is None:
+        nearest = difflib.get_close_matches(words[0], ACTIONS, n=1)
+        hint = f"did you mean `prge fleet {nearest[0]}`?" if nearest else "`prge fleet --help` lists them"
+        raise PrgeError(f"there is no verb {words[0]!r} of prge fleet", remedy=hint)
+    if sys.version_info < (3, 11) and words[0] in NETWORKED:
+        raise PrgeError(
+            f"prge fleet {words[0]} needs Python 3.11 or newer, for Flower",
+            remedy=f"this is {platform.python_version()}",
+        )
+    return action.main(words[1:])
+
+
+def _join(argv: Sequence[str]) -> NoReturn:
+    settings: RejoinSettings
+    if _has(argv, "--bundle", "--config", "--help", "-h", "--print-config"):
+        settings = parse_settings(JoinSettings, argv, "prge fleet join", description=_described("join"))
+    else:
+        settings = parse_settings(RejoinSettings, argv, "prge fleet join")
+    from device_runner.fleet.flower_client import client_app
+    from device_runner.fleet.keys import DeviceKeys
+    from device_runner.fleet.supernode import Connection, join
+
+    if isinstance(settings, JoinSettings):
+        own = {item.name: getattr(settings, item.name) for item in fields(DeviceSettings)}
+        make_device(settings.folder, DeviceSettings(**own))
+    elif not (settings.folder / DEVICE).is_file():
+        raise RunError(
+            f"{settings.folder} is no device's folder", remedy="give --bundle and --train, which make it one"
+        )
+    keys = None if settings.keys is None else DeviceKeys.open(settings.keys)
+    app = client_app(partial(answer, settings.folder))
+    join(settings.folder, Connection(settings.server, keys), app, partial(print, flush=True))
+
+
+def _status(argv: Sequence[str]) -> int:
+    settings = parse_settings(StatusSettings, argv, "prge fleet status", ["folder"], _described("status"))
+    status = read_status(settings.folder)
+    print(json.dumps(asdict(status), indent=2) if settings.json else status.text())
+    return 0
+
+
+def _keys(argv: Sequence[str]) -> int:
+    from device_runner.fleet.keys import DEVICES, SERVER, make_keys
+
+    settings = parse_settings(KeysSettings, argv, "prge fleet keys", ["out"], _described("keys"))
+    made = make_keys(settings.out, settings.hosts, settings.devices)
+    out = settings.out
+    if made.until is not None:
+        print(f"{out / SERVER}: for the server; its certificate holds until {made.until:%Y-%m-%d}")
+        print(f"  prge fleet serve --keys {out / SERVER} ...")
+    for name in made.devices:
+        print(f"{out / DEVICES / name}: bring it to the device {name}, and keep no copy")
+        print(f"  prge fleet join --keys {name} ...")
+    if made.devices and made.until is None:
+        print(f"{out / SERVER}: has their public keys; bring it to the server and start that again")
+    return 0
+
+
+ACTIONS = {
+    "serve": Action("begin a fleet, or go on with one: wait for devices and take its rounds", serve.main),
+    "join": Action("take part in a fleet, on a device", _join),
+    "status": Action("tell how a fleet stands", _status),
+    "simulate": Action("train a fleet of simulated devices in one process, and count", simulate.main),
+    "keys": Action("make the certificates and keys of a server and its devices", _keys),
+}
+
+
+def _has(argv: Sequence[str], *flags: str) -> bool:
+    return any(word.partition("=")[0] in flags for word in argv)
+
+
+def _described(verb: str) -> str:
+    help_ = ACTIONS[verb].help
+    return f"{help_[0].upper()}{help_[1:]}."
+
+
+def _usage() -> str:
+    width = max(map(len, ACTIONS))
+    lines = [f"  {name:<{width}}  {action.help}" for name, action in ACTIONS.items()]
+    return "\n".join(
+        [
+            "usage: prge fleet <verb> [flags]",
+            "",
+            "Many devices learn one adapter, and no row leaves any of them.",
+            "",
+            *lines,
+            "",
+            "`prge fleet <verb> --help` shows a verb's flags.",
+        ]
+    )

@@ -1,0 +1,107 @@
+"""`prge fleet serve`: a fleet's rounds over the network, begun or gone on with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from device_runner.fleet.opening import ServerSettings, open_fleet
+from prge.atomic import write_file
+from prge.bounds import bound_problems
+from prge.errors import ConfigError, RunError
+from prge.run_folder import run_lock
+from prge.settings import parse_settings, read_settings, settings_to_yaml
+from prge.terminal import best_effort
+
+SETTINGS, NAMES = "serve.yaml", "devices.json"
+KEYS_REMEDY = "`prge fleet keys` makes keys for a server and its devices"
+DESCRIPTION = "Begin a fleet, or go on with one by --resume FOLDER: wait for devices, and take its rounds."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(ServerSettings):
+    """Begin a fleet: wait for devices, take its rounds, write the adapter."""
+
+    wait_for: int = 2
+    """The first round waits until so many devices are there; later ones for --least-answers."""
+    host: str = "127.0.0.1"
+    """Address to listen at; others than this machine reach 0.0.0.0 or ::."""
+    port: int = 9092
+    """Port to listen at; 0: a free one. It is printed."""
+    keys: Path | None = None
+    """The folder server/ of `prge fleet keys`: encryption, and only devices whose keys are in it."""
+    insecure: bool = False
+    """Instead of --keys: no encryption, and anyone who reaches the address may join. To try things out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = bound_problems(self) + keys_problems(self.keys, self.insecure)
+        if problems:
+            raise ConfigError(
+                "these settings can't be used:", problems, remedy="see `prge fleet serve --help`"
+            )
+
+
+@dataclass(frozen=True)
+class ResumeSettings:
+    """Go on with a fleet that was stopped or killed."""
+
+    resume: Path
+    """Folder of the fleet; its settings are those in serve.yaml there."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge fleet serve --help`."""
+    if any(word.partition("=")[0] == "--resume" for word in argv):
+        folder = parse_settings(ResumeSettings, argv, "prge fleet serve").resume
+        if not (folder / SETTINGS).is_file():
+            raise RunError(f"{folder} is no fleet's folder", remedy="begin a fleet with `prge fleet serve`")
+        settings = read_settings(ServeSettings, folder / SETTINGS, "prge fleet serve")
+    else:
+        settings = parse_settings(ServeSettings, argv, "prge fleet serve", description=DESCRIPTION)
+        if (settings.out / SETTINGS).is_file():
+            raise RunError(
+                f"{settings.out} holds a fleet already",
+                remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
+            )
+    _tell(str(serve(settings)))
+    return 0
+
+
+def serve(settings: ServeSettings) -> Path:
+    """Take a fleet's rounds, those that its folder doesn't have yet; returns the final adapter's folder.
+
+    Raises:
+        PrgeError: bad input, an address that can't be listened at, no answers round after round.
+    """
+    from device_runner.fleet.flower_server import take_rounds
+    from device_runner.fleet.keys import ServerKeys
+    from device_runner.fleet.superlink import superlink
+
+    keys = None if settings.keys is None else ServerKeys.open(settings.keys)
+    with run_lock(settings.out), open_fleet(settings) as coordinator:
+        write_file(settings.out / SETTINGS, settings_to_yaml(settings).encode())
+        if not coordinator.finished:
+            with superlink(settings.out, settings.host, settings.port, keys) as link:
+                whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"
+                _tell(f"listening at {link.address} for {whom}; Ctrl-C ends it")
+                write_file(settings.out / NAMES, json.dumps(link.names()).encode())
+                if coordinator.round:
+                    _tell(f"going on after round {coordinator.round} of {coordinator.rounds}")
+                devices = settings.least_answers if coordinator.round else settings.wait_for
+                with link.run() as grid:
+                    take_rounds(grid, coordinator, devices, settings.seconds, _tell)
+        return coordinator.write_final()
+
+
+def keys_problems(keys: Path | None, insecure: bool) -> list[str]:
+    """What is wrong with these two settings together."""
+    return ["give --keys or --insecure, and not both"] if (keys is None) != insecure else []
+
+
+def _tell(line: str) -> None:
+    with best_effort(sys.stdout):
+        print(line, flush=True)

@@ -1,0 +1,115 @@
+"""How a fleet stands, from the server's folder alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from device_runner.fleet.coordinator import agreement_of
+from device_runner.fleet.serve import NAMES
+from prge.documents import DocumentError, read_json
+from prge.errors import RunError
+from prge.journal import Journal
+from prge.run_folder import FINAL, JOURNAL, is_held
+
+# Of an evaluation's record: what is no score.
+_NO_SCORES = ("kind", "step", "value", "examples")
+
+
+@dataclass
+class DeviceStatus:
+    """What a device has done: rounds that it answered, was silent in, and why it refused or was refused."""
+
+    answered: int = 0
+    silent: int = 0
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a fleet stands. Bytes are of all rounds; `epsilon` is the largest that a device has spent."""
+
+    folder: str
+    state: str
+    rounds: int
+    of: int
+    steps: int
+    devices: dict[str, DeviceStatus]
+    bytes_up: int
+    bytes_down: int
+    loss: float | None
+    epsilon: float
+    evaluation: dict[str, float]
+
+    def text(self) -> str:
+        """Lines for a terminal."""
+        lines = [f"{self.folder}: {self.state}, {self.rounds} of {self.of} rounds, {self.steps} steps"]
+        lines.append(f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down")
+        if self.loss is not None:
+            lines.append(f"loss {self.loss:.4g}")
+        if self.evaluation:
+            scores = ", ".join(f"{name} {value:.4g}" for name, value in self.evaluation.items())
+            lines.append(f"development rows: {scores}")
+        if self.epsilon:
+            lines.append(f"epsilon {self.epsilon:.3g}")
+        for name, device in sorted(self.devices.items()):
+            line = f"{name}: {device.answered} answers"
+            if device.silent:
+                line += f", silent {device.silent} times"
+            if device.refused:
+                line += f", refused {len(device.refused)} times, last: {device.refused[-1]}"
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def read_status(folder: Path) -> Status:
+    """How the fleet of a server's folder stands; the server may run meanwhile.
+
+    Raises:
+        RunError: it is no fleet's folder, or its journal is damaged.
+    """
+    if not (folder / JOURNAL).is_file():
+        raise RunError(f"{folder} is no fleet's folder", remedy="give the --out of `prge fleet serve`")
+    plan = agreement_of(folder).plan
+    journal = Journal(folder / JOURNAL, writable=False)
+    rounds = [record for record in journal.records if record["kind"] == "round"]
+    evaluations = [record for record in journal.records if record["kind"] == "evaluation"]
+    names = _names(folder)
+    devices = {name: DeviceStatus() for name in names.values()}
+    for record in rounds:
+        with journal.reading(record):
+            refused = {int(node): reason for node, reason in record["refused"].items()}
+            for node in {*record["answered"], *record["silent"], *refused}:
+                device = devices.setdefault(names.get(node, str(node)), DeviceStatus())
+                device.answered += node in record["answered"]
+                device.silent += node in record["silent"]
+                device.refused += [refused[node]] if node in refused else []
+    last = rounds[-1] if rounds else {}
+    state = "done" if (folder / FINAL).is_dir() else "running" if is_held(folder) else "stopped"
+    return Status(
+        str(folder),
+        state,
+        len(rounds),
+        plan.rounds,
+        journal.steps,
+        devices,
+        sum(record["bytes_up"] for record in rounds),
+        sum(record["bytes_down"] for record in rounds),
+        last.get("loss"),
+        max((record["epsilon"] for record in rounds), default=0.0),
+        {
+            name: value
+            for name, value in (evaluations[-1] if evaluations else {}).items()
+            if name not in _NO_SCORES
+        },
+    )
+
+
+def _names(folder: Path) -> dict[int, str]:
+    """What devices are called whose keys the server knows, by the ids of their nodes."""
+    if not (folder / NAMES).is_file():
+        return {}
+    try:
+        return {int(node): str(name) for node, name in read_json(folder / NAMES).items()}
+    except (DocumentError, AttributeError, ValueError) as error:
+        raise RunError(f"{folder / NAMES} can't be read: {error}", remedy="remove it") from None

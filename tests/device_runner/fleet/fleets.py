@@ -1,0 +1,117 @@
+"""A fleet whose devices compute with a model in numpy: folders, tasks and answers are real, no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from device_runner.fleet import local, opening
+from device_runner.fleet.agreement import Agreement
+from device_runner.fleet.common import unpack_state
+from device_runner.fleet.coordinator import Coordinator, RoundReport
+from device_runner.fleet.device import FLEETS, LEDGER, OWN, STATE, DeviceSettings, answer, make_device
+from device_runner.fleet.messages import Task
+from device_runner.fleet.opening import ServerSettings, open_fleet
+from prge.bundle import open_bundle
+from prge.checkpoint import TrainingState
+from prge.engine import FloatArray
+from tests.device_runner.numpy_device import Device, write_films
+
+NODES = (11, 22, 33)
+# Stands between a device and the server: a task's bytes to an answer's, or None for silence.
+Network = Callable[[int, bytes], bytes | None]
+
+
+class Fleet:
+    """Three devices with a third of the rows each, and what a server needs."""
+
+    def __init__(
+        self, folder: Path, device: Device, monkeypatch: pytest.MonkeyPatch, policy: str = ""
+    ) -> None:
+        device.replaces(monkeypatch, local, opening)
+        self.folder = folder
+        self.numpy = device
+        self.bundle = device.write_bundle(folder / "bundle")
+        write_films(folder)
+        self.task = str(folder / "task.yaml")
+        self.said: dict[tuple[int, int], bytes] = {}
+        rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+        for index, node in enumerate(NODES):
+            (folder / f"{node}.jsonl").write_text("".join(rows[index :: len(NODES)]))
+            self.join(node, policy)
+
+    def join(self, node: int, policy: str = "", **changes: Any) -> None:
+        """Make a device's folder, anew or with another policy."""
+        path = self.folder / f"{node}.yaml"
+        path.write_text(policy)
+        fields = {"train": self.folder / f"{node}.jsonl", "policy": path if policy else None, **changes}
+        make_device(self.folder / str(node), DeviceSettings(bundle=self.bundle, task=self.task, **fields))
+        (self.folder / str(node) / OWN).write_text(json.dumps({"seed": node, "rows_seed": node + 1}))
+
+    def settings(self, **changes: Any) -> ServerSettings:
+        """A server of this fleet, in `fleet/`."""
+        fields: dict[str, Any] = {
+            "bundle": self.bundle,
+            "out": self.folder / "fleet",
+            "task": self.task,
+            "name": "films",
+            "dev": self.folder / "dev.jsonl",
+            "head_rows": self.folder / "dev.jsonl" if self.numpy.encoder else None,
+            "rounds": 4,
+            "local_steps": 3,
+            "learning_rate": 0.02,
+        }
+        return ServerSettings(**{**fields, **changes})
+
+    def direct(self, node: int, task: bytes) -> bytes:
+        """Nothing between a device and the server."""
+        said = answer(self.folder / str(node), task)
+        self.said[node, Task.parse(task).number] = said
+        return said
+
+    def again(self, node: int, task: bytes) -> bytes:
+        """Says what the device said to an earlier server of the same plan."""
+        return self.said[node, Task.parse(task).number]
+
+    def state(self, node: int, agreement: Agreement) -> TrainingState:
+        """The common state that a device has."""
+        bundle = open_bundle(self.bundle)
+        content = (self.folder / str(node) / FLEETS / agreement.sha256.hex() / STATE).read_bytes()
+        return unpack_state(content, agreement.plan, bundle.chain.modules, bundle.contract.width)
+
+    def run(
+        self,
+        settings: ServerSettings,
+        network: Network | None = None,
+        nodes: Iterable[int] = NODES,
+        rounds: int | None = None,
+    ) -> tuple[FloatArray, list[RoundReport]]:
+        """Go on with a fleet for some rounds or to its end; the common adapter and the rounds' reports."""
+        reports = []
+        with open_fleet(settings) as server:
+            while not server.finished and (rounds is None or len(reports) < rounds):
+                reports.append(play(server, network or self.direct, nodes))
+            server.write_final()
+            return server.state.adapter.values.copy(), reports
+
+
+def play(server: Coordinator, network: Network, nodes: Iterable[int] = NODES) -> RoundReport:
+    """One round."""
+    said = {node: network(node, task) for node, task in server.tasks(list(nodes)).items()}
+    return server.receive({node: content for node, content in said.items() if content is not None})
+
+
+def ledger(folder: Path) -> list[dict[str, Any]]:
+    """What a device has counted."""
+    lines = (folder / LEDGER).read_text().splitlines()
+    return [json.loads(line)["record"] for line in lines]
+
+
+def same(left: FloatArray, right: FloatArray) -> bool:
+    """To the bit."""
+    return bool(np.array_equal(left.view(np.uint32), right.view(np.uint32)))

@@ -1,0 +1,100 @@
+"""Devices of a fleet as processes, and a server within this one."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from device_runner.fleet.flower_server import Rounds, take_rounds
+from device_runner.fleet.keys import ServerKeys
+from device_runner.fleet.superlink import SuperLink, superlink
+
+SECONDS = 60.0
+
+
+class Echoes:
+    """Rounds whose tasks are their numbers; keeps what devices answer."""
+
+    def __init__(self, rounds: int, most: int = 100) -> None:
+        self.round, self.rounds, self.most = 0, rounds, most
+        self.received: list[dict[int, bytes]] = []
+
+    @staticmethod
+    def task(number: int) -> bytes:
+        return bytes([number, *range(256)])
+
+    @property
+    def finished(self) -> bool:
+        return self.round >= self.rounds
+
+    def tasks(self, nodes: Sequence[int]) -> dict[int, bytes]:
+        return dict.fromkeys(sorted(nodes)[: self.most], self.task(self.round))
+
+    def receive(self, answers: Mapping[int, bytes]) -> str:
+        self.received.append(dict(answers))
+        self.round += 1
+        return f"round {self.round} of {self.rounds}: {len(answers)} answers"
+
+
+@contextmanager
+def device(folder: Path, server: str, keys: Path | None = None, code: str = "task") -> Iterator[Device]:
+    """A device in a process of its own, that answers `task` with `code`'s value."""
+    script = f"""
+import os, sys, time
+from pathlib import Path
+from device_runner.fleet.flower_client import client_app
+from device_runner.fleet.keys import DeviceKeys
+from device_runner.fleet.supernode import Connection, join
+folder, server, keys = sys.argv[1:]
+connection = Connection(server, DeviceKeys.open(Path(keys)) if keys else None)
+join(Path(folder), connection, client_app(lambda task: {code}), lambda line: print(line, flush=True))
+"""
+    folder.mkdir(exist_ok=True)
+    with (folder / "console.txt").open("ab") as console:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(folder), server, str(keys or "")],
+            stdout=console,
+            stderr=console,
+        )
+    try:
+        yield Device(folder, process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Device:
+    """A device's process and folder."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        self.folder, self.process = folder, process
+
+    @property
+    def console(self) -> str:
+        """What it has printed."""
+        return (self.folder / "console.txt").read_text()
+
+
+@contextmanager
+def serving(folder: Path, keys: Path | None = None, port: int = 0) -> Iterator[SuperLink]:
+    """A server that listens on loopback."""
+    with superlink(folder, "127.0.0.1", port, ServerKeys.open(keys) if keys else None) as link:
+        yield link
+
+
+def rounds_of(link: SuperLink, rounds: Rounds, devices: int, seconds: float = SECONDS) -> list[str]:
+    """Take all rounds; the lines that were told."""
+    lines: list[str] = []
+    with link.run() as grid:
+        take_rounds(grid, rounds, devices, seconds, lines.append)
+    return lines
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,82 @@
+"""An agreement has one hash, which stands for all of it; a plan's contradictions are told at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from device_runner.fleet.agreement import Agreement, Plan
+from prge.errors import ConfigError
+
+AGREEMENT = Agreement("films", Plan(), "b" * 64, "t" * 64, "")
+
+
+def test_there_and_back() -> None:
+    assert Agreement.parse(AGREEMENT.content) == AGREEMENT
+    assert Agreement.parse(AGREEMENT.content).sha256 == AGREEMENT.sha256
+
+
+@pytest.mark.parametrize("item", fields(Plan), ids=lambda item: item.name)
+def test_every_setting_of_a_plan_is_in_the_hash(item: Any) -> None:
+    others: dict[str, Any] = {
+        "estimator": "antithetic",
+        "directions": "own",
+        "combine": "median",
+        "optimizer": "sgd",
+        "schedule": "linear",
+        "average": "fedadam",
+        "share_directions": True,
+        "guided": False,
+        "noise": 1.0,
+    }
+    beside = {"clip": 1.0, "share_directions": True} if item.name == "noise" else {}
+    value = others.get(item.name) or (getattr(Plan, item.name) or 1) / 2
+    if isinstance(getattr(Plan, item.name), int) and item.name not in others:
+        value = getattr(Plan, item.name) + 1
+    other = replace(AGREEMENT, plan=Plan(**{item.name: value}, **beside))
+    assert other.sha256 != replace(AGREEMENT, plan=Plan(**beside)).sha256
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": 3},
+        {"surprise": 1},
+        {"plan": {"surprise": 1}},
+        {"plan": {"rounds": "many"}},
+        {"plan": {"rounds": 0}},
+        {"plan": {"estimator": "magic"}},
+        {"plan": None},
+    ],
+)
+def test_what_is_none_is_told(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Agreement.parse(json.dumps({**json.loads(AGREEMENT.content), **change}).encode())
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"{}", b" " * 70_000])
+def test_bytes_that_are_none(content: bytes) -> None:
+    with pytest.raises(ConfigError, match="no agreement"):
+        Agreement.parse(content)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"noise": 1.0, "share_directions": True}, "--noise needs --clip"),
+        ({"noise": 1.0, "clip": 1.0}, "--noise needs --share-directions"),
+        ({"noise": 1.0, "clip": 1.0, "estimator": "antithetic"}, "needs --examples 1, it is 4"),
+        ({"combine": "median", "directions": "own"}, "--combine median needs scalars"),
+        ({"combine": "median", "estimator": "exact"}, "--combine median needs scalars"),
+        ({"warmup": 500}, "--warmup is 500, there are only 200 steps"),
+        ({"rounds": 0}, "--rounds is 0"),
+        ({"largest": 0.0}, "--largest is 0"),
+        ({"learning_rate": float("nan")}, "--learning-rate"),
+    ],
+)
+def test_a_plans_contradictions(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Plan(**settings)

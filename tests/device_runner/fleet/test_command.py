@@ -1,0 +1,50 @@
+"""`prge fleet`: what its verbs ask for, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prge.cli import main
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["srve"], "there is no verb 'srve' of prge fleet\n  did you mean `prge fleet serve`?"),
+        (["serve", "--bundle", "b", "--out", "o"], "give --keys or --insecure, and not both"),
+        (
+            ["serve", "--bundle", "b", "--out", "o", "--insecure", "--keys", "k"],
+            "give --keys or --insecure, and not both",
+        ),
+        (["serve", "--resume", "nowhere"], "nowhere is no fleet's folder"),
+        (["status", "nowhere"], "nowhere is no fleet's folder"),
+        (["join", "--server", "h:1", "--folder", "d"], "give --keys or --insecure, and not both"),
+        (
+            ["join", "--server", "h:1", "--folder", "d", "--insecure"],
+            "d is no device's folder\n  give --bundle and --train, which make it one",
+        ),
+    ],
+)
+def test_what_is_missing_is_told(
+    words: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["fleet", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_keys_are_made_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cryptography")
+    assert main(["fleet", "keys", str(tmp_path / "keys"), "--devices", "one"]) == 0
+    told = capsys.readouterr().out
+    assert f"{tmp_path}/keys/server: for the server; its certificate holds until 2" in told
+    assert f"{tmp_path}/keys/devices/one: bring it to the device one, and keep no copy" in told
+    assert main(["fleet", "keys", str(tmp_path / "keys"), "--devices", "two"]) == 0
+    assert "bring it to the server and start that again" in capsys.readouterr().out

@@ -1,0 +1,429 @@
+"""A fleet from the first round to the last: it learns, all have the same bits, kills and liars included."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from device_runner.fleet.device import FLEETS, STATE, DeviceSettings, answer, make_device
+from device_runner.fleet.messages import Answer, Refusal, Task, parse_answer
+from device_runner.fleet.opening import open_fleet
+from device_runner.replay import main as replay
+from prge.errors import ConfigError, DivergenceError, RunError
+from prge.journal import Journal
+from prge.peft import read_peft
+from tests.device_runner.fleet.fleets import NODES, Fleet, ledger, play, same
+from tests.device_runner.numpy_device import Killed
+
+WAYS: dict[str, dict[str, Any]] = {
+    "tangents": {},
+    "tangents, one direction for all examples": {"share_directions": True, "queries": 8},
+    "tangents along own directions": {"directions": "own"},
+    "P-RGE": {"estimator": "antithetic", "queries": 8},
+    "P-RGE along own directions": {"estimator": "antithetic", "queries": 8, "directions": "own"},
+    "median": {"combine": "median"},
+    "FedAvg": {"estimator": "exact"},
+    "FedAdam": {"estimator": "exact", "average": "fedadam"},
+    "FedProx": {"estimator": "exact", "average": "fedprox"},
+    "largest values": {"estimator": "exact", "largest": 0.05},
+}
+_CASES = [("decoder", name) for name in WAYS] + [("encoder", "tangents"), ("encoder", "FedAvg")]
+ways = pytest.mark.parametrize(
+    ("fleet", "way"),
+    [(model, WAYS[name]) for model, name in _CASES],
+    indirect=["fleet"],
+    ids=[f"{model}, {name}" for model, name in _CASES],
+)
+
+
+@ways
+def test_it_learns_its_rows(fleet: Fleet, way: dict[str, Any]) -> None:
+    _, reports = fleet.run(fleet.settings(**way, rounds=15))
+    losses = [report.loss or 0.0 for report in reports]
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    assert all(len(report.answered) == 3 and not report.refused for report in reports)
+
+
+@ways
+def test_a_server_that_is_killed_goes_on_to_the_same_bits(
+    fleet: Fleet, way: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = fleet.settings(**way)
+    fleet.run(settings, rounds=2)
+    # A third round that devices answer, of which the journal has a part.
+    with open_fleet(settings) as server:
+        said = {node: fleet.direct(node, task) for node, task in server.tasks(list(NODES)).items()}
+        append, written = server.journal.append, []
+
+        def killed(record: Any) -> Any:
+            if written:
+                raise Killed
+            return written.append(append(record))
+
+        server.journal.append = killed  # type: ignore[method-assign]
+        with pytest.raises(Killed):
+            server.receive(said)
+    values, reports = fleet.run(settings)
+    assert [report.number for report in reports] == [2, 3]
+    whole, _ = fleet.run(replace(settings, out=tmp_path / "whole"), fleet.again)
+    assert same(values, whole)
+
+
+@ways
+def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, way: dict[str, Any]) -> None:
+    """One of them misses two rounds, one comes late."""
+    settings = fleet.settings(**way, rounds=6)
+    present = [NODES[:2], NODES[:2], NODES[:1], NODES[1:2], NODES, NODES]
+    with open_fleet(settings) as server:
+        for nodes in present:
+            common = server.state.adapter.values.copy()
+            report = play(server, fleet.direct, nodes)
+            assert report.answered == sorted(nodes) and not report.refused
+            for node in nodes:
+                assert same(fleet.state(node, server.agreement).adapter.values, common)
+
+
+@pytest.mark.parametrize("way", [WAYS["tangents"], WAYS["P-RGE along own directions"]], ids=["common", "own"])
+def test_prge_replay_makes_the_adapter_from_the_servers_journal(
+    fleet: Fleet, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = fleet.settings(**way)
+    fleet.run(settings)
+    assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
+    assert "the same bits" in capsys.readouterr().out
+
+
+@ways
+def test_a_device_that_is_killed_answers_what_it_would_have_answered(
+    fleet: Fleet, way: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = fleet.settings(**way)
+    twin = tmp_path / "twin"
+    (twin).mkdir()
+    with open_fleet(settings) as server:
+        task = server.tasks([NODES[0]])[NODES[0]]
+    folder = fleet.folder / str(NODES[0])
+    shutil.copytree(folder, twin / "device")
+    calls = 0
+    while True:
+        fleet.numpy.calls_left = calls
+        try:
+            said = answer(folder, task)
+            break
+        except Killed:
+            calls = 1
+    fleet.numpy.calls_left = None
+    assert said == answer(twin / "device", task)
+    assert len(ledger(folder)) == 1
+
+
+def test_one_that_is_asked_twice_answers_once(fleet: Fleet) -> None:
+    with open_fleet(fleet.settings()) as server:
+        task = server.tasks([NODES[0]])[NODES[0]]
+    first = fleet.direct(NODES[0], task)
+    fleet.numpy.calls_left = 0
+    assert fleet.direct(NODES[0], task) == first
+    assert len(ledger(fleet.folder / str(NODES[0]))) == 1
+
+
+def test_rows_of_a_round_go_on_where_the_last_one_ended(fleet: Fleet) -> None:
+    """So in n passes over its rows a device shows each of them n times, whichever rounds it missed."""
+    settings = fleet.settings(rounds=5, local_steps=2, examples=2)
+    node, seen = NODES[0], []
+
+    def watched(device: int, task: bytes) -> bytes:
+        said = fleet.direct(device, task)
+        if device == node:
+            (journal,) = (fleet.folder / str(node)).glob("fleets/*/round-*/journal.jsonl")
+            records = Journal(journal, writable=False).records
+            seen.extend(row for record in records for row in record["rows"])
+        return said
+
+    with open_fleet(settings) as server:
+        for nodes in (NODES, NODES[1:], NODES, NODES, NODES):
+            play(server, watched, nodes)
+    assert len(seen) == 16
+    assert len(set(seen[:13])) == 13
+
+
+def test_a_task_brings_only_what_is_missing(fleet: Fleet) -> None:
+    settings = fleet.settings(rounds=6)
+    with open_fleet(settings) as server:
+        sizes = []
+        for nodes in (NODES, NODES, NODES[1:], NODES[1:]):
+            sizes.append({node: len(task) for node, task in server.tasks(list(nodes)).items()})
+            server.receive(
+                {node: fleet.direct(node, task) for node, task in server.tasks(list(nodes)).items()}
+            )
+        tasks = {node: Task.parse(task) for node, task in server.tasks(list(NODES)).items()}
+    assert sizes[1][NODES[0]] < sizes[0][NODES[0]]
+    assert len(tasks[NODES[0]].missed) == 3 or tasks[NODES[0]].state
+    assert len(tasks[NODES[1]].missed) == 1
+    assert not tasks[NODES[1]].agreement
+
+
+def test_garbage_is_refused_by_name_and_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    settings = fleet.settings()
+    liar = NODES[1]
+
+    def lies(said: bytes, number: int) -> bytes:
+        honest = parse_answer(said)
+        assert isinstance(honest, Answer)
+        values = honest.values.copy()
+        values[0] = [1e30, np.nan][number % 2]
+        return [
+            replace(honest, values=values).to_bytes(),
+            replace(honest, values=values).to_bytes(),
+            replace(honest, values=honest.values[:-1]).to_bytes(),
+            replace(honest, sha256=bytes(16)).to_bytes(),
+            replace(honest, number=honest.number + 1).to_bytes(),
+            b"",
+            b"\x01\x01 nothing",
+            said[:-1],
+            said + b"!",
+        ][number]
+
+    settings = replace(settings, rounds=9)
+
+    def network(node: int, task: bytes) -> bytes:
+        said = fleet.direct(node, task)
+        return lies(said, Task.parse(task).number) if node == liar else said
+
+    values, reports = fleet.run(settings, network)
+    words = ["1e+30", "not finite", "values", "agreement", "late", "ends early", "", "ends early", "too many"]
+    for report, word in zip(reports, words, strict=True):
+        assert report.answered == [NODES[0], NODES[2]]
+        assert word in report.refused[liar]
+        assert word in str(report)
+    honest, _ = fleet.run(
+        replace(settings, out=tmp_path / "honest"),
+        lambda node, task: None if node == liar else fleet.again(node, task),
+    )
+    assert same(values, honest)
+
+
+def test_a_device_that_exaggerates_is_shortened(fleet: Fleet) -> None:
+    def network(node: int, task: bytes) -> bytes:
+        said = parse_answer(fleet.direct(node, task))
+        assert isinstance(said, Answer)
+        return replace(said, values=said.values * (1000 if node == NODES[2] else 1)).to_bytes()
+
+    _, reports = fleet.run(fleet.settings(rounds=2), network)
+    assert all(report.shortened == [NODES[2]] for report in reports)
+
+
+def test_a_copy_of_another_devices_answer_counts_once(fleet: Fleet) -> None:
+    def network(node: int, task: bytes) -> bytes:
+        return fleet.direct(NODES[0], task)
+
+    _, (report,) = fleet.run(fleet.settings(rounds=1, directions="own"), network)
+    assert report.answered == [NODES[0]]
+    assert "directions of another device" in report.refused[NODES[1]]
+
+
+def test_devices_that_vanish_and_late_answers(fleet: Fleet) -> None:
+    settings = fleet.settings(rounds=3)
+    late: dict[int, bytes] = {}
+
+    def network(node: int, task: bytes) -> bytes | None:
+        said = fleet.direct(node, task)
+        if node == NODES[2]:
+            before, late[node] = late.get(node), said
+            return before
+        return said
+
+    _, reports = fleet.run(settings, network)
+    assert [report.silent for report in reports] == [[NODES[2]], [], []]
+    assert "late: an answer of round 1" in reports[1].refused[NODES[2]]
+
+
+def test_a_server_that_nobody_answers_stops_and_can_go_on(fleet: Fleet) -> None:
+    settings = fleet.settings(rounds=2)
+    with pytest.raises(RunError, match=r"no round could be ended, 3 times in a row: no answer\n.*--resume"):
+        fleet.run(settings, lambda node, task: None)
+    _, reports = fleet.run(settings)
+    assert [len(report.answered) for report in reports] == [3, 3]
+
+
+def test_too_few_answers_end_no_round(fleet: Fleet) -> None:
+    settings = fleet.settings(rounds=1, least_answers=2)
+    with open_fleet(settings) as server:
+        report = play(server, lambda node, task: fleet.direct(node, task) if node == NODES[0] else None)
+        assert report.answered == [] and server.round == 0
+        assert play(server, fleet.direct).answered == list(NODES)
+
+
+def test_a_device_that_lost_its_folder_gets_everything_again(fleet: Fleet) -> None:
+    settings = fleet.settings(rounds=4)
+    with open_fleet(settings) as server:
+        play(server, fleet.direct)
+        shutil.rmtree(fleet.folder / str(NODES[0]) / FLEETS)
+        assert "doesn't know" in play(server, fleet.direct).refused[NODES[0]]
+        assert NODES[0] in play(server, fleet.direct).answered
+
+
+def test_a_device_with_an_older_state_says_so_and_catches_up(fleet: Fleet) -> None:
+    settings = fleet.settings(rounds=4)
+    with open_fleet(settings) as server:
+        play(server, fleet.direct)
+        (state,) = (fleet.folder / str(NODES[0])).glob(f"{FLEETS}/*/{STATE}")
+        old = state.read_bytes()
+        play(server, fleet.direct)
+        state.write_bytes(old)
+        assert "is at step 0" in play(server, fleet.direct).refused[NODES[0]]
+        assert NODES[0] in play(server, fleet.direct).answered
+
+
+def test_a_round_asks_some_devices_and_over_rounds_all(fleet: Fleet) -> None:
+    settings = fleet.settings(rounds=20, per_round=2, dev=None, head_rows=fleet.settings().head_rows)
+    asked = set()
+    with open_fleet(settings) as server:
+        for _ in range(10):
+            chosen = server.tasks(list(NODES))
+            assert len(chosen) == 2 and chosen.keys() == server.tasks(list(reversed(NODES))).keys()
+            asked |= chosen.keys()
+            server.receive({node: fleet.direct(node, task) for node, task in chosen.items()})
+    assert asked == set(NODES)
+
+
+def test_steps_that_diverge_stop_the_server(fleet: Fleet) -> None:
+    with pytest.raises((DivergenceError, RunError), match="lower learning rate"):
+        fleet.run(fleet.settings(rounds=8, learning_rate=1e30, optimizer="sgd"))
+
+
+class TestADeviceRefuses:
+    def _reason(self, fleet: Fleet, **changes: Any) -> str:
+        with open_fleet(fleet.settings(**changes)) as server:
+            said = parse_answer(fleet.direct(NODES[0], server.tasks([NODES[0]])[NODES[0]]))
+        assert isinstance(said, Refusal)
+        return said.reason
+
+    @pytest.mark.parametrize(
+        ("policy", "plan", "reason"),
+        [
+            ("estimators: [antithetic]", {}, "estimators ['antithetic'], the plan asks for tangent"),
+            ("most_steps: 2", {}, "most_steps 2, the plan asks for 3"),
+            ("most_examples: 3", {}, "most_examples 3, the plan asks for 4"),
+            ("most_queries: 3", {}, "most_queries 3, the plan asks for 4"),
+            ("least_noise: 0.5", {}, "least_noise 0.5, the plan asks for 0.0"),
+            ("most_epsilon: 2", {}, "most_epsilon 2.0, the plan asks for no noise"),
+            ("most_seconds: 0", {}, "out of time"),
+            ("only_charging: true", {}, "the device doesn't tell what these need"),
+        ],
+    )
+    def test_what_its_owner_did_not_allow(
+        self, fleet: Fleet, policy: str, plan: dict[str, Any], reason: str
+    ) -> None:
+        fleet.join(NODES[0], policy)
+        assert reason in self._reason(fleet, **plan)
+
+    def test_exact_gradients_unless_its_owner_allows_them(self, fleet: Fleet) -> None:
+        fleet.join(NODES[0])
+        assert "estimators" in self._reason(fleet, estimator="exact")
+
+    def test_more_rounds_a_day_than_allowed(self, fleet: Fleet) -> None:
+        fleet.join(NODES[0], "most_rounds_a_day: 1\n")
+        _, (first, second) = fleet.run(fleet.settings(rounds=2))
+        assert NODES[0] in first.answered
+        assert "most_rounds_a_day 1, the plan asks for 2" in second.refused[NODES[0]]
+
+    def test_another_bundle_and_another_task(self, fleet: Fleet, tmp_path: Path) -> None:
+        other = fleet.numpy.write_bundle(tmp_path / "other", scheme="8da8w")
+        make_device(
+            fleet.folder / str(NODES[0]),
+            DeviceSettings(bundle=other, train=fleet.folder / f"{NODES[0]}.jsonl", task=fleet.task),
+        )
+        assert "the fleet's bundle is" in self._reason(fleet)
+        text = Path(fleet.task).read_text()
+        (tmp_path / "own.yaml").write_text(text.replace("Yes", "Never"))
+        make_device(
+            fleet.folder / str(NODES[0]),
+            DeviceSettings(
+                bundle=fleet.bundle, train=fleet.folder / f"{NODES[0]}.jsonl", task=str(tmp_path / "own.yaml")
+            ),
+        )
+        assert "the fleet's task is another one" in self._reason(fleet)
+
+    def test_an_agreement_that_is_not_what_its_hash_says(self, fleet: Fleet) -> None:
+        with open_fleet(fleet.settings()) as server:
+            task = Task.parse(server.tasks([NODES[0]])[NODES[0]])
+            other = replace(server.agreement, plan=replace(server.agreement.plan, local_steps=100))
+        said = parse_answer(fleet.direct(NODES[0], replace(task, agreement=other.content).to_bytes()))
+        assert isinstance(said, Refusal) and "doesn't have the hash" in said.reason
+
+    @pytest.mark.parametrize("content", [b"", b"\x00", b"\x01\x00", bytes(100)])
+    def test_what_is_no_task(self, fleet: Fleet, content: bytes) -> None:
+        assert isinstance(parse_answer(answer(fleet.folder / str(NODES[0]), content)), Refusal)
+
+    def test_a_state_that_does_not_fit(self, fleet: Fleet) -> None:
+        with open_fleet(fleet.settings()) as server:
+            task = Task.parse(server.tasks([NODES[0]])[NODES[0]])
+        for state in (b"nothing", b"\x00" * 64):
+            said = parse_answer(fleet.direct(NODES[0], replace(task, state=state).to_bytes()))
+            assert isinstance(said, Refusal) and "state" in said.reason
+
+
+NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 1.0, "queries": 8}
+
+
+class TestWithNoise:
+    def test_nobody_is_told_a_loss_and_epsilon_grows(self, fleet: Fleet) -> None:
+        _, reports = fleet.run(fleet.settings(rounds=6, **NOISE))
+        assert all(report.loss is None for report in reports)
+        epsilons = [report.epsilon for report in reports]
+        assert 4 < epsilons[0] < epsilons[-1]
+        assert epsilons == sorted(epsilons)
+
+    def test_the_fleet_ends_where_its_budget_does(self, fleet: Fleet) -> None:
+        settings = fleet.settings(rounds=50, most_epsilon=5.0, **NOISE)
+        with open_fleet(settings) as server:
+            while not server.finished:
+                play(server, fleet.direct)
+            assert server.privacy_is_spent and 0 < server.round < 10
+            server.write_final()
+
+    def test_an_owners_budget_counts_all_fleets(self, fleet: Fleet, tmp_path: Path) -> None:
+        fleet.join(NODES[0], "most_epsilon: 5\n")
+        for name in ("first", "second", "third", "fourth"):
+            _, reports = fleet.run(fleet.settings(rounds=2, out=tmp_path / name, name=name, **NOISE))
+        assert "epsilon would be" in reports[-1].refused[NODES[0]]
+        assert NODES[1] in reports[-1].answered
+
+    def test_a_device_repeats_its_noise_after_a_kill(self, fleet: Fleet) -> None:
+        """Noise that is drawn again could be averaged away."""
+        with open_fleet(fleet.settings(**NOISE)) as server:
+            task = server.tasks([NODES[0]])[NODES[0]]
+        folder = fleet.folder / str(NODES[0])
+        first = answer(folder, task)
+        (said,) = folder.glob("fleets/*/round-*/answer.bin")
+        said.unlink()  # as killed before it was written
+        assert answer(folder, task) == first
+        assert len(ledger(folder)) == 1
+
+
+def test_another_plan_in_the_same_folder_is_refused(fleet: Fleet) -> None:
+    fleet.run(fleet.settings(), rounds=1)
+    with pytest.raises(ConfigError, match="queries was 4, is 8"):
+        open_fleet(fleet.settings(queries=8))
+
+
+def test_an_encoders_fleet_needs_a_head(fleet: Fleet) -> None:
+    if not fleet.numpy.encoder:
+        pytest.skip("a decoder has no head")
+    with pytest.raises(ConfigError, match="needs a classification head"):
+        open_fleet(fleet.settings(head_rows=None))
+
+
+def test_a_fleet_begins_where_a_run_ended(fleet: Fleet, tmp_path: Path) -> None:
+    first = fleet.settings()
+    fleet.run(first)
+    settings = fleet.settings(out=tmp_path / "second", adapter=first.out, head_rows=None, seed=7)
+    with open_fleet(settings) as server:
+        best = read_peft(first.out / "final", server.state.adapter.modules)
+        assert same(server.state.adapter.values, best.values)
+        assert play(server, fleet.direct).answered == list(NODES)

@@ -1,0 +1,178 @@
+"""A SuperLink and SuperNodes as real processes on loopback: rounds go round, strangers stay out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.cli.build import build_fab_from_disk
+from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
+
+from device_runner.fleet.keys import DeviceKeys, ServerKeys, make_keys
+from device_runner.fleet.superlink import superlink
+from device_runner.fleet.supernode import Connection, check_server
+from prge.errors import DeviceError, RunError
+from tests.device_runner.fleet.nodes import Device, Echoes, device, free_port, rounds_of, serving
+
+pytestmark = pytest.mark.slow
+
+
+def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys, [], ["one", "two"])
+    rounds = Echoes(2)
+    with serving(tmp_path / "server", keys / "server") as link, ExitStack() as devices:
+        for name in ("one", "two"):
+            devices.enter_context(device(tmp_path / name, link.address, keys / "devices" / name))
+        rounds_of(link, rounds, 2)
+        names = link.names()
+    assert sorted(names.values()) == ["one", "two"]
+    assert [sorted(names[node] for node in answers) for answers in rounds.received] == [["one", "two"]] * 2
+    assert all(
+        content == Echoes.task(number)
+        for number, answers in enumerate(rounds.received)
+        for content in answers.values()
+    )
+
+
+def test_a_device_never_runs_the_servers_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's own SuperNode does, which shows that the code would write its file."""
+    monkeypatch.setattr("device_runner.fleet.superlink._app", lambda: _hostile(tmp_path))
+    rounds = Echoes(1)
+    with serving(tmp_path / "server") as link, device(tmp_path / "ours", link.address):
+        words = ["--superlink", link.address, "--insecure", "--port", str(free_port())]
+        home = tmp_path / "theirs"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        theirs = subprocess.Popen(
+            ["flower-supernode", *words],
+            env={**os.environ, "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "PATH": path},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            rounds_of(link, rounds, 2)
+        finally:
+            theirs.terminate()
+            theirs.wait()
+    assert [list(answers.values()) for answers in rounds.received] == [[Echoes.task(0)]]
+    assert [path.parent.name for path in tmp_path.rglob("written-*")] == ["theirs"]
+    assert not list((tmp_path / "ours").rglob("*.fab")) + list((tmp_path / "ours").rglob("apps"))
+
+
+def _hostile(folder: Path) -> bytes:
+    """A bundle whose code writes a file into Flower's folder of whoever imports it."""
+    app = folder / "app"
+    (app / "hostile").mkdir(parents=True, exist_ok=True)
+    (app / "hostile" / "__init__.py").write_text("")
+    (app / "hostile" / "client.py").write_text(
+        "import os, pathlib\nfrom flwr.clientapp import ClientApp\n"
+        "(pathlib.Path(os.environ['FLWR_HOME']) / f'written-{os.getpid()}').touch()\napp = ClientApp()\n"
+    )
+    (app / "pyproject.toml").write_text(
+        '[project]\nname = "hostile"\nversion = "1.0.0"\ndependencies = []\n'
+        '[tool.flwr.app]\npublisher = "x"\n'
+        '[tool.flwr.app.components]\nserverapp = "hostile.client:app"\nclientapp = "hostile.client:app"\n'
+    )
+    return build_fab_from_disk(app)
+
+
+def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
+    """Flower's own SuperLink lets everyone who reaches it start apps and register devices."""
+    with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
+        control = ControlHttpClient.from_server_address(link.address, True, None, [])
+        for ask in (
+            lambda: control.StartRun(StartRunRequest()),
+            lambda: control.ListRuns(ListRunsRequest()),
+            lambda: control.RegisterNode(RegisterNodeRequest()),
+        ):
+            with pytest.raises(httpx.HTTPStatusError, match="401"):
+                ask()
+        runtime = RuntimeHttpClient.from_server_address(
+            link.address, True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
+        )
+        with link.run(), pytest.raises(httpx.HTTPStatusError, match=r"40[13]"):
+            runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
+
+
+def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    make_keys(ours, [], ["one"])
+    make_keys(others, [], ["one"])
+    stranger = others / "devices" / "one"
+    (stranger / "ca.pem").write_bytes((ours / "server" / "ca.pem").read_bytes())
+    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
+        with device(tmp_path / "stranger", link.address, stranger) as child:
+            _wait(lambda: "not let in: the server doesn't know this key" in child.console)
+        assert list(link.names().values()) == ["one"]
+
+
+def test_a_device_knows_its_server(tmp_path: Path) -> None:
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    make_keys(ours, [], ["one"])
+    make_keys(others, [], ["one"])
+    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
+        check_server(Connection(link.address, DeviceKeys.open(ours / "devices" / "one")))
+        with pytest.raises(DeviceError, match=r"isn't the server of this certificate"):
+            check_server(Connection(link.address, DeviceKeys.open(others / "devices" / "one")))
+        with pytest.raises(RunError, match=rf"{link.address} can't be listened at: Address already in use"):
+            superlink(tmp_path / "other", "127.0.0.1", int(link.address.split(":")[1]), None).__enter__()
+    with pytest.raises(DeviceError, match=rf"no server at {link.address}: Connection refused"):
+        check_server(Connection(link.address))
+    with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
+        keys = DeviceKeys.open(ours / "devices" / "one")
+        with pytest.raises(DeviceError, match=r"doesn't speak TLS"):
+            check_server(Connection(link.address, keys))
+
+
+def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
+    """A round goes on without a device that vanishes; a server that is back finds its devices."""
+    keys, port = tmp_path / "keys", free_port()
+    make_keys(keys, [], ["one", "two"])
+    folder = tmp_path / "server"
+    first, second = Echoes(1), Echoes(1)
+
+    def joined(name: str, code: str = "task") -> AbstractContextManager[Device]:
+        return device(tmp_path / name, f"127.0.0.1:{port}", keys / "devices" / name, code)
+
+    with ExitStack() as devices:
+        with serving(folder, keys / "server", port) as link:
+            devices.enter_context(joined("one"))
+            with joined("two", "os._exit(1)"):
+                rounds_of(link, first, 2, seconds=8)
+            names = link.names()
+        assert [[names[node] for node in answers] for answers in first.received] == [["one"]]
+        with serving(folder, keys / "server", port) as link:
+            devices.enter_context(joined("two"))
+            rounds_of(link, second, 2)
+            assert link.names() == names
+    assert [sorted(names[node] for node in answers) for answers in second.received] == [["one", "two"]]
+
+
+def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
+    rounds = Echoes(2)
+    slow = "time.sleep(6 if task[0] == 0 else 0) or task"
+    with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow):
+        lines = rounds_of(link, rounds, 1, seconds=6)
+    assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
+    assert any("answers round 1, too late: dropped" in line for line in lines)
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

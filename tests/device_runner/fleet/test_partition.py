@@ -1,0 +1,53 @@
+"""Every row is on one device, and every device has one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from device_runner.fleet.partition import parts
+from prge.errors import ConfigError
+from prge.examples import Example, TokenSequence
+
+
+def _examples(count: int, classes: int) -> list[Example]:
+    sequence = TokenSequence((1, 2), ())
+    return [Example(row, (sequence,), classes, row % classes) for row in range(count)]
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 6),
+    st.data(),
+    st.sampled_from(["even", "dirichlet:0.05", "dirichlet:0.3", "dirichlet:100"]),
+    st.integers(0, 2**32),
+)
+def test_every_row_is_on_one_device_and_every_device_has_one(
+    rows: int, classes: int, data: st.DataObject, how: str, seed: int
+) -> None:
+    devices = data.draw(st.integers(1, rows))
+    dealt = parts(_examples(rows, classes), devices, how, seed)
+    assert len(dealt) == devices and all(dealt)
+    assert sorted(example.row for own in dealt for example in own) == list(range(rows))
+
+
+def test_a_small_parameter_gives_devices_few_classes() -> None:
+    def classes(how: str) -> float:
+        dealt = parts(_examples(6000, 6), 20, how, 0)
+        return float(np.mean([len({example.label for example in own}) for own in dealt]))
+
+    assert classes("dirichlet:0.05") < 3 < classes("dirichlet:0.3") < classes("dirichlet:100") == 6
+    assert classes("even") == 6
+
+
+@pytest.mark.parametrize("how", ["", "dirichlet", "dirichlet:", "dirichlet:0", "dirichlet:nan", "other:1"])
+def test_another_word(how: str) -> None:
+    with pytest.raises(ConfigError, match="give even, or dirichlet"):
+        parts(_examples(10, 2), 2, how, 0)
+
+
+def test_fewer_rows_than_devices() -> None:
+    with pytest.raises(ConfigError, match="there are 3 rows for 4 devices"):
+        parts(_examples(3, 2), 4, "even", 0)

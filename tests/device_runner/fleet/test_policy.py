@@ -1,0 +1,50 @@
+"""Hours and bounds of an owner's policy."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from device_runner.fleet.agreement import Plan
+from device_runner.fleet.policy import Policy
+from prge.errors import ConfigError
+
+PLAN = Plan()
+
+
+def _at(hour: int) -> float:
+    return time.mktime((2026, 3, 4, hour, 30, 0, 0, 0, -1))
+
+
+@pytest.mark.parametrize(
+    ("hours", "inside", "outside"),
+    [
+        ("22-6", [22, 23, 0, 5], [6, 12, 21]),
+        ("8-20", [8, 19], [7, 20]),
+        ("", range(24), []),
+        ("5-5", [5], []),
+    ],
+)
+def test_hours(hours: str, inside: list[int], outside: list[int]) -> None:
+    policy = Policy(hours=hours)
+    assert not any(policy.objections(PLAN, _at(hour), 0) for hour in inside)
+    for hour in outside:
+        (objection,) = policy.objections(PLAN, _at(hour), 0)
+        assert objection == f"the owner's policy has hours {hours}, it is {hour} o'clock"
+
+
+@pytest.mark.parametrize("hours", ["24-3", "a-b", "7", "7-25", "-3", "3-"])
+def test_hours_that_are_none(hours: str) -> None:
+    with pytest.raises(ConfigError, match="must be like 22-6"):
+        Policy(hours=hours)
+
+
+def test_the_default_allows_the_default_plan_by_scalars_alone() -> None:
+    assert Policy().objections(PLAN, _at(12), 0) == []
+    assert Policy().objections(Plan(estimator="exact"), _at(12), 0)
+
+
+def test_all_objections_are_told_at_once() -> None:
+    policy = Policy(most_steps=1, most_queries=1, most_examples=1, least_noise=1.0)
+    assert len(policy.objections(PLAN, _at(12), 0)) == 4

@@ -1,0 +1,114 @@
+"""A fleet of real processes with TLS and keys: a device and the server are killed, another device lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from device_runner.fleet.common import pack_state
+from device_runner.fleet.coordinator import agreement_of
+from device_runner.session.replaying import replay
+from prge.journal import Journal
+from prge.run_folder import FINAL, JOURNAL
+from tests.device_runner.fleet.nodes import device, free_port
+from tests.end_to_end.conftest import prge
+
+pytestmark = [pytest.mark.export, pytest.mark.slow]
+
+ROUNDS, SECONDS = 7, 120.0
+
+
+@contextmanager
+def started(console: Path, *words: object) -> Iterator[subprocess.Popen[bytes]]:
+    """`prge` in the background; it is killed with the block."""
+    with console.open("ab") as stream:
+        command = [sys.executable, "-m", "prge.cli", "fleet", *map(str, words)]
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(condition: Callable[[], bool], console: Path) -> None:
+    """Wait for something that a process is to bring about."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, console.read_text()
+        time.sleep(0.2)
+
+
+def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Path) -> None:
+    honest, keys, fleet, port = ("a", "b", "c"), tmp_path / "keys", tmp_path / "fleet", free_port()
+    prge("fleet", "keys", keys, "--devices", *honest, "liar")
+    lines = (workshop / "train.jsonl").read_text().splitlines(keepends=True)
+    for index, name in enumerate(honest):
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[index::3]))
+    same = ["--bundle", workshop / "bundle", "--task", workshop / "task.yaml"]
+    address, server, out = f"127.0.0.1:{port}", ["serve", *same, "--out", fleet], tmp_path / "server.txt"
+    plan = ["--rounds", ROUNDS, "--local-steps", 3, "--queries", 2, "--dev", workshop / "dev.jsonl"]
+    server += [*plan, "--wait-for", 4, "--least-answers", 2, "--seconds", 10]
+    server += ["--port", port, "--keys", keys / "server"]
+
+    def join(name: str, *own: object) -> list[object]:
+        to = ["--server", address, "--keys", keys / "devices" / name, "--folder", tmp_path / name]
+        return ["join", *to, *own]
+
+    def rounds() -> int:
+        return out.read_text().count("\nround ")
+
+    with ExitStack() as stack:
+        with started(out, *server) as first:
+            until(lambda: "listening at" in out.read_text(), out)
+            for name in honest[:2]:
+                rows = ["--train", tmp_path / f"{name}.jsonl"]
+                stack.enter_context(started(tmp_path / f"{name}.txt", *join(name, *same, *rows)))
+            liar = device(tmp_path / "liar", address, keys / "devices" / "liar", "b'1e30'")
+            stack.enter_context(liar)
+            rows = ["--train", tmp_path / "c.jsonl"]
+            with started(tmp_path / "c.txt", *join("c", *same, *rows)):
+                until(lambda: rounds() >= 1, out)
+            until(lambda: rounds() >= 2, out)
+            first.kill()
+        with started(out, "serve", "--resume", fleet) as second:
+            until(lambda: out.read_text().count("listening at") == 2, out)
+            stack.enter_context(started(tmp_path / "c.txt", *join("c")))
+            until(lambda: second.poll() is not None, out)
+        assert second.returncode == 0, out.read_text()
+
+    status = json.loads(prge("fleet", "status", fleet, "--json").stdout)
+    assert (status["state"], status["rounds"], status["steps"]) == ("done", ROUNDS, ROUNDS * 3)
+    devices = status["devices"]
+    assert devices["liar"]["answered"] == 0
+    assert len(devices["liar"]["refused"]) >= 2
+    assert devices["a"]["answered"] == devices["b"]["answered"] == ROUNDS
+    assert 2 <= devices["c"]["answered"] < ROUNDS
+    assert (fleet / FINAL / "adapter_model.safetensors").is_file()
+
+    # What the devices made of the scalars that they were told is what one process makes of the journal.
+    journal = Journal(fleet / JOURNAL, writable=False)
+    steps = (ROUNDS - 1) * 3
+    expected = replay(journal, steps)
+    for name in ("a", "b"):
+        state = tmp_path / name / "fleets" / agreement_of(fleet).sha256.hex() / "state.safetensors"
+        assert arrays(state.read_bytes()) == arrays(pack_state(expected))
+
+
+def arrays(content: bytes) -> bytes:
+    """The part of a packed state's safetensors after the header."""
+    content = zlib.decompress(content)
+    return content[8 + int.from_bytes(content[:8], "little") :]
