@@ -30,9 +30,10 @@ from device_runner.fleet.common import (
 from device_runner.fleet.local import Own, open_local
 from device_runner.fleet.messages import Behind, MessageError, Refusal, RefusedError, Task
 from device_runner.fleet.policy import Policy
-from device_runner.fleet.privacy import epsilon_of, passes, spent
+from device_runner.fleet.privacy import passes, spent
 from device_runner.session.gates import Gates
 from device_runner.session.settings import RunSettings
+from prge.accounting import epsilon_of
 from prge.atomic import write_file
 from prge.bundle import open_bundle
 from prge.checkpoint import TrainingState

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from device_runner.fleet.agreement import Plan
 from prge.contract import AdaptedModule, Contract
 from prge.directions import normals
 from prge.engine import Engine, FloatArray
-from prge.errors import PrgeError
 from prge.estimators import Estimator, Measurement, Step
 
 SPENT = "epsilon would be"
@@ -100,26 +98,3 @@ def spent(epsilon: float, bound: float) -> str:
 def passes(steps: int, examples: int, rows: int) -> int:
     """How often an example takes part at most, in so many steps over rows in permutations."""
     return math.ceil(steps * examples / rows)
-
-
-@lru_cache(maxsize=1024)
-def epsilon_of(parts: tuple[tuple[float, int], ...], delta: float) -> float:
-    """Epsilon of Gaussian mechanisms, each (noise, times); infinite where one has no noise.
-
-    Raises:
-        PrgeError: the accountant isn't installed.
-    """
-    counted = [(noise, times) for noise, times in parts if times]
-    if any(not noise for noise, _ in counted):
-        return math.inf
-    if not counted:
-        return 0.0
-    try:
-        from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
-        from dp_accounting.pld import PLDAccountant
-    except ModuleNotFoundError:
-        raise PrgeError("noise needs the package dp-accounting", remedy="pip install 'prge[fleet]'") from None
-    accountant = PLDAccountant()
-    for noise, times in counted:
-        accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise), times))
-    return float(accountant.get_epsilon(delta))

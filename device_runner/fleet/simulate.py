@@ -24,9 +24,10 @@ from device_runner.fleet.local import Learnt, Local, Own, sized
 from device_runner.fleet.messages import Refusal
 from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
-from device_runner.fleet.privacy import epsilon_of, passes, spent
+from device_runner.fleet.privacy import passes, spent
 from device_runner.session.inputs import read_inputs
 from device_runner.session.settings import bundle_for
+from prge.accounting import epsilon_of
 from prge.atomic import write_file
 from prge.bundle import Bundle, open_bundle
 from prge.checkpoint import TrainingState

@@ -22,7 +22,7 @@ from typing import Any
 from questions import make_questions
 from verbs import evaluations, prge, summarize
 
-from device_runner.fleet.privacy import epsilon_of
+from prge.accounting import epsilon_of
 
 DEVICES, HEAD = 100, {"questions": 60, "sst2": 64}
 FLEET: dict[str, Any] = {

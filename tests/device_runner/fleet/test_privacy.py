@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_runner.fleet.agreement import Plan
-from device_runner.fleet.privacy import Reported, epsilon_of, passes, reach, spent, system_normals
+from device_runner.fleet.privacy import Reported, passes, reach, spent, system_normals
+from prge.accounting import epsilon_of
 from prge.contract import AdaptedModule
 from prge.estimators import Measurement, clipped
 from prge.tangents import Tangents
