@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import yaml
 
@@ -16,9 +16,6 @@ from prge.atomic import write_file
 from prge.run_folder import environment, reported
 from prge.settings import settings_to_yaml
 from server_export.leak.settings import LeakSettings, read_command_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _WARNING = (
     "A row that is not found here is not safe: --guesses bounds these attacks, and others may do better."

@@ -3,10 +3,9 @@
     score of a guess = log-likelihood of the report + log-probability of the text by the model itself
 
 That is its probability after the report, but for a constant. LAMP (Balunovic et al. 2022, arXiv 2202.08827)
-adds the same two with
-a weight, and changes orders. Where noise hides the gradient, what is left is the prior.
-Tokens to try come from the slope of the distance by the embeddings, from the model's own predictions, and,
-where neither helps, from the whole vocabulary at one position after another.
+adds the same two with a weight, and changes orders. Where noise hides the gradient, what is left is the
+prior. Tokens to try come from the slope of the distance by the embeddings, from the model's own predictions,
+and, where neither helps, from the whole vocabulary at one position after another.
 """
 
 from __future__ import annotations
