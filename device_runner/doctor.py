@@ -37,7 +37,7 @@ BY_EXTRA = {
     "device": DEVICE,
     "plot": (*CORE, "matplotlib"),
     "serve": (*DEVICE, "starlette", "uvicorn"),
-    "fleet": (*DEVICE, "flwr", "dp-accounting"),
+    "fleet": (*DEVICE, "flwr"),
     "export": EXPORT,
 }
 NEEDS: Mapping[str, Sequence[str]] = {
@@ -54,7 +54,6 @@ FOUND = (
     "starlette",
     "uvicorn",
     "flwr",
-    "dp-accounting",
 )
 # What these verbs do without where the native engine is.
 NATIVE_VERBS = ("probe", "run", "eval", "generate", "chat", "serve")

@@ -48,7 +48,9 @@ _DECAY = Range(0, 1, open=(1,))
 BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("seed", "seeds", "search_seed", "shuffle_seed"), _SEED),
     **dict.fromkeys(("epochs", "minutes"), Range(0, 1e6, open=(0,))),
-    **dict.fromkeys(("steps", "limit", "train_limit", "dev_limit", "test_limit"), _COUNT),
+    **dict.fromkeys(
+        ("steps", "limit", "train_limit", "dev_limit", "test_limit", "head_limit", "most_rows"), _COUNT
+    ),
     **dict.fromkeys(("step", "start", "train_start", "dev_start", "test_start"), _COUNT_OR_NONE),
     **dict.fromkeys(
         ("warmup", "evaluate_every", "evaluate_at", "checkpoint_every", "sample_every", "patience"),

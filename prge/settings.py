@@ -117,6 +117,32 @@ def settings_of(settings_type: type[Settings], fields: Mapping[str, Any], where:
     return _build(settings_type, given, problems, "prge")
 
 
+def with_whole_paths(
+    settings: Settings,
+    leave: Iterable[str] = (),
+    texts: Iterable[str] = ("task",),
+    places: Iterable[str] = (),
+) -> Settings:
+    """The same settings with absolute paths, for whoever reads them in another folder.
+
+    Args:
+        settings: of any verb.
+        leave: names of paths that stay as they are.
+        texts: names of texts that are paths where there is such a file.
+        places: names of texts that are paths where there is such a file or folder.
+    """
+    paths: dict[str, Any] = {
+        item.name: value.resolve()
+        for item in dataclasses.fields(settings)  # type: ignore[arg-type]
+        if isinstance(value := getattr(settings, item.name), Path) and item.name not in leave
+    }
+    for name in (*texts, *places):
+        path = Path(getattr(settings, name, None) or "")
+        if path.is_file() or (name in places and path.name and path.exists()):
+            paths[name] = str(path.resolve())
+    return dataclasses.replace(settings, **paths)  # type: ignore[type-var]
+
+
 def settings_to_yaml(settings: Any, comments: bool = False) -> str:
     """All settings as YAML that `--config` reads back as equal; `comments` adds each field's help."""
     import yaml

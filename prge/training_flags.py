@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from prge.bounds import bound_problems
 from prge.optimizers import ScheduleName
 from prge.rows.example_building import Overflow
-from prge.rows.sources import is_hub_name
+from prge.rows.sources import hub_names
+from prge.settings import with_whole_paths
 from prge.training import TrainingSettings
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
@@ -91,15 +92,7 @@ class TrainingFlags:
 
     def resolved(self: Flags) -> Flags:
         """The same settings with absolute paths, for whoever resumes from another folder."""
-        paths: dict[str, Any] = {
-            item.name: value.resolve()
-            for item in fields(self)
-            for value in [getattr(self, item.name)]
-            if isinstance(value, Path) and not (item.name in _ROWS and is_hub_name(value))
-        }
-        if self.task and Path(self.task).is_file():
-            paths["task"] = str(Path(self.task).resolve())
-        return replace(self, **paths)
+        return with_whole_paths(self, leave=hub_names(self, _ROWS))
 
     @property
     def of_loop(self) -> TrainingSettings:

@@ -109,6 +109,13 @@ class Adb:
         """Copy a file or folder from the device; raises DeviceError."""
         self._copy(["pull", remote, _local(local)], f"copying {remote} to {local}")
 
+    def reverse(self, port: str) -> None:
+        """Let the device reach this computer's port of loopback at its own; raises DeviceError."""
+        done = self._call(["reverse", f"tcp:{port}", f"tcp:{port}"], self.quick_seconds)
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+            raise failed(f"reversing port {port}", said)
+
     def _copy(self, words: Sequence[str], doing: str) -> None:
         done = self._call(words, COPY_SECONDS)
         if done.returncode:

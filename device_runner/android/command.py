@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from device_runner.android.adb import Adb, quote
 from device_runner.android.device import FOLDER, DeviceSettings, Job, Phone, check_name, send_rows
+from device_runner.android.joining import AndroidJoinSettings, join_words
 from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
@@ -247,19 +248,19 @@ def _begun(phone: Phone, name: str, settings: AndroidRunSettings, wait: bool) ->
         path = Path(place) / "settings.yaml"
         path.write_text(settings_to_yaml(there), encoding="utf-8")
         phone.adb.push(path, f"{job}/settings.yaml")
-    return _started(phone, name, ["--config", f"{job}/settings.yaml"], wait)
+    return _started(phone, name, ["run", "--config", f"{job}/settings.yaml"], wait)
 
 
 def _gone_on(phone: Phone, name: str, wait: bool) -> Job:
     """A run that was stopped or killed."""
     check_name(name)
     if phone.exists(phone.path("runs", name, "config.yaml"), "f"):
-        return _started(phone, name, ["--resume", phone.path("runs", name)], wait)
+        return _started(phone, name, ["run", "--resume", phone.path("runs", name)], wait)
     # Killed before its first record: begin it as it was begun.
     job_settings = phone.path("jobs", name, "settings.yaml")
     if not phone.exists(job_settings, "f"):
         raise DeviceError(f"{phone.adb.serial} has no run {name} to go on with")
-    return _started(phone, name, ["--config", job_settings], wait)
+    return _started(phone, name, ["run", "--config", job_settings], wait)
 
 
 def _status(argv: list[str]) -> int:
@@ -296,6 +297,23 @@ def _chat(argv: list[str]) -> int:
     settings = _parse(AndroidChatSettings, argv, "chat", ["names"])
     phone = settings.phone()
     return phone.attach(chat_words(phone, settings), reads=True)
+
+
+def _fleet(argv: list[str]) -> int:
+    verb = argv[:1]
+    if verb in ([], ["-h"], ["--help"]):
+        print("usage: prge android fleet join [flags]")
+        return 0
+    if verb != ["join"]:
+        raise PrgeError(
+            f"there is no verb {verb[0]!r} of prge android fleet", remedy="prge android fleet join --help"
+        )
+    settings = _parse(AndroidJoinSettings, argv[1:], "fleet join")
+    phone = Phone(Adb(settings.serial), settings.folder)
+    job = _started(
+        phone, settings.name, join_words(phone, settings, _send_bundle(phone, settings.bundle)), False
+    )
+    return _told(phone, job)
 
 
 def _pull(argv: list[str]) -> int:
@@ -345,6 +363,7 @@ ACTIONS = {
     "logs": Action("print a run's log", _logs),
     "generate": Action("write what a run's model answers to prompts, on the phone", _generate),
     "chat": Action("talk to a run's model, on the phone", _chat),
+    "fleet": Action("`fleet join`: let a phone take part in a fleet", _fleet),
     "pull": Action("bring a run folder here", _pull),
     "stop": Action("end a run; it can be resumed", _stop),
     "clean": Action("remove runs, rows or everything from a phone", _clean),
@@ -352,7 +371,7 @@ ACTIONS = {
 
 
 def _parse(kind: type[Settings], argv: list[str], verb: str, positional: Sequence[str] = ()) -> Settings:
-    help_ = ACTIONS[verb].help
+    help_ = ACTIONS[verb.split()[0]].help
     description = f"{help_[0].upper()}{help_[1:]}."
     return parse_settings(kind, argv, f"prge android {verb}", positional, description)
 
@@ -400,7 +419,7 @@ def _send_bundle(phone: Phone, folder: Path, check: bool = False, everything: bo
 
 
 def _started(phone: Phone, name: str, words: list[str], wait: bool) -> Job:
-    job = phone.start(name, ["-m", "prge.cli", "run", *words])
+    job = phone.start(name, ["-m", "prge.cli", *words])
     if wait:
         job = _waited(phone, name)
     deadline = time.monotonic() + EARLY_SECONDS

@@ -31,7 +31,7 @@ from prge.rows.sources import Part, read_source, rows_file
 from prge.run_folder import ENDED
 
 FOLDER = "/data/local/tmp/prge"
-OWN = "runtime runtime.tree bundles adapters data jobs runs cache tmp".split()
+OWN = "runtime runtime.tree bundles adapters data jobs runs fleets cache tmp".split()
 START_SECONDS = 60.0
 HASH_SECONDS = 600.0
 PULLS = 5

@@ -34,6 +34,15 @@ DEBIAN = (
     "python3.13-minimal libpython3.13-minimal libpython3.13-stdlib"
 ).split()
 WHEELS = "numpy tokenizers safetensors executorch PyYAML tqdm Jinja2 MarkupSafe".split()
+# What a device of a fleet needs besides: of what flwr asks for, the packages that a SuperNode imports.
+FLEET_DEBIAN = ("libssl3t64",)
+FLEET_WHEELS = (
+    "flwr alembic annotated-doc annotated-types anyio certifi cffi charset-normalizer click "
+    "cryptography fastapi grpcio grpcio-health-checking h11 httpcore httpx idna iterators Mako "
+    "packaging pathspec protobuf pycryptodome pydantic pydantic_core Pygments requests rich shellingham "
+    "SQLAlchemy starlette tomli tomli_w typer typing-inspection typing_extensions urllib3 uvicorn "
+    "watchfiles"
+).split()
 
 
 @dataclass(frozen=True)
@@ -47,23 +56,26 @@ class Package:
 
 @dataclass(frozen=True)
 class Lock:
-    """All packages of a runtime for one machine."""
+    """All packages of a runtime for one machine, or those that fleets add."""
 
     debian: Sequence[Package]
     wheels: Sequence[Package]
 
+    def __add__(self, other: Lock) -> Lock:
+        return Lock([*self.debian, *other.debian], [*self.wheels, *other.wheels])
 
-def read_lock(path: Path, machine: Machine) -> Lock:
-    """The packages that a lock file names for a machine.
+
+def read_lock(path: Path, machine: Machine, fleet: bool = False) -> Lock:
+    """The packages that a lock file names for a machine; with `fleet` those that fleets add.
 
     Raises:
         ConfigError: it is no lock file, or lacks the machine.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))[machine]
+        content = content["fleet"] if fleet else content
         debian, wheels = (
-            [Package(name, **content[machine][kind][name]) for name in content[machine][kind]]
-            for kind in ("debian", "wheels")
+            [Package(name, **content[kind][name]) for name in content[kind]] for kind in ("debian", "wheels")
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -72,28 +84,31 @@ def read_lock(path: Path, machine: Machine) -> Lock:
     return Lock(debian, wheels)
 
 
-def write_lock(path: Path, machine: Machine, lock: Lock) -> None:
-    """Put a machine's packages into a lock file; other machines' stay."""
+def write_lock(path: Path, machine: Machine, lock: Lock, fleet: bool = False) -> None:
+    """Put a machine's packages, or those that fleets add, into a lock file; all others stay."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    content[machine] = {
+    packages = {
         kind: {
             package.name: {"version": package.version, "sha256": package.sha256}
             for package in sorted(packages, key=lambda package: package.name)
         }
         for kind, packages in (("debian", lock.debian), ("wheels", lock.wheels))
     }
+    of_machine = content.setdefault(machine, {})
+    of_machine.update({"fleet": packages} if fleet else packages)
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def newest(cache: Path, machine: Machine, archive: str | None) -> Lock:
+def newest(cache: Path, machine: Machine, archive: str | None, fleet: bool = False) -> Lock:
     """What a lock file would name now: Debian's newest packages, and the wheels that prge is tested with."""
+    names, pythons = (FLEET_DEBIAN, FLEET_WHEELS) if fleet else (DEBIAN, WHEELS)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".newest-") as fresh:
         # Not from the cache, which may hold older ones.
-        downloaded = download_debian([Package(name) for name in DEBIAN], machine, Path(fresh), archive)
+        downloaded = download_debian([Package(name) for name in names], machine, Path(fresh), archive)
         kept = cache / "debian" / machine
         kept.mkdir(parents=True, exist_ok=True)
         debian = {name: path.rename(kept / path.name) for name, path in downloaded.items()}
-    wanted = [_tested(name) for name in WHEELS]
+    wanted = [_tested(name) for name in pythons]
     files = _pip_download(wanted, machine, cache / "newest" / machine)
     wheels = {}
     for path in files:
@@ -101,7 +116,7 @@ def newest(cache: Path, machine: Machine, archive: str | None) -> Lock:
         wheels[name.lower().replace("_", "-")] = Package(name.replace("_", "-"), version, file_sha256(path))
     return Lock(
         [Package(name, _version_of(path), file_sha256(path)) for name, path in sorted(debian.items())],
-        [wheels[name.lower()] for name in WHEELS],
+        [wheels[name.lower().replace("_", "-")] for name in pythons],
     )
 
 

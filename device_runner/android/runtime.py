@@ -58,6 +58,9 @@ _LEFT_OUT = frozenset(
 )
 _LEFT_OUT_EXTENSIONS = ("_ssl", "_hashlib", "_sqlite3", "_curses", "_dbm", "_gdbm", "_tkinter", "readline",
                         "_test", "_xxtestfuzz", "xxlimited", "nis", "_crypt")  # fmt: skip
+# Of encrypted connections.
+_FLEET_LIBRARIES = ("libssl.so.3", "libcrypto.so.3")
+_FLEET_EXTENSIONS = ("_ssl", "_hashlib")
 _DRIVER_LEFT_OUT = ("android", "__pycache__")
 
 
@@ -69,6 +72,8 @@ class BundleSettings:
     """Folder to make."""
     machine: Machine = "arm64"
     """What it is for: arm64 for phones, amd64 for tests and emulators."""
+    fleet: bool = False
+    """Put in what `prge android fleet join` needs: Flower and its packages."""
     compiler: str | None = None
     """C++ compiler for the machine; default: aarch64-linux-gnu-g++ or x86_64-linux-gnu-g++."""
     lock: Path = LOCK
@@ -114,8 +119,12 @@ def build_runtime(settings: BundleSettings) -> Runtime:
     cache.mkdir(parents=True, exist_ok=True)
     machine = settings.machine
     if settings.update_lock:
-        write_lock(settings.lock, machine, newest(cache, machine, settings.debian_archive))
+        for fleet in (False, True):
+            found = newest(cache, machine, settings.debian_archive, fleet)
+            write_lock(settings.lock, machine, found, fleet)
     lock = read_lock(settings.lock, machine)
+    if settings.fleet:
+        lock += read_lock(settings.lock, machine, fleet=True)
     debian = download_debian(lock.debian, machine, cache, settings.debian_archive)
     wheels = download_wheels(lock.wheels, machine, cache)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +132,8 @@ def build_runtime(settings: BundleSettings) -> Runtime:
         system, made = Path(place) / "system", Path(place) / "made"
         system.mkdir()
         unpack_debian([debian[package.name] for package in lock.debian], system)
-        _take_libraries(system, made / "lib", machine)
-        _take_python(system, made / "py")
+        _take_libraries(system, made / "lib", machine, settings.fleet)
+        _take_python(system, made / "py", settings.fleet)
         for name, wheel in wheels.items():
             if name != "executorch":
                 _take_wheel(wheel, made / "site")
@@ -166,9 +175,9 @@ def files_of(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _take_libraries(system: Path, target: Path, machine: Machine) -> None:
+def _take_libraries(system: Path, target: Path, machine: Machine, fleet: bool) -> None:
     target.mkdir(parents=True)
-    for name in (*_LIBRARIES, _LOADERS[machine]):
+    for name in (*_LIBRARIES, *(_FLEET_LIBRARIES if fleet else ()), _LOADERS[machine]):
         shutil.copyfile(_find(system, name, _TRIPLETS[machine]), target / name)
     shutil.copyfile(target / _LOADERS[machine], target / "ld.so")
 
@@ -183,14 +192,15 @@ def _find(system: Path, name: str, triplet: str) -> Path:
     raise ConfigError("the lock file lacks a package:", [f"none of its packages has {name}"])
 
 
-def _take_python(system: Path, target: Path) -> None:
+def _take_python(system: Path, target: Path, fleet: bool) -> None:
     (target / "bin").mkdir(parents=True)
     shutil.copyfile(system / f"usr/bin/python{PYTHON}", target / "bin" / "python3")
+    extensions = tuple(name for name in _LEFT_OUT_EXTENSIONS if not (fleet and name in _FLEET_EXTENSIONS))
     source, library = system / f"usr/lib/python{PYTHON}", target / "lib" / f"python{PYTHON}"
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         left_out = _LEFT_OUT & set(relative.parts) or relative.parts[0].startswith("config-")
-        extension = relative.parts[0] == "lib-dynload" and path.name.startswith(_LEFT_OUT_EXTENSIONS)
+        extension = relative.parts[0] == "lib-dynload" and path.name.startswith(extensions)
         if path.is_file() and not path.is_symlink() and not left_out and not extension:
             _put(path, library / relative)
 

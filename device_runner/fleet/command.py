@@ -102,9 +102,9 @@ def _join(argv: Sequence[str]) -> NoReturn:
         settings = parse_settings(JoinSettings, argv, "prge fleet join", description=_described("join"))
     else:
         settings = parse_settings(RejoinSettings, argv, "prge fleet join")
-    from device_runner.fleet.flower_client import client_app
-    from device_runner.fleet.keys import DeviceKeys
-    from device_runner.fleet.supernode import Connection, join
+    from device_runner.fleet.network.client import client_app
+    from device_runner.fleet.network.keys import DeviceKeys
+    from device_runner.fleet.network.supernode import Connection, join
 
     if isinstance(settings, JoinSettings):
         own = {item.name: getattr(settings, item.name) for item in fields(DeviceSettings)}
@@ -126,7 +126,7 @@ def _status(argv: Sequence[str]) -> int:
 
 
 def _keys(argv: Sequence[str]) -> int:
-    from device_runner.fleet.keys import DEVICES, SERVER, make_keys
+    from device_runner.fleet.network.keys import DEVICES, SERVER, make_keys
 
     settings = parse_settings(KeysSettings, argv, "prge fleet keys", ["out"], _described("keys"))
     made = make_keys(settings.out, settings.hosts, settings.devices)

@@ -251,7 +251,7 @@ class Coordinator:
             try:
                 good[node] = self._good(node, answers[node], good)
             except (RefusedError, MessageError) as error:
-                refused[node] = str(error)
+                refused[node] = str(error).partition("\n")[0]
                 self._introduced.discard(node)
                 self._known[node] = _NOTHING
         silent = sorted(set(self._asked) - set(answers))

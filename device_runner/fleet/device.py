@@ -43,9 +43,10 @@ from prge.errors import PrgeError, RunError
 from prge.guide import guide_of
 from prge.journal import Journal, Record
 from prge.peft import read_peft
+from prge.rows.sources import hub_names
 from prge.rows.task import load_task
 from prge.run_folder import JOURNAL, run_lock
-from prge.settings import Bytes, read_settings, settings_to_yaml
+from prge.settings import Bytes, read_settings, settings_to_yaml, with_whole_paths
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"
@@ -84,8 +85,9 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     if settings.task:
         load_task(settings.task)
     _policy(settings)
+    whole = with_whole_paths(settings, leave=hub_names(settings, ["train"]))
     with run_lock(folder):
-        write_file(folder / DEVICE, settings_to_yaml(settings).encode())
+        write_file(folder / DEVICE, settings_to_yaml(whole).encode())
         if not (folder / OWN).exists():
             seeds = {"seed": secrets.randbits(63), "rows_seed": secrets.randbits(63)}
             write_file(folder / OWN, json.dumps(seeds).encode())
@@ -201,9 +203,9 @@ class _Round:
         if not self._is_counted(ledger):
             steps[ours] = steps.get(ours, 0) + self.plan.local_steps
         # A round without noise is the owner's own will: no epsilon bounds what it said.
-        parts = tuple(
+        parts = [
             (noise, passes(taken, examples, of)) for (_, noise, examples, of), taken in steps.items() if noise
-        )
+        ]
         epsilon = epsilon_of(parts, self.plan.delta)
         for bound in (self.policy.most_epsilon or 0.0, self.plan.most_epsilon):
             if reason := spent(epsilon, bound):

@@ -52,6 +52,8 @@ class ServerSettings(Plan):
     head_rows: Path | None = None
     """Encoders: labelled rows that the server may have, to fit the classification head on before the start;
     a few of every class are enough."""
+    head_limit: int | None = None
+    """Most of these rows."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter; an encoder's has a
     head."""
@@ -166,7 +168,7 @@ def _head(settings: ServerSettings, bundle: Bundle, rows: ServerRows | None) -> 
     if not bundle.chain.is_encoder:
         return None
     if rows is not None and settings.head_rows is not None:
-        return rows.fitted_head(rows.examples(settings, settings.head_rows, "train", None))
+        return rows.fitted_head(rows.examples(settings, settings.head_rows, "train", settings.head_limit))
     folder = find_adapter(settings.adapter) if settings.adapter else None
     if folder is None or not (folder / HEAD).is_file() or not settings.task:
         raise ConfigError(

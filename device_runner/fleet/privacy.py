@@ -5,7 +5,8 @@ A step's report is a mean over examples, each of which clipping bounds; so one e
 makes the step a Gaussian mechanism. A device takes its rows in permutations, so in n passes over them an
 example takes part in n steps: the mechanism is composed n times, and no luck of sampling is counted.
 
-Source: Dwork and Roth 2014, appendix A; Balle and Wang 2018, arXiv 1805.06530; DP-ZO, arXiv 2401.04343.
+prge/accounting.py tells what epsilon that is. For scalars of zeroth-order steps: DP-ZO, Tang et al. 2024,
+arXiv 2401.04343.
 """
 
 from __future__ import annotations

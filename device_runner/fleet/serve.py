@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from prge.atomic import write_file
 from prge.bounds import bound_problems
 from prge.errors import ConfigError, RunError
 from prge.run_folder import run_lock
-from prge.settings import parse_settings, read_settings, settings_to_yaml
+from prge.settings import parse_settings, read_settings, settings_to_yaml, with_whole_paths
 from prge.terminal import best_effort
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
@@ -77,29 +77,43 @@ def serve(settings: ServeSettings) -> Path:
     Raises:
         PrgeError: bad input, an address that can't be listened at, no answers round after round.
     """
-    from device_runner.fleet.flower_server import take_rounds
-    from device_runner.fleet.keys import ServerKeys
-    from device_runner.fleet.superlink import superlink
+    from device_runner.fleet.network.keys import ServerKeys
+    from device_runner.fleet.network.rounds import take_rounds
+    from device_runner.fleet.network.superlink import superlink
 
     keys = None if settings.keys is None else ServerKeys.open(settings.keys)
     with run_lock(settings.out), open_fleet(settings) as coordinator:
-        write_file(settings.out / SETTINGS, settings_to_yaml(settings).encode())
+        write_file(settings.out / SETTINGS, settings_to_yaml(with_whole_paths(settings)).encode())
         if not coordinator.finished:
             with superlink(settings.out, settings.host, settings.port, keys) as link:
                 whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"
                 _tell(f"listening at {link.address} for {whom}; Ctrl-C ends it")
-                write_file(settings.out / NAMES, json.dumps(link.names()).encode())
+                names = link.names()
+                write_file(settings.out / NAMES, json.dumps(names).encode())
                 if coordinator.round:
                     _tell(f"going on after round {coordinator.round} of {coordinator.rounds}")
                 devices = settings.least_answers if coordinator.round else settings.wait_for
                 with link.run() as grid:
-                    take_rounds(grid, coordinator, devices, settings.seconds, _tell)
+                    take_rounds(
+                        grid,
+                        coordinator,
+                        devices,
+                        settings.seconds,
+                        lambda line: _tell(_named(line, names)),
+                    )
         return coordinator.write_final()
 
 
 def keys_problems(keys: Path | None, insecure: bool) -> list[str]:
     """What is wrong with these two settings together."""
     return ["give --keys or --insecure, and not both"] if (keys is None) != insecure else []
+
+
+def _named(line: str, names: Mapping[int, str]) -> str:
+    """A line with the names of devices in the place of their nodes."""
+    for node, name in names.items():
+        line = line.replace(str(node), name)
+    return line
 
 
 def _tell(line: str) -> None:

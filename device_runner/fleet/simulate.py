@@ -56,6 +56,8 @@ class SimulateSettings(ServerSettings):
     """Rows that are dealt out to the devices."""
     test: Path | None = None
     """Rows that score the start and the result, once each."""
+    train_start: int = 0
+    """Training rows to leave out at the file's beginning."""
     train_limit: int | None = None
     """Most training rows."""
     test_limit: int | None = None
@@ -110,6 +112,7 @@ def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) ->
         plan.run_settings(settings.bundle, settings.train, settings.out),
         task=settings.task,
         columns=settings.columns,
+        train_start=settings.train_start,
         train_limit=settings.train_limit,
     )
     inputs = read_inputs(bundle_for(steps, bundle), steps)
@@ -182,7 +185,7 @@ def _round(local: Local, start: TrainingState, own: Own, scratch: Path) -> Learn
 
 
 def _epsilon(plan: Plan, steps: int, rows: int) -> float:
-    return epsilon_of(((plan.noise, passes(steps, plan.examples, rows)),), plan.delta) if plan.noise else 0.0
+    return epsilon_of([(plan.noise, passes(steps, plan.examples, rows))], plan.delta) if plan.noise else 0.0
 
 
 def _scorer(

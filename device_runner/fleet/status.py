@@ -55,9 +55,9 @@ class Status:
         for name, device in sorted(self.devices.items()):
             line = f"{name}: {device.answered} answers"
             if device.silent:
-                line += f", silent {device.silent} times"
+                line += f", {device.silent} silent"
             if device.refused:
-                line += f", refused {len(device.refused)} times, last: {device.refused[-1]}"
+                line += f", {len(device.refused)} refused, last: {device.refused[-1]}"
             lines.append(line)
         return "\n".join(lines)
 

@@ -123,6 +123,12 @@ def is_hub_name(path: Path) -> bool:
     )
 
 
+def hub_names(settings: object, names: Sequence[str]) -> list[str]:
+    """Which of these settings name a data set of the hub instead of a path."""
+    paths = ((name, getattr(settings, name, None)) for name in names)
+    return [name for name, path in paths if isinstance(path, Path) and is_hub_name(path)]
+
+
 def parse_columns(words: Sequence[str]) -> dict[str, str]:
     """Names of columns by words such as `prompt=question`; raises ConfigError."""
     pairs = [word.partition("=") for word in words]

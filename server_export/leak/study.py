@@ -41,17 +41,15 @@ def run_study(target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
         for each case; `prior`, a line for each length and batch.
 
     Raises:
-        PrgeError: a case can't be attacked: too few rows, a rank that doesn't fit, no accountant for noise.
+        PrgeError: a case can't be attacked: too few rows, a rank that doesn't fit.
     """
     settings = target.settings
     cases = list(settings.cases())
-    # An accountant that is missing is told before hours of work.
-    epsilons = {case: _epsilon(case, settings.delta) for case in cases}
     scenes = _Scenes(target)
     table, priors = [], dict[tuple[int, int], Line]()
     for case in cases:
         line, blind = _attack_case(target, scenes, case)
-        line["epsilon"] = epsilons[case]
+        line["epsilon"] = _epsilon(case, settings.delta)
         table.append(line)
         priors.setdefault((case.length, case.batch), {"length": case.length, "batch": case.batch} | blind)
         tell(text_of(line, blind))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prge.bounds import bound_problems
 from prge.errors import ConfigError
-from prge.rows.sources import is_hub_name
-from prge.settings import Bytes
+from prge.rows.sources import hub_names
+from prge.settings import Bytes, with_whole_paths
 from server_export.settings import AUTO, SCHEMES, EstimatorName, Init, PrependBos, SearchName
 
 # Of `--adapt-layers auto`.
@@ -139,14 +138,5 @@ class TuneSettings:
 
     def resolved(self) -> TuneSettings:
         """The same settings with absolute paths, for whoever resumes from another folder."""
-        paths: dict[str, Any] = {
-            item.name: value.resolve()
-            for item in fields(self)
-            if isinstance(value := getattr(self, item.name), Path)
-            and not (item.name in ("data", "dev", "test") and is_hub_name(value))
-        }
-        for name in ("task", "model", "chat_template"):
-            value = getattr(self, name)
-            if value and Path(value).exists():
-                paths[name] = str(Path(value).resolve())
-        return replace(self, **paths)
+        data = hub_names(self, ("data", "dev", "test"))
+        return with_whole_paths(self, leave=data, texts=("task", "chat_template"), places=["model"])

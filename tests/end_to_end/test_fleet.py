@@ -21,7 +21,7 @@ from device_runner.fleet.coordinator import agreement_of
 from device_runner.session.replaying import replay
 from prge.journal import Journal
 from prge.run_folder import FINAL, JOURNAL
-from tests.device_runner.fleet.nodes import device, free_port
+from tests.device_runner.fleet.network.nodes import device, free_port
 from tests.end_to_end.conftest import prge
 
 pytestmark = [pytest.mark.export, pytest.mark.slow]
@@ -106,6 +106,27 @@ def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Pat
     for name in ("a", "b"):
         state = tmp_path / name / "fleets" / agreement_of(fleet).sha256.hex() / "state.safetensors"
         assert arrays(state.read_bytes()) == arrays(pack_state(expected))
+
+
+def test_eight_simulated_devices_end_in_the_journals_bits(workshop: Path, tmp_path: Path) -> None:
+    words: dict[str, object] = {
+        "bundle": workshop / "bundle",
+        "task": workshop / "task.yaml",
+        "train": workshop / "train.jsonl",
+        "test": workshop / "dev.jsonl",
+        "out": tmp_path / "fleet",
+        "json": tmp_path / "figures.json",
+        "partition": "dirichlet:0.3",
+    }
+    counts = {"devices": 8, "per-round": 4, "rounds": 3, "local-steps": 4, "queries": 2}
+    flags = [word for name, value in {**words, **counts}.items() for word in (f"--{name}", value)]
+    prge("fleet", "simulate", *flags)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["bytes_up_per_device_step"] < 60
+    assert [len(entry["answered"]) for entry in figures["curve"]] == [4, 4, 4]
+    told = prge("replay", tmp_path / "fleet", "--out", tmp_path / "replayed").stdout
+    assert "the same bits" in told
+    prge("eval", *flags[:4], "--data", workshop / "dev.jsonl", "--adapter", tmp_path / "fleet")
 
 
 def arrays(content: bytes) -> bytes:

@@ -23,6 +23,7 @@ case $1 in
 shell) [ "$2" = -T ] && shift; exec sh -c "$2" ;;
 push) echo "$2" >>"$0.pushed"; exec cp -r "$2" "$3" ;;
 pull) exec cp -r "$2" "$3" ;;
+reverse) echo "$2 $3" >>"$0.reversed" ;;
 esac
 """
 _RUNTIME = """#!/bin/sh
@@ -47,7 +48,8 @@ class FakePhone:
         (runtime / "lib" / "ld.so").write_text("#!/bin/sh\necho this machine\n")
         (runtime / "lib" / "ld.so").chmod(0o755)
         manifest = {"driver": driver_hash(), "prge": "this", "machine": _MACHINES[platform.machine()]}
-        (runtime / MANIFEST).write_text(json.dumps(manifest))
+        manifest["packages"] = {"flwr": "the one here"}
+        (runtime / MANIFEST).write_text(json.dumps(manifest, indent=1))
         (self.folder / "runtime.tree").write_text("whole")
 
     def write_settings(self, name: str, bundle: Path | str) -> Path:

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from device_runner.android.device import check_name
-from device_runner.android.packages import DEBIAN, LOCK, WHEELS, Lock, Package, read_lock, write_lock
+from device_runner.android.packages import (
+    DEBIAN,
+    FLEET_DEBIAN,
+    FLEET_WHEELS,
+    LOCK,
+    WHEELS,
+    Lock,
+    Machine,
+    Package,
+    read_lock,
+    write_lock,
+)
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, driver_hash, open_runtime
 from prge.errors import ConfigError, DeviceError, EngineError, RunError
 
-MOST_MEGABYTES = 140
+MOST_MEGABYTES, MOST_FLEET_MEGABYTES = 140, 220
 
 
 @pytest.mark.parametrize("machine", ["arm64", "amd64"])
-def test_the_lock_file_names_every_package_and_no_address(machine: str) -> None:
-    lock = read_lock(LOCK, machine)  # type: ignore[arg-type]
-    assert {package.name for package in lock.debian} == set(DEBIAN)
-    assert {package.name.lower() for package in lock.wheels} == {name.lower() for name in WHEELS}
+@pytest.mark.parametrize("fleet", [False, True], ids=["driver", "fleet"])
+def test_the_lock_file_names_every_package_and_no_address(machine: Machine, fleet: bool) -> None:
+    lock = read_lock(LOCK, machine, fleet)
+    debian, wheels = (FLEET_DEBIAN, FLEET_WHEELS) if fleet else (DEBIAN, WHEELS)
+    assert {package.name for package in lock.debian} == set(debian)
+    plain = {package.name.lower().replace("_", "-") for package in lock.wheels}
+    assert plain == {name.lower().replace("_", "-") for name in wheels}
     for package in (*lock.debian, *lock.wheels):
         assert package.version and len(package.sha256) == 64
     assert "://" not in LOCK.read_text()
@@ -31,7 +47,9 @@ def test_a_lock_file_keeps_other_machines(tmp_path: Path) -> None:
     lock = Lock([Package("a", "1", "0" * 64)], [Package("b", "2", "1" * 64)])
     write_lock(path, "arm64", lock)
     write_lock(path, "amd64", Lock([], []))
+    write_lock(path, "arm64", Lock([], []), fleet=True)
     assert read_lock(path, "arm64") == lock
+    assert read_lock(path, "arm64", fleet=True) == Lock([], [])
     path.write_text("{}")
     with pytest.raises(ConfigError, match="--update-lock"):
         read_lock(path, "arm64")
@@ -67,3 +85,24 @@ def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path
         open_runtime(copy.folder)
     with pytest.raises(DeviceError, match="is no runtime"):
         open_runtime(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_runtime_for_fleets_runs_flower(runtime: Path, tmp_path: Path) -> None:
+    """`runtime` skips where none can be built."""
+    made = build_runtime(BundleSettings(out=tmp_path / "fleet", machine="amd64", fleet=True))
+    assert open_runtime(runtime).megabytes < made.megabytes <= MOST_FLEET_MEGABYTES
+    told = subprocess.run(
+        [
+            "sh",
+            made.folder / "run.sh",
+            "-m",
+            "device_runner.fleet.network.supernode",
+            str(os.getpid()),
+            "--version",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (told.returncode, told.stdout) == (0, "Flower version: 1.41.0\n"), told.stderr

@@ -1,9 +1,8 @@
-"""What noise amounts to, by the Gaussian mechanism's own formula; and what one example can change."""
+"""What one example can change of a report, and what noise hides."""
 
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,10 @@ from hypothesis import strategies as st
 
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.privacy import Reported, passes, reach, spent, system_normals
-from prge.accounting import epsilon_of
 from prge.contract import AdaptedModule
 from prge.estimators import Measurement, clipped
 from prge.tangents import Tangents
 
-DELTA = 1e-5
 MODULES = [AdaptedModule("layer", 2, 4, 6)]
 
 
@@ -37,26 +34,6 @@ class _Measured(Tangents):
 def _measured(queries: int = 3, examples: int = 4) -> Measurement:
     scalars = np.random.default_rng(0).normal(size=(queries, examples))
     return Measurement(0.7, scalars, None, 0.1, 12)
-
-
-def _gaussian_delta(epsilon: float, deviation: float) -> float:
-    """Delta of one Gaussian mechanism of sensitivity 1: theorem 8 of Balle and Wang 2018."""
-    normal = NormalDist()
-    half, rest = 1 / (2 * deviation), epsilon * deviation
-    return normal.cdf(half - rest) - math.exp(epsilon) * normal.cdf(-half - rest)
-
-
-@pytest.mark.parametrize(("noise", "times"), [(1.0, 1), (2.0, 5), (0.7, 3), (8.0, 100)])
-def test_epsilon_of_equal_steps_is_that_of_one_with_less_noise(noise: float, times: int) -> None:
-    epsilon = epsilon_of(((noise, times),), DELTA)
-    assert _gaussian_delta(epsilon, noise / math.sqrt(times)) == pytest.approx(DELTA, rel=0.05)
-
-
-def test_epsilons_of_several_fleets_add_up() -> None:
-    both = epsilon_of(((1.0, 2), (1.0, 3)), DELTA)
-    assert both == pytest.approx(epsilon_of(((1.0, 5),), DELTA), rel=1e-3)
-    assert epsilon_of((), DELTA) == 0.0
-    assert math.isinf(epsilon_of(((0.0, 1),), DELTA))
 
 
 @given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 1000))

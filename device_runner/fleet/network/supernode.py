@@ -42,8 +42,8 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from device_runner.fleet.flower_home import flower_home, last_lines, log_to, write_private
-from device_runner.fleet.keys import DeviceKeys
+from device_runner.fleet.network.home import flower_home, last_lines, log_to, write_private
+from device_runner.fleet.network.keys import DeviceKeys
 from prge.errors import DeviceError, PrgeError
 
 POLL_SECONDS = 0.5
@@ -194,7 +194,7 @@ def _supernode(home: Path, connection: Connection, output: Path) -> Iterator[_Su
         words += ["--auth-supernode-private-key", str(connection.keys.key)]
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "device_runner.fleet.supernode", str(os.getpid()), *words],
+            [*_python(), "-m", "device_runner.fleet.network.supernode", str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -261,6 +261,12 @@ def _beat(client: RuntimeHttpClient) -> bool:
     except httpx.HTTPStatusError:  # the task is over
         return True
     return True
+
+
+def _python() -> list[str]:
+    """What starts this Python; on a phone it is a script."""
+    script = os.environ.get("PRGE_PYTHON")
+    return ["sh", script] if script else [sys.executable]
 
 
 def _free_port() -> int:

@@ -10,7 +10,7 @@ from typing import Protocol
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from device_runner.fleet.flower_client import packed, unpacked
+from device_runner.fleet.network.client import packed, unpacked
 from prge.errors import shown
 
 POLL_SECONDS = 0.5

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from device_runner.fleet.flower_server import Rounds, take_rounds
-from device_runner.fleet.keys import ServerKeys
-from device_runner.fleet.superlink import SuperLink, superlink
+from device_runner.fleet.network.keys import ServerKeys
+from device_runner.fleet.network.rounds import Rounds, take_rounds
+from device_runner.fleet.network.superlink import SuperLink, superlink
 
 SECONDS = 60.0
 
@@ -46,9 +46,9 @@ def device(folder: Path, server: str, keys: Path | None = None, code: str = "tas
     script = f"""
 import os, sys, time
 from pathlib import Path
-from device_runner.fleet.flower_client import client_app
-from device_runner.fleet.keys import DeviceKeys
-from device_runner.fleet.supernode import Connection, join
+from device_runner.fleet.network.client import client_app
+from device_runner.fleet.network.keys import DeviceKeys
+from device_runner.fleet.network.supernode import Connection, join
 folder, server, keys = sys.argv[1:]
 connection = Connection(server, DeviceKeys.open(Path(keys)) if keys else None)
 join(Path(folder), connection, client_app(lambda task: {code}), lambda line: print(line, flush=True))

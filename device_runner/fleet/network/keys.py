@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from device_runner.fleet.flower_home import private_folder, write_private
+from device_runner.fleet.network.home import private_folder, write_private
 from prge.errors import ProblemsError
 
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "authority.key"

@@ -40,8 +40,8 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.main import create_app
 from flwr.superlink.servicer.control import control_handlers
 
-from device_runner.fleet.flower_home import flower_home, last_lines, log_to
-from device_runner.fleet.keys import ServerKeys
+from device_runner.fleet.network.home import flower_home, last_lines, log_to
+from device_runner.fleet.network.keys import ServerKeys
 from device_runner.serving.listening import address_of, listening
 from prge import __version__
 from prge.errors import RunError

@@ -11,7 +11,7 @@ pytest.importorskip("cryptography")
 
 from cryptography import x509
 
-from device_runner.fleet.keys import DeviceKeys, KeysError, ServerKeys, make_keys
+from device_runner.fleet.network.keys import DeviceKeys, KeysError, ServerKeys, make_keys
 
 
 def names_of(keys: Path) -> list[str]:

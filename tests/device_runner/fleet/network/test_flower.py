@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -22,11 +23,11 @@ from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
-from device_runner.fleet.keys import DeviceKeys, ServerKeys, make_keys
-from device_runner.fleet.superlink import superlink
-from device_runner.fleet.supernode import Connection, check_server
+from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
+from device_runner.fleet.network.superlink import superlink
+from device_runner.fleet.network.supernode import Connection, check_server
 from prge.errors import DeviceError, RunError
-from tests.device_runner.fleet.nodes import Device, Echoes, device, free_port, rounds_of, serving
+from tests.device_runner.fleet.network.nodes import Device, Echoes, device, free_port, rounds_of, serving
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,7 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
 
 def test_a_device_never_runs_the_servers_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower's own SuperNode does, which shows that the code would write its file."""
-    monkeypatch.setattr("device_runner.fleet.superlink._app", lambda: _hostile(tmp_path))
+    monkeypatch.setattr("device_runner.fleet.network.superlink._app", lambda: _hostile(tmp_path))
     rounds = Echoes(1)
     with serving(tmp_path / "server") as link, device(tmp_path / "ours", link.address):
         words = ["--superlink", link.address, "--insecure", "--port", str(free_port())]
@@ -106,6 +107,21 @@ def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
         )
         with link.run(), pytest.raises(httpx.HTTPStatusError, match=r"40[13]"):
             runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
+
+
+def test_other_programs_on_a_device_get_no_tasks(tmp_path: Path) -> None:
+    log = tmp_path / "one" / "flower" / "supernode.log"
+
+    def port() -> list[str]:
+        return re.findall(r"running on http://(127\.0\.0\.1:\d+)", log.read_text() if log.exists() else "")
+
+    with serving(tmp_path / "server") as link, device(tmp_path / "one", link.address):
+        _wait(lambda: bool(port()))
+        runtime = RuntimeHttpClient.from_server_address(
+            port()[0], True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
+        )
+        with pytest.raises(httpx.HTTPStatusError, match=r"40[13]"):
+            runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-clientapp"]))
 
 
 def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:

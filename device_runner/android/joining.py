@@ -1,0 +1,97 @@
+"""`prge android fleet join`: a phone takes part in a fleet, detached, as a run on it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from device_runner.android.adb import quote
+from device_runner.android.device import FOLDER, Phone, check_name, send_rows
+from device_runner.android.runtime import MANIFEST
+from device_runner.fleet.device import DeviceSettings as JoiningSettings
+from device_runner.fleet.serve import KEYS_REMEDY, keys_problems
+from prge.bounds import flag
+from prge.errors import ConfigError, DeviceError
+
+# Of a folder of `prge fleet keys` for a device.
+KEY_FILES = ("ca.pem", "device.key")
+_LOCAL = ("127.0.0.1", "localhost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AndroidJoinSettings(JoiningSettings):
+    """Let a device take part in a fleet."""
+
+    server: str
+    """HOST:PORT of the server. 127.0.0.1 is this computer, which the device reaches by its cable; another
+    address is reached by the device's own network."""
+    name: str = "fleet"
+    """Of the job on the device, and of its folder of this fleet there; `prge android stop` ends it."""
+    keys: Path | None = None
+    """The device's folder of `prge fleet keys`."""
+    insecure: bool = False
+    """Instead of --keys: no encryption. To try things out."""
+    data_on_device: bool = False
+    """--train names a file that is on the device already."""
+    serial: str | None = None
+    """The device, as `adb devices` lists it; default: the only one, or ANDROID_SERIAL."""
+    folder: str = FOLDER
+    """prge's folder on the device."""
+
+    def __post_init__(self) -> None:
+        if problems := keys_problems(self.keys, self.insecure):
+            raise ConfigError("these settings can't be used:", problems, remedy=KEYS_REMEDY)
+        check_name(self.name)
+
+
+def join_words(phone: Phone, settings: AndroidJoinSettings, bundle: str) -> list[str]:
+    """Bring what a device of a fleet needs; words for `prge` there.
+
+    Args:
+        phone: the device.
+        settings: of the user.
+        bundle: the bundle's folder on the device.
+
+    Raises:
+        DeviceError: the runtime there has no Flower, or the device was lost or lacks something.
+    """
+    _need_flower(phone)
+    own = phone.path("fleets", settings.name)
+    rows = settings.train
+    if not settings.data_on_device:
+        rows = Path(send_rows(phone, settings.train, "train"))
+    elif not phone.exists(str(rows), "r"):
+        raise DeviceError(f"--train: {phone.adb.serial} has no readable {rows}")
+    sent = {
+        item.name: getattr(settings, item.name)
+        for item in fields(JoiningSettings)
+        if getattr(settings, item.name) not in (None, [])
+    }
+    sent |= {"bundle": bundle, "train": rows}
+    if settings.task and Path(settings.task).is_file():
+        sent["task"] = phone.send_file(Path(settings.task))
+    if settings.policy is not None:
+        sent["policy"] = phone.send_file(settings.policy)
+    words = ["fleet", "join", "--server", settings.server, "--folder", own]
+    if settings.keys is None:
+        words += ["--insecure"]
+    else:
+        phone.send_folder(settings.keys, f"{own}-keys", names=KEY_FILES)
+        phone.adb.check(f"chmod -R go= {quote([f'{own}-keys'])}", "protecting the keys")
+        words += ["--keys", f"{own}-keys"]
+    for name, value in sent.items():
+        words += [flag(name), *map(str, value if isinstance(value, list) else [value])]
+    host, _, port = settings.server.rpartition(":")
+    if host in _LOCAL:
+        phone.adb.reverse(port)
+    return words
+
+
+def _need_flower(phone: Phone) -> None:
+    phone.need_this_driver()
+    script = f"grep -q '\"flwr\":' {quote([phone.path('runtime', MANIFEST)])}"
+    if phone.adb.shell(script).code:
+        raise DeviceError(
+            f"the runtime on {phone.adb.serial} is one without Flower",
+            remedy="make another: prge android bundle --fleet runtime, then prge android push runtime",
+        )

@@ -1,0 +1,212 @@
+"""A server and three devices as processes of this machine, with TLS and keys; scripts/fleet_demo.sh runs it.
+
+Each device has a third of the demo's rows. The device `killed` is killed after some rounds and started again;
+the device `liar` sends 1e30 for a number in some rounds. At the end every device has the server's bits, and
+so has a replay of the server's journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from device_runner.fleet.common import unpack_state
+from device_runner.fleet.coordinator import agreement_of
+from device_runner.fleet.device import FLEETS, STATE, DeviceSettings, answer, make_device
+from device_runner.fleet.messages import Answer, Task, parse_answer
+from device_runner.fleet.network.client import client_app
+from device_runner.fleet.network.keys import DeviceKeys
+from device_runner.fleet.network.supernode import Connection, join
+from device_runner.session.replaying import replay
+from prge.bundle import open_bundle
+from prge.journal import Journal
+from prge.run_folder import FINAL, JOURNAL
+
+DATA = Path(__file__).resolve().parent.parent / "server_export" / "demo_data"
+HONEST, KILLED, LIAR = "honest", "killed", "liar"
+LIES = (2, 5)
+ROUNDS, STEPS = 12, 40
+PLAN = {"rounds": ROUNDS, "local_steps": STEPS, "queries": 8, "learning_rate": 0.01, "seed": 42}
+PATIENCE = 300.0
+
+
+def main() -> None:
+    """Read the flags, run the fleet, print the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--out", type=Path, help="folder to keep; default: one that is removed")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        figures = FleetDemo(arguments.out or Path(scratch)).run()
+    text = json.dumps(figures, indent=2)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+
+
+class FleetDemo:
+    """The fleet and its folders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bundle = folder / "bundle"
+        self.fleet = folder / "fleet"
+        self.console = folder / "server.txt"
+        self.same = {"bundle": self.bundle, "task": DATA / "task.yaml"}
+
+    def run(self) -> dict[str, Any]:
+        """Everything from the export to the figures."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        prge("export", model=DATA / "model", out=self.bundle, roles="tangent")
+        prge("fleet", "keys", self.folder / "keys", "--devices", HONEST, KILLED, LIAR)
+        lines = (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        for index, name in enumerate((HONEST, KILLED, LIAR)):
+            (self.folder / f"{name}.jsonl").write_text("".join(lines[index::3]), encoding="utf-8")
+        before = self._score("before")
+        begin = time.perf_counter()
+        self._train()
+        seconds = time.perf_counter() - begin
+        after = self._score("after", adapter=self.fleet)
+        status = json.loads(prge("fleet", "status", self.fleet, "--json"))
+        answers = sum(device["answered"] for device in status["devices"].values())
+        refused = status["devices"][LIAR]["refused"]
+        return {
+            "accuracy_before": before,
+            "accuracy_after": after,
+            "bytes_up_per_device_step": status["bytes_up"] / (answers * STEPS),
+            "same_bits": self._has_the_same_bits(),
+            "liar_refused": len(refused) == len(LIES) and all("1e+30" in reason for reason in refused),
+            "rounds": status["rounds"],
+            "bytes_up": status["bytes_up"],
+            "bytes_down": status["bytes_down"],
+            "seconds": round(seconds, 1),
+        }
+
+    def _train(self) -> None:
+        """All rounds; one device is killed after the third and comes back after the next."""
+        address = f"127.0.0.1:{_free_port()}"
+        plan = flags({**self.same, **PLAN, "out": self.fleet, "port": address.rpartition(":")[2]})
+        beside = ["--keys", self.folder / "keys" / "server", "--wait-for", 3, "--seconds", 20]
+        with ExitStack() as stack:
+            server = stack.enter_context(started(self.console, *prge_words("fleet", "serve", *plan, *beside)))
+            self._until("listening at", 1)
+            stack.enter_context(started(self._log(HONEST), *self._join(address, HONEST)))
+            stack.enter_context(
+                started(self._log(LIAR), sys.executable, __file__, LIAR, self.folder, address)
+            )
+            with started(self._log(KILLED), *self._join(address, KILLED)):
+                self._until("\nround ", 3)
+            self._until("\nround ", 4)
+            stack.enter_context(started(self._log(KILLED), *self._join(address, KILLED)))
+            self._until("\nround ", ROUNDS)
+            server.wait(PATIENCE)
+        print(self.console.read_text(encoding="utf-8"), file=sys.stderr)
+
+    def _join(self, address: str, name: str) -> list[str]:
+        own = {
+            **self.same,
+            "train": self.folder / f"{name}.jsonl",
+            "folder": self.folder / name,
+            "threads": 1,
+        }
+        to = {"server": address, "keys": self.folder / "keys" / "devices" / name}
+        return prge_words("fleet", "join", *flags({**own, **to}))
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.txt"
+
+    def _until(self, words: str, times: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.console.read_text(encoding="utf-8").count(words) < times:
+            if time.monotonic() > deadline:
+                sys.exit(f"the server doesn't go on:\n{self.console.read_text(encoding='utf-8')}")
+            time.sleep(0.2)
+
+    def _score(self, name: str, **adapter: Path) -> float:
+        path = self.folder / f"{name}.json"
+        prge("eval", **self.same, data=DATA / "test.jsonl", json=path, **adapter)
+        return float(json.loads(path.read_text(encoding="utf-8"))["accuracy"])
+
+    def _has_the_same_bits(self) -> bool:
+        """The devices' states, the server's adapter, and what one process makes of the journal."""
+        agreement, bundle = agreement_of(self.fleet), open_bundle(self.bundle)
+        with Journal(self.fleet / JOURNAL, writable=False) as journal:
+            for name in (HONEST, KILLED, LIAR):
+                content = (self.folder / name / FLEETS / agreement.sha256.hex() / STATE).read_bytes()
+                state = unpack_state(content, agreement.plan, bundle.chain.modules, bundle.contract.width)
+                expected = replay(journal, state.step).adapter.values
+                if not state.step or not np.array_equal(state.adapter.values, expected):
+                    return False
+        told = prge("replay", self.fleet, "--out", self.folder / "replayed")
+        return "the same bits" in told and (self.fleet / FINAL).is_dir()
+
+
+def lie(folder: Path, address: str) -> None:
+    """Be a device that sends an absurd number in some rounds."""
+    own = folder / LIAR
+    settings = DeviceSettings(folder / "bundle", folder / f"{LIAR}.jsonl", str(DATA / "task.yaml"), threads=1)
+    make_device(own, settings)
+
+    def said(content: bytes) -> bytes:
+        told = parse_answer(honest := answer(own, content))
+        if not isinstance(told, Answer) or Task.parse(content).number not in LIES:
+            return honest
+        return replace(told, values=np.full_like(told.values, 1e30)).to_bytes()
+
+    keys = DeviceKeys.open(folder / "keys" / "devices" / LIAR)
+    join(own, Connection(address, keys), client_app(said), print)
+
+
+def prge(*words: object, **settings: Any) -> str:
+    """Call a verb; what it prints."""
+    command = prge_words(*words, *flags(settings))
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
+
+
+def prge_words(*words: object) -> list[str]:
+    """A verb as a command of this Python."""
+    return [sys.executable, "-m", "prge.cli", *map(str, words)]
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    """Settings as words."""
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@contextmanager
+def started(console: Path, *words: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in the background; it is killed with the block."""
+    with console.open("ab") as stream:
+        process = subprocess.Popen([*map(str, words)], stdout=stream, stderr=stream)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [LIAR]:
+        lie(Path(sys.argv[2]), sys.argv[3])
+    else:
+        main()

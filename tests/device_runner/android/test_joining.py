@@ -1,0 +1,56 @@
+"""`prge android fleet join` on a phone that is a folder here: what is brought, and that it takes part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from device_runner.android.runtime import MANIFEST
+from device_runner.fleet.messages import Refusal, parse_answer
+from device_runner.fleet.network.keys import make_keys
+from tests.bundles import make_bundle
+from tests.device_runner.android.fake_adb import FakePhone
+from tests.device_runner.fleet.network.nodes import Echoes, rounds_of, serving
+
+
+@pytest.mark.slow
+def test_a_phone_takes_part_by_its_cable(tmp_path: Path) -> None:
+    phone, keys = FakePhone(tmp_path / "phone"), tmp_path / "keys"
+    make_keys(keys, [], ["one"])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("most_steps: 3\n")
+    rounds = Echoes(1)
+    with serving(tmp_path / "server", keys / "server") as link:
+        try:
+            words = ["--server", link.address, "--name", "mine", "--keys", keys / "devices" / "one"]
+            words += ["--bundle", make_bundle(tmp_path / "bundle"), "--train", rows, "--policy", policy]
+            told = phone.prge("fleet", "join", *words).stdout
+            assert told == "mine: running\n"
+            port = link.address.split(":")[1]
+            assert (tmp_path / "phone" / "adb.reversed").read_text() == f"tcp:{port} tcp:{port}\n"
+            rounds_of(link, rounds, 1)
+        finally:
+            phone.prge("stop", "mine", "--now")
+    # What the server said is no task, and the phone says so.
+    ((content,),) = (answers.values() for answers in rounds.received)
+    assert isinstance(parse_answer(content), Refusal)
+    own = phone.folder / "fleets" / "mine"
+    assert "policy.yaml" in (own / "device.yaml").read_text()
+    key = phone.folder / "fleets" / "mine-keys" / "device.key"
+    assert key.stat().st_mode & 0o077 == 0
+
+
+def test_a_runtime_without_flower_is_told(tmp_path: Path) -> None:
+    phone = FakePhone(tmp_path / "phone")
+    manifest = phone.folder / "runtime" / MANIFEST
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "packages": {}}, indent=1))
+    words = ["--bundle", make_bundle(tmp_path / "bundle"), "--train", tmp_path / "rows"]
+    told = phone.prge("fleet", "join", "--server", "h:1", "--insecure", *words, code=2).stderr
+    assert "the runtime on fake is one without Flower\n  make another: prge android bundle --fleet" in told

@@ -1,0 +1,104 @@
+"""A simulated fleet is the fleet that its devices would be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.fleet import opening, simulate
+from device_runner.fleet.coordinator import RoundReport
+from device_runner.fleet.simulate import PRESETS, SimulateSettings, with_preset
+from prge.errors import ConfigError, RunError
+from prge.settings import read_settings
+from tests.device_runner.numpy_device import Device, write_films
+
+Words = Callable[..., list[str]]
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
+    """A command line for a fleet of eight, whose flags may be given anew."""
+    device = Device(has_back=True)
+    device.replaces(monkeypatch, opening, simulate)
+    write_films(tmp_path)
+    flags = {
+        "bundle": device.write_bundle(tmp_path / "bundle"),
+        "train": tmp_path / "train.jsonl",
+        "dev": tmp_path / "dev.jsonl",
+        "test": tmp_path / "dev.jsonl",
+        "task": tmp_path / "task.yaml",
+        "out": tmp_path / "fleet",
+        "devices": 8,
+        "per_round": 4,
+        "rounds": 6,
+        "local_steps": 2,
+        "learning_rate": 0.02,
+        "json": tmp_path / "figures.json",
+    }
+
+    def made(**changes: Any) -> list[str]:
+        settings = {**flags, **changes}
+        return [
+            word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
+
+    return made
+
+
+def _figures(words: Words, **changes: Any) -> dict[str, Any]:
+    arguments = words(**changes)
+    assert simulate.main(arguments) == 0
+    figures: dict[str, Any] = json.loads(Path(arguments[arguments.index("--json") + 1]).read_text())
+    return figures
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"estimator": "exact", "largest": 0.1}, {"directions": "own", "partition": "dirichlet:0.3"}]
+)
+def test_it_counts_what_it_sends_and_is_the_same_again(
+    words: Words, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = _figures(words, **way)
+    assert f"up     {first['bytes_up']:,} bytes" in capsys.readouterr().out
+    assert len(first["curve"]) == 6
+    assert first["bytes_up"] == sum(entry["bytes_up"] for entry in first["curve"])
+    assert first["rows"]["fewest"] >= 1
+    assert first["before"]["loss"] == pytest.approx(first["curve"][0]["evaluation"]["loss"], rel=0.5)
+    again = _figures(words, **way, out=tmp_path / "again", name="films")
+    assert [entry["loss"] for entry in again["curve"]] == [entry["loss"] for entry in first["curve"]]
+
+
+def test_devices_end_where_their_privacy_is_spent(words: Words, tmp_path: Path) -> None:
+    plan = {"share_directions": "true", "clip": 1, "noise": 2, "queries": 8, "rounds": 40}
+    figures = _figures(words, **plan, most_epsilon=5)
+    assert 3 < figures["epsilon"] <= 5
+    assert len(figures["curve"]) < 40
+
+
+def test_a_folder_that_holds_a_fleet_is_refused(words: Words) -> None:
+    simulate.main(words())
+    with pytest.raises(RunError, match="holds a fleet already"):
+        simulate.main(words())
+
+
+def test_a_preset_is_a_file_of_settings_that_flags_win_over() -> None:
+    for path in PRESETS.glob("*.yaml"):
+        settings = read_settings(SimulateSettings, path, "prge fleet simulate")
+        assert settings.devices == 100
+        assert with_preset(["--rounds", "3", "--preset", path.stem]) == [
+            "--config",
+            str(path),
+            "--rounds",
+            "3",
+        ]
+    with pytest.raises(ConfigError, match="choose one of sst2"):
+        with_preset(["--preset", "other"])
+
+
+def test_a_report_says_what_a_line_of_the_curve_says() -> None:
+    assert set(simulate._TOLD) <= {item.name for item in fields(RoundReport)}
