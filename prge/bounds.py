@@ -62,6 +62,8 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("rank", "axes", "queries", "copies", "tokens", "branch_pool"), _SIZE),
     **dict.fromkeys(("batch_size", "sequence_length", "context", "init_tokens"), _SIZE),
     **dict.fromkeys(("trunk_cache_bytes", "memory", "adapt_memory"), _BYTES),
+    **dict.fromkeys(("lengths", "ranks", "samples", "guesses", "beam", "matching_steps"), _SIZE),
+    "top_share": _SHARE,
     "max_dropped": Range(0, 1),
     **dict.fromkeys(("max_tokens", "queue", "slots"), _SIZE),
     "temperature": Range(0, 100),

@@ -44,6 +44,7 @@ VERBS = {
     "report": Verb("device_runner.report", "write a page about runs: curves, samples, settings, costs", ""),
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
     "compare": Verb("server_export.compare.command", "compare training methods at equal quality", "export"),
+    "leak": Verb("server_export.leak.command", "try to read rows from what a fleet sends of them", "export"),
     "android": Verb("device_runner.android.command", "train on a phone over adb", ""),
     "fleet": Verb("device_runner.fleet.command", "train one adapter on many devices", "fleet"),
     "cache": Verb("device_runner.cache", "show or empty the cache of packed weights", ""),
