@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,7 @@ class Study:
     def _simulate(self, name: str, plan: Mapping[str, Any], test: bool = True) -> dict[str, Any]:
         found = self.folder / f"{name}.json"
         if not found.exists():
+            shutil.rmtree(self.folder / name, ignore_errors=True)
             prge(
                 "fleet",
                 "simulate",
