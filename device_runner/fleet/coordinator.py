@@ -152,6 +152,8 @@ def begin_fleet(
 class Coordinator:
     """The server of a fleet, on a folder that `begin_fleet` made; a context manager.
 
+    `over` has the journal's records of the rounds that are over.
+
     Args:
         folder: of the fleet.
         bundle: the fleet's.
@@ -196,7 +198,7 @@ class Coordinator:
         self.state = self._state()
         self._known: dict[int, int] = {}
         self._introduced: set[int] = set()
-        for record in self._rounds:
+        for record in self.over:
             self._remember(record["answered"], record["first"])
         self._asked: dict[int, int] = {}
         self._silent_rounds = 0
@@ -213,7 +215,7 @@ class Coordinator:
     @property
     def round(self) -> int:
         """Rounds that are over."""
-        return len(self._rounds)
+        return len(self.over)
 
     @property
     def rounds(self) -> int:
@@ -281,7 +283,7 @@ class Coordinator:
         facts["refused"] = {str(node): reason for node, reason in refused.items()}
         done = {"kind": "round", "step": number, "first": first, "time": time.time(), **facts}
         self.journal.append(done)
-        self._rounds.append(done)
+        self.over.append(done)
         self._remember(sorted(good), first)
         if problem := loss_has_risen(self.state.progress, common_settings(self.plan).divergence_ratio):
             raise DivergenceError(problem, remedy="begin a fleet with a lower learning rate")
@@ -289,12 +291,21 @@ class Coordinator:
         self._keep()
         return RoundReport(**{**vars(report), "evaluation": evaluation})
 
+    def first_state(self) -> TrainingState:
+        """The common state before the first step."""
+        return replay(self.journal, 0)
+
+    def evaluation_after(self, record: Record) -> Record | None:
+        """Scores of development rows after a round that is over, if there are any."""
+        steps = self.plan.local_steps if self.plan.by_scalars else 1
+        return self.journal.evaluation(record["first"] + steps)
+
     def best_state(self) -> TrainingState:
         """The common state at the best step, or after the last one without development rows."""
         best = self.state.progress.best_step
         if best in (-1, self.state.step):
             return self.state
-        state = replay(self.journal, 0)
+        state = self.first_state()
         load_checkpoint(checkpoint_folder(self.folder / CHECKPOINTS, best), state)
         return state
 
@@ -329,15 +340,15 @@ class Coordinator:
     @cached_property
     def _start(self) -> bytes:
         """The state before the first step."""
-        return pack_state(replay(self.journal, 0))
+        return pack_state(self.first_state())
 
     @property
     def _history(self) -> list[Steps]:
         """The rounds' steps, as messages carry them; none where devices send changes."""
         if not self.plan.by_scalars:
             return []
-        while len(self._told) < len(self._rounds):
-            first = self._rounds[len(self._told)]["first"]
+        while len(self._told) < len(self.over):
+            first = self.over[len(self._told)]["first"]
             steps = range(first, first + self.plan.local_steps)
             self._told.append(Steps.of_records([self.journal.step(step) or {} for step in steps]))
         return self._told
@@ -433,12 +444,12 @@ class Coordinator:
         after = [index for index in steps if not rounds or index > rounds[-1]]
         if after:
             self.journal.undo_after(after[0])
-        self._rounds = [record for record in self.journal.records if record["kind"] == "round"]
+        self.over = [record for record in self.journal.records if record["kind"] == "round"]
         self._told: list[Steps] = []
 
     def _state(self) -> TrainingState:
         """The common state after the journal's steps."""
-        state = replay(self.journal, 0)
+        state = self.first_state()
         load_latest(self.folder / CHECKPOINTS, state, newest=self.journal.steps)
         advance(state, self.journal, self.estimator, self.journal.steps)
         return state

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from device_runner.engines.opening import Engines, open_engines
-from device_runner.fleet.agreement import Plan, plan_of
-from device_runner.fleet.coordinator import RoundReport
-from device_runner.fleet.local import Learnt, Local, Own, sized
+from device_runner.engines.opening import open_engines
+from device_runner.fleet.agreement import plan_of
+from device_runner.fleet.coordinator import Coordinator, RoundReport
+from device_runner.fleet.local import Local, Own, sized
 from device_runner.fleet.messages import Refusal
 from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
@@ -29,12 +29,12 @@ from device_runner.session.inputs import read_inputs
 from device_runner.session.settings import bundle_for
 from prge.accounting import epsilon_of
 from prge.atomic import write_file
-from prge.bundle import Bundle, open_bundle
+from prge.bundle import open_bundle
 from prge.checkpoint import TrainingState
 from prge.directions import philox
+from prge.documents import read_json
 from prge.errors import ConfigError, DivergenceError, RunError
 from prge.journal import Journal, Record
-from prge.rows.task import Task
 from prge.run_folder import JOURNAL
 from prge.settings import parse_settings
 from prge.terminal import best_effort
@@ -42,10 +42,9 @@ from prge.terminal import best_effort
 DESCRIPTION = "Train a fleet of simulated devices in this process, and count what it sends."
 PRESETS = Path(__file__).parent / "presets"
 _SEED_STREAM = 2**64 - 3
-_TOLD = (
-    *("number", "answered", "refused", "shortened", "loss", "epsilon"),
-    *("bytes_up", "bytes_down", "evaluation"),
-)
+# What a line of the curve has of a round's record.
+_TOLD = ("answered", "refused", "shortened", "loss", "epsilon", "bytes_up", "bytes_down")
+_IDENTITY = "simulation.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,101 +100,145 @@ def with_preset(argv: Sequence[str]) -> list[str]:
 
 
 def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) -> dict[str, Any]:
-    """Train, and return what it took: a line for every round, and totals.
+    """Train, or go on where a simulation in the same folder was killed; returns what it took.
 
     Raises:
-        PrgeError: settings, rows or bundle can't be used.
+        PrgeError: settings, rows or bundle can't be used, or the folder is of another simulation.
     """
-    plan = plan_of(settings)
-    bundle = open_bundle(settings.bundle)
-    steps = replace(
-        plan.run_settings(settings.bundle, settings.train, settings.out),
-        task=settings.task,
-        columns=settings.columns,
-        train_start=settings.train_start,
-        train_limit=settings.train_limit,
-    )
-    inputs = read_inputs(bundle_for(steps, bundle), steps)
-    dealt = parts(inputs.train, settings.devices, settings.partition, settings.seed)
-    steps, bundle = sized(plan, steps, bundle, inputs.train, settings.memory)
-    engines = open_engines(bundle, settings.threads, settings.engine, settings.memory)
-    local = Local(plan, steps, bundle, engines.step, inputs.train, inputs.tokenizer.pad_id)
-    seeds = philox(plan.seed, 0, _SEED_STREAM, 2 * settings.devices).reshape(-1, 2) >> np.uint64(1)
-    own = [Own(int(seed), int(rows_seed), 0) for seed, rows_seed in seeds]
-    curve: list[Record] = []
-    with open_fleet(settings, engines) as fleet, tempfile.TemporaryDirectory() as scratch:
-        if fleet.round:
-            raise RunError(f"{settings.out} holds a fleet already", remedy="give another folder with --out")
-        test = _scorer(settings, bundle, inputs.task, engines, inputs.tokenizer.pad_id)
-        before = test(fleet.state)
+    simulation = Simulation(settings)
+    with open_fleet(settings, simulation.engines) as fleet:
+        simulation.go_on(fleet)
+        before = simulation.test(fleet.first_state())
         while not fleet.finished:
-            begin = time.perf_counter()
-            tasks = fleet.tasks(range(settings.devices))
-            middle = time.perf_counter()
-            answers = {}
-            for device in tasks:
-                one, mine = replace(local, examples=dealt[device]), own[device]
-                learnt = _round(one, fleet.state, mine, Path(scratch) / JOURNAL)
-                own[device] = replace(mine, taken=mine.taken + plan.local_steps)
-                epsilon = _epsilon(plan, own[device].taken, len(one.examples))
-                if reason := spent(epsilon, plan.most_epsilon):
-                    answers[device] = Refusal(reason).to_bytes()
-                elif learnt is not None:
-                    said = learnt.told(fleet.agreement, fleet.round, fleet.state.step, mine, epsilon)
-                    answers[device] = said.to_bytes()
-            after = time.perf_counter()
-            report = fleet.receive(answers)
-            tell(report)
-            curve.append(
-                {
-                    **{name: getattr(report, name) for name in _TOLD},
-                    "device_seconds": (after - middle) / len(tasks),
-                    "server_seconds": time.perf_counter() - after + middle - begin,
-                }
-            )
+            tell(simulation.take_round(fleet))
         fleet.write_final()
-        result = test(fleet.best_state())
-    up, down = (sum(entry[name] for entry in curve) for name in ("bytes_up", "bytes_down"))
-    answered = sum(len(entry["answered"]) for entry in curve)
-    return {
-        "plan": asdict(plan),
-        "devices": settings.devices,
-        "partition": settings.partition,
-        "rows": {"fewest": min(map(len, dealt)), "most": max(map(len, dealt))},
-        "before": before,
-        "after": result,
-        "bytes_up": up,
-        "bytes_down": down,
-        "bytes_up_per_device_step": up / max(answered * plan.local_steps, 1),
-        "device_seconds_per_round": float(np.mean([entry["device_seconds"] for entry in curve])),
-        "server_seconds_per_round": float(np.mean([entry["server_seconds"] for entry in curve])),
-        "epsilon": max(entry["epsilon"] for entry in curve),
-        "curve": curve,
-    }
+        after = simulation.test(fleet.best_state())
+        return {**simulation.figures(fleet), "before": before, "after": after}
 
 
-def _round(local: Local, start: TrainingState, own: Own, scratch: Path) -> Learnt | None:
-    """A device's part of a round; None from one whose steps diverge."""
-    scratch.unlink(missing_ok=True)
-    try:
-        with Journal(scratch) as journal:
-            return local.steps(start, journal, own)
-    except DivergenceError:
-        return None
+class Simulation:
+    """The devices of a fleet: their rows and seeds, and one engine for all."""
 
+    def __init__(self, settings: SimulateSettings) -> None:
+        self.settings = settings
+        self.plan = plan = plan_of(settings)
+        bundle = open_bundle(settings.bundle)
+        steps = replace(
+            plan.run_settings(settings.bundle, settings.train, settings.out),
+            task=settings.task,
+            columns=settings.columns,
+            train_start=settings.train_start,
+            train_limit=settings.train_limit,
+        )
+        inputs = read_inputs(bundle_for(steps, bundle), steps)
+        self.dealt = parts(inputs.train, settings.devices, settings.partition, settings.seed)
+        self.identity = {
+            **{
+                name: getattr(settings, name)
+                for name in ("devices", "partition", "train_start", "train_limit")
+            },
+            "train": inputs.origin["train"],
+        }
+        steps, bundle = sized(plan, steps, bundle, inputs.train, settings.memory)
+        self.engines = open_engines(bundle, settings.threads, settings.engine, settings.memory)
+        pad = inputs.tokenizer.pad_id
+        self.local = Local(plan, steps, bundle, self.engines.step, inputs.train, pad)
+        self.rows = ServerRows(bundle, inputs.task, self.engines, pad)
+        seeds = philox(plan.seed, 0, _SEED_STREAM, 2 * settings.devices).reshape(-1, 2) >> np.uint64(1)
+        self.own = [Own(int(seed), int(rows_seed), 0) for seed, rows_seed in seeds]
+        self.seconds: dict[int, Record] = {}
 
-def _epsilon(plan: Plan, steps: int, rows: int) -> float:
-    return epsilon_of([(plan.noise, passes(steps, plan.examples, rows))], plan.delta) if plan.noise else 0.0
+    def go_on(self, fleet: Coordinator) -> None:
+        """Bring the devices to where the fleet's rounds have left them.
 
+        Raises:
+            RunError: the folder is of a fleet with other devices.
+        """
+        path = fleet.folder / _IDENTITY
+        if fleet.round == 0:
+            write_file(path, json.dumps(self.identity).encode())
+        elif not path.is_file() or read_json(path) != self.identity:
+            raise RunError(
+                f"{fleet.folder} is a fleet with other devices or rows",
+                remedy="give another folder with --out",
+            )
+        for record in fleet.over:
+            for device in {*record["answered"], *record["silent"], *map(int, record["refused"])}:
+                self._count(device)
 
-def _scorer(
-    settings: SimulateSettings, bundle: Bundle, task: Task | None, engines: Engines, pad: int
-) -> Callable[[TrainingState], Record]:
-    """What scores a state on the test rows; says nothing without any."""
-    if settings.test is None:
-        return lambda state: {}
-    rows = ServerRows(bundle, task, engines, pad)
-    return rows.scorer(rows.examples(settings, settings.test, "test", settings.test_limit))
+    def _count(self, device: int) -> None:
+        own = self.own[device]
+        self.own[device] = replace(own, taken=own.taken + self.plan.local_steps)
+
+    def take_round(self, fleet: Coordinator) -> RoundReport:
+        """Ask the round's devices, and hand their answers to the server."""
+        begin = time.perf_counter()
+        tasks = fleet.tasks(range(len(self.own)))
+        middle, number = time.perf_counter(), fleet.round
+        answers = {device: said for device in tasks if (said := self._answer(fleet, device)) is not None}
+        after = time.perf_counter()
+        report = fleet.receive(answers)
+        self.seconds[number] = {
+            "device_seconds": (after - middle) / len(tasks),
+            "server_seconds": time.perf_counter() - after + middle - begin,
+        }
+        return report
+
+    def _answer(self, fleet: Coordinator, device: int) -> bytes | None:
+        """What a device says; None from one whose steps diverge."""
+        own, examples, plan = self.own[device], self.dealt[device], self.plan
+        self._count(device)
+        epsilon = 0.0
+        if plan.noise:
+            taken = passes(self.own[device].taken, plan.examples, len(examples))
+            epsilon = epsilon_of([(plan.noise, taken)], plan.delta)
+        if reason := spent(epsilon, plan.most_epsilon):
+            return Refusal(reason).to_bytes()
+        with tempfile.TemporaryDirectory() as scratch, Journal(Path(scratch) / JOURNAL) as journal:
+            try:
+                learnt = replace(self.local, examples=examples).steps(fleet.state, journal, own)
+            except DivergenceError:
+                return None
+        if learnt is None:
+            return None
+        return learnt.told(fleet.agreement, fleet.round, fleet.state.step, own, epsilon).to_bytes()
+
+    def test(self, state: TrainingState) -> Record:
+        """Scores of the test rows; none without any."""
+        settings = self.settings
+        if settings.test is None:
+            return {}
+        return self.rows.scorer(self.rows.examples(settings, settings.test, "test", settings.test_limit))(
+            state
+        )
+
+    def figures(self, fleet: Coordinator) -> dict[str, Any]:
+        """A line for every round, by the journal, and totals; seconds are of this process's rounds."""
+        curve = [
+            {
+                "number": number,
+                **{name: record[name] for name in _TOLD},
+                "evaluation": fleet.evaluation_after(record) or {},
+                **self.seconds.get(number, {}),
+            }
+            for number, record in enumerate(fleet.over)
+        ]
+        up, down = (sum(entry[name] for entry in curve) for name in ("bytes_up", "bytes_down"))
+        answered = sum(len(entry["answered"]) for entry in curve)
+        return {
+            "plan": asdict(self.plan),
+            **self.identity,
+            "rows": {"fewest": min(map(len, self.dealt)), "most": max(map(len, self.dealt))},
+            "bytes_up": up,
+            "bytes_down": down,
+            "bytes_up_per_device_step": up / max(answered * self.plan.local_steps, 1),
+            **{
+                f"{name}_per_round": float(np.mean([each[name] for each in self.seconds.values()] or [0.0]))
+                for name in ("device_seconds", "server_seconds")
+            },
+            "epsilon": max((entry["epsilon"] for entry in curve), default=0.0),
+            "curve": curve,
+        }
 
 
 def _lines(figures: Record) -> list[str]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from device_runner.fleet import opening, simulate
-from device_runner.fleet.coordinator import RoundReport
-from device_runner.fleet.simulate import PRESETS, SimulateSettings, with_preset
+from device_runner.fleet.coordinator import Coordinator, RoundReport
+from device_runner.fleet.simulate import PRESETS, SimulateSettings, Simulation, with_preset
 from prge.errors import ConfigError, RunError
 from prge.settings import read_settings
-from tests.device_runner.numpy_device import Device, write_films
+from tests.device_runner.numpy_device import Device, Killed, write_films
 
 Words = Callable[..., list[str]]
 
@@ -80,10 +79,27 @@ def test_devices_end_where_their_privacy_is_spent(words: Words, tmp_path: Path) 
     assert len(figures["curve"]) < 40
 
 
-def test_a_folder_that_holds_a_fleet_is_refused(words: Words) -> None:
-    simulate.main(words())
-    with pytest.raises(RunError, match="holds a fleet already"):
-        simulate.main(words())
+@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"directions": "own"}])
+def test_one_that_is_killed_goes_on_to_the_same_figures(
+    words: Words, way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _figures(words, **way, out=tmp_path / "whole", name="films")
+    take_round = Simulation.take_round
+
+    def killed(simulation: Simulation, fleet: Coordinator) -> RoundReport:
+        if fleet.round == 3:
+            raise Killed
+        return take_round(simulation, fleet)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Simulation, "take_round", killed)
+        simulate.main(words(**way, name="films"))
+    with pytest.raises(RunError, match="other devices or rows"):
+        simulate.main(words(**way, name="films", devices=9))
+    figures = _figures(words, **way, name="films")
+    for name in ("after", "bytes_up"):
+        assert figures[name] == whole[name]
+    assert [entry["loss"] for entry in figures["curve"]] == [entry["loss"] for entry in whole["curve"]]
 
 
 def test_a_preset_is_a_file_of_settings_that_flags_win_over() -> None:
@@ -98,7 +114,3 @@ def test_a_preset_is_a_file_of_settings_that_flags_win_over() -> None:
         ]
     with pytest.raises(ConfigError, match="choose one of sst2"):
         with_preset(["--preset", "other"])
-
-
-def test_a_report_says_what_a_line_of_the_curve_says() -> None:
-    assert set(simulate._TOLD) <= {item.name for item in fields(RoundReport)}
