@@ -127,12 +127,17 @@ def begin_fleet(
     folder.mkdir(parents=True, exist_ok=True)
     contract, settings = bundle.contract, common_settings(agreement.plan)
     with Journal(folder / JOURNAL) as journal:
-        if journal.records:
+        if journal.first("start") is not None:
             raise RunError(
                 f"{folder} holds a run already",
                 remedy=f"go on with it: prge fleet serve --resume {folder}; or give another folder",
             )
+        # The start comes last: with it a fleet has begun, whole.
+        journal.undo_after(0)
         write_file(folder / AGREEMENT, agreement.content)
+        if head is not None:
+            journal.append(Heads(head).to_record())
+        keep_guide(journal, bundle, settings)
         journal.append(
             {
                 "kind": "start",
@@ -144,9 +149,11 @@ def begin_fleet(
                 "settings": identity_settings(settings),
             }
         )
-        if head is not None:
-            journal.append(Heads(head).to_record())
-        keep_guide(journal, bundle, settings)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a folder is that of a fleet."""
+    return Journal(folder / JOURNAL, writable=False).first("start") is not None
 
 
 class Coordinator:
@@ -177,7 +184,7 @@ class Coordinator:
         score: Callable[[TrainingState], Record] | None = None,
         evaluate_every: int = 1,
     ) -> None:
-        if not (folder / AGREEMENT).is_file():
+        if not has_begun(folder):
             raise RunError(f"{folder} is no fleet's folder", remedy="begin a fleet with `prge fleet serve`")
         self.folder = folder
         self.bundle = bundle
@@ -230,10 +237,9 @@ class Coordinator:
     def tasks(self, nodes: Sequence[int]) -> dict[int, bytes]:
         """The tasks of the next round for some of the devices that are there, by their names.
 
-        Scores the start first, if nobody has.
+        Scores what is due first: the start, or a round that was over when the server was killed.
         """
-        if self.round == 0 and self._evaluate():
-            self._keep()
+        self._score_if_due()
         chosen = self._chosen(nodes)
         state = pack_state(self.state)
         tasks = {node: self._task(node, state).to_bytes() for node in chosen}
@@ -287,7 +293,7 @@ class Coordinator:
         self._remember(sorted(good), first)
         if problem := loss_has_risen(self.state.progress, common_settings(self.plan).divergence_ratio):
             raise DivergenceError(problem, remedy="begin a fleet with a lower learning rate")
-        evaluation = self._evaluate() if self._is_due() else {}
+        evaluation = self._score_if_due()
         self._keep()
         return RoundReport(**{**vars(report), "evaluation": evaluation})
 
@@ -311,6 +317,7 @@ class Coordinator:
 
     def write_final(self) -> Path:
         """Write the adapter of the best state as `final/`."""
+        self._score_if_due()
         state, final = self.best_state(), self.folder / FINAL
         extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
         write_peft(final, state.adapter, self.bundle.adapter, extra, overwrite=True)
@@ -414,18 +421,17 @@ class Coordinator:
             )
         self.journal.append(record)
 
-    def _is_due(self) -> bool:
-        return self.finished or self.round % self._evaluate_every == 0
-
-    def _evaluate(self) -> Record:
-        if self._score is None:
+    def _score_if_due(self) -> Record:
+        """Score development rows if it is time to, unless the journal has that; nothing if it isn't."""
+        if self._score is None or not (self.finished or self.round % self._evaluate_every == 0):
             return {}
         record = self.journal.evaluation(self.state.step)
         if record is None:
-            record = self.journal.append(
-                {"kind": "evaluation", "step": self.state.step, **self._score(self.state)}
-            )
+            scored = {"kind": "evaluation", "step": self.state.step, **self._score(self.state)}
+            record = self.journal.append(scored)
+        # A kill may have come between the journal and what follows.
         self.state.judge(record)
+        self._keep()
         return record
 
     def _keep(self) -> None:

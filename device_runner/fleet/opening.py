@@ -10,7 +10,7 @@ from pathlib import Path
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.fleet.agreement import Agreement, Plan, plan_of, task_sha256
 from device_runner.fleet.common import first_state, start_sha256
-from device_runner.fleet.coordinator import Coordinator, begin_fleet
+from device_runner.fleet.coordinator import Coordinator, begin_fleet, has_begun
 from device_runner.session.settings import bundle_for
 from prge.bundle import Bundle, open_bundle
 from prge.checkpoint import HEAD, TrainingState, read_head
@@ -27,7 +27,6 @@ from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import JOURNAL
 from prge.settings import Bytes
 
 
@@ -128,7 +127,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
             bundle, settings.threads, settings.engine, settings.memory, only_scoring=True
         )
         rows = ServerRows(bundle, task, engines, bundle_tokenizer(bundle).pad_id)
-    if not (settings.out / JOURNAL).is_file():
+    if not has_begun(settings.out):
         head = _head(settings, bundle, rows)
         source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
         adapter = read_peft(source, bundle.chain.modules, bundle.adapter)

@@ -74,6 +74,63 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(
     assert same(values, whole)
 
 
+def test_a_server_that_is_killed_before_it_has_scored_a_round_scores_it_later(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    settings = fleet.settings(rounds=3)
+    whole, _ = fleet.run(replace(settings, out=tmp_path / "whole"))
+    for rounds in (0, 1, 1, 1):
+        with open_fleet(settings) as server:
+            if rounds == 0:
+                server.tasks(list(NODES))
+                continue
+            said = {node: fleet.again(node, task) for node, task in server.tasks(list(NODES)).items()}
+            server._score = _dies
+            with pytest.raises(Killed):
+                server.receive(said)
+    with open_fleet(settings) as server:
+        assert server.finished
+        server.write_final()
+        assert same(server.state.adapter.values, whole)
+    evaluations = [_evaluations(folder) for folder in (settings.out, tmp_path / "whole")]
+    assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 4
+    left, right = (
+        read_peft(folder / "final", server.state.adapter.modules).values
+        for folder in (settings.out, tmp_path / "whole")
+    )
+    assert same(left, right)
+
+
+def _dies(*_: object) -> Any:
+    raise Killed
+
+
+def _evaluations(folder: Path) -> list[tuple[int, float]]:
+    records = Journal(folder / "journal.jsonl", writable=False).records
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == "evaluation"]
+
+
+def test_a_fleet_that_was_killed_while_it_began_begins_anew(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = fleet.settings()
+    append = Journal.append
+    written: list[Any] = []
+
+    def killed(journal: Journal, record: Any) -> Any:
+        if record["kind"] == "start":
+            raise Killed
+        written.append(record)
+        return append(journal, record)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Journal, "append", killed)
+        open_fleet(settings)
+    assert len(written) == fleet.numpy.encoder
+    _, reports = fleet.run(settings)
+    assert len(reports) == 4
+
+
 @ways
 def test_every_device_has_the_servers_bits_where_its_round_begins(fleet: Fleet, way: dict[str, Any]) -> None:
     """One of them misses two rounds, one comes late."""
