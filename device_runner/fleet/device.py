@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ from prge.bundle import open_bundle
 from prge.checkpoint import TrainingState
 from prge.documents import read_json
 from prge.engine import EngineName
-from prge.errors import PrgeError, RunError
+from prge.errors import ConfigError, DivergenceError, PrgeError, RunError
 from prge.guide import guide_of
 from prge.journal import Journal, Record
 from prge.peft import read_peft
@@ -47,6 +48,7 @@ from prge.rows.sources import hub_names
 from prge.rows.task import load_task
 from prge.run_folder import JOURNAL, run_lock
 from prge.settings import Bytes, read_settings, settings_to_yaml, with_whole_paths
+from prge.terminal import best_effort
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"
@@ -96,6 +98,8 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
 def answer(folder: Path, content: bytes) -> bytes:
     """A device's answer to a task; what it can't or mustn't do is an answer too.
 
+    Errors of rows, files and settings name what is private: the server is told that there is one, no more.
+
     Raises:
         RunError: the folder is no device's, or can't be written.
     """
@@ -103,10 +107,16 @@ def answer(folder: Path, content: bytes) -> bytes:
         try:
             task = Task.parse(content)
             return _Round(folder, task).answer()
-        except PrgeError as error:
-            if isinstance(error, RunError):
-                raise
+        except (RefusedError, MessageError) as error:
             return Refusal(str(error)).to_bytes()
+        except DivergenceError:
+            return Refusal("its steps diverge: the learning rate is too high").to_bytes()
+        except RunError:
+            raise
+        except PrgeError as error:
+            with best_effort(sys.stderr):
+                print(f"{folder}: {error}", file=sys.stderr, flush=True)
+            return Refusal("an error on the device, which tells it there").to_bytes()
 
 
 class _Round:
@@ -171,7 +181,10 @@ class _Round:
             if not path.is_file():
                 raise RefusedError("an agreement that this device doesn't know; it needs its text")
             content = path.read_bytes()
-        agreement = Agreement.parse(content)
+        try:
+            agreement = Agreement.parse(content)
+        except ConfigError as error:
+            raise RefusedError(str(error)) from None
         if agreement.sha256 != self.task.sha256:
             raise RefusedError("an agreement that doesn't have the hash that it is named by")
         task = load_task(self.settings.task) if self.settings.task else None
