@@ -87,7 +87,7 @@ BOUNDS: Mapping[str, Range] = {
     "seconds": Range(0, 1e6),
     **dict.fromkeys(("rounds", "local_steps", "examples", "devices", "per_round"), Range(1, 1_000_000)),
     **dict.fromkeys(("noise", "most_epsilon", "proximal"), _POSITIVE_OR_NONE),
-    "delta": Range(0, 1, open=(0, 1)),
+    **dict.fromkeys(("delta", "most_delta"), Range(0, 1, open=(0, 1))),
     "outlier": Range(1, _LARGEST_FLOAT32),
     "server_rate": _POSITIVE,
     "largest": _SHARE,

@@ -50,6 +50,8 @@ class Policy:
     most_epsilon: float | None = None
     """Take no part in a round after which epsilon of local differential privacy would be higher; needs noise.
     Counts all fleets that the device took part in."""
+    most_delta: float = 1e-5
+    """Refuse plans with noise whose epsilon is for a larger delta: it would say little."""
     only_charging: bool = False
     """Wait while the battery is not charged."""
     pause_below_battery: float | None = None
@@ -81,6 +83,7 @@ class Policy:
             "most_queries": (plan.queries, not plan.by_scalars or plan.queries <= self.most_queries),
             "least_noise": (plan.noise, plan.noise >= self.least_noise),
             "most_rounds_a_day": (rounds_today + 1, rounds_today < self.most_rounds_a_day),
+            "most_delta": (plan.delta, not plan.noise or plan.delta <= self.most_delta),
             "most_epsilon": ("no noise", self.most_epsilon is None or plan.noise > 0),
         }
         objections = [

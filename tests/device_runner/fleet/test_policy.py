@@ -45,6 +45,13 @@ def test_the_default_allows_the_default_plan_by_scalars_alone() -> None:
     assert Policy().objections(Plan(estimator="exact"), _at(12), 0)
 
 
+def test_an_epsilon_for_a_large_delta_is_none() -> None:
+    """A server that names delta 0.9 would make any noise look like enough."""
+    noisy = Plan(noise=1.0, clip=1.0, share_directions=True, delta=0.9)
+    (objection,) = Policy().objections(noisy, _at(12), 0)
+    assert objection == "the owner's policy has most_delta 1e-05, the plan asks for 0.9"
+
+
 def test_all_objections_are_told_at_once() -> None:
     policy = Policy(most_steps=1, most_queries=1, most_examples=1, least_noise=1.0)
     assert len(policy.objections(PLAN, _at(12), 0)) == 4
