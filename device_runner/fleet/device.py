@@ -31,7 +31,7 @@ from device_runner.fleet.common import (
 from device_runner.fleet.local import Own, open_local
 from device_runner.fleet.messages import Behind, MessageError, Refusal, RefusedError, Task
 from device_runner.fleet.policy import Policy
-from device_runner.fleet.privacy import passes, spent
+from device_runner.fleet.privacy import exposure, spent
 from device_runner.session.gates import Gates
 from device_runner.session.settings import RunSettings
 from prge.accounting import epsilon_of
@@ -159,7 +159,7 @@ class _Round:
             self.settings.threads,
             self.settings.memory,
         )
-        epsilon = self._epsilon(ledger, len(local.examples))
+        epsilon = self._epsilon(ledger, len(local.examples), own.rows_seed)
         with Journal(round_folder / JOURNAL) as journal:
             learnt = local.steps(start, journal, own, self._stopper(local.settings))
         if learnt is None:
@@ -204,21 +204,20 @@ class _Round:
         if objections := self.policy.objections(self.plan, now, today):
             raise RefusedError("; ".join(objections))
 
-    def _epsilon(self, ledger: Journal, rows: int) -> float:
+    def _epsilon(self, ledger: Journal, rows: int, seed: int) -> float:
         """What privacy will have cost after this round; raises RefusedError above a bound."""
         if not self.plan.noise:
             return 0.0
-        steps: dict[tuple[str, float, int, int], int] = {}
-        ours = (self.task.sha256.hex(), self.plan.noise, self.plan.examples, rows)
-        for record in ledger.records:
-            key = (record["agreement"], record["noise"], record["examples"], record["rows"])
-            steps[key] = steps.get(key, 0) + record["steps"]
-        if not self._is_counted(ledger):
-            steps[ours] = steps.get(ours, 0) + self.plan.local_steps
+        rounds = [*ledger.records, *([] if self._is_counted(ledger) else [self._entry(0, rows, 0)])]
         # A round without noise is the owner's own will: no epsilon bounds what it said.
-        parts = [
-            (noise, passes(taken, examples, of)) for (_, noise, examples, of), taken in steps.items() if noise
-        ]
+        fleets = {(record["agreement"], record["noise"], record["examples"]) for record in rounds}
+        parts = []
+        for name, noise, examples in fleets:
+            of_fleet = [record for record in rounds if record["agreement"] == name]
+            fewest = min(record["rows"] for record in of_fleet)
+            taken = sum(record["steps"] for record in of_fleet)
+            if noise:
+                parts.append((noise, exposure(seed, taken, examples, fewest)))
         epsilon = epsilon_of(parts, self.plan.delta)
         for bound in (self.policy.most_epsilon or 0.0, self.plan.most_epsilon):
             if reason := spent(epsilon, bound):

@@ -24,6 +24,7 @@ from prge.contract import AdaptedModule, Contract
 from prge.directions import normals
 from prge.engine import Engine, FloatArray
 from prge.estimators import Estimator, Measurement, Step
+from prge.sampling import row_order
 
 SPENT = "epsilon would be"
 Draw = Callable[[int], FloatArray]
@@ -96,6 +97,16 @@ def spent(epsilon: float, bound: float) -> str:
     return f"{SPENT} {epsilon:.3g} after this round, at most {bound:g} is allowed"
 
 
-def passes(steps: int, examples: int, rows: int) -> int:
-    """How often an example takes part at most, in so many steps over rows in permutations."""
-    return math.ceil(steps * examples / rows)
+def exposure(seed: int, steps: int, examples: int, rows: int) -> int:
+    """How many Gaussian mechanisms a row's part in a device's first steps amounts to, for the worst row.
+
+    A row that comes twice in a step, where one permutation ends and the next begins or because rows are fewer
+    than examples, changes the step by twice the reach: as much as four steps tell of it.
+    """
+    count = steps * examples
+    orders = [row_order(seed, epoch, rows) for epoch in range(-(-count // rows))]
+    if not orders:
+        return 0
+    cells = np.concatenate(orders)[:count] * steps + np.arange(count) // examples
+    places, times = np.unique(cells, return_counts=True)
+    return int(np.bincount(places // steps, weights=times**2).max())

@@ -24,7 +24,7 @@ from device_runner.fleet.local import Local, Own, sized
 from device_runner.fleet.messages import Refusal
 from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
-from device_runner.fleet.privacy import passes, spent
+from device_runner.fleet.privacy import exposure, spent
 from device_runner.session.inputs import read_inputs
 from device_runner.session.settings import bundle_for
 from prge.accounting import epsilon_of
@@ -190,8 +190,9 @@ class Simulation:
         self._count(device)
         epsilon = 0.0
         if plan.noise:
-            taken = passes(self.own[device].taken, plan.examples, len(examples))
-            epsilon = epsilon_of([(plan.noise, taken)], plan.delta)
+            taken = self.own[device].taken
+            times = exposure(own.rows_seed, taken, plan.examples, len(examples))
+            epsilon = epsilon_of([(plan.noise, times)], plan.delta)
         if reason := spent(epsilon, plan.most_epsilon):
             return Refusal(reason).to_bytes()
         with tempfile.TemporaryDirectory() as scratch, Journal(Path(scratch) / JOURNAL) as journal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_runner.fleet.agreement import Plan
-from device_runner.fleet.privacy import Reported, passes, reach, spent, system_normals
+from device_runner.fleet.privacy import Reported, exposure, reach, spent, system_normals
 from prge.contract import AdaptedModule
 from prge.estimators import Measurement, clipped
+from prge.examples import Example, TokenSequence
+from prge.sampling import Sampler
 from prge.tangents import Tangents
+from tests.bundles import make_contract
 
 MODULES = [AdaptedModule("layer", 2, 4, 6)]
 
@@ -36,10 +40,19 @@ def _measured(queries: int = 3, examples: int = 4) -> Measurement:
     return Measurement(0.7, scalars, None, 0.1, 12)
 
 
-@given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 1000))
-def test_no_row_takes_part_more_often_than_counted(steps: int, examples: int, rows: int) -> None:
-    taken = np.bincount(np.arange(steps * examples) % rows, minlength=rows)
-    assert taken.max() == passes(steps, examples, rows)
+@given(st.integers(0, 2**32), st.integers(0, 40), st.integers(1, 12), st.integers(1, 30))
+def test_exposure_is_that_of_the_worst_row(seed: int, steps: int, examples: int, rows: int) -> None:
+    sequence = TokenSequence((1,), ())
+    own = [Example(row, (sequence,), 2, 0) for row in range(rows)]
+    sampler = Sampler(own, make_contract(batch_size=examples), seed)
+    seen = [Counter(example.row for example in sampler.chosen(step)) for step in range(steps)]
+    worst = max((sum(each[row] ** 2 for each in seen) for row in range(rows)), default=0)
+    assert exposure(seed, steps, examples, rows) == worst
+
+
+def test_a_row_that_comes_once_a_pass_counts_once_a_pass() -> None:
+    assert exposure(7, steps=9, examples=4, rows=12) == 3
+    assert exposure(7, steps=2, examples=4, rows=1) == 32
 
 
 def test_a_bound_of_zero_is_none() -> None:
