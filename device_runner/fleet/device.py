@@ -52,6 +52,8 @@ from prge.terminal import best_effort
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"
+# States that stay; a fleet that comes back after others sends its state again.
+KEPT_FLEETS = 4
 _DAY = 24 * 3600.0
 
 
@@ -196,7 +198,14 @@ class _Round:
         self.fleet.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
             write_file(path, content)
+            self._forget_old_fleets()
         return agreement
+
+    def _forget_old_fleets(self) -> None:
+        """Remove all but the newest fleets' states; the ledger keeps what they cost."""
+        fleets = sorted(self.fleet.parent.iterdir(), key=lambda folder: folder.stat().st_mtime)
+        for folder in fleets[:-KEPT_FLEETS]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _check(self, ledger: Journal) -> None:
         now = time.time()

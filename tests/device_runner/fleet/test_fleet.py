@@ -469,6 +469,16 @@ class TestWithNoise:
         assert len(ledger(folder)) == 1
 
 
+def test_states_of_old_fleets_make_room_and_come_back(fleet: Fleet, tmp_path: Path) -> None:
+    for name in "abcdef":
+        fleet.run(fleet.settings(rounds=1, out=tmp_path / name, name=name))
+    assert len(list((fleet.folder / str(NODES[0]) / FLEETS).iterdir())) == 4
+    assert len(ledger(fleet.folder / str(NODES[0]))) == 6
+    with open_fleet(fleet.settings(rounds=3, out=tmp_path / "long", name="a")) as server:
+        play(server, fleet.direct)
+        assert play(server, fleet.direct).answered == list(NODES)
+
+
 def test_another_plan_in_the_same_folder_is_refused(fleet: Fleet) -> None:
     fleet.run(fleet.settings(), rounds=1)
     with pytest.raises(ConfigError, match="queries was 4, is 8"):
