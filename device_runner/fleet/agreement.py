@@ -49,7 +49,7 @@ class Plan:
     epsilon: float = 1e-2
     """antithetic, one-sided: length of a perturbation."""
     guided: bool = True
-    """Keep directions to the axes that `prge export --guide` found, where the bundle has them."""
+    """Keep directions to the axes that `prge guide` found, where the bundle has them."""
 
     clip: float = 0.0
     """Largest norm of an example's gradient: as tangents estimate it, or exact; of the step's with

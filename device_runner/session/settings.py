@@ -62,7 +62,7 @@ class RunSettings(TrainingFlags):
     share_directions: bool = False
     """tangent: one direction a query for all examples of a step, instead of one for each."""
     guided: bool = True
-    """Keep random directions to the axes that `prge export --guide` found, where the bundle has them."""
+    """Keep random directions to the axes that `prge guide` found, where the bundle has them."""
     epsilon: float = 1e-2
     """antithetic, one-sided: length of a perturbation, in units of the adapter's values."""
     baseline: Literal["clean", "leave-one-out"] = "clean"
