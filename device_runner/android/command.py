@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ from prge.errors import ConfigError, DeviceError, PrgeError
 from prge.peft import find_adapter
 from prge.rows.sources import Part
 from prge.settings import parse_settings, settings_to_yaml
+from prge.subverbs import Action, run_action
 
 Settings = TypeVar("Settings")
 EARLY_SECONDS = 10.0
@@ -148,26 +148,9 @@ class CleanSettings(DeviceSettings):
     """Remove everything of prge, runs included."""
 
 
-@dataclass(frozen=True)
-class Action:
-    """A verb of `prge android`."""
-
-    help: str
-    main: Callable[[list[str]], int]
-
-
 def main(argv: Sequence[str]) -> int:
     """Run one verb; see `prge android --help`."""
-    words = list(argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage())
-        return 0
-    action = ACTIONS.get(words[0])
-    if action is None:
-        nearest = difflib.get_close_matches(words[0], ACTIONS, n=1)
-        hint = f"did you mean `prge android {nearest[0]}`?" if nearest else "`prge android --help` lists them"
-        raise PrgeError(f"there is no verb {words[0]!r} of prge android", remedy=hint)
-    return action.main(words[1:])
+    return run_action(argv, ACTIONS, "prge android", "Train on a phone that adb reaches.")
 
 
 def _bundle(argv: list[str]) -> int:
@@ -469,19 +452,3 @@ def _known(phone: Phone, name: str) -> None:
     if phone.job(name).state == "absent" and not phone.exists(phone.path("runs", name), "d"):
         runs = ", ".join(phone.jobs()) or "none"
         raise DeviceError(f"{phone.adb.serial} has no run {name!r}; it has: {runs}")
-
-
-def _usage() -> str:
-    width = max(map(len, ACTIONS))
-    lines = [f"  {name:<{width}}  {action.help}" for name, action in ACTIONS.items()]
-    return "\n".join(
-        [
-            "usage: prge android <verb> [flags]",
-            "",
-            "Train on a phone that adb reaches.",
-            "",
-            *lines,
-            "",
-            "`prge android <verb> --help` shows a verb's flags.",
-        ]
-    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_devi
 from device_runner.fleet.status import read_status
 from prge.errors import ConfigError, PrgeError, RunError
 from prge.settings import parse_settings
+from prge.subverbs import Action, run_action
 
 # Verbs for which Flower, or what it brings, is imported.
 NETWORKED = ("serve", "join", "keys")
@@ -69,31 +69,20 @@ class JoinSettings(DeviceSettings, RejoinSettings):
     """Take part in a fleet: wait for its server's tasks, and answer those that the policy allows."""
 
 
-@dataclass(frozen=True)
-class Action:
-    """A verb of `prge fleet`."""
-
-    help: str
-    main: Callable[[Sequence[str]], int]
-
-
 def main(argv: Sequence[str]) -> int:
     """Run one verb; see `prge fleet --help`."""
-    words = list(argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage())
-        return 0
-    action = ACTIONS.get(words[0])
-    if action is None:
-        nearest = difflib.get_close_matches(words[0], ACTIONS, n=1)
-        hint = f"did you mean `prge fleet {nearest[0]}`?" if nearest else "`prge fleet --help` lists them"
-        raise PrgeError(f"there is no verb {words[0]!r} of prge fleet", remedy=hint)
-    if sys.version_info < (3, 11) and words[0] in NETWORKED:
+    return run_action(
+        argv, ACTIONS, "prge fleet", "Many devices learn one adapter, and no row leaves any of them.", _check
+    )
+
+
+def _check(name: str) -> None:
+    """Refuse what needs Flower where there is none."""
+    if sys.version_info < (3, 11) and name in NETWORKED:
         raise PrgeError(
-            f"prge fleet {words[0]} needs Python 3.11 or newer, for Flower",
+            f"prge fleet {name} needs Python 3.11 or newer, for Flower",
             remedy=f"this is {platform.python_version()}",
         )
-    return action.main(words[1:])
 
 
 def _join(argv: Sequence[str]) -> NoReturn:
@@ -158,19 +147,3 @@ def _has(argv: Sequence[str], *flags: str) -> bool:
 def _described(verb: str) -> str:
     help_ = ACTIONS[verb].help
     return f"{help_[0].upper()}{help_[1:]}."
-
-
-def _usage() -> str:
-    width = max(map(len, ACTIONS))
-    lines = [f"  {name:<{width}}  {action.help}" for name, action in ACTIONS.items()]
-    return "\n".join(
-        [
-            "usage: prge fleet <verb> [flags]",
-            "",
-            "Many devices learn one adapter, and no row leaves any of them.",
-            "",
-            *lines,
-            "",
-            "`prge fleet <verb> --help` shows a verb's flags.",
-        ]
-    )

@@ -1,0 +1,55 @@
+"""Verbs of a verb, such as `prge android push`: which one is meant, and the list of all."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prge.errors import PrgeError
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a verb does, and what does it."""
+
+    help: str
+    main: Callable[[list[str]], int]
+
+
+def run_action(
+    argv: Sequence[str],
+    actions: Mapping[str, Action],
+    prog: str,
+    about: str,
+    check: Callable[[str], None] = lambda name: None,
+) -> int:
+    """Run the action that the first word names; without a word, or with --help, print them all.
+
+    Args:
+        argv: the words after `prog`.
+        actions: by name.
+        prog: what the user typed before them, such as `prge android`.
+        about: a sentence for the list.
+        check: refuses an action before it runs.
+
+    Raises:
+        PrgeError: there is no such action.
+    """
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage(actions, prog, about))
+        return 0
+    if words[0] not in actions:
+        nearest = difflib.get_close_matches(words[0], actions, n=1)
+        hint = f"did you mean `{prog} {nearest[0]}`?" if nearest else f"`{prog} --help` lists them"
+        raise PrgeError(f"there is no verb {words[0]!r} of {prog}", remedy=hint)
+    check(words[0])
+    return actions[words[0]].main(words[1:])
+
+
+def _usage(actions: Mapping[str, Action], prog: str, about: str) -> str:
+    width = max(map(len, actions))
+    lines = [f"  {name:<{width}}  {action.help}" for name, action in actions.items()]
+    end = f"`{prog} <verb> --help` shows a verb's flags."
+    return "\n".join([f"usage: {prog} <verb> [flags]", "", about, "", *lines, "", end])
