@@ -9,8 +9,8 @@ from typing import Any
 
 from prge.bounds import bound_problems
 from prge.curves import SCORES, Record, labels, series, smooth
-from prge.errors import ConfigError, PrgeError, RunError
-from prge.palette import COLOURS, MARKERS
+from prge.errors import ConfigError, RunError
+from prge.palette import COLOURS, MARKERS, drawing_library
 from prge.run_folder import read_metrics, reported
 from prge.settings import parse_settings
 
@@ -60,16 +60,10 @@ def draw(runs: Sequence[Path], out: Path, smoothing: float = 0.9) -> None:
     records = [read_metrics(run) for run in runs]
     if not any(record.get("event") in ("step", "evaluation") for run in records for record in run):
         raise RunError(f"{', '.join(map(str, runs))}: nothing measured yet", remedy="wait for the first step")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise PrgeError(
-            "drawing needs matplotlib, which is not installed", remedy="pip install 'prge[plot]'"
-        ) from None
+    matplotlib = drawing_library()
     style = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False}
     with matplotlib.rc_context({**style, "axes.spines.right": False}):
-        figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
+        figure = matplotlib.figure.Figure(figsize=(12, 8), dpi=100, layout="constrained")
         score_label = _score_label(records)
         rows = 2 if score_label else 1
         panels = figure.subplots(rows, len(AXES), sharex="col", sharey="row", squeeze=False)

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from prge.errors import PrgeError
-from prge.palette import COLOURS, MARKERS
+from prge.palette import COLOURS, MARKERS, drawing_library
 from server_export.compare.outcome import Outcome, Result, has_quality
 from server_export.compare.records import Point, read_curve
 
@@ -28,12 +27,7 @@ def draw_all(result: Result, outcome: Outcome) -> dict[str, str]:
     Raises:
         PrgeError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise PrgeError(
-            "drawing needs matplotlib, which is not installed", remedy="pip install 'prge[plot]'"
-        ) from None
+    matplotlib = drawing_library()
     style = {
         "svg.fonttype": "none",
         "svg.hashsalt": "prge",

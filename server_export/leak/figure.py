@@ -6,8 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prge.errors import PrgeError
-from prge.palette import COLOURS, MARKERS
+from prge.palette import COLOURS, MARKERS, drawing_library
 
 _PANELS = {
     "length": "unknown tokens of a row",
@@ -26,19 +25,13 @@ def draw(found: Mapping[str, Any], file_format: str) -> bytes:
     Raises:
         PrgeError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise PrgeError(
-            "drawing needs matplotlib, which is not installed", remedy="pip install 'prge[plot]'"
-        ) from None
+    matplotlib = drawing_library()
     table, case = found["table"], found["case"]
     panels = [name for name in _PANELS if len({line[name] for line in _along(table, case, name)}) > 1]
     panels = panels or ["length"]
     style = {"svg.fonttype": "none", "svg.hashsalt": "prge", "font.size": 10}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(3.0 * len(panels) + 0.6, 3.2), layout="constrained")
+        figure = matplotlib.figure.Figure(figsize=(3.0 * len(panels) + 0.6, 3.2), layout="constrained")
         rooms = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, name in zip(rooms, panels, strict=True):
             _panel(axes, name, found)
