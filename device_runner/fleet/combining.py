@@ -32,7 +32,6 @@ def checked(answer: Answer, agreement: Agreement, size: int) -> None:
     plan = agreement.plan
     if answer.sha256 != agreement.sha256:
         raise RefusedError("has another agreement: another bundle, task or plan")
-    scalars = plan.local_steps * int(np.prod(plan.shape))
     steps, scalars = plan.local_steps, plan.local_steps * int(np.prod(plan.shape))
     wanted = scalars if plan.by_scalars else max(1, round(plan.largest * size))
     found = (len(answer.values), len(answer.losses))
