@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from device_runner.serving.app import LOCAL, make_app
 from device_runner.serving.listening import Server, address_of, listening
@@ -25,7 +27,7 @@ TEMPLATE = (
     "{% if messages[0].content == 'loop' %}{% for a in range(90000) %}{% for b in range(90000) %}"
     "{% endfor %}{% endfor %}{% endif %}"
 )
-# The engine fails at this token.
+# The engine fails at this token, which a prompt has; no answer draws it.
 FAILING = 419
 
 
@@ -36,6 +38,11 @@ class SlowSpeaker(NumpySpeaker):
         super().__init__(context=CONTEXT, slots=4)
         self.failing.add(FAILING)
         self._seconds = seconds
+
+    def _fed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
+        logits = super()._fed(sequence, tokens).copy()
+        logits[FAILING] = -np.inf
+        return logits
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
         time.sleep(self._seconds)
