@@ -52,11 +52,16 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 @pytest.fixture(scope="session")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A runtime for this machine, from the packages of the lock file."""
+    return built_runtime(tmp_path_factory, fleet=False)
+
+
+def built_runtime(tmp_path_factory: pytest.TempPathFactory, fleet: bool) -> Path:
+    """Build a runtime for this machine; skips where that can't be."""
     if shutil.which("x86_64-linux-gnu-g++") is None:
         unavailable("there is no x86_64-linux-gnu-g++")
     out = tmp_path_factory.mktemp("runtime") / "runtime"
     try:
-        build_runtime(BundleSettings(out=out, machine="amd64"))
+        build_runtime(BundleSettings(out=out, machine="amd64", fleet=fleet))
     except PrgeError as error:
         unavailable(f"a runtime can't be built: {error.what}")
     return out

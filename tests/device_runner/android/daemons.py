@@ -1,4 +1,4 @@
-"""A real adb daemon on this machine's loopback, in a network namespace of its own, and adb calls into it.
+"""A real adb daemon and a computer with adb, each in a network namespace of its own, joined by a cable.
 
 Debian's adbd listens without authentication, so it must never see another network.
 """
@@ -23,8 +23,12 @@ PACKAGES = (
     "libbrotli1 liblz4-1 libprotobuf32t64 libsystemd0 libzstd1 libcap2 zlib1g libxxhash0"
 ).split()
 PORT, SERVER_PORT = 15555, 5137
-SERIAL = f"127.0.0.1:{PORT}"
+COMPUTER, PHONE = "10.99.0.1", "10.99.0.2"
+SERIAL = f"{PHONE}:{PORT}"
 SECONDS = 600
+
+
+_NAMESPACE = ("readlink", "/proc/self/ns/net")
 
 
 class UnavailableError(Exception):
@@ -32,42 +36,70 @@ class UnavailableError(Exception):
 
 
 class Network:
-    """A network namespace with nothing but loopback."""
+    """Two hosts that see their own loopback and each other: a computer, and a phone."""
 
     def __init__(self) -> None:
         for name in ("adb", "unshare", "nsenter", "ip", "apt-get", "dpkg-deb"):
             if shutil.which(name) is None:
                 raise UnavailableError(f"{name} is not installed")
-        user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-        self._holder = subprocess.Popen(
-            ["unshare", *user, "--net", "sleep", "3600"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
-        enter = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
-        self.prefix = ["nsenter", "--target", str(self._holder.pid), *enter, "--net"]
-        for _ in range(50):
+        root = os.geteuid() == 0
+        self._holders: list[subprocess.Popen[bytes]] = []
+        enter = [] if root else ["--user", "--preserve-credentials"]
+        try:
+            self.computer = self._host([] if root else ["--user", "--map-root-user"], [], enter)
+            # Within the computer's namespace of users, so that the cable may go from one to the other.
+            self._phone = self._host([], self.computer, enter)
+            pid = str(self._holders[1].pid)
+            self._set_up(self.computer, f"link add cable type veth peer name cable netns {pid}")
+            for host, address in ((self.computer, COMPUTER), (self._phone, PHONE)):
+                self._set_up(host, f"address add {address}/30 dev cable")
+                self._set_up(host, "link set cable up")
+        except BaseException:
+            self.close()
+            raise
+
+    def _host(self, user: Sequence[str], within: Sequence[str], enter: Sequence[str]) -> list[str]:
+        """Make a namespace with nothing but loopback; the words by which a command runs in it."""
+        holder = subprocess.Popen(
+            [*within, "unshare", *user, "--net", "sleep", "3600"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        self._holders.append(holder)
+        words = ["nsenter", "--target", str(holder.pid), *enter, "--net"]
+        outside = subprocess.run([*within, *_NAMESPACE], capture_output=True, check=True).stdout
+        for _ in range(100):
             time.sleep(0.02)
-            if self._holder.poll() is not None:
+            if holder.poll() is not None:
                 break
-            # Until the holder is in its namespace, this would be the machine's own: look before touching.
-            links = self.run(["ip", "-o", "link"]).stdout
-            if links.count("\n") == 1 and self.run(["ip", "link", "set", "lo", "up"]).returncode == 0:
-                return
-        self.close()
+            # Until the holder is in its namespace, this would be another's: look before touching.
+            inside = subprocess.run([*words, *_NAMESPACE], capture_output=True, check=False)
+            if inside.returncode == 0 and inside.stdout != outside:
+                self._set_up(words, "link set lo up")
+                return words
         raise UnavailableError("network namespaces can't be made here")
 
+    def _set_up(self, host: Sequence[str], words: str) -> None:
+        done = subprocess.run([*host, "ip", *words.split()], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UnavailableError(f"ip {words}: {done.stderr.strip()}")
+
     def run(self, words: Sequence[object], **options: object) -> subprocess.CompletedProcess[str]:
-        """Run a command inside."""
-        command = [*self.prefix, *map(str, words)]
+        """Run a command on the computer."""
+        command = [*self.computer, *map(str, words)]
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, **options)  # type: ignore[call-overload, no-any-return]
 
-    def start(self, words: Sequence[object], **options: object) -> subprocess.Popen[bytes]:
-        """Start a command inside; nsenter becomes the command, so the process is its own."""
-        return subprocess.Popen([*self.prefix, *map(str, words)], **options)  # type: ignore[call-overload, no-any-return]
+    def start(
+        self, words: Sequence[object], on_phone: bool = False, **options: object
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on either; nsenter becomes the command, so the process is its own."""
+        host = self._phone if on_phone else self.computer
+        return subprocess.Popen([*host, *map(str, words)], **options)  # type: ignore[call-overload, no-any-return]
 
     def close(self) -> None:
-        """End the namespace."""
-        self._holder.kill()
-        self._holder.wait()
+        """End both."""
+        for holder in self._holders:
+            holder.kill()
+            holder.wait()
 
 
 class Daemon:
@@ -92,7 +124,7 @@ class Daemon:
         loader = self.folder / "ld-linux-x86-64.so.2"
         with (self.home / "adbd.log").open("ab") as log:
             self.process = self.network.start(
-                [loader, "--library-path", self.folder, self.folder / "adbd"],
+                [loader, "--library-path", self.folder, self.folder / "adbd"], on_phone=True,
                 env={"ADBD_PORT": str(PORT), "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip

@@ -38,10 +38,11 @@ from tests.device_runner.android.daemons import (
     adbd_folder,
     wait_for_device,
 )
+from tests.device_runner.android.fleet_of_one import train_fleet_of_one
 
 DEMO = REPOSITORY / "server_export" / "demo_data"
 SHELL_USER = 2000
-FOLDER = "/data/local/tmp/prge"
+FOLDER, FLEET_FOLDER = "/data/local/tmp/prge", "/data/local/tmp/fleet"
 MOST_MEGABYTES = 140
 MOST_DIFFERENCE = 1e-4
 STEPS = 8
@@ -99,7 +100,7 @@ class Rig(Daemon):
         with (self.home / "adbd.log").open("ab") as log:
             self.process = self.network.start(
                 ["unshare", "--mount", "--propagation", "private", "sh", "-c", _SETUP, "rig", self.root,
-                 self.phone_folder, self.kernel, PORT],
+                 self.phone_folder, self.kernel, PORT], on_phone=True,
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         wait_for_device(self, 120)
@@ -128,20 +129,23 @@ def _examine(work: Path) -> dict[str, object]:
     began = time.monotonic()
     network = Network()
     try:
-        _say("two runtimes for arm64")
+        _say("three runtimes for arm64")
         runtime = build_runtime(BundleSettings(out=work / "runtime"))
         again = build_runtime(BundleSettings(out=work / "again"))
+        fleet = build_runtime(BundleSettings(out=work / "fleet-runtime", fleet=True))
         bundle, here = _here(work)
         _say("the root")
         rig = Rig(network, work)
         try:
             rig.start()
             figures = _there(rig, runtime, bundle, here, work)
+            figures["joined_fleet"] = _joins(rig, fleet, bundle, work)
         finally:
             rig.close()
     finally:
         network.close()
     figures |= {"bundle_mb": round(runtime.megabytes, 1), "bundle_reproducible": runtime.tree == again.tree}
+    figures["fleet_bundle_mb"] = round(fleet.megabytes, 1)
     checks = [
         runtime.megabytes <= MOST_MEGABYTES,
         runtime.tree == again.tree,
@@ -151,6 +155,7 @@ def _examine(work: Path) -> dict[str, object]:
         figures["published"],
         figures["paused_while_hot"],
         figures["resumed_same_bits"],
+        figures["joined_fleet"],
     ]
     return {"rig_passed": all(checks), **figures, "seconds": round(time.monotonic() - began)}
 
@@ -208,6 +213,13 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
         ),
         "device": json.loads((there / "run.json").read_text())["meta"],
     }
+
+
+def _joins(rig: Rig, runtime: Runtime, bundle: Path, work: Path) -> bool:
+    """Whether the phone takes part in a fleet; its Flower is under emulation too."""
+    _say("push a runtime with Flower, join a fleet")
+    rig.prge("push", runtime.folder, "--folder", FLEET_FOLDER)
+    return train_fleet_of_one(rig, FLEET_FOLDER, bundle, work, 240).count(": 1 answers, loss 0.") == 2
 
 
 def _pauses(rig: Rig, bundle: Path) -> bool:

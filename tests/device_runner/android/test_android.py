@@ -14,7 +14,7 @@ import pytest
 from prge.bundle import open_bundle
 from prge.peft import find_adapter, read_peft
 from tests.device_runner.android.conftest import DEMO
-from tests.device_runner.android.daemons import SERIAL, Daemon, wait_for_device
+from tests.device_runner.android.daemons import PHONE, SERIAL, Daemon, wait_for_device
 
 pytestmark = [pytest.mark.export, pytest.mark.slow]
 
@@ -79,14 +79,15 @@ def test_which_device(daemon: Daemon) -> None:
     environment = dict(daemon.environment)
     other = daemon.prge("status", "--serial", "nobody", check=2).stderr
     assert f"there is no device nobody; connected: {SERIAL}" in other
-    daemon.adb("connect", SERIAL.replace("127.0.0.1", "localhost"))
+    alias = SERIAL.replace(PHONE, PHONE.replace(".0.", "."))  # another spelling of the address
+    daemon.adb("connect", alias)
     del daemon.environment["ANDROID_SERIAL"]
     try:
         assert "more than one device" in daemon.prge("status", check=2).stderr
         daemon.prge("status", "--serial", SERIAL)
     finally:
         daemon.environment = environment
-        daemon.adb("disconnect", SERIAL.replace("127.0.0.1", "localhost"))
+        daemon.adb("disconnect", alias)
 
 
 def test_doctor(daemon: Daemon, phone: Path) -> None:

@@ -1,4 +1,4 @@
-"""`prge android fleet join` on a phone that is a folder here: what is brought, and that it takes part."""
+"""`prge android fleet join`: what is brought, and that the phone takes part, by the real adb too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from device_runner.android.runtime import MANIFEST
 from device_runner.fleet.messages import Refusal, parse_answer
 from device_runner.fleet.network.keys import make_keys
 from tests.bundles import make_bundle
+from tests.device_runner.android.conftest import built_runtime
+from tests.device_runner.android.daemons import Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
+from tests.device_runner.android.fleet_of_one import train_fleet_of_one
 from tests.device_runner.fleet.network.nodes import Echoes, rounds_of, serving
 
 
@@ -54,3 +57,17 @@ def test_a_runtime_without_flower_is_told(tmp_path: Path) -> None:
     words = ["--bundle", make_bundle(tmp_path / "bundle"), "--train", tmp_path / "rows"]
     told = phone.prge("fleet", "join", "--server", "h:1", "--insecure", *words, code=2).stderr
     assert "the runtime on fake is one without Flower\n  make another: prge android bundle --fleet" in told
+
+
+@pytest.mark.export
+@pytest.mark.slow
+def test_a_phone_that_sees_nothing_but_its_cable_trains(
+    daemon: Daemon, stack_bundle: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    phone = tmp_path / "phone"
+    daemon.prge("push", built_runtime(tmp_path_factory, fleet=True), "--folder", phone)
+    try:
+        told = train_fleet_of_one(daemon, str(phone), stack_bundle, tmp_path)
+    finally:
+        end_jobs(phone)
+    assert told.count(": 1 answers, loss 0.") == 2

@@ -64,7 +64,7 @@ def workstation(
     if request.param == "adb":
         daemon: Daemon = request.getfixturevalue("daemon")
         folder: Path = request.getfixturevalue("phone")
-        yield Workstation(SERIAL, folder, daemon.environment, daemon.network.prefix)
+        yield Workstation(SERIAL, folder, daemon.environment, daemon.network.computer)
     else:
         phone = FakePhone(tmp_path_factory.mktemp("fake") / "phone")
         yield Workstation("fake", phone.folder, {"PRGE_ADB": str(phone.adb), "PYTHONPATH": str(REPOSITORY)})
