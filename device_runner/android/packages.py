@@ -35,7 +35,7 @@ DEBIAN = (
 ).split()
 WHEELS = "numpy tokenizers safetensors executorch PyYAML tqdm Jinja2 MarkupSafe".split()
 # What a device of a fleet needs besides: of what flwr asks for, the packages that a SuperNode imports.
-FLEET_DEBIAN = ("libssl3t64",)
+FLEET_DEBIAN = ("libssl3t64", "libzstd1")
 FLEET_WHEELS = (
     "flwr alembic annotated-doc annotated-types anyio certifi cffi charset-normalizer click "
     "cryptography fastapi grpcio grpcio-health-checking h11 httpcore httpx idna iterators Mako "

@@ -59,7 +59,7 @@ _LEFT_OUT = frozenset(
 _LEFT_OUT_EXTENSIONS = ("_ssl", "_hashlib", "_sqlite3", "_curses", "_dbm", "_gdbm", "_tkinter", "readline",
                         "_test", "_xxtestfuzz", "xxlimited", "nis", "_crypt")  # fmt: skip
 # Of encrypted connections.
-_FLEET_LIBRARIES = ("libssl.so.3", "libcrypto.so.3")
+_FLEET_LIBRARIES = ("libssl.so.3", "libcrypto.so.3", "libzstd.so.1")
 _FLEET_EXTENSIONS = ("_ssl", "_hashlib")
 _DRIVER_LEFT_OUT = ("android", "__pycache__")
 

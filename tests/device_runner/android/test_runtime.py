@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -106,3 +107,14 @@ def test_a_runtime_for_fleets_runs_flower(runtime: Path, tmp_path: Path) -> None
         check=False,
     )
     assert (told.returncode, told.stdout) == (0, "Flower version: 1.41.0\n"), told.stderr
+    # This machine has libraries of its own, which a phone lacks: programs here can't tell.
+    assert _needed(made.folder) <= {path.name for path in made.folder.rglob("*.so*")}
+
+
+def _needed(folder: Path) -> set[str]:
+    """Names of the libraries that the native code in a folder is linked to."""
+    found = set()
+    for path in folder.rglob("*.so*"):
+        told = subprocess.run(["readelf", "--dynamic", path], capture_output=True, text=True, check=True)
+        found |= set(re.findall(r"\(NEEDED\).*\[(.+)\]", told.stdout))
+    return found
