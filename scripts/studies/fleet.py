@@ -4,10 +4,13 @@
 
 MINILM is a model's folder or hub id, SST2 a folder with train.tsv, dev.tsv and test-labeled.tsv. The rows of
 six classes are those of questions.py. 100 simulated devices hold 3,000 rows, dealt out by Dirichlet 0.3; a
-round asks ten, which take five steps of four examples. The classification head is fitted on 64 other rows, 60
-of the questions, and stays. Adapters are in the two upper blocks. Rates were chosen on development rows with
-seed 42, and the best step of each run too; test rows are read once a run. Calls the verbs export, fleet
-simulate, run and replay as a user would and prints JSON; a run that is there is not made again.
+round asks ten, which take 20 examples each. The server has other 64 rows, 60 of the questions: on them the
+classification head is fitted, which stays, and `lora_a` of the adapters, rank 1 in the two upper blocks.
+Rates were chosen on development rows with seed 42, and the best step of each run too; test rows are read once
+a run. With noise every device takes part in every round, with all of its rows.
+
+Calls the verbs export, fleet simulate, run and replay as a user would and prints JSON; a run that is there is
+not made again.
 """
 
 from __future__ import annotations
@@ -25,39 +28,63 @@ from verbs import evaluations, prge, summarize
 
 from prge.accounting import epsilon_of
 
-DEVICES, HEAD = 100, {"questions": 60, "sst2": 64}
-FLEET: dict[str, Any] = {
-    "devices": DEVICES,
-    "partition": "dirichlet:0.3",
-    "local_steps": 5,
-    "evaluate_every": 2,
+DEVICES, ROWS, HEAD = 100, 3000, {"questions": 60, "sst2": 64}
+Settings = Mapping[str, Any]
+FLEET: Settings = {"devices": DEVICES, "schedule": "cosine"}
+UNEVEN: Settings = {**FLEET, "partition": "dirichlet:0.3", "per_round": 10}
+SCALARS: Settings = {**UNEVEN, "estimator": "tangent", "local_steps": 1, "examples": 20, "clip": 0.1}
+CHANGES: Settings = {**UNEVEN, "estimator": "exact", "local_steps": 5, "examples": 4, "rounds": 20}
+ARMS: dict[str, Settings] = {
+    "scalars, q 4": {**SCALARS, "queries": 4, "rounds": 80, "evaluate_every": 8},
+    "scalars, q 16": {**SCALARS, "queries": 16, "rounds": 40, "evaluate_every": 4},
+    "scalars, q 4, own directions": {
+        **SCALARS,
+        "queries": 4,
+        "rounds": 40,
+        "directions": "own",
+        "evaluate_every": 4,
+    },
+    "FedAvg": {**CHANGES, "evaluate_every": 2},
+    "FedAdam": {**CHANGES, "average": "fedadam", "evaluate_every": 2},
+    "FedAvg, largest 1 %": {**CHANGES, "largest": 0.01, "evaluate_every": 2},
 }
-ROUNDS = {"scalars": 80, "adapters": 20}
-SCALARS: dict[str, Any] = {"estimator": "tangent", "rounds": ROUNDS["scalars"], "evaluate_every": 8}
-ADAPTERS: dict[str, Any] = {"estimator": "exact", "rounds": ROUNDS["adapters"]}
-ARMS: Mapping[str, dict[str, Any]] = {
-    "scalars, q 4": {**SCALARS, "queries": 4},
-    "scalars, q 16": {**SCALARS, "queries": 16, "rounds": 40},
-    "FedAvg": ADAPTERS,
-    "FedAdam": {**ADAPTERS, "average": "fedadam"},
-    "FedAvg, largest 1 %": {**ADAPTERS, "largest": 0.01},
+ONE_PLACE: Settings = {
+    "estimator": "exact",
+    "steps": 200,
+    "batch_size": 20,
+    "beta2": 0.98,
+    "schedule": "cosine",
+    "evaluate_every": 20,
 }
-ONE_PLACE: dict[str, Any] = {"estimator": "exact", "steps": 200, "batch_size": 20, "beta2": 0.98}
-# Tried with seed 42; the best by loss of development rows is taken for all seeds, or the first is.
-RATES: Mapping[str, Sequence[float]] = {
-    "scalars, q 4": (3e-4, 1e-3),
-    "scalars, q 16": (3e-4, 1e-3),
-    "FedAvg": (1e-2, 3e-3),
-    "FedAdam": (3e-3,),
-    "FedAvg, largest 1 %": (1e-2, 3e-3),
-    "one place": (3e-3, 1e-3),
+# Tried with seed 42, with noise at the largest epsilon; the best by loss of development rows is taken for all
+# seeds, or the first is.
+TRIED: Mapping[str, Sequence[Settings]] = {
+    **{arm: ({"learning_rate": 4e-2}, {"learning_rate": 1e-2}) for arm in ARMS if arm.startswith("scalars")},
+    "FedAvg": ({"learning_rate": 1e-2}, {"learning_rate": 3e-2}),
+    "FedAdam": (
+        {"learning_rate": 1e-2, "server_rate": 3e-2},
+        {"learning_rate": 1e-2, "server_rate": 1e-2},
+    ),
+    "FedAvg, largest 1 %": ({"learning_rate": 1e-2}, {"learning_rate": 3e-2}),
+    "one place": ({"learning_rate": 1e-2}, {"learning_rate": 3e-3}),
+    "private scalars": ({"learning_rate": 1e-2}, {"learning_rate": 4e-2}),
+    "private changes": ({"learning_rate": 10.0}, {"learning_rate": 3.0}),
 }
 EPSILONS = (1.0, 4.0, 8.0)
-PRIVATE: Mapping[str, dict[str, Any]] = {
-    "scalars": {**SCALARS, "queries": 4, "share_directions": True, "rounds": 10, "evaluate_every": 2},
-    "adapters": {**ADAPTERS, "rounds": 10},
+PRIVATE: Settings = {
+    **FLEET,
+    "per_round": DEVICES,
+    "partition": "even",
+    "local_steps": 1,
+    "examples": ROWS // DEVICES,
+    "rounds": 8,
+    "clip": 0.1,
+    "evaluate_every": 1,
 }
-PRIVATE_RATES = {"scalars": 3e-4, "adapters": 3e-4}
+PRIVATE_ARMS: dict[str, Settings] = {
+    "private scalars": {**PRIVATE, "queries": 16, "share_directions": True},
+    "private changes": {**PRIVATE, "estimator": "exact", "optimizer": "sgd"},
+}
 
 
 def main() -> None:
@@ -70,19 +97,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for rows, bundle and runs")
     parser.add_argument("--tasks", nargs="+", default=["questions", "sst2"], choices=sorted(HEAD))
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
-    parser.add_argument("--first-rates", action="store_true", help="search no rates: take those of `RATES`")
-    parser.add_argument("--arms", nargs="+", default=[*ARMS, "one place", "private"])
+    parser.add_argument("--first-rates", action="store_true", help="search no rates: take those named first")
+    parser.add_argument("--arms", nargs="+", default=[*ARMS, "one place", *PRIVATE_ARMS])
     arguments = parser.parse_args()
 
-    bundle = arguments.out / "bundle"
-    if not bundle.exists():
-        prge("export", model=arguments.encoder, out=bundle, adapt_layers="top:2")
     results = {}
     for name in arguments.tasks:
-        study = Study(arguments.out / name, bundle, name, rows_of(arguments, name), not arguments.first_rates)
-        results[name] = {arm: study.arm(arm, arguments.seeds) for arm in arguments.arms if arm != "private"}
-        if "private" in arguments.arms:
-            results[name]["private"] = study.private(arguments.seeds)
+        study = Study(arguments.out / name, name, arguments.encoder, rows_of(arguments, name))
+        searches = not arguments.first_rates
+        results[name] = {arm: study.arm(arm, arguments.seeds, searches) for arm in arguments.arms}
     print(json.dumps(results, indent=2))
 
 
@@ -91,7 +114,7 @@ def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, Path]:
     folder, count = arguments.out / name, HEAD[name]
     folder.mkdir(parents=True, exist_ok=True)
     if name == "questions":
-        made = make_questions({"dev": 300, "test": 600, "train": 3000 + count})
+        made = make_questions({"dev": 300, "test": 600, "train": ROWS + count})
         lines = {split: [json.dumps(row) for row in rows] for split, rows in made.items()}
         files = {split: folder / f"{split}.jsonl" for split in ("head", "train", "dev", "test")}
     else:
@@ -103,7 +126,7 @@ def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, Path]:
         # The training file has phrases of sentences too; most are a few words.
         whole = [line for line in lines["train"][1:] if len(line.split()) > 5]
         random.Random(1).shuffle(whole)
-        lines = {"train": whole[: 3000 + count], "dev": lines["dev"][1:301], "test": lines["test"][1:601]}
+        lines = {"train": whole[: ROWS + count], "dev": lines["dev"][1:301], "test": lines["test"][1:601]}
         files = {split: folder / f"{split}.tsv" for split in ("head", "train", "dev", "test")}
     lines["head"], lines["train"] = lines["train"][:count], lines["train"][count:]
     for split, file in files.items():
@@ -115,57 +138,51 @@ def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, Path]:
 class Study:
     """The runs of one task."""
 
-    def __init__(
-        self, folder: Path, bundle: Path, name: str, files: Mapping[str, Path], searches: bool
-    ) -> None:
+    def __init__(self, folder: Path, name: str, encoder: str, files: Mapping[str, Path]) -> None:
         self.folder = folder
-        self.bundle = bundle
+        self.bundle = folder / "bundle"
         self.files = files
-        self.searches = searches
         self.task = {"questions": "trec", "sst2": "sst2"}[name]
+        if not self.bundle.exists():
+            own = {"init": "eva", "init_rows": files["head"], "init_task": self.task}
+            prge("export", model=encoder, out=self.bundle, adapt_layers="top:2", rank=1, **own)
 
-    def arm(self, arm: str, seeds: Sequence[int]) -> dict[str, Any]:
-        """A way to train, at its best rate of the first seed."""
-        rates = RATES[arm] if self.searches else RATES[arm][:1]
-        tried = {rate: self._run(arm, rate, seeds[0], test=False) for rate in rates if len(rates) > 1}
-        rate = min(rates, key=lambda rate: float(tried[rate]["best_dev_loss"]) if tried else 0.0)
-        runs = [self._run(arm, rate, seed) for seed in seeds]
-        return {"rate": rate, **summarize(runs, [name for name in runs[0] if name != "curve"])}
-
-    def _run(self, arm: str, rate: float, seed: int, test: bool = True) -> dict[str, Any]:
-        name = f"{arm.replace(' ', '-').replace(',', '')}-{rate:g}-{seed}" + ("" if test else "-dev")
-        if arm == "one place":
-            return self._one_place(name, rate, seed)
-        return self._simulate(name, {**ARMS[arm], "learning_rate": rate, "seed": seed}, test)
-
-    def private(self, seeds: Sequence[int]) -> dict[str, Any]:
-        """Quality by epsilon, with the noise that a device of the mean size spends all of it by."""
+    def arm(self, arm: str, seeds: Sequence[int], searches: bool) -> dict[str, Any]:
+        """A way to train, with the settings that are best for the first seed."""
+        tried = TRIED[arm] if searches else TRIED[arm][:1]
+        noise = self._noise(max(EPSILONS)) if arm in PRIVATE_ARMS else {}
+        found = [self._run(arm, {**each, **noise}, seeds[0], test=False) for each in tried if len(tried) > 1]
+        best = tried[min(range(len(found)), key=lambda at: float(found[at]["best_dev_loss"]), default=0)]
+        if arm not in PRIVATE_ARMS:
+            runs = [self._run(arm, best, seed) for seed in seeds]
+            return {"settings": best, **summarize(runs, [name for name in runs[0] if name != "curve"])}
         table = {}
-        rows = sum(1 for _ in self.files["train"].open()) / DEVICES
-        for arm, plan in PRIVATE.items():
-            taken = plan["rounds"] * 10 / DEVICES * FLEET["local_steps"] * 4
-            for epsilon in EPSILONS:
-                noise = noise_for(epsilon, times=-(-int(taken) // int(rows)))
-                flags = {**plan, "noise": noise, "clip": 1.0, "most_epsilon": epsilon}
-                runs = [
-                    self._simulate(
-                        f"private-{arm}-{epsilon:g}-{seed}",
-                        {**flags, "learning_rate": PRIVATE_RATES[arm], "seed": seed},
-                    )
-                    for seed in seeds
-                ]
-                names = ("after_accuracy", "after_loss", "best_dev_loss", "epsilon")
-                table[f"{arm}, epsilon {epsilon:g}"] = {"noise": noise, **summarize(runs, names)}
-        return table
+        for epsilon in EPSILONS:
+            runs = [self._run(arm, {**best, **self._noise(epsilon)}, seed) for seed in seeds]
+            names = ("after_accuracy", "after_loss", "best_dev_loss", "epsilon")
+            table[f"epsilon {epsilon:g}"] = summarize(runs, names)
+        return {"settings": best, **table}
 
-    def _simulate(self, name: str, plan: Mapping[str, Any], test: bool = True) -> dict[str, Any]:
+    def _noise(self, epsilon: float) -> Settings:
+        """Every row takes part once a round, so that all of epsilon is spent in the last."""
+        return {"noise": noise_for(epsilon, PRIVATE["rounds"]), "most_epsilon": epsilon}
+
+    def _run(self, arm: str, settings: Settings, seed: int, test: bool = True) -> dict[str, Any]:
+        words = [arm.replace(",", ""), *(f"{value:g}" for value in settings.values()), str(seed)]
+        name = "-".join([*words, "dev"] if not test else words).replace(" ", "-").replace("%", "percent")
+        plan = {**settings, "seed": seed}
+        if arm == "one place":
+            return self._one_place(name, {**ONE_PLACE, **plan})
+        return self._simulate(name, {**(ARMS | PRIVATE_ARMS)[arm], **plan}, test)
+
+    def _simulate(self, name: str, plan: Settings, test: bool = True) -> dict[str, Any]:
         found = self.folder / f"{name}.json"
         if not found.exists():
             shutil.rmtree(self.folder / name, ignore_errors=True)
             prge(
                 "fleet",
                 "simulate",
-                **{**FLEET, **plan},
+                **plan,
                 **self._common(test),
                 head_rows=self.files["head"],
                 out=self.folder / name,
@@ -181,7 +198,7 @@ class Study:
             "rounds_to_best": best["number"] + 1,
             "kilobytes_up_to_best": sum(entry["bytes_up"] for entry in until) / 1000,
             "kilobytes_down_to_best": sum(entry["bytes_down"] for entry in until) / 1000,
-            "device_seconds_to_best": sum(entry["device_seconds"] * 10 for entry in until),
+            "device_seconds_to_best": sum(entry["device_seconds"] * plan["per_round"] for entry in until),
             "bytes_up_per_device_step": figures["bytes_up_per_device_step"],
             "epsilon": figures["epsilon"],
             "curve": [
@@ -199,21 +216,12 @@ class Study:
             facts |= {f"{when}_{key}": figures[when][key] for key in ("accuracy", "loss")}
         return facts
 
-    def _one_place(self, name: str, rate: float, seed: int) -> dict[str, Any]:
-        """All rows on one machine, from the fleet's start, over as many examples as with adapters."""
+    def _one_place(self, name: str, plan: Settings) -> dict[str, Any]:
+        """All rows on one machine, from the fleet's start, over as many examples as with changes."""
         run, test = self.folder / name, self.folder / f"{name}.json"
         if not test.exists():
-            prge(
-                "run",
-                **ONE_PLACE,
-                **self._of(("train", "dev")),
-                adapter=self._start(),
-                out=run,
-                seed=seed,
-                learning_rate=rate,
-                evaluate_every=20,
-                threads=1,
-            )
+            own = self._of(("train", "dev"))
+            prge("run", **plan, **own, adapter=self._start(), out=run, threads=1)
             prge("eval", bundle=self.bundle, task=self.task, data=self.files["test"], adapter=run, json=test)
         scored = json.loads(test.read_text(encoding="utf-8"))
         found = evaluations(run)
