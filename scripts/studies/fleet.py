@@ -72,7 +72,7 @@ TRIED: Mapping[str, Sequence[Settings]] = {
         {"learning_rate": 1e-2, "server_rate": 1e-2},
     ),
     "FedAvg, largest 1 %": ({"learning_rate": 1e-2}, {"learning_rate": 3e-2}),
-    "one place": ({"learning_rate": 1e-2}, {"learning_rate": 3e-3}),
+    "one place": ({"learning_rate": 1e-2}, {"learning_rate": 3e-2}),
     "private scalars": ({"learning_rate": 1e-2}, {"learning_rate": 4e-2}),
     "private changes": ({"learning_rate": 10.0}, {"learning_rate": 3.0}),
 }
