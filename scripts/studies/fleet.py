@@ -65,7 +65,6 @@ ONE_PLACE: Settings = {
 # seeds, or the first is.
 TRIED: Mapping[str, Sequence[Settings]] = {
     **{arm: ({"learning_rate": 4e-2}, {"learning_rate": 1e-2}) for arm in ARMS if arm.startswith("scalars")},
-    "scalars, q 4, own directions": ({"learning_rate": 1e-2}, {"learning_rate": 3e-3}),
     "FedAvg": ({"learning_rate": 1e-2}, {"learning_rate": 3e-2}),
     "FedAdam": (
         {"learning_rate": 1e-2, "server_rate": 3e-2},
