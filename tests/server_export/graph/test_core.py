@@ -66,8 +66,9 @@ def test_the_same_is_computed_in_core_operators(name: str) -> None:
     graph_module = torch.export.export(Function(function), (X,), strict=False).module(check_guards=False)
     fill_in_values(graph_module)
     write_core_operators(graph_module)
-    # Sums in another order differ by more where there are more terms.
-    torch.testing.assert_close(graph_module(X), function(X), rtol=1e-5, atol=1e-5)
+    # float32's own bound; 2,048 terms in another order are off by the square root of that many roundings.
+    relative = 2048**0.5 * torch.finfo(torch.float32).eps if name == "a sum of many" else 1.3e-6
+    torch.testing.assert_close(graph_module(X), function(X), rtol=relative, atol=1e-5)
     names = {
         str(node.target).split(".")[1] for node in graph_module.graph.nodes if node.op == "call_function"
     }
