@@ -18,7 +18,6 @@ from server_export.check.chain import ChainVerification
 from server_export.model.base import base_of
 from server_export.model.files import end_tokens, find_files
 from server_export.model.loading import LoadedModel
-from server_export.model.places import Places
 from server_export.model.quantization import QuantizationReport
 from server_export.model.start import StartAdapter
 from server_export.model.tokenization import tokenizer_block, write_tokenizer
@@ -64,19 +63,15 @@ def write_bundle(
     tokenizer: Any,
     quantization: QuantizationReport,
     verification: ChainVerification,
-    places: Places | None = None,
 ) -> dict[str, Any]:
-    """Fill `folder`, which holds programs and weights already, with everything else; returns the manifest.
-
-    `places` says why the adapter is where it is, where that was chosen.
-    """
+    """Fill `folder`, which holds programs and weights already, with everything else; returns the manifest."""
     ends = end_tokens(find_files(start.loaded.name_or_path, start.loaded.revision))
     write_adapter(folder / ADAPTER, start)
     write_tokenizer(tokenizer, folder / TOKENIZER)
     content = {
         "chain": chain.to_json(),
         "outline": outline.to_json(),
-        "lora": _lora_block(config, start, places),
+        "lora": _lora_block(config, start),
         "model": _model_block(start.loaded, start.parameters),
         "readout": {"label_words": config.label_words},
         "quantization": quantization.to_json(),
@@ -86,7 +81,7 @@ def write_bundle(
     return write_manifest(folder, content)
 
 
-def _lora_block(config: ExportConfig, start: StartAdapter, places: Places | None) -> dict[str, Any]:
+def _lora_block(config: ExportConfig, start: StartAdapter) -> dict[str, Any]:
     return {
         "rank": start.rank,
         "alpha": start.alpha,
@@ -94,7 +89,6 @@ def _lora_block(config: ExportConfig, start: StartAdapter, places: Places | None
         "seed": config.seed if config.adapter is None else None,
         "source": str(config.adapter) if config.adapter is not None else None,
         "init": config.init if config.adapter is None else None,
-        **({} if places is None else {"places": places.to_json()}),
     }
 
 

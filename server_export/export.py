@@ -14,22 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.adapter import adapter_size
 from prge.atomic import new_folder
 from prge.contract import Contract
 from prge.costs import MOST_COMPARED, Outline
 from prge.errors import RunError
 from server_export.check.estimation import announce
 from server_export.memory import give_back_freed
-from server_export.settings import AUTO, ExportConfig
+from server_export.settings import ExportConfig
 
 if TYPE_CHECKING:
-    from prge.examples import Example
     from prge.rows.tokenizer import Tokenizer
     from server_export.model.chain import Chain
     from server_export.model.files import ModelFiles
     from server_export.model.loading import LoadedModel
-    from server_export.model.places import Places
     from server_export.model.start import StartAdapter
 
 __all__ = ["ExportConfig", "export", "main"]
@@ -93,7 +90,6 @@ class _Source:
     transposed: set[str]
     start: StartAdapter
     costs: Outline
-    places: Places | None = None
 
     def chain(self, scheme: str) -> Chain:
         """The model's blocks; it can be made once."""
@@ -149,10 +145,7 @@ def _from_rows(config: ExportConfig, source: _Source, note: Callable[[str], None
     from server_export.model.outline import outline_of
 
     tokenizer, contract = _reader(config, source)
-    examples = init_examples(config, tokenizer, contract)
-    rows = tokens_of(examples, config.init_tokens)
-    if config.adapt_layers == AUTO:
-        return _placed(config, source, examples, note)
+    rows = tokens_of(init_examples(config, tokenizer, contract), config.init_tokens)
     start, explained = principal_start(
         source.start, _with_adapter(source, _thin(source.start)).chain("fp32"), rows, config.spread_ranks
     )
@@ -164,46 +157,6 @@ def _from_rows(config: ExportConfig, source: _Source, note: Callable[[str], None
     )
     costs = outline_of(start, source.longest, len(source.label_tokens))
     return replace(source, start=start, costs=costs)
-
-
-def _placed(
-    config: ExportConfig, source: _Source, examples: Sequence[Example], note: Callable[[str], None]
-) -> _Source:
-    """The same model with an adapter from rows, in the layers that contribute most."""
-    from server_export.model.contributions import contributions, gradient_norms
-    from server_export.model.eva import principal_directions, tokens_of, with_directions
-    from server_export.model.outline import outline_of
-    from server_export.model.places import CALL_ROWS, Limits, every_place, find_places
-
-    tokenizer, contract = _reader(config, source)
-    start = every_place(config, source.outline, bool(source.transposed))
-    chain = _with_adapter(source, start).chain("fp32")
-    rows = tokens_of(examples, config.init_tokens)
-    found = principal_directions(start, chain, rows, 2 * start.rank)
-    even = with_directions(start, found, dict.fromkeys(start.lora_a, start.rank))
-    chain = replace(chain, lora_a=even.scaled_lora_a())
-    norms = gradient_norms(chain, contract, examples, tokenizer.pad_id, config.pooling)
-    sequences = [sequence for example in examples for sequence in example.sequences]
-    places = find_places(
-        contributions(norms, {name: each.shares.tolist() for name, each in found.items()}),
-        start,
-        source.costs,
-        replace(
-            contract,
-            kind="exact",
-            batch_size=CALL_ROWS,
-            sequence_length=max(len(sequence.tokens) for sequence in sequences),
-            positions=max(len(sequence.slots) for sequence in sequences),
-            classes=examples[0].candidates if contract.is_encoder else 0,
-        ),
-        Limits(config.adapt_time, config.adapt_memory, adapter_size(source.costs.modules)),
-        config.search,
-        config.seed,
-    )
-    note(f"adapters in {places.why}")
-    start = with_directions(start.only(list(places.ranks)), found, places.ranks)
-    costs = outline_of(start, source.longest, len(source.label_tokens))
-    return replace(source, start=start, costs=costs, places=places)
 
 
 def _thin(start: StartAdapter) -> StartAdapter:
@@ -287,7 +240,6 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
             source.tokenizer,
             chain.quantization,
             verification,
-            source.places,
         )
 
 

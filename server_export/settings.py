@@ -15,12 +15,9 @@ Readout = Literal["logprobs", "verbalizer", "pooled"]
 Pooling = Literal["mean", "first"]
 PrependBos = Literal["auto", "always", "never"]
 Init = Literal["random", "eva"]
-SearchName = Literal["greedy", "evolutionary"]
 EstimatorName = Literal["tangent", "antithetic", "exact"]
 
 SCHEMES = ("fp32", "8da8w", "8da4w")
-# Of `--adapt-layers`: chosen by what layers contribute.
-AUTO = "auto"
 # XNNPACK takes a weight-only linear for a float one: it multiplies the integer codes and drops their scale.
 WEIGHT_ONLY = ("int8wo", "int4wo", "8w", "4w", "int8_weight_only", "int4_weight_only", "a16w8", "a16w4")
 
@@ -49,19 +46,7 @@ class ExportConfig:
 
     adapt_layers: str | None = None
     """`top:k`: adapt the target modules in the top k blocks only. What lies below then runs once for an
-    example, whatever the number of copies. `auto`: choose layers and ranks by what they contribute to
-    learning the `--init-rows`; needs `--init eva`. Without `--target-modules` among all linear layers."""
-
-    adapt_time: float = 0.7
-    """auto: the time that an exact step may take, as a share of one with the usual adapters in all blocks."""
-
-    adapt_memory: Bytes | None = None
-    """auto: most bytes of what is trained, its gradient and Adam's moments, and of the states that an exact
-    step of 4 rows keeps. Default: no bound. There are never more trained numbers than with the usual
-    adapters in all blocks."""
-
-    search: SearchName = "greedy"
-    """auto: how the choice is searched: `greedy`, by gain for cost, or `evolutionary`, from there on."""
+    example, whatever the number of copies."""
 
     rank: int = 8
     """Rank of the adapter."""
@@ -137,18 +122,6 @@ class ExportConfig:
         problems = bound_problems(self)
         if self.adapt_layers is not None and self.adapter is not None:
             problems.append("adapt_layers is for a new adapter, but adapter is given and brings its layers")
-        if self.adapt_layers == AUTO and self.adapter is None and self.init != "eva":
-            problems.append(
-                f"adapt_layers is auto, but init is {self.init}: it takes eva, with rows as init_rows"
-            )
-        if self.adapt_layers == AUTO and self.spread_ranks:
-            problems.append("spread_ranks is given, but adapt_layers is auto, which chooses ranks itself")
-        if self.adapt_layers != AUTO:
-            problems += [
-                f"{name} is given, but adapt_layers is {self.adapt_layers}: it is for auto"
-                for name in ("adapt_time", "adapt_memory", "search")
-                if getattr(self, name) != getattr(ExportConfig, name)
-            ]
         if self.init == "eva" and self.adapter is not None:
             problems.append("init is eva, but adapter is given and brings its lora_a")
         if self.init == "eva" and self.init_rows is None:

@@ -10,7 +10,8 @@ from prge.bounds import flag
 from prge.errors import ConfigError
 from prge.training_flags import TrainingFlags
 from server_export.baselines.methods import METHODS, BaselineOptimizer, Optimizer, find_method
-from server_export.settings import SearchName
+
+SearchName = Literal["greedy", "evolutionary"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ Chosen here: k counts blocks; a gain is the fall of the loss on held-out trainin
 where the paper takes accuracy after a training; memory is what autograd saves at and above the deepest
 updated block, as measured, with the gradients, and its limit a share of a full update's. The choice is
 searched greedily, by gain per byte for every deepest block, or by evolution, as in the paper
-(server_export/allocation.py). Where nothing gains, what loses least is taken. Norms, embeddings and head stay
+(allocation.py). Where nothing gains, what loses least is taken. Norms, embeddings and head stay
 frozen. A model without biases, as Llama, has none to update.
 """
 
@@ -27,13 +27,12 @@ from torch import nn
 
 from prge.errors import ConfigError
 from prge.examples import Example
-from server_export.allocation import Depth, Option, Part, Question, choose
+from server_export.baselines.allocation import Depth, Option, Part, Question, choose
 from server_export.baselines.layers import block_linears, require_trainable_weights, shuffled_batches
 from server_export.baselines.method import Backpropagation, Problem
-from server_export.baselines.settings import BaselineSettings
+from server_export.baselines.settings import BaselineSettings, SearchName
 from server_export.model.blocks import block_names
 from server_export.model.lora_fa import replace_module
-from server_export.settings import SearchName
 
 
 @dataclass(frozen=True)

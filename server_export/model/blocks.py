@@ -44,7 +44,7 @@ def in_top_blocks(model: nn.Module, names: Sequence[str], choice: str) -> list[s
     title = "these layers can't be adapted:"
     match = _TOP.fullmatch(choice)
     if match is None:
-        raise ConfigError(title, [f"adapt_layers is {choice!r}, must be auto, or top:k, for example top:4"])
+        raise ConfigError(title, [f"adapt_layers is {choice!r}, must be top:k, for example top:4"])
     count, blocks = int(match.group(1)), block_names(model)
     if not 1 <= count <= len(blocks):
         raise ConfigError(title, [f"adapt_layers is {choice}, k must be 1 to {len(blocks)}"])

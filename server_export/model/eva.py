@@ -5,7 +5,7 @@ rows -> examples -> tokens -> inputs of every adapted layer, block by block -> d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -75,25 +75,18 @@ def principal_start(
         DataError: the rows have fewer directions than the adapter.
         BundleError: the model's weights can't be read.
     """
-    found = principal_directions(start, chain, rows, (2 if spread else 1) * start.rank)
+    found = _principal_directions(start, chain, rows, (2 if spread else 1) * start.rank)
     ranks = dict.fromkeys(found, start.rank)
     if spread:
         outputs = {name: len(lora_b) for name, lora_b in start.lora_b.items()}
         shares = {name: directions.shares.tolist() for name, directions in found.items()}
         ranks = spread_ranks(shares, outputs, start.rank)
     explained = {name: float(each.shares[: ranks[name]].sum()) for name, each in found.items()}
-    return with_directions(start, found, ranks), explained
-
-
-def with_directions(
-    start: StartAdapter, found: Mapping[str, Directions], ranks: Mapping[str, int]
-) -> StartAdapter:
-    """An untrained adapter of the layers that have ranks, with principal directions as `lora_a`."""
     lora_a = {name: found[name].lora_a(rank) for name, rank in ranks.items()}
-    return start.starting_from(lora_a)
+    return start.starting_from(lora_a), explained
 
 
-def principal_directions(
+def _principal_directions(
     start: StartAdapter, chain: Chain, rows: Sequence[Sequence[int]], count: int
 ) -> dict[str, Directions]:
     """Of what each layer of an adapter sees: `count` directions, or as many as the rows have.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from server_export.model.lora_fa import (
     match_target_modules,
     normal_targets,
 )
-from server_export.settings import AUTO, ExportConfig
+from server_export.settings import ExportConfig
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,6 @@ class StartAdapter:
     def scaled_lora_a(self) -> dict[str, torch.Tensor]:
         """`lora_a` f32 [rank, in] by layer, alpha / rank folded in."""
         return {name: matrix * (self.alphas[name] / len(matrix)) for name, matrix in self.lora_a.items()}
-
-    def only(self, names: Sequence[str]) -> StartAdapter:
-        """The same of some of its layers."""
-        return replace(
-            self,
-            # Whole names mean the same layers to PEFT, however the targets were chosen.
-            target_modules=list(names),
-            lora_a={name: self.lora_a[name] for name in names},
-            lora_b={name: self.lora_b[name] for name in names},
-            alphas={name: self.alphas[name] for name in names},
-        )
 
     def starting_from(self, lora_a: Mapping[str, torch.Tensor]) -> StartAdapter:
         """An untrained adapter of the same layers with other `lora_a`, of any ranks; alpha / rank stays."""
@@ -87,7 +76,7 @@ def _adapted_layers(
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
     targets = normal_targets(config.target_modules or default_target_modules(model))
     names = match_target_modules(model, targets)
-    if config.adapt_layers not in (None, AUTO):
+    if config.adapt_layers is not None:
         # Whole names mean the same layers to PEFT, however the targets were chosen.
         targets = names = in_top_blocks(model, names, config.adapt_layers)
     return config.rank, config.alpha, targets, {name: name for name in names}

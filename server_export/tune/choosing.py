@@ -11,7 +11,7 @@ from prge.chain import ROLE_OF
 from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from server_export.check.estimation import estimate
-from server_export.settings import AUTO, EstimateConfig
+from server_export.settings import EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
 from server_export.tune.record import Record
@@ -38,11 +38,11 @@ class Choosing:
             self._record.decide(*([decision] if decision else []))
 
     def for_export(self) -> None:
-        """Scheme, start, template, first token and length of a bundle, and what adapters may take."""
+        """Scheme, start, template, first token and length of a bundle."""
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        self.decide("init", settings.init, lambda: decisions.init(settings.estimator, settings.adapt_layers))
+        self.decide("init", settings.init, lambda: decisions.init(settings.estimator))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
         tokenizing = Tokenizing(model, estimated)
@@ -69,25 +69,6 @@ class Choosing:
             settings.sequence_length,
             lambda: decisions.sequence_length(longest, estimated.positions),
         )
-        if settings.adapt_layers == AUTO and (settings.adapt_memory or settings.memory) is not None:
-            self.decide("adapt_memory", settings.adapt_memory, lambda: self._adapt_memory(longest))
-
-    def _adapt_memory(self, longest: int) -> Decision:
-        """What `--memory` leaves for adapters, with the weights of one block loaded at a time."""
-        settings, value = self._settings, self._record.value
-        assert settings.memory is not None
-        config = EstimateConfig(
-            model=str(settings.model),
-            quantize=value("quantize"),
-            adapt_layers="top:1",
-            sequence_length=value("sequence_length"),
-        )
-        estimated = estimate(config)
-        tokens = min(longest, value("sequence_length"))
-        contract = estimated.contract(config, "exact", tokens, tokens - 1)
-        outline, weights = estimated.outline, estimated.weights
-        found = run_memory(outline, contract, weights, estimated.roles, "native", weights.largest)
-        return decisions.adapt_memory(settings.memory, found.total - found.adapter)
 
     def for_runs(self, bundle: Bundle, has_guide: bool) -> RowFacts:
         """Estimator, optimizer, batch, memory, head and steps of runs; what rows are like on the bundle."""

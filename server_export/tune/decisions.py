@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prge.costs import bytes_text
 from prge.errors import ConfigError
-from server_export.settings import AUTO
 
 # Above so many parameters weights in float32 take more memory than a phone's app should.
 _SMALL_MODEL = 50_000_000
@@ -97,10 +96,8 @@ def prepend_bos(without: float, begun: float) -> Decision:
     return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
-def init(estimator: str | None, adapt_layers: str | None = None) -> Decision:
+def init(estimator: str | None) -> Decision:
     """Where the frozen lora_a comes from; `estimator` is the user's, None: exact."""
-    if adapt_layers == AUTO:
-        return Decision("init", "eva", "layers are chosen by directions of the rows")
     if estimator in (None, "exact"):
         return Decision("init", "eva", "with directions of the rows, exact gradients learn more from them")
     return Decision("init", "random", "directions of the rows help exact gradients alone")
@@ -116,20 +113,6 @@ def optimizer(guided: bool) -> Decision:
 def memory(free: int) -> Decision:
     """Most bytes of a run's process on a phone that has so many free."""
     return Decision("memory", free // 2, f"half of the {bytes_text(free)} that the phone has free")
-
-
-def adapt_memory(limit: int, rest: int) -> Decision:
-    """Bytes for what is trained and the states that a step keeps, beside the `rest` of a run's memory."""
-    room = max(int(_MARGIN * limit) - rest, 0)
-    return Decision(
-        "adapt_memory", room, f"--memory is {bytes_text(limit)}, the rest takes {bytes_text(rest)}"
-    )
-
-
-def layers(places: Mapping[str, Any]) -> Decision:
-    """What an export chose for `--adapt-layers auto`, from its manifest."""
-    count = sum(1 for layer in places["layers"].values() if layer["rank"])
-    return Decision("layers", count, f"adapters in {places['why']}")
 
 
 def batch_size(facts: RowFacts) -> Decision:

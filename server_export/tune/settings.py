@@ -9,10 +9,7 @@ from prge.bounds import bound_problems
 from prge.errors import ConfigError
 from prge.rows.sources import hub_names
 from prge.settings import Bytes, with_whole_paths
-from server_export.settings import AUTO, SCHEMES, EstimatorName, Init, PrependBos, SearchName
-
-# Of `--adapt-layers auto`.
-_CHOICE = ("adapt_time", "adapt_memory", "search")
+from server_export.settings import SCHEMES, EstimatorName, Init, PrependBos
 
 
 @dataclass(frozen=True)
@@ -56,15 +53,7 @@ class TuneSettings:
     target_modules: list[str] | None = None
     """Linear layers to adapt. Default: PEFT's usual choice for the architecture."""
     adapt_layers: str | None = None
-    """`top:k`: adapt the top k blocks only; `auto`: layers and ranks by what they contribute to learning the
-    training rows, within the time and memory below. Default: all."""
-    adapt_time: float | None = None
-    """auto: time of a step, as a share of that with the usual adapters in all blocks. Default: 0.7."""
-    adapt_memory: Bytes | None = None
-    """auto: most bytes of what is trained and of the states that a step keeps. Default: what --memory leaves
-    beside the rest."""
-    search: SearchName | None = None
-    """auto: how the choice is searched, greedy or evolutionary. Default: greedy."""
+    """`top:k`: adapt the top k blocks only. Default: all."""
     rank: int = 8
     """Rank of the adapter."""
     init: Init | None = None
@@ -104,21 +93,12 @@ class TuneSettings:
             exports = (
                 *("chat_template", "prepend_bos"),
                 *("quantize", "sequence_length", "target_modules", "adapt_layers", "init"),
-                *_CHOICE,
             )
             problems += [
                 f"--{name.replace('_', '-')} belongs to an export, but --bundle is given"
                 for name in exports
                 if getattr(self, name) is not None
             ]
-        elif self.adapt_layers != AUTO:
-            problems += [
-                f"--{name.replace('_', '-')} belongs to --adapt-layers auto"
-                for name in _CHOICE
-                if getattr(self, name) is not None
-            ]
-        if self.adapt_layers == AUTO and self.init == "random":
-            problems.append("--adapt-layers auto takes --init eva")
         if self.quantize is not None and self.quantize not in SCHEMES:
             problems.append(f"--quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
         if self.minutes is not None and self.steps is not None:

@@ -29,7 +29,6 @@ from prge.progress import duration
 from prge.rows.report import unknown_note
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import ENDED, SUMMARY, run_lock
-from server_export.settings import AUTO
 from server_export.tune import decisions
 from server_export.tune.choosing import GUIDED, Choosing
 from server_export.tune.decisions import Decision, RowFacts
@@ -106,16 +105,10 @@ class _Tuning:
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
             self._choosing.for_export()
-            asked = {
-                name: getattr(settings, name)
-                for name in ("target_modules", "adapt_layers", "adapt_time", "search", "rank")
-            }
+            asked = {name: getattr(settings, name) for name in ("target_modules", "adapt_layers", "rank")}
             decided = {
                 name: self._record.value(name)
-                for name in (
-                    *("quantize", "sequence_length", "init", "chat_template", "prepend_bos"),
-                    "adapt_memory",
-                )
+                for name in ("quantize", "sequence_length", "init", "chat_template", "prepend_bos")
             }
             if decided["init"] == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
@@ -123,11 +116,7 @@ class _Tuning:
         if settings.bundle is None and settings.estimator in GUIDED and not _has_guide(self._folder):
             rows = {"data": self._rows.train, "task": settings.task}
             run_verb("guide", *flags_of({"bundle": self._folder, "model": settings.model, **rows}))
-        bundle = open_bundle(self._folder)
-        places = bundle.manifest.get("lora", {}).get("places")
-        if settings.adapt_layers == AUTO and self._record.value("layers") is None:
-            self._record.decide(decisions.layers(places))
-        print(f"bundle {bundle.folder}")
+        print(f"bundle {open_bundle(self._folder).folder}")
 
     def plan(self) -> None:
         """Decide how runs of the bundle go."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,9 @@ pytest.importorskip("executorch")
 
 import torch
 
-from prge.adapter import adapter_size
 from prge.bundle import open_bundle
 from prge.chain import ROLES
 from prge.errors import BundleError, ConfigError, RunError
-from prge.peft import read_lora
 from server_export.export import ExportConfig, export, main
 from server_export.lower.kind import WeightsFile
 from tests.tiny_models import SHALLOW, save_model
@@ -121,29 +118,6 @@ def test_an_encoder_with_its_progress(tmp_path: Path, capsys: pytest.CaptureFixt
     output = capsys.readouterr().out
     for word in ("tracing", "comparing", "lowering", "verifying", "writing", "readout pooled"):
         assert word in output
-
-
-@pytest.mark.export
-@pytest.mark.slow
-def test_layers_are_chosen_within_the_time_and_the_manifest_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save_model(tmp_path / "model", "llama")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"row {number} of a few"}) + "\n" for number in range(24)))
-    chosen = {"init": "eva", "init_rows": rows, "adapt_layers": "auto", "adapt_time": 0.75}
-    bundle = open_bundle(export(config(folder, tmp_path / "out", search="evolutionary", **chosen)))
-    places = bundle.manifest["lora"]["places"]
-    assert places["costs"]["time"] <= 0.75 and places["search"] == "evolutionary"
-    assert len(places["layers"]) == 14
-    ranks = {name: layer["rank"] for name, layer in places["layers"].items() if layer["rank"]}
-    assert {module.name: module.rank for module in bundle.chain.modules} == ranks
-    assert all(name.startswith("model.layers.1.") for name in ranks)
-    assert places["costs"]["numbers"] == adapter_size(bundle.chain.modules) <= places["limits"]["numbers"]
-    assert f"adapters in {places['why']}" in capsys.readouterr().out
-    # The adapter is PEFT's, with the layers' own ranks at one scale.
-    start = read_lora(bundle.adapter)
-    assert {start.scale_of(name) for name in ranks} == {16.0 / 4}
 
 
 @pytest.mark.export

@@ -14,8 +14,9 @@ from torch import nn  # noqa: E402
 
 from prge.bounds import flag  # noqa: E402
 from prge.errors import ConfigError  # noqa: E402
-from server_export.allocation import Depth, Option, Part, Question  # noqa: E402
+from server_export.baselines.allocation import Depth, Option, Part, Question  # noqa: E402
 from server_export.baselines.layers import block_linears  # noqa: E402
+from server_export.baselines.settings import SearchName  # noqa: E402
 from server_export.baselines.sparse import (  # noqa: E402
     Scheme,
     SparseLinear,
@@ -27,7 +28,6 @@ from server_export.baselines.sparse import (  # noqa: E402
     select,
 )
 from server_export.model.blocks import block_names  # noqa: E402
-from server_export.settings import SearchName  # noqa: E402
 from tests.server_export.baselines.saved import saved_storages  # noqa: E402
 from tests.server_export.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
 from tests.tiny_models import ARCHITECTURES, LENGTH  # noqa: E402

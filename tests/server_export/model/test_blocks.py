@@ -70,10 +70,10 @@ def test_top_blocks_are_the_last_ones() -> None:
         ("top:0", "k must be 1 to 2"),
         ("top:-1", "k must be 1 to 2"),
         ("top:3", "k must be 1 to 2"),
-        ("top", "must be auto, or top:k"),
-        ("bottom:1", "must be auto, or top:k"),
-        ("top:1.5", "must be auto, or top:k"),
-        ("", "must be auto, or top:k"),
+        ("top", "must be top:k"),
+        ("bottom:1", "must be top:k"),
+        ("top:1.5", "must be top:k"),
+        ("", "must be top:k"),
     ],
 )
 def test_a_choice_that_means_no_blocks_is_refused(choice: str, told: str) -> None:

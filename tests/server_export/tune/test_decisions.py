@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.costs import MIB
 from prge.errors import ConfigError
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
@@ -128,23 +127,6 @@ def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None
 @pytest.mark.parametrize(("guided", "found"), [(True, "adam-norm"), (False, "adam")])
 def test_guided_directions_keep_the_lengths_of_their_axes(guided: bool, found: str) -> None:
     assert decisions.optimizer(guided).value == found
-
-
-def test_layers_are_chosen_by_directions_of_the_rows_whatever_the_estimator() -> None:
-    assert decisions.init("tangent", "auto").value == "eva"
-    assert decisions.init("tangent", "top:2").value == "random"
-
-
-def test_adapters_get_what_the_memory_leaves_beside_a_run() -> None:
-    decision = decisions.adapt_memory(100 * MIB, 60 * MIB)
-    assert decision.value == 25 * MIB and "100.0 MiB" in decision.why and "60.0 MiB" in decision.why
-    assert decisions.adapt_memory(100 * MIB, 90 * MIB).value == 0
-
-
-def test_the_layers_that_an_export_chose_are_told_with_its_reason() -> None:
-    layers = {"one": {"rank": 8}, "two": {"rank": 0}, "three": {"rank": 4}}
-    decision = decisions.layers({"layers": layers, "why": "2 of 3 layers: 90%"})
-    assert (decision.value, decision.why) == (2, "adapters in 2 of 3 layers: 90%")
 
 
 @pytest.mark.parametrize(("steps", "rising"), [(1, 0), (5, 1), (25, 8), (75, 8), (300, 30), (1_500, 150)])

@@ -15,24 +15,7 @@ def settings(**changes: Any) -> TuneSettings:
     return TuneSettings(**{"data": Path("rows.jsonl"), "out": Path("out"), "model": "model", **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"adapt_time": 0.5}, "--adapt-time belongs to --adapt-layers auto"),
-        ({"adapt_layers": "top:2", "search": "evolutionary"}, "--search belongs to --adapt-layers auto"),
-        ({"adapt_layers": "auto", "init": "random"}, "--adapt-layers auto takes --init eva"),
-        ({"adapt_layers": "auto", "adapt_time": 2.0}, "--adapt-time is 2.0"),
-        (
-            {"model": None, "bundle": Path("b"), "adapt_layers": "auto", "adapt_memory": 1},
-            "--adapt-memory belongs to an export",
-        ),
-    ],
-)
-def test_settings_of_a_choice_of_layers_are_refused_without_it(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(**changes)
-
-
-def test_a_choice_of_layers_has_its_settings() -> None:
-    chosen = settings(adapt_layers="auto", adapt_time=0.5, adapt_memory=10**6, search="evolutionary")
-    assert chosen.resolved().adapt_time == 0.5
+@pytest.mark.parametrize("name", ["adapt_layers", "quantize", "target_modules"])
+def test_settings_of_an_export_are_refused_beside_a_bundle(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} belongs to an export"):
+        settings(model=None, bundle=Path("b"), **{name: "top:2"})

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from server_export.settings import SearchName
+from server_export.baselines.settings import SearchName
 
 Costs = tuple[int, ...]
 # By part, the number of its option that is taken; of the others none.

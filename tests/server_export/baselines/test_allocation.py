@@ -7,7 +7,16 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server_export.allocation import Choice, Depth, Option, Part, Question, choose, evolutionary, greedy
+from server_export.baselines.allocation import (
+    Choice,
+    Depth,
+    Option,
+    Part,
+    Question,
+    choose,
+    evolutionary,
+    greedy,
+)
 
 
 def option(level: float, gain: float, *costs: int) -> Option:
