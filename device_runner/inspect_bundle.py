@@ -179,8 +179,6 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
     }
     if chain.is_encoder:
         facts["pooling"] = chain.pooling
-    if chain.label_tokens:
-        facts["label_tokens"] = list(chain.label_tokens)
     yield from _section("chain", {**facts, "format": report["format"]})
     yield "\nprograms, without weights"
     for program in report["programs"]:

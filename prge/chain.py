@@ -143,7 +143,6 @@ class Chain:
     pooling: str
     width: int
     vocabulary_size: int
-    label_tokens: tuple[int, ...]
     modules: tuple[AdaptedModule, ...]
     bounds: Bounds
     tables: tuple[Table, ...]
@@ -172,13 +171,11 @@ class Chain:
             yield "blocks share a weights file"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
-        words, pieces = len(self.label_tokens) or self.vocabulary_size, len(self.blocks) - self.end
+        words, pieces = self.vocabulary_size, len(self.blocks) - self.end
         if pieces and words % pieces:
             yield f"its head has {pieces} pieces, of {words} words"
         if self.width < 1:
             yield f"width is {shown(self.width)}, must be at least 1"
-        if any(not 0 <= token < self.vocabulary_size for token in self.label_tokens):
-            yield f"label_tokens are {shown(self.label_tokens)}, not all in the vocabulary"
         for name, size in asdict(self.bounds).items():
             least = FEWEST_TOKENS if name in ("tokens", "states") else 1
             if not least <= size <= LARGEST_SIZE:
@@ -264,7 +261,7 @@ class Chain:
     @property
     def piece_words(self) -> int:
         """Words of a piece of a decoder's vocabulary."""
-        return (len(self.label_tokens) or self.vocabulary_size) // (len(self.blocks) - self.end)
+        return self.vocabulary_size // (len(self.blocks) - self.end)
 
     @property
     def is_encoder(self) -> bool:
@@ -335,7 +332,6 @@ class Chain:
             positions=0 if self.is_encoder else max(tokens - 1, 1),
             width=self.width,
             vocabulary_size=self.vocabulary_size,
-            label_tokens=self.label_tokens,
             modules=self.modules,
             queries=queries,
             classes=(classes or _CLASSES) if kind == "exact" and self.is_encoder else 0,
@@ -348,12 +344,16 @@ class Chain:
     @classmethod
     def from_json(cls, block: Any) -> Chain:
         """Read a manifest's `chain` block; raises BundleError on anything missing or of another type."""
+        if _get(block, "readout", str) == "verbalizer":
+            raise BundleError(
+                "the bundle answers among label words alone, which version 0.1 could",
+                remedy="export it again without --label-words: tasks compare their words over the vocabulary",
+            )
         return cls(
             readout=_get(block, "readout", str),
             pooling=_get(block, "pooling", str),
             width=_get(block, "width", int),
             vocabulary_size=_get(block, "vocabulary_size", int),
-            label_tokens=_all(block, "label_tokens", int),
             modules=tuple(
                 AdaptedModule(
                     _get(m, "name", str),

@@ -52,7 +52,7 @@ GRADIENT_PREFIX = "gradient."
 KINDS = ("stack", "tangent", "exact")
 # A score beside which exp of this one is 0 in float32; finite, so that no sum makes a NaN of it.
 ABSENT = -1e9
-READOUTS = ("logprobs", "verbalizer", "pooled")
+READOUTS = ("logprobs", "pooled")
 # Far beyond any model; what a manifest asks for is checked before it is allocated.
 LARGEST_SIZE = 1 << 24
 MOST_MODULES = 10_000
@@ -95,8 +95,8 @@ class AdaptedModule:
 class Contract:
     """Everything that a driver must know to call an engine; a run chooses its sizes.
 
-    `readout` is `logprobs` (over the vocabulary), `verbalizer` (over `label_tokens` only: targets are
-    indices into that list) or `pooled` (an encoder's states; the head lives in the driver).
+    `readout` is `logprobs` (over the vocabulary) or `pooled` (an encoder's states; the head lives in the
+    driver).
     `alpha` is already folded into the frozen `lora_a`. A tangent call has one copy, a stack no queries.
     `classes` is how many an encoder's head may have in an exact call.
 
@@ -112,7 +112,6 @@ class Contract:
     positions: int
     width: int
     vocabulary_size: int
-    label_tokens: tuple[int, ...]
     modules: tuple[AdaptedModule, ...]
     queries: int = 0
     classes: int = 0
@@ -139,8 +138,6 @@ class Contract:
             problems.append(f"width is {self.width}, a pooled readout needs at least 1")
         if self.readout != "pooled" and self.positions < 1:
             problems.append(f"positions is {self.positions}, must be at least 1")
-        if self.readout == "verbalizer" and not self.label_tokens:
-            problems.append("label_tokens is empty, a verbalizer readout needs them")
         if not self.modules:
             problems.append("modules is empty: there is nothing to train")
         problems = problems or self._size_problems()

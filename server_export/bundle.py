@@ -73,7 +73,6 @@ def write_bundle(
         "outline": outline.to_json(),
         "lora": _lora_block(config, start),
         "model": _model_block(start.loaded, start.parameters),
-        "readout": {"label_words": config.label_words},
         "quantization": quantization.to_json(),
         "tokenizer": tokenizer_block(tokenizer, config.prepend_bos, chain.vocabulary_size, ends),
         "verification": verification.to_json(),

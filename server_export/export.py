@@ -84,7 +84,6 @@ class _Source:
     outline: LoadedModel
     tokenizer: Any
     readout: str
-    label_tokens: Sequence[int]
     longest: int
     context: int
     transposed: set[str]
@@ -102,7 +101,6 @@ class _Source:
             longest=self.context,
             transposed=self.transposed,
             scheme=scheme,
-            label_tokens=self.label_tokens,
         )
 
 
@@ -115,7 +113,7 @@ def _open_source(config: ExportConfig) -> _Source:
     from server_export.model.positions import longest_context, longest_row
     from server_export.model.readout import readout_of
     from server_export.model.start import start_adapter
-    from server_export.model.tokenization import label_token_ids, load_tokenizer, tokenizer_block
+    from server_export.model.tokenization import load_tokenizer, tokenizer_block
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()
@@ -129,14 +127,13 @@ def _open_source(config: ExportConfig) -> _Source:
     tokenizer = load_tokenizer(config.model, outline.revision)
     give_template(tokenizer, config.chat_template, config.prepend_bos)
     tokenizer_block(tokenizer, config.prepend_bos, outline.model.get_input_embeddings().weight.shape[0])
-    labels = label_token_ids(tokenizer, config.label_words) if config.label_words else []
-    readout = readout_of(config, outline, labels)
+    readout = readout_of(config, outline)
     longest = longest_row(outline, config.sequence_length)
     context = longest_context(outline, config.context, longest)
     transposed = plain_layers(outline.model)
     start = start_adapter(config, outline, bool(transposed))
-    costs = outline_of(start, longest, len(labels))
-    return _Source(files, outline, tokenizer, readout, labels, longest, context, transposed, start, costs)
+    costs = outline_of(start, longest)
+    return _Source(files, outline, tokenizer, readout, longest, context, transposed, start, costs)
 
 
 def _from_rows(config: ExportConfig, source: _Source, note: Callable[[str], None]) -> _Source:
@@ -155,7 +152,7 @@ def _from_rows(config: ExportConfig, source: _Source, note: Callable[[str], None
         f"of {sum(map(len, rows)):,} tokens; ranks {ranks[0]} to {ranks[-1]} explain "
         f"{shares[0]:.0%} to {shares[-1]:.0%} of what a layer sees"
     )
-    costs = outline_of(start, source.longest, len(source.label_tokens))
+    costs = outline_of(start, source.longest)
     return replace(source, start=start, costs=costs)
 
 
@@ -186,7 +183,6 @@ def _reader(config: ExportConfig, source: _Source) -> tuple[Tokenizer, Contract]
         positions=0 if source.readout == "pooled" else max(source.longest - 1, 1),
         width=costs.width,
         vocabulary_size=vocabulary,
-        label_tokens=tuple(source.label_tokens),
         modules=costs.modules,
     )
     return on_device(source.tokenizer, config.prepend_bos, vocabulary), contract
@@ -223,7 +219,6 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
         pooling=config.pooling,
         width=int(source.outline.config.hidden_size),
         vocabulary_size=chain.vocabulary_size,
-        label_tokens=tuple(source.label_tokens),
         modules=chain.modules,
         bounds=bounds,
         tables=lowered.tables,

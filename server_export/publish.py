@@ -143,7 +143,7 @@ def _publish_llm(out: Path, config: PublishConfig, trained: Trained, loaded: Loa
     from server_export.publishing.runner_tokenizer import write_runner_tokenizer
 
     scheme = _scheme(config, trained)
-    check_generates(loaded, trained.bundle.contract.readout if trained.bundle is not None else None)
+    check_generates(loaded)
     length = longest_row(loaded, config.sequence_length)
     if config.sequence_length is None and trained.bundle is not None:
         length = max(length, trained.bundle.contract.sequence_length)

@@ -11,7 +11,7 @@ from prge.chain import ROLES
 from prge.errors import ConfigError
 from prge.settings import Bytes
 
-Readout = Literal["logprobs", "verbalizer", "pooled"]
+Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]
 PrependBos = Literal["auto", "always", "never"]
 Init = Literal["random", "eva"]
@@ -89,11 +89,8 @@ class ExportConfig:
     model has positions."""
 
     readout: Readout | None = None
-    """What the program returns: log-probabilities over the vocabulary, over the label words only
-    (`verbalizer`), or an encoder's `pooled` states. Without it what fits the model."""
-
-    label_words: list[str] | None = None
-    """Words of a verbalizer, one token each."""
+    """What the program returns: log-probabilities over the vocabulary, or `pooled` states, as of an encoder.
+    Without it what fits the model."""
 
     pooling: Pooling = "mean"
     """How an encoder's states become one vector: mean over the row, or its first token."""
@@ -145,10 +142,6 @@ class ExportConfig:
             )
         elif self.quantize not in SCHEMES:
             problems.append(f"quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
-        if self.readout == "verbalizer" and not self.label_words:
-            problems.append("readout is verbalizer, but label_words is empty")
-        if self.label_words and self.readout in ("logprobs", "pooled"):
-            problems.append(f"label_words are for the verbalizer readout, but readout is {self.readout}")
         if problems:
             raise ConfigError("the export settings can't be used:", problems)
 

@@ -31,7 +31,6 @@ def make_contract(**changes: Any) -> Contract:
         "positions": 3,
         "width": 0,
         "vocabulary_size": 64,
-        "label_tokens": (),
         "modules": MODULES,
     }
     return Contract(**{**fields, **changes})
@@ -78,7 +77,6 @@ def make_small_chain(**changes: Any) -> Chain:
         "pooling": "mean",
         "width": 8,
         "vocabulary_size": 64,
-        "label_tokens": (),
         "modules": MODULES,
         "bounds": Bounds(copies=8, batch=4, queries=8, tokens=16, states=128),
         "tables": (Table("causal", 7), Table("rotary")),
@@ -122,7 +120,6 @@ def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
         pooling="mean",
         width=8,
         vocabulary_size=64,
-        label_tokens=(3, 5) if readout == "verbalizer" else (),
         modules=tuple(
             AdaptedModule(f"layers.{number}.{name}", 4, 8, out)
             for number in adapted

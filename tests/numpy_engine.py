@@ -48,7 +48,6 @@ class NumpyEngine:
             positions=0 if encoder else positions,
             width=width if encoder else 0,
             vocabulary_size=vocabulary,
-            label_tokens=(),
             modules=(AdaptedModule(MODULE, rank, width, out),),
         )
 

@@ -151,11 +151,10 @@ def check_threads(threads: int | None, count: int) -> bool:
 
 def _index_limits(contract: Contract) -> dict[str, int]:
     """Upper bounds, exclusive, of the inputs that are used as indices."""
-    labels = len(contract.label_tokens)
     return {
         "tokens": contract.vocabulary_size,
         "attention_mask": 2,
         "positions": contract.sequence_length,
-        "targets": labels if contract.readout == "verbalizer" else contract.vocabulary_size,
+        "targets": contract.vocabulary_size,
         "cells": contract.rows * contract.candidates,
     }

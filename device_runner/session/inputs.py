@@ -99,7 +99,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     chosen = Selection(settings.train_start, settings.train_limit, seed)
     train = read_source(settings.train, "train", settings.columns)
     train_examples, report = load_examples(train, tokenizer, contract, task, chosen, options)
-    texts = [report.text(), show_sample(train_examples[0], tokenizer, contract.label_tokens)]
+    texts = [report.text(), show_sample(train_examples[0], tokenizer)]
     data = {"train": report.facts()}
     dev_examples: list[Example] = []
     dev = read_source(settings.dev, "dev", settings.columns) if settings.dev else None

@@ -132,7 +132,6 @@ class _Builder:
         self.length = contract.sequence_length
         self.overflow: Overflow = self.options.overflow
         self.report = DataReport("", self.length)
-        self.label_index = {token: index for index, token in enumerate(contract.label_tokens)}
         self.chat: ChatTemplate | None = None
 
     def build(
@@ -237,8 +236,6 @@ class _Builder:
         problems = []
         if self.contract.is_encoder and not task.classes:
             problems.append(f"an encoder knows classes only; the task {task.name} has no label_words")
-        if self.contract.readout == "verbalizer" and not task.classes:
-            problems.append(f"a verbalizer compares label words only; the task {task.name} has none")
         if self.overflow == "split" and not task.is_completion:
             problems.append(
                 "overflow split is for texts, completions and messages: a prompt with candidates is one"
@@ -412,9 +409,6 @@ class _Builder:
             self.count_unknown(pair.completion)
         longest = max(len(pair.completion) for pair in pairs)
         single = longest == 1
-        verbalizer = self.contract.readout == "verbalizer"
-        if verbalizer:
-            self.check_label_words(texts, pairs)
         prompt = self.cut_prompt(row, pairs[0].prompt, 0 if single else longest)
         at = len(prompt) - 1
         if single:
@@ -422,10 +416,7 @@ class _Builder:
             if len(set(tokens)) < len(tokens):
                 raise RowError(f"has two candidates that are one token: {self.spelled(texts, pairs)}")
             self.check_vocabulary([*prompt, *tokens])
-            slots = [
-                Slot(at, self.label_index[token] if verbalizer else token, 1.0, index)
-                for index, token in enumerate(tokens)
-            ]
+            slots = [Slot(at, token, 1.0, index) for index, token in enumerate(tokens)]
             size = self.contract.positions
             return tuple(
                 TokenSequence(prompt, tuple(slots[i : i + size])) for i in range(0, len(slots), size)
@@ -461,20 +452,6 @@ class _Builder:
             )
         self.report.note(PROMPT_CUT, row.number)
         return (*begin, *prompt[-kept:].tolist())
-
-    def check_label_words(self, texts: Sequence[str], pairs: Sequence[Pair]) -> None:
-        if any(len(pair.completion) > 1 for pair in pairs):
-            raise RowError(
-                "a verbalizer needs label words of one token each; "
-                f"they are {self.spelled(texts, pairs)}: choose shorter words"
-            )
-        lacking = [pair for pair in pairs if int(pair.completion[0]) not in self.label_index]
-        if lacking:
-            exported = ", ".join(repr(self.tokenizer.token(token)) for token in self.contract.label_tokens)
-            raise RowError(
-                f"the bundle was exported with the label tokens {exported}; the task's words are "
-                f"{self.spelled(texts, pairs)}: export again with the task's words"
-            )
 
     def spelled(self, texts: Sequence[str], pairs: Sequence[Pair]) -> str:
         """Words with their pieces, for an error."""

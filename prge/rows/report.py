@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,23 +105,19 @@ def unknown_note(unknown: int, targets: int) -> str:
     )
 
 
-def show_sample(example: Example, tokenizer: Tokenizer, label_tokens: Sequence[int] = ()) -> str:
-    """A decoded example: context as it reads, each learnt token in [brackets], candidates after an arrow.
-
-    Args:
-        label_tokens: the contract's, for a verbalizer, whose targets are indices into it.
-    """
+def show_sample(example: Example, tokenizer: Tokenizer) -> str:
+    """A decoded example: context as it reads, each learnt token in [brackets], candidates after an arrow."""
     lines = [f"row {example.row}"]
     for sequence in example.sequences:
         pieces = tokenizer.pieces(sequence.tokens)
         outside = []
         for slot in sequence.slots:
             at = slot.position + 1
-            if not label_tokens and at < len(pieces) and sequence.tokens[at] == slot.target:
+            if at < len(pieces) and sequence.tokens[at] == slot.target:
                 pieces[at] = f"[{pieces[at]}]"
             else:
-                name = tokenizer.token(label_tokens[slot.target] if label_tokens else slot.target)
-                outside.append(f"[{name}]" + (" <- label" if slot.candidate == example.label else ""))
+                right = " <- label" if slot.candidate == example.label else ""
+                outside.append(f"[{tokenizer.token(slot.target)}]{right}")
         mine = {slot.candidate for slot in sequence.slots} == {example.label}
         lines.append("  " + "".join(pieces) + (" <- label" if mine and not outside else ""))
         lines += [f"    -> {line}" for line in outside]

@@ -69,7 +69,6 @@ class LossProgram(nn.Module):
     def __init__(self, problem: ModelProblem, contract: Contract) -> None:
         super().__init__()
         self.model = problem.model
-        self.labels = list(contract.label_tokens)
         self.accepted = problem.accepted
         self.register_buffer("position_ids", problem.positions[:, : contract.sequence_length])
         self.asked: torch.Tensor | None = None
@@ -90,7 +89,6 @@ class LossProgram(nn.Module):
         more = {"position_ids": self.position_ids} if "position_ids" in self.accepted else {}
         logits = self.model(input_ids=tokens, use_cache=False, return_dict=True, **more).logits
         self.asked = None
-        logits = logits[..., self.labels] if self.labels else logits
         logprobs = readout.log_probabilities(logits, targets)
         scores = (weights @ logprobs.reshape(-1, 1)).reshape(absent.shape) + absent
         highest = scores.detach().amax(1, keepdim=True)

@@ -41,7 +41,7 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings, task: Task | None) -
     chosen = Selection(settings.train_start, settings.train_limit, seed)
     rows = read_source(settings.train, "train", settings.columns)
     train, report = load_examples(rows, tokenizer, bundle.contract, task, chosen, options)
-    texts = [report.text(), show_sample(train[0], tokenizer, bundle.contract.label_tokens)]
+    texts = [report.text(), show_sample(train[0], tokenizer)]
     others: list[list[Example]] = []
     parts: list[tuple[Path | None, Part, Selection]] = [
         (settings.dev, "dev", Selection(settings.dev_start, settings.dev_limit, seed)),

@@ -131,8 +131,7 @@ class ModelProblem:
             logits = self._call(tokens[:, :longest]).logits[0]
         finally:
             self._asked = None
-        labels = list(self.contract.label_tokens)
-        logprobs = torch.log_softmax(logits[:, labels] if labels else logits, -1)
+        logprobs = torch.log_softmax(logits, -1)
         return logprobs[torch.from_numpy(where), torch.from_numpy(target)]
 
     def _call(self, tokens: Array, **more: torch.Tensor) -> Any:

@@ -29,7 +29,7 @@ _CLASSES = 2
 class Estimate:
     """A bundle that isn't there yet, in numbers.
 
-    `label_tokens` stand for a verbalizer's words. `positions` are those of the model; None: any number.
+    `positions` are those of the model; None: any number.
     """
 
     outline: Outline
@@ -38,7 +38,6 @@ class Estimate:
     roles: tuple[str, ...]
     readout: str
     vocabulary_size: int
-    label_tokens: tuple[int, ...]
     positions: int | None
 
     @property
@@ -85,7 +84,6 @@ class Estimate:
             positions=0 if is_encoder else max(learnt, 1),
             width=self.outline.width,
             vocabulary_size=self.vocabulary_size,
-            label_tokens=self.label_tokens,
             modules=self.outline.modules,
             queries=config.queries if kind == "tangent" else 0,
             classes=_CLASSES if is_encoder and kind == "exact" else 0,
@@ -110,19 +108,17 @@ def estimate(config: ExportConfig) -> Estimate:
     quiet_libraries()
     pooled = None if config.readout is None else config.readout == "pooled"
     loaded = outline_model(config.model, pooled=pooled, revision=config.revision)
-    # Their number is all that counts.
-    labels = tuple(range(len(config.label_words or ())))
-    readout = readout_of(config, loaded, labels)
+    readout = readout_of(config, loaded)
     longest = longest_row(loaded, config.sequence_length)
     start = start_adapter(config, loaded, bool(plain_layers(loaded.model)))
-    outline = outline_of(start, longest, len(labels))
+    outline = outline_of(start, longest)
     int8_table = config.quantize != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
     of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
     roles = tuple(role for role in dict.fromkeys((STACK, *config.roles)) if role not in of_texts)
     weights = weights_of(outline, config.quantize, int8_table, roles)
     vocabulary = outline.table_numbers // outline.width
     most = position_count(loaded)
-    return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, labels, most)
+    return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, most)
 
 
 def announce(config: ExportConfig) -> None:

@@ -38,7 +38,6 @@ class Target:
     bundle: Bundle | None
     tokenizer: Tokenizer
     examples: list[Example]
-    label_tokens: tuple[int, ...]
 
     def victim(self, rank: int, seed: int) -> Victim:
         """The model with an adapter of that rank and seed, or with the bundle's.
@@ -63,7 +62,7 @@ class Target:
         Raises:
             DataError: there aren't enough rows that long.
         """
-        form = known_form(self.examples, len(self.tokenizer.begin), length, self.label_tokens)
+        form = known_form(self.examples, len(self.tokenizer.begin), length)
         long = [example for example in self.examples if len(unknown_part(example, form)) >= length]
         needed = self.settings.limit * batch
         if len(long) < needed:
@@ -102,14 +101,14 @@ def open_target(settings: LeakSettings) -> Target:
             AdaptedModule(name, len(matrix), matrix.shape[1], len(start.lora_b[name]))
             for name, matrix in start.lora_a.items()
         )
-        contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, (), modules)
+        contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, modules)
     if contract.is_encoder:
         raise _encoder(settings.model_path)
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.rows_path, "test", settings.columns)
     options = BuildOptions("truncate")
     examples, _ = load_examples(rows, tokenizer, contract, task, options=options)
-    return Target(settings, bundle, tokenizer, examples, contract.label_tokens)
+    return Target(settings, bundle, tokenizer, examples)
 
 
 def _load(settings: LeakSettings, bundle: Bundle | None) -> LoadedModel:

@@ -68,16 +68,13 @@ def joined(parts: list[Rows]) -> Rows:
     return Rows(torch.cat([part.tokens for part in parts]), torch.cat([part.labels for part in parts]))
 
 
-def known_form(
-    examples: Sequence[Example], begin: int, length: int, label_tokens: Sequence[int] = ()
-) -> Form:
+def known_form(examples: Sequence[Example], begin: int, length: int) -> Form:
     """The form of examples that are cut to `length` unknown tokens.
 
     Args:
         examples: of texts, or of a task with candidates of one token each.
         begin: tokens that the tokenizer puts before every text.
         length: unknown tokens to keep.
-        label_tokens: of a verbalizer, whose candidates are numbers of them.
 
     Raises:
         DataError: their loss is of another kind, or the task's template leaves nothing unknown.
@@ -106,8 +103,6 @@ def known_form(
     while after < shortest - before and len({row[-1 - after] for row in rows}) == 1:
         after += 1
     classes = tuple(slot.target for slot in first.sequences[0].slots)
-    if label_tokens:
-        classes = tuple(label_tokens[index] for index in classes)
     return Form(rows[0][:before], length, rows[0][len(rows[0]) - after :], classes)
 
 

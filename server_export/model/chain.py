@@ -131,7 +131,6 @@ def build_chain(
     longest: int,
     transposed: Collection[str] = (),
     scheme: str = "fp32",
-    label_tokens: Sequence[int] = (),
     copies: int = COPIES,
 ) -> Chain:
     """Cut a model into blocks.
@@ -143,7 +142,6 @@ def build_chain(
         longest: tokens of the longest sequence.
         transposed: what `plain_layers` answered of it.
         scheme: of the frozen weights.
-        label_tokens: of a verbalizer, whose head answers among them alone.
         copies: 1, or COPIES for a graph of any number of them.
 
     Raises:
@@ -154,7 +152,7 @@ def build_chain(
     model = outline.model
     transposed = {*transposed, *plain_layers(model)}
     weights = Weights(files, model, transposed)
-    head_rows, head = _head_rows(model, label_tokens) if outline.is_decoder else ([], "")
+    head_rows, head = _head_rows(model) if outline.is_decoder else ([], "")
     inputs, tables = CallInputs(), Tables(longest)
     modules = insert_lora(model, {name: matrix.to("meta") for name, matrix in lora_a.items()}, 1.0, inputs)
     make_rotary_tables(model, tables)
@@ -192,12 +190,11 @@ def _check_adapter(blocks: Sequence[Block], adapter: Mapping[str, str], end: int
             )
 
 
-def _head_rows(model: torch.nn.Module, label_tokens: Sequence[int]) -> tuple[list[Sequence[int]], str]:
+def _head_rows(model: torch.nn.Module) -> tuple[list[Sequence[int]], str]:
     """Rows of each piece of a model's head, which is left as many as one has, and its name."""
     words, width = map(int, model.get_output_embeddings().weight.shape)
     size = words // pieces_of(words, width)
     rows: list[Sequence[int]] = [range(start, start + size) for start in range(0, words, size)]
-    rows = [label_tokens] if label_tokens else rows
     return rows, cut_head(model, len(rows[0]))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import nn
 
@@ -18,13 +17,12 @@ from server_export.model.start import StartAdapter
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 
 
-def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
+def outline_of(start: StartAdapter, longest: int) -> Outline:
     """The outline of an adapter's model, with or without its weights.
 
     Args:
         start: the adapter, and the model with linear layers.
         longest: tokens of the longest row.
-        classes: words that a verbalizer's head answers among.
 
     Raises:
         ConfigError: the model has no list of blocks.
@@ -49,8 +47,6 @@ def outline_of(start: StartAdapter, longest: int, classes: int = 0) -> Outline:
     head_width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     below = blocks_below(model, list(start.lora_a))
     head_shape = _shape(head) if isinstance(head, nn.Linear) else None
-    if head_shape and classes:
-        head_shape = replace(head_shape, outputs=classes)
     return Outline(
         width=int(config.hidden_size),
         blocks=len(blocks),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -62,10 +62,10 @@ def cut_head(model: nn.Module, rows: int) -> str:
     return name
 
 
-def readout_of(config: ExportConfig, loaded: LoadedModel, label_tokens: Sequence[int]) -> str:
+def readout_of(config: ExportConfig, loaded: LoadedModel) -> str:
     """What a program answers; raises ConfigError for a readout that the model hasn't."""
     if not loaded.is_decoder:
-        if config.readout not in (None, "pooled") or config.label_words:
+        if config.readout not in (None, "pooled"):
             raise ConfigError(
                 "the readout doesn't fit the model:",
                 [
@@ -74,4 +74,4 @@ def readout_of(config: ExportConfig, loaded: LoadedModel, label_tokens: Sequence
                 ],
             )
         return "pooled"
-    return "verbalizer" if label_tokens else "logprobs"
+    return "logprobs"

@@ -54,30 +54,6 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     return tokenizer
 
 
-def label_token_ids(tokenizer: Any, words: Sequence[str]) -> list[int]:
-    """The one token of each label word.
-
-    Raises:
-        ConfigError: names every word of several tokens, with its pieces, and every word given twice.
-    """
-    encoded = {word: tokenizer.encode(word, add_special_tokens=False) for word in words}
-    problems = [
-        f"{word!r} is {len(ids)} tokens: {' '.join(map(repr, tokenizer.convert_ids_to_tokens(ids)))}"
-        for word, ids in encoded.items()
-        if len(ids) != 1
-    ]
-    tokens = [encoded[word][0] for word in words if len(encoded[word]) == 1]
-    if len(set(tokens)) < len(tokens):
-        problems.append("two words are the same token")
-    if problems:
-        raise ConfigError(
-            "the label words of a verbalizer must be one token each, all different:",
-            problems,
-            remedy="take other words (a leading space often matters), or the readout logprobs for any",
-        )
-    return tokens
-
-
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write `tokenizer.json`, and `chat_template.jinja` where there is a template.
 

@@ -101,14 +101,11 @@ class TanhGelu(nn.Module):
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
 
 
-def check_generates(loaded: LoadedModel, readout: str | None) -> None:
-    """Raise BundleError unless a model was trained to write; `readout` is its bundle's, None if unknown."""
-    reason = "it is an encoder" if not loaded.is_decoder else ""
-    if readout == "verbalizer":
-        reason = "its bundle reads label words alone, and nothing else of its vocabulary was trained"
-    if reason:
+def check_generates(loaded: LoadedModel) -> None:
+    """Raise BundleError unless a model writes."""
+    if not loaded.is_decoder:
         raise BundleError(
-            f"{loaded.name_or_path} can't be published for a runner that generates: {reason}",
+            f"{loaded.name_or_path} can't be published for a runner that generates: it is an encoder",
             remedy="publish it as program instead",
         )
 

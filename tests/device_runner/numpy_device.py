@@ -119,7 +119,6 @@ class Device:
             pooling="mean",
             width=max(contract.width, 1),
             vocabulary_size=contract.vocabulary_size,
-            label_tokens=(),
             modules=contract.modules,
             bounds=Bounds(copies=2, tokens=16),
             tables=(),

@@ -23,7 +23,7 @@ from tests.speakers import NumpySpeaker, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 QUESTION = {"name": "q", "template": "{q}\nAnswer:", "columns": {"answers": "a"}, "metric": "rouge_l"}
-CONTRACT = Contract("stack", "logprobs", 2, 4, 64, 32, 8, 1000, (), (AdaptedModule("q_proj", 2, 8, 8),))
+CONTRACT = Contract("stack", "logprobs", 2, 4, 64, 32, 8, 1000, (AdaptedModule("q_proj", 2, 8, 8),))
 
 
 def examples(*questions: str) -> list[Example]:

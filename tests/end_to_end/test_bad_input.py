@@ -392,16 +392,6 @@ def test_names_of_folders_that_are_not_plain(run_words: list[object], tmp_path: 
         assert done.stdout.decode() == f"{name}/final\n"
 
 
-def test_label_word_of_several_tokens(
-    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["export", "--model", workshop / "model", "--out", tmp_path / "out", "--readout", "verbalizer"]
-    assert main([*map(str, words), "--label-words", " yes", " perhaps"]) == 2
-    message = capsys.readouterr().err
-    assert "' perhaps'" in message and "' yes'" not in message.split("perhaps")[0]
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("scheme", ["8w", "4w", "int8wo"])
 def test_weight_only_quantization_is_refused(
     workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], scheme: str

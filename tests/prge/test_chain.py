@@ -30,9 +30,14 @@ def block_of(**changes: Any) -> Json:
 
 
 def test_a_chain_is_read_as_it_was_written() -> None:
-    for readout in ("logprobs", "verbalizer", "pooled"):
+    for readout in ("logprobs", "pooled"):
         chain = make_chain(readout=readout)
         assert Chain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
+
+
+def test_a_bundle_that_answers_among_label_words_says_how_to_export_it_again() -> None:
+    with pytest.raises(BundleError, match="export it again without --label-words"):
+        Chain.from_json({**block_of(), "readout": "verbalizer", "label_tokens": [3, 5]})
 
 
 def places(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -140,8 +145,6 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b.update(pooling="last"), "pooling is 'last', must be one of mean, first"),
         (lambda b: b.update(readout="logits"), "readout is 'logits'"),
         (lambda b: b.update(width=0), "width is 0"),
-        (lambda b: b.update(label_tokens=[64]), r"label_tokens are \(64,\), not all in the vocabulary"),
-        (lambda b: b.update(label_tokens=[], readout="verbalizer"), "label_tokens is empty"),
         (lambda b: b["bounds"].update(batch=0), "the bound of batch is 0, must be 1 to"),
         (lambda b: b["bounds"].update(tokens=1), "the bound of tokens is 1, must be 2 to"),
         (lambda b: b["bounds"].update(states=LARGEST_SIZE + 1), "the bound of states is 16777217"),

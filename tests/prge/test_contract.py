@@ -74,7 +74,6 @@ def test_outputs_of_a_tangent_encoder() -> None:
         ({"readout": "logits"}, "readout is 'logits'"),
         ({"readout": "pooled", "width": 0}, "width is 0"),
         ({"positions": 0}, "positions is 0"),
-        ({"readout": "verbalizer"}, "label_tokens is empty"),
         ({"modules": ()}, "modules is empty"),
     ],
 )

@@ -53,7 +53,6 @@ STACK = Contract(
     positions=3,
     width=64,
     vocabulary_size=1000,
-    label_tokens=(),
     modules=OUTLINE.modules,
 )
 TANGENT = replace(STACK, kind="tangent", copies=1, queries=4)

@@ -108,13 +108,6 @@ def test_roles_cost_and_are_needed(outline_folder: Path, capsys: pytest.CaptureF
         )
 
 
-def test_label_words_shorten_the_head(outline_folder: Path) -> None:
-    words = EstimateConfig(model=str(outline_folder), label_words=["a", "b"])
-    plain = EstimateConfig(model=str(outline_folder))
-    whole, cut = (estimate(config).outline.head for config in (plain, words))
-    assert whole is not None and cut is not None and cut.outputs == 2 < whole.outputs
-
-
 def test_what_an_export_refuses_is_refused(outline_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="there is no folder"):
         main(["--model", str(tmp_path / "none")])

@@ -126,20 +126,6 @@ def test_states_of_a_decoder_are_pooled_if_asked(llama_folder: Path, tmp_path: P
     assert bundle.chain.is_encoder and bundle.pooling == "mean"
 
 
-@pytest.mark.export
-def test_a_verbalizer(llama_folder: Path, tmp_path: Path) -> None:
-    bundle = open_bundle(export(config(llama_folder, tmp_path / "bundle", label_words=[" yes", " no"])))
-    assert bundle.chain.readout == "verbalizer"
-    assert len(bundle.chain.label_tokens) == 2
-    assert bundle.manifest["readout"]["label_words"] == [" yes", " no"]
-
-
-def test_label_words_of_several_tokens_stop_the_export(llama_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'maybe' is 5 tokens"):
-        export(config(llama_folder, tmp_path / "bundle", label_words=["maybe", " no"]))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_rows_that_are_longer_than_the_model_has_positions(llama_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sequence_length is 65, .* has 64 positions"):
         export(config(llama_folder, tmp_path / "bundle", sequence_length=65))

@@ -30,7 +30,6 @@ class Zeros(CheckedEngine):
 
 CONTRACTS = {
     "stack": make_contract(),
-    "verbalizer": make_contract(readout="verbalizer", label_tokens=(5, 6)),
     "exact": make_contract(kind="exact", copies=1),
     "encoder": make_contract(readout="pooled", positions=0, width=8),
 }
@@ -38,7 +37,6 @@ LIMITS = {
     ("stack", "tokens"): 64,
     ("stack", "positions"): 16,
     ("stack", "targets"): 64,
-    ("verbalizer", "targets"): 2,
     ("encoder", "attention_mask"): 2,
     ("exact", "cells"): 2 * 2 * 3,
 }

@@ -46,7 +46,6 @@ def contract() -> Callable[..., Contract]:
             "positions": 16,
             "width": 8,
             "vocabulary_size": 1000,
-            "label_tokens": (),
             "modules": (AdaptedModule("q_proj", 2, 8, 8),),
         }
         return Contract(**{**values, **changes})

@@ -44,7 +44,7 @@ def tiny() -> Tokenizer:
 
 def program(length: int, positions: int) -> Contract:
     module = AdaptedModule("q_proj", 2, 8, 8)
-    return Contract("stack", "logprobs", 1, 8, length, positions, 0, 1000, (), (module,))
+    return Contract("stack", "logprobs", 1, 8, length, positions, 0, 1000, (module,))
 
 
 def chat_tokenizer(template: str) -> Tokenizer:
@@ -267,30 +267,6 @@ def test_answers(tokenizer: Tokenizer, contract: MakeContract) -> None:
     assert learnt(example, tokenizer) == " a mat</s>"
     assert example.answers == ("a mat", "mat")
     assert example.choices == ("a cat on a mat",)
-
-
-def test_verbalizer_targets_are_indices(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    tokens = [tokenizer.encode(word)[0] for word in (" great", " terrible")]
-    verbalizer = contract(readout="verbalizer", label_tokens=tuple(tokens), positions=2)
-    [example], _ = build_examples(rows(FILM), tokenizer, verbalizer, load_task("sst2"))
-    assert [slot.target for slot in example.sequences[0].slots] == [1, 0]
-    assert show_sample(example, tokenizer, verbalizer.label_tokens).endswith("-> [Ġgreat] <- label")
-
-
-def test_verbalizer_errors(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    great = tokenizer.encode(" great")[0]
-    verbalizer = contract(readout="verbalizer", label_tokens=(great,), positions=2)
-    assert problems_of(rows({"text": "a", "label": 0}), tokenizer, verbalizer, LONG_WORDS) == [
-        "row 1: a verbalizer needs label words of one token each; they are ' bad good' = 'Ġbad' "
-        "+ 'Ġgood', ' great' = 'Ġgreat': choose shorter words"
-    ]
-    assert problems_of(rows(FILM), tokenizer, verbalizer, load_task("sst2")) == [
-        "row 1: the bundle was exported with the label tokens 'Ġgreat'; the task's words are "
-        "' terrible' = 'Ġterrible', ' great' = 'Ġgreat': export again with the task's words"
-    ]
-    assert problems_of(rows({"text": "a"}), tokenizer, verbalizer) == [
-        "the bundle's readout is verbalizer: it compares classes, learns no texts"
-    ]
 
 
 def test_encoder(encoder_tokenizer: Tokenizer, contract: MakeContract) -> None:

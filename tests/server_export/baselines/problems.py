@@ -56,9 +56,8 @@ class ModelEngine:
         if self.contract.is_encoder:
             states, seen = output.last_hidden_state, mask.unsqueeze(-1)
             return states[:, 0] if self.pooling == "first" else (states * seen).sum(1) / seen.sum(1)
-        labels = list(self.contract.label_tokens) or slice(None)
         rows = torch.arange(len(inputs["tokens"])).unsqueeze(1)
-        logprobs = torch.log_softmax(output.logits[..., labels], -1)
+        logprobs = torch.log_softmax(output.logits, -1)
         return logprobs[rows, inputs["positions"], inputs["targets"]]
 
 
@@ -71,7 +70,6 @@ def build_problem(
     *,
     scheme: str = "fp32",
     pooling: str = "mean",
-    label_tokens: tuple[int, ...] = (),
 ) -> tuple[ModelProblem, ModelEngine, Adapter]:
     """A problem on a tiny model, the same model as an engine, and the adapter that both start from.
 
@@ -87,7 +85,7 @@ def build_problem(
     for matrix in start.lora_b.values():
         matrix.copy_(torch.randn(matrix.shape, generator=generator) * lora_b)
     write_adapter(folder / "adapter", start)
-    chain = _make_chain(start, pooling, label_tokens)
+    chain = _make_chain(start, pooling)
     contract = chain.contract(STACK, 4)
     bundle = Bundle(folder, {"quantization": {"scheme": scheme}, "model": {}}, chain, contract, contract)
     adapter = Adapter.zeros(chain.modules)
@@ -101,7 +99,7 @@ def build_problem(
     return ModelProblem(bundle, again, train, 0, 4, 7, head_folds=3), engine, adapter
 
 
-def _make_chain(start: StartAdapter, pooling: str, label_tokens: tuple[int, ...]) -> Chain:
+def _make_chain(start: StartAdapter, pooling: str) -> Chain:
     """What a manifest would say of the model, as far as a baseline reads it."""
     model, is_decoder = start.loaded.model, start.loaded.is_decoder
     layers = {name: model.get_submodule(name) for name in start.lora_a}
@@ -119,11 +117,10 @@ def _make_chain(start: StartAdapter, pooling: str, label_tokens: tuple[int, ...]
         kinds.append(Kind("", {STACK: Interface(("state", "targets", "shift"), ("parts",))}))
         blocks.append(Block(2, "2", (), ()))
     return Chain(
-        readout="pooled" if not is_decoder else "verbalizer" if label_tokens else "logprobs",
+        readout="logprobs" if is_decoder else "pooled",
         pooling=pooling,
         width=WIDTH,
         vocabulary_size=VOCABULARY,
-        label_tokens=label_tokens,
         modules=modules,
         bounds=Bounds(tokens=LENGTH),
         tables=(),

@@ -45,13 +45,6 @@ def test_a_decoder(tmp_path: Path, architecture: str, examples: list[Example]) -
     assert problem.rows(examples) == sum(len(example.sequences) for example in examples)
 
 
-def test_label_words_alone(tmp_path: Path) -> None:
-    examples = [choice(1, [5, 6, 7, 8], [0, 1, 2], 2), choice(2, [9, 8], [2, 1], 0)]
-    problem, engine, adapter = build_problem(tmp_path, "llama", examples, label_tokens=(10, 11, 12))
-    expected = driver_loss(engine, adapter, examples)
-    assert problem.loss(examples).item() == pytest.approx(expected, abs=1e-5)
-
-
 @pytest.mark.parametrize(("architecture", "pooling"), [("bert", "mean"), ("roberta", "first")])
 def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, pooling: str) -> None:
     examples = classified_rows()

@@ -40,7 +40,6 @@ CONTRACT = Contract(
     positions=4096,
     width=8,
     vocabulary_size=SIZE,
-    label_tokens=(),
     modules=(AdaptedModule("q_proj", 2, 8, 8),),
 )
 

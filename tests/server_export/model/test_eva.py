@@ -85,7 +85,6 @@ def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[
         positions=7,
         width=WIDTH,
         vocabulary_size=VOCABULARY,
-        label_tokens=(),
         modules=(AdaptedModule("layer", RANK, WIDTH, WIDTH),),
     )
     tokenizer = on_device(make_tokenizer(), "auto", VOCABULARY)

@@ -10,10 +10,9 @@ pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer
 
-from prge.errors import BundleError, ConfigError
+from prge.errors import BundleError
 from server_export.model.tokenization import (
     check_tokenizer,
-    label_token_ids,
     load_tokenizer,
     tokenizer_block,
     write_tokenizer,
@@ -68,16 +67,6 @@ def test_prepending_is_left_to_the_tokenizer_unless_asked() -> None:
     assert tokenizer_block(make_tokenizer(), "auto", VOCABULARY)["prepend_bos"] is False
     assert tokenizer_block(make_tokenizer(), "never", VOCABULARY)["prepend_bos"] is False
     assert tokenizer_block(make_tokenizer(), "always", VOCABULARY)["prepend_bos"] is True
-
-
-def test_label_words_are_single_tokens() -> None:
-    tokenizer = make_tokenizer()
-    tokens = label_token_ids(tokenizer, [" yes", " no"])
-    assert tokenizer.convert_ids_to_tokens(tokens) == ["\u0120yes", "\u0120no"]
-    with pytest.raises(ConfigError, match=r"'maybe' is 5 tokens: 'm' 'a' 'y' 'b' 'e'"):
-        label_token_ids(tokenizer, [" yes", "maybe"])
-    with pytest.raises(ConfigError, match="the same token"):
-        label_token_ids(tokenizer, [" yes", " yes"])
 
 
 def test_model_without_tokenizer(tmp_path: Path) -> None:
