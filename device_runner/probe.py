@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.session.noise import (
@@ -35,7 +34,7 @@ from prge.contract import Contract
 from prge.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
 from prge.directions import RankOneDirections
 from prge.encoder_heads import fit_heads
-from prge.engine import Engine, EngineName
+from prge.engine import Engine, EngineName, Float64Array
 from prge.errors import ConfigError, EngineError
 from prge.estimators import Step
 from prge.evaluation import score
@@ -51,8 +50,6 @@ from prge.run_folder import reported
 from prge.sampling import Sampler
 from prge.settings import Bytes, parse_settings
 from prge.tangents import Tangents
-
-Float64Array = NDArray[np.float64]
 
 DESCRIPTION = "Measure on real rows how much signal each estimator and epsilon has, and recommend one."
 

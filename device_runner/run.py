@@ -53,7 +53,7 @@ from prge.checkpoint import (
 from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
-from prge.exact import check_candidates, check_single_sequences
+from prge.exact import check_single_sequences
 from prge.examples import token_count
 from prge.generation.loop import Generator
 from prge.journal import Journal, Record
@@ -97,8 +97,6 @@ def run(settings: RunSettings) -> Path:
             check_single_sequences(inputs.train)
         check_batch(bundle.contract, inputs.train)
         asked, settings = settings, paced(settings, bundle.contract, inputs.train)
-        if bundle.contract.is_exact:
-            check_candidates(bundle.contract, inputs.train)
         with Journal(settings.out / JOURNAL) as journal:
             cache = None
             if settings.trunk_cache_bytes:

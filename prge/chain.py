@@ -58,8 +58,6 @@ _SHOWN = 8
 FEWEST_TOKENS = 2
 # Of a batch in one call, and of a row with as many queries as short ones have.
 _MOST_TOKENS, _SHORT = 512, 256
-# Classes of an encoder's head that a step has room for.
-_CLASSES = 32
 # What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
 # overflows.
 MASKED = -3e4
@@ -302,7 +300,6 @@ class Chain:
         copies: int = 1,
         queries: int = 0,
         length: int = 0,
-        classes: int = 0,
     ) -> Contract:
         """The contract of an engine that answers calls of a run's own choice.
 
@@ -312,7 +309,6 @@ class Chain:
             copies: of the adapter in a stack.
             queries: tangents beside every row.
             length: most tokens of a row; by default what the chain allows.
-            classes: of an encoder's head, for an exact step.
 
         Raises:
             BundleError: the bundle lacks the role.
@@ -334,7 +330,6 @@ class Chain:
             vocabulary_size=self.vocabulary_size,
             modules=self.modules,
             queries=queries,
-            classes=(classes or _CLASSES) if kind == "exact" and self.is_encoder else 0,
         )
 
     def to_json(self) -> dict[str, Any]:

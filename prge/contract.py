@@ -23,20 +23,8 @@ exact ones. Its rows are those of one copy, and it has
     logprobs, dlogprobs     f32 [rows, positions], [queries, rows, positions]
     pooled, dpooled         f32 [rows, width], [queries, rows, width]
 
-An exact call computes the `batch_size` rows once, and back. It answers what it read, and the gradient of a
-loss that further inputs describe; prge/exact.py fills them. With candidates = rows * positions for a decoder,
-or `classes` for an encoder:
-
-    lora_b.<module> f32 [rank, out_features]
-    weights         f32 [rows, positions]                 decoders only: of a slot in its candidate's score
-    cells           i64 [rows, positions]                 decoders only: example * candidates + candidate
-    heads           f32 [rows, classes, width]            encoders only: every row's classification head
-    offsets         f32 [rows, candidates]                added to scores; ABSENT where no candidate is
-    labels          f32 [rows, candidates]                weight of minus the score in the loss
-    shares          f32 [rows, 1]                         weight of the scores' log-sum-exp in the loss
-
-    logprobs or pooled      as above
-    gradient.<module>       f32 [rank, out_features]
+An exact call computes the `batch_size` rows once, and takes the slope of a loss by what it answers back to
+the adapter, with lora_b.<module> f32 [rank, out_features]; see prge.engine.Engine.gradient.
 """
 
 from __future__ import annotations
@@ -48,10 +36,7 @@ from prge.errors import ConfigError, shown
 
 LORA_B_PREFIX = "lora_b."
 U_PREFIX, V_PREFIX = "u.", "v."
-GRADIENT_PREFIX = "gradient."
 KINDS = ("stack", "tangent", "exact")
-# A score beside which exp of this one is 0 in float32; finite, so that no sum makes a NaN of it.
-ABSENT = -1e9
 READOUTS = ("logprobs", "pooled")
 # Far beyond any model; what a manifest asks for is checked before it is allocated.
 LARGEST_SIZE = 1 << 24
@@ -59,7 +44,7 @@ MOST_MODULES = 10_000
 MOST_CALL_BYTES = 1 << 36
 
 
-_SIZES = "copies batch_size sequence_length positions width vocabulary_size queries classes".split()
+_SIZES = "copies batch_size sequence_length positions width vocabulary_size queries".split()
 
 
 @dataclass(frozen=True)
@@ -98,7 +83,6 @@ class Contract:
     `readout` is `logprobs` (over the vocabulary) or `pooled` (an encoder's states; the head lives in the
     driver).
     `alpha` is already folded into the frozen `lora_a`. A tangent call has one copy, a stack no queries.
-    `classes` is how many an encoder's head may have in an exact call.
 
     Raises:
         ConfigError: sizes that no call can have.
@@ -114,7 +98,6 @@ class Contract:
     vocabulary_size: int
     modules: tuple[AdaptedModule, ...]
     queries: int = 0
-    classes: int = 0
 
     def __post_init__(self) -> None:
         problems = [
@@ -130,8 +113,6 @@ class Contract:
             problems.append(f"copies is {self.copies}, a {self.kind} call has 1")
         if not self.is_tangent and self.queries:
             problems.append(f"queries is {self.queries}, a {self.kind} call has 0")
-        if (self.kind == "exact" and self.is_encoder) != (self.classes > 0):
-            problems.append(f"classes is {self.classes}, an exact call of an encoder alone has some")
         if self.readout not in READOUTS:
             problems.append(f"readout is {shown(self.readout)}, must be one of {', '.join(READOUTS)}")
         if self.readout == "pooled" and self.width < 1:
@@ -192,11 +173,6 @@ class Contract:
         return self.kind == "exact"
 
     @property
-    def candidates(self) -> int:
-        """Scores of an example that the loss of an exact call has room for."""
-        return self.classes or self.rows * self.positions
-
-    @property
     def is_encoder(self) -> bool:
         """Whether a call returns pooled states instead of log-probabilities."""
         return self.readout == "pooled"
@@ -218,7 +194,7 @@ class Contract:
             return (*first, *lora_b)
         matrices = [TensorSpec(m.input_name, "float32", (m.rank, m.out_features)) for m in self.modules]
         if self.is_exact:
-            return (*first, *matrices, *self._loss_inputs)
+            return (*first, *matrices)
         return (
             *first,
             *matrices,
@@ -230,31 +206,15 @@ class Contract:
         )
 
     @property
-    def _loss_inputs(self) -> tuple[TensorSpec, ...]:
-        read = (self.rows, self.positions)
-        if self.is_encoder:
-            scoring = [TensorSpec("heads", "float32", (self.rows, self.classes, self.width))]
-        else:
-            scoring = [TensorSpec("weights", "float32", read), TensorSpec("cells", "int64", read)]
-        table = (self.rows, self.candidates)
-        return (
-            *scoring,
-            TensorSpec("offsets", "float32", table),
-            TensorSpec("labels", "float32", table),
-            TensorSpec("shares", "float32", (self.rows, 1)),
-        )
+    def answer(self) -> str:
+        """Name of what a call answers; its tangents have a `d` before it."""
+        return "pooled" if self.is_encoder else "logprobs"
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """A call's outputs in order."""
-        name, width = ("pooled", self.width) if self.is_encoder else ("logprobs", self.positions)
-        answer = TensorSpec(name, "float32", (self.rows, width))
-        if self.kind == "stack":
+        width = self.width if self.is_encoder else self.positions
+        answer = TensorSpec(self.answer, "float32", (self.rows, width))
+        if not self.is_tangent:
             return (answer,)
-        if self.is_exact:
-            gradients = (
-                TensorSpec(GRADIENT_PREFIX + m.name, "float32", (m.rank, m.out_features))
-                for m in self.modules
-            )
-            return (answer, *gradients)
-        return (answer, TensorSpec("d" + name, "float32", (self.queries, *answer.shape)))
+        return (answer, TensorSpec("d" + self.answer, "float32", (self.queries, *answer.shape)))

@@ -20,10 +20,9 @@ import numpy as np
 from prge.adapter import Adapter, LoraBStack, adapter_size
 from prge.contract import AdaptedModule, Contract
 from prge.directions import Directions, Distribution, GuidedDirections
-from prge.engine import Engine, FloatArray
-from prge.estimators import Calls, Float64Array, Measurement, Step, clipped
+from prge.engine import Engine, Float64Array, FloatArray
+from prge.estimators import Calls, Measurement, Step, clipped
 from prge.guide import Guide
-from prge.objectives import losses, score_gradient, scores
 
 
 @dataclass(frozen=True)
@@ -136,12 +135,10 @@ class Differences:
             for batch in step.batches:
                 inputs = batch.inputs(contract.copies, contract.is_encoder)
                 outputs = calls.forward({**inputs, **stack.inputs})
-                batch_scores = scores(batch, outputs, contract.copies, step.classifier)[: len(chunk)]
-                total[start : start + len(chunk)] += losses(batch_scores, batch.labels).sum(-1)
-                if step.trained_head is not None:
-                    real = batch.owner >= 0
-                    pooled = outputs["pooled"].reshape(contract.copies, len(real), -1)[: len(chunk), real]
-                    calls.learn_head(pooled, score_gradient(batch_scores, batch.labels))
+                answers = outputs[contract.answer][: len(chunk) * contract.batch_size]
+                loss = step.loss(batch, answers, len(chunk))
+                total[start : start + len(chunk)] += loss.losses.sum(-1)
+                calls.learn_head(loss)
         mean = total / step.examples
         return Measurement(
             float(mean.mean()),

@@ -22,11 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule
-from prge.engine import Array, FloatArray, IntArray
+from prge.engine import Array, Float64Array, FloatArray, IntArray
 from prge.guide import Guide
 
 Distribution = Literal["rademacher", "gaussian"]
-Float64Array = NDArray[np.float64]
 SignArray = NDArray[np.int8]
 
 GRID_BITS = 30

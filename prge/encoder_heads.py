@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prge.adapter import Adapter
-from prge.engine import Engine
+from prge.engine import Answering
 from prge.errors import ConfigError
 from prge.evaluation import pooled_states
 from prge.examples import Example
@@ -56,7 +56,7 @@ class Heads:
 
 
 def fit_heads(
-    engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int, folds: int = 0
+    engine: Answering, adapter: Adapter, examples: Sequence[Example], pad: int, folds: int = 0
 ) -> Heads:
     """Fit an encoder's head on examples, and with `folds` those that score the examples in its stead.
 

@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prge.adapter import Adapter, adapter_size
 from prge.contract import AdaptedModule, Contract
-from prge.engine import Array, Engine, FloatArray
+from prge.engine import Array, Engine, Float64Array, FloatArray, Slope
 from prge.examples import Batch
 from prge.head import Classifier, Head
 from prge.journal import GRADIENT, Record, encode_array
+from prge.objectives import CROSS_ENTROPY, BatchLoss, Objective
 
-Float64Array = NDArray[np.float64]
 # What a run with an estimator does, in one sentence, for reports and model cards.
 MEANINGS = {
     "exact": "Exact gradients: every step goes forward and backward through the model and follows the "
@@ -47,7 +46,8 @@ class Step:
 
     `adapter`: where the gradient is asked for. `batches`: the step's examples, each batch the rows of one
     copy. `seed` with `number`, that of the step, makes its directions. `classifier` scores an encoder's
-    states; `trained_head` is the head whose exact gradient is wanted, where it is trained.
+    states; `trained_head` is the head whose exact gradient is wanted, where it is trained. `objective` is the
+    loss.
     """
 
     adapter: Adapter
@@ -56,11 +56,16 @@ class Step:
     number: int
     classifier: Classifier | None = None
     trained_head: Head | None = None
+    objective: Objective = CROSS_ENTROPY
 
     @property
     def examples(self) -> int:
         """Examples of all batches."""
         return sum(batch.examples for batch in self.batches)
+
+    def loss(self, batch: Batch, answers: Array, copies: int = 1) -> BatchLoss:
+        """The loss of a batch at what an engine answered for so many copies."""
+        return BatchLoss(batch, answers, self.objective, self.classifier, copies)
 
 
 @dataclass(frozen=True)
@@ -115,10 +120,17 @@ class Calls:
         self.seconds += time.perf_counter() - begin
         return outputs
 
-    def learn_head(self, pooled: FloatArray, by_score: Float64Array) -> None:
-        """Add the head's gradient, from states [..., examples, width] and the loss's slopes by the scores."""
+    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[FloatArray, dict[str, FloatArray]]:
+        """Compute an exact call; see Engine.gradient."""
+        begin = time.perf_counter()
+        found = self.engine.gradient(inputs, slope)
+        self.seconds += time.perf_counter() - begin
+        return found
+
+    def learn_head(self, loss: BatchLoss) -> None:
+        """Add the head's gradient of a call."""
         if self.head is not None:
-            self._head_gradient += self.head.gradient(pooled, by_score)
+            self._head_gradient += loss.by_head(self.head)
 
     def head_gradient(self, examples: int) -> FloatArray | None:
         """The gradient of the mean loss of so many examples, f32 [size]; None without a trained head."""

@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.adapter import Adapter, stack
-from prge.engine import Engine
+from prge.engine import Answering, Float64Array
 from prge.examples import Example, make_batch
 from prge.head import Classifier
-from prge.objectives import losses, scores
-
-Float64Array = NDArray[np.float64]
+from prge.objectives import CROSS_ENTROPY, BatchLoss, Objective
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,12 @@ class Scores:
 
 
 def score(
-    engine: Engine,
+    engine: Answering,
     adapter: Adapter,
     examples: Sequence[Example],
     head: Classifier | None = None,
     pad: int = 0,
+    objective: Objective = CROSS_ENTROPY,
 ) -> Scores:
     """Score every candidate of every example with one adapter: ceil(sequences / rows) calls.
 
@@ -60,7 +59,7 @@ def score(
         chunk = single[start : start + contract.rows]
         batch = make_batch([example for _, example in chunk], contract, rows=contract.rows, pad=pad)
         outputs = engine.forward({**batch.inputs(1, contract.is_encoder), **lora_b})
-        by_example = scores(batch, outputs, 1, head)[0]
+        by_example = BatchLoss(batch, outputs[contract.answer], head=head).scores[0]
         for (index, example), row in zip(chunk, by_example, strict=True):
             totals[index] += row[: example.candidates]
     lengths = np.array([sum(len(s.slots) for s in example.sequences) for example in examples])
@@ -68,12 +67,11 @@ def score(
     table = np.full((1, len(totals), most), -np.inf)
     for index, total in enumerate(totals):
         table[0, index, : len(total)] = total
-    labels = np.array([-1 if example.label is None else example.label for example in examples])
-    return Scores(totals, losses(table, labels)[0], table[0].argmax(-1), lengths)
+    return Scores(totals, objective.losses(table, examples)[0], table[0].argmax(-1), lengths)
 
 
 def pooled_states(
-    engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int = 0
+    engine: Answering, adapter: Adapter, examples: Sequence[Example], pad: int = 0
 ) -> NDArray[np.float32]:
     """An encoder's states of the examples, f32 [examples, width]: what a head is fitted on."""
     contract = engine.contract

@@ -1,9 +1,9 @@
 """Backpropagation on the engine: the gradient itself, in one call per batch.
 
-    batch, classifier -> what describes the loss -> engine -> answers and gradient by the adapter
+    batch -> engine -> answers -> slope of the mean loss by them -> engine -> gradient by the adapter
 
-The engine sums its examples' losses with the weights that it is given, so that batches add up to the
-gradient of the step's mean loss. A journal keeps the gradient: nothing smaller would do to make it again.
+Batches add up to the gradient of the step's mean loss. A journal keeps the gradient: nothing smaller would do
+to make it again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from prge.contract import ABSENT, GRADIENT_PREFIX, AdaptedModule, Contract
-from prge.engine import Array, Engine, FloatArray
+from prge.contract import AdaptedModule, Contract
+from prge.engine import Array, Engine, Float64Array, FloatArray
 from prge.errors import ConfigError, RunError
-from prge.estimators import Calls, Float64Array, Measurement, Step
+from prge.estimators import Calls, Measurement, Step
 from prge.examples import Batch, Example
-from prge.head import Classifier
 from prge.journal import GRADIENT, decode_array
-from prge.objectives import losses, score_gradient, scores
 
 # A backward counts as two forwards wherever rows are compared, though past frozen weights it costs about one.
 ROWS_OF_A_STEP = 3
@@ -50,18 +48,17 @@ class Exact:
         gradient = np.zeros(step.adapter.size)
         calls, loss = Calls(engine, step.trained_head), 0.0
         for batch in step.batches:
-            inputs = {**batch.inputs(1, contract.is_encoder), **lora_b}
-            outputs = calls.forward(inputs | loss_inputs(contract, batch, step.examples, step.classifier))
-            of_batch = np.concatenate(
-                [outputs[GRADIENT_PREFIX + module.name].ravel() for module in contract.modules], dtype=float
-            )
+
+            def slope(answers: FloatArray, batch: Batch = batch) -> Array:
+                return step.loss(batch, answers).by_answer / step.examples
+
+            answers, gradients = calls.gradient({**batch.inputs(1, contract.is_encoder), **lora_b}, slope)
+            of_batch = np.concatenate([gradients[module.name].ravel() for module in contract.modules])
             # What the engine answers is the example's share of the mean.
-            gradient += shortened(of_batch, self.clip_examples / step.examples)
-            batch_scores = scores(batch, outputs, 1, step.classifier)
-            loss += float(losses(batch_scores, batch.labels).sum())
-            if step.trained_head is not None:
-                by_score = score_gradient(batch_scores, batch.labels)
-                calls.learn_head(outputs["pooled"][None, batch.owner >= 0], by_score)
+            gradient += shortened(of_batch.astype(float), self.clip_examples / step.examples)
+            found = step.loss(batch, answers)
+            loss += float(found.losses.sum())
+            calls.learn_head(found)
         return Measurement(
             loss / step.examples,
             np.zeros(0),
@@ -96,57 +93,6 @@ def shortened(gradient: Float64Array, limit: float) -> Float64Array:
     return gradient * (limit / max(float(np.linalg.norm(gradient)), limit)) if limit else gradient
 
 
-def loss_inputs(
-    contract: Contract, batch: Batch, examples: int, classifier: Classifier | None = None
-) -> dict[str, Array]:
-    """What an exact call is told of its loss: the batch's part of the mean over the step's `examples`.
-
-    A completion's loss is minus its score, that of a candidate the log-sum-exp of all scores minus its own.
-    """
-    table = (contract.rows, contract.candidates)
-    real = np.arange(batch.examples)
-    offsets, labels = np.full(table, ABSENT, np.float32), np.zeros(table, np.float32)
-    offsets[real] = np.where(np.arange(table[1]) < batch.candidates[:, None], 0.0, ABSENT)
-    labels[real, np.maximum(batch.labels, 0)] = 1 / examples
-    shares = np.zeros((contract.rows, 1), np.float32)
-    shares[real, 0] = (batch.labels >= 0) / examples
-    inputs: dict[str, Array] = {"offsets": offsets, "labels": labels, "shares": shares}
-    if classifier is not None:
-        heads = np.zeros((*table, contract.width), np.float32)
-        weights, biases = classifier.layers(batch.rows)
-        classes = biases.shape[1]
-        heads[real, :classes], offsets[real, :classes] = weights, biases
-        return {**inputs, "heads": heads}
-    read = batch.owner >= 0
-    return {
-        **inputs,
-        "weights": np.where(read[:, None], batch.weights, 0.0).astype(np.float32),
-        "cells": np.where(read[:, None], batch.owner[:, None] * table[1] + batch.candidate, 0),
-    }
-
-
-def answer_slopes(contract: Contract, answers: FloatArray, inputs: Mapping[str, Array]) -> FloatArray:
-    """Derivative of the loss by the answers, f32 of their shape, from what `loss_inputs` says of it.
-
-    answers -> scores [rows, candidates] -> shares * softmax(scores) - labels -> derivative by the answers
-    """
-    if contract.is_encoder:
-        heads = inputs["heads"]
-        scores = np.matmul(heads, answers[:, :, None])[:, :, 0] + inputs["offsets"]
-        by_score = _by_score(scores, inputs)
-        return np.asarray(np.matmul(by_score[:, None], heads)[:, 0], np.float32)
-    weights, cells = inputs["weights"], inputs["cells"]
-    scores = inputs["offsets"].astype(np.float64)
-    np.add.at(scores.reshape(-1), cells.ravel(), (answers * weights).ravel())
-    return np.asarray(weights * _by_score(scores, inputs).reshape(-1)[cells], np.float32)
-
-
-def _by_score(scores: Array, inputs: Mapping[str, Array]) -> Array:
-    powers = np.exp(scores - scores.max(-1, keepdims=True))
-    shares: Array = powers / powers.sum(-1, keepdims=True) * inputs["shares"]
-    return shares - inputs["labels"]
-
-
 def check_single_sequences(examples: Sequence[Example]) -> None:
     """Raise ConfigError if an example whose gradient is to be clipped takes several rows of a call."""
     widest = max(examples, key=lambda example: len(example.sequences))
@@ -155,18 +101,4 @@ def check_single_sequences(examples: Sequence[Example]) -> None:
             "--clip-examples takes examples of one sequence each:",
             [f"row {widest.row} has {len(widest.sequences)} sequences, one for each of its candidates"],
             remedy="leave --clip-examples out, or bound the norm of a step's gradient with --clip",
-        )
-
-
-def check_candidates(contract: Contract, examples: Sequence[Example]) -> None:
-    """Raise ConfigError if an example has more candidates than the loss of a call has room for."""
-    most = max(examples, key=lambda example: example.candidates)
-    if most.candidates > contract.candidates:
-        raise ConfigError(
-            "the rows don't fit the bundle:",
-            [
-                f"row {most.row} has {most.candidates} candidates, the loss of a call has room for "
-                f"{contract.candidates}"
-            ],
-            remedy=f"give a larger --batch-size than {contract.batch_size}",
         )

@@ -66,6 +66,11 @@ class Example:
         return sequence.tokens[: sequence.slots[0].position + 1]
 
 
+def labels_of(examples: Sequence[Example]) -> IntArray:
+    """The right candidate of each example, i64 [examples]; -1 for a completion."""
+    return np.array([-1 if example.label is None else example.label for example in examples], np.int64)
+
+
 def token_count(examples: Sequence[Example]) -> int:
     """Tokens of some examples: a candidate's sequence counts with the prompt that it begins with."""
     return sum(len(sequence.tokens) for example in examples for sequence in example.sequences)
@@ -78,7 +83,7 @@ class Batch:
     tokens i64 [batch_size, sequence_length]; attention_mask the same shape;
     positions, targets i64 [batch_size, positions]; weights f64 and candidate i64 of the same shape;
     owner i64 [batch_size]: index of the example that a row belongs to, -1 for padding;
-    candidates i64 [examples]; labels i64 [examples], -1 where there is none.
+    members: the examples.
     """
 
     tokens: IntArray
@@ -88,14 +93,27 @@ class Batch:
     weights: NDArray[np.float64]
     candidate: IntArray
     owner: IntArray
-    candidates: IntArray
-    labels: IntArray
-    rows: tuple[int, ...]
+    members: tuple[Example, ...]
 
     @property
     def examples(self) -> int:
         """How many examples the batch holds."""
-        return len(self.labels)
+        return len(self.members)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Number of each example in its data file."""
+        return tuple(example.row for example in self.members)
+
+    @property
+    def candidates(self) -> IntArray:
+        """Scores of each example, i64 [examples]."""
+        return np.array([example.candidates for example in self.members], np.int64)
+
+    @property
+    def labels(self) -> IntArray:
+        """See `labels_of`."""
+        return labels_of(self.members)
 
     @property
     def token_count(self) -> int:
@@ -154,7 +172,5 @@ def make_batch(
         weights,
         candidate,
         owner,
-        np.array([example.candidates for example in examples], np.int64),
-        np.array([-1 if example.label is None else example.label for example in examples], np.int64),
-        tuple(example.row for example in examples),
+        tuple(examples),
     )

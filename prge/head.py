@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from prge.engine import FloatArray, IntArray
-
-Float64Array = NDArray[np.float64]
+from prge.engine import Float64Array, FloatArray, IntArray
 
 
 class Classifier(Protocol):

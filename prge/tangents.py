@@ -16,10 +16,9 @@ import numpy as np
 
 from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule, Contract
 from prge.directions import RankOneDirections, on_grid
-from prge.engine import Engine, FloatArray
-from prge.estimators import Calls, Float64Array, Measurement, Step, clipped
+from prge.engine import Engine, Float64Array, FloatArray
+from prge.estimators import Calls, Measurement, Step, clipped
 from prge.guide import Guide
-from prge.objectives import largest_tangent, losses, score_gradient, score_slopes, scores
 
 
 class Tangents:
@@ -50,14 +49,11 @@ class Tangents:
         for batch in step.batches:
             directions.fill(factors, np.where(batch.owner < 0, -1, first + batch.owner))
             outputs = calls.forward({**batch.inputs(1, contract.is_encoder), **lora_b, **factors})
-            batch_scores = scores(batch, outputs, 1, step.classifier)
-            by_score = score_gradient(batch_scores, batch.labels)
-            loss += float(losses(batch_scores, batch.labels).sum())
-            slopes = score_slopes(batch, outputs, step.classifier)
-            scalars[:, first : first + batch.examples] = (by_score * slopes).sum(-1)
-            largest = float(np.maximum(largest, largest_tangent(batch, outputs)))
-            if step.trained_head is not None:
-                calls.learn_head(outputs["pooled"][None, batch.owner >= 0], by_score)
+            found, tangents = step.loss(batch, outputs[contract.answer]), outputs["d" + contract.answer]
+            loss += float(found.losses.sum())
+            scalars[:, first : first + batch.examples] = found.along(tangents)
+            largest = float(np.maximum(largest, found.largest(tangents)))
+            calls.learn_head(found)
             first += batch.examples
         return Measurement(
             loss / step.examples,

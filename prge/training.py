@@ -22,6 +22,7 @@ from prge.engine import Engine
 from prge.errors import DivergenceError
 from prge.estimators import LEARNT, Estimator, Measurement, Step
 from prge.journal import Journal, Record
+from prge.objectives import CROSS_ENTROPY, Objective
 from prge.sampling import Sampler
 
 _REMEDY = "start a new run with a lower learning rate"
@@ -123,6 +124,7 @@ class AdapterLearner:
     journal: Journal
     keep: Callable[[TrainingState], object]
     score: Callable[[TrainingState], Record] | None = None
+    objective: Objective = CROSS_ENTROPY
 
     @property
     def progress(self) -> Progress:
@@ -153,7 +155,8 @@ class AdapterLearner:
     def _measured(self) -> tuple[Record, Measurement]:
         state, seed = self.state, self.settings.seed
         batches = self.sampler.batches(state.step)
-        step = Step(state.adapter, batches, seed, state.step, state.training_classifier, state.trained_head)
+        heads = state.training_classifier, state.trained_head
+        step = Step(state.adapter, batches, seed, state.step, *heads, self.objective)
         measurement = self.estimator.measure(self.engine, step)
         record = {
             "kind": "step",

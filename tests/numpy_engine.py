@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from prge.contract import AdaptedModule, Contract
-from prge.engine import Array, FloatArray
+from prge.engine import Array, FloatArray, Slope
 
 MODULE = "layer"
 
@@ -71,9 +71,9 @@ class NumpyEngine:
         """The same model with tangents."""
         return NumpyTangentEngine(self, queries)
 
-    def exact(self, classes: int = 0) -> NumpyExactEngine:
+    def exact(self) -> NumpyExactEngine:
         """The same model with a way back."""
-        return NumpyExactEngine(self, classes)
+        return NumpyExactEngine(self)
 
     def with_copies(self, copies: int) -> NumpyEngine:
         """The same model exported with another number of copies."""
@@ -126,13 +126,13 @@ class NumpyTangentEngine:
 class NumpyExactEngine:
     """Implements prge.engine.Engine for exact calls of the model, with the gradient in closed form."""
 
-    def __init__(self, model: NumpyEngine, classes: int = 0) -> None:
+    def __init__(self, model: NumpyEngine) -> None:
         self.model = model
         self.calls = 0
-        self.contract = replace(model.contract, kind="exact", copies=1, classes=classes)
+        self.contract = replace(model.contract, kind="exact", copies=1)
 
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """See prge.engine.Engine.forward."""
+    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[Array, dict[str, Array]]:
+        """See prge.engine.Engine.gradient."""
         self.calls += 1
         check_inputs(self.contract, inputs)
         model = self.model
@@ -140,29 +140,18 @@ class NumpyExactEngine:
         outputs = states @ (model.weight + model.lora_a.T @ inputs[f"lora_b.{MODULE}"].astype(np.float64))
         if self.contract.is_encoder:
             mask = inputs["attention_mask"][..., None] / inputs["attention_mask"].sum(1)[:, None, None]
-            answers = {"pooled": (np.tanh(outputs) * mask).sum(1)}
-            scores = np.einsum("ncw,nw->nc", inputs["heads"], answers["pooled"])
-            slopes = np.einsum("nc,ncw->nw", self._by_score(inputs, scores), inputs["heads"])
-            by_output = slopes[:, None] * mask * (1 - np.tanh(outputs) ** 2)
+            answers = (np.tanh(outputs) * mask).sum(1)
+            by_output = slope(answers)[:, None] * mask * (1 - np.tanh(outputs) ** 2)
         else:
             probability = np.exp(outputs) / np.exp(outputs).sum(-1, keepdims=True)
             row = np.arange(self.contract.rows)[:, None]
             at = row, inputs["positions"], inputs["targets"]
-            answers = {"logprobs": np.log(probability[at])}
-            scores = np.zeros(inputs["offsets"].shape)
-            np.add.at(scores.reshape(-1), inputs["cells"], inputs["weights"] * answers["logprobs"])
-            slopes = inputs["weights"] * self._by_score(inputs, scores).reshape(-1)[inputs["cells"]]
+            answers = np.log(probability[at])
+            slopes = slope(answers)
             by_output = np.zeros(outputs.shape)
             np.add.at(by_output, at, slopes)
             np.add.at(by_output, at[:2], -slopes[..., None] * probability[at[:2]])
-        gradient = np.einsum("rd,ntd,nto->ro", model.lora_a, states, by_output)
-        return {**answers, f"gradient.{MODULE}": gradient}
-
-    @staticmethod
-    def _by_score(inputs: Mapping[str, Array], scores: Array) -> Array:
-        offset = scores + inputs["offsets"]
-        weights = np.exp(offset - offset.max(-1, keepdims=True))
-        return weights / weights.sum(-1, keepdims=True) * inputs["shares"] - inputs["labels"]
+        return answers, {MODULE: np.einsum("rd,ntd,nto->ro", model.lora_a, states, by_output)}
 
 
 def check_inputs(contract: Contract, inputs: Mapping[str, Array]) -> None:

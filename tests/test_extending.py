@@ -38,12 +38,12 @@ def test_estimator_optimizer_and_task_learn(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.chdir(tmp_path)
     page: dict[str, Any] = {}
-    for words in ("class RankedEvolution", "def fine_tune", "class Lion", "visit.yaml"):
+    for words in ("class RankedEvolution", "def fine_tune", "class Margin", "class Lion", "visit.yaml"):
         exec(code_with(words), page)
 
     # By chance the two classes of balanced rows have a loss of log 2.
     assert page["untrained"] > 0.95 * math.log(2)
-    for name in ("by_ranks", "by_lion", "by_task"):
+    for name in ("by_ranks", "by_margin", "by_lion", "by_task"):
         assert page[name] < 0.8 * page["untrained"], name
     assert page["visit"].label_words == {"0": " dull", "1": " kind"}
 

@@ -1,6 +1,7 @@
 """What every engine of this package does with a call, and the one pool of threads that all share.
 
 forward   checked numpy arrays in without copies of ours, fresh numpy arrays out
+gradient  the same, and the slope of a loss back
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ from __future__ import annotations
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from device_runner.engines.refusals import explain, lacked_memory
 from prge.contract import Contract, TensorSpec
-from prge.engine import Array
+from prge.engine import Array, FloatArray, Slope
 from prge.errors import EngineError
 from prge.memory import GET_MEMORY
 
 Tensors = Sequence["tuple[int, tuple[int, ...]] | None"]
+_Found = TypeVar("_Found")
 
 # c10/core/ScalarType.h, as far as a contract can name them
 DTYPES = {
@@ -68,25 +70,40 @@ class CheckedEngine(ABC):
         return self._contract
 
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Compute a call.
-
-        Args:
-            inputs: an array of the contract's dtype and shape for every input name.
-
-        Returns:
-            A fresh array for every output name.
+        """See prge.engine.Engine.
 
         Raises:
             EngineError: an input is missing, unknown, of another shape or dtype, or holds an index out of
                 range; or the engine failed. The engine stays usable.
         """
+        outputs = self._checked_call(inputs, self._call)
+        return {spec.name: output for spec, output in zip(self._contract.outputs, outputs, strict=True)}
+
+    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[FloatArray, dict[str, FloatArray]]:
+        """See prge.engine.Engine; errors as of `forward`."""
+
+        def checked(answers: FloatArray) -> FloatArray:
+            found = np.asarray(slope(answers), np.float32)
+            if found.shape != answers.shape:
+                shapes = f"{list(found.shape)}, the answers {list(answers.shape)}"
+                raise EngineError(
+                    f"the slope of the loss has the shape {shapes}",
+                    remedy="an objective's slopes have the shape of its scores",
+                )
+            return found
+
+        return self._checked_call(inputs, lambda given: self._back(given, checked))
+
+    def _checked_call(
+        self, inputs: Mapping[str, Array], call: Callable[[dict[str, Array]], _Found]
+    ) -> _Found:
         given = {name: _checked(inputs.get(name), *expected) for name, expected in self._expected}
         if len(inputs) != len(given):
             unknown = sorted(set(inputs) - {spec.name for spec in self._contract.inputs})
             raise EngineError(f"the engine has no input {', '.join(unknown)}", remedy="leave it out")
         start = time.perf_counter()
         try:
-            outputs = self._call(given)
+            found = call(given)
         except RuntimeError as error:
             remedy = "export the bundle again with this version of executorch; if it stays, report it"
             raise EngineError(
@@ -95,11 +112,17 @@ class CheckedEngine(ABC):
             ) from None
         self.seconds += time.perf_counter() - start
         self.calls += 1
-        return {spec.name: output for spec, output in zip(self._contract.outputs, outputs, strict=True)}
+        return found
 
     @abstractmethod
     def _call(self, inputs: dict[str, Array]) -> Sequence[Array]:
         """Checked arrays in, fresh arrays of the contract's shapes out in its order, or RuntimeError."""
+
+    @abstractmethod
+    def _back(
+        self, inputs: dict[str, Array], slope: Callable[[FloatArray], FloatArray]
+    ) -> tuple[FloatArray, dict[str, FloatArray]]:
+        """Checked arrays in, answers and gradients by module out, or RuntimeError."""
 
 
 def _checked(array: Array | None, spec: TensorSpec, dtype: np.dtype[Any], limit: int | None) -> Array:
@@ -156,5 +179,4 @@ def _index_limits(contract: Contract) -> dict[str, int]:
         "attention_mask": 2,
         "positions": contract.sequence_length,
         "targets": contract.vocabulary_size,
-        "cells": contract.rows * contract.candidates,
     }

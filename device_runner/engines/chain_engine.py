@@ -9,7 +9,7 @@ is larger than the bundle's bounds runs in parts; all of them pass a block befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,9 +21,8 @@ from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.head import Asked, Head, slices
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.chain import BACK, FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, STACK, TABLE, TANGENT, U, V
-from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
+from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.engine import Array, FloatArray, IntArray
-from prge.exact import answer_slopes
 
 Arrays = dict[str, Array]
 
@@ -78,9 +77,7 @@ class ChainEngine(CheckedEngine):
 
     def _call(self, inputs: Arrays) -> Sequence[Array]:
         call = _Call(inputs, self._contract)
-        if self._contract.is_tangent:
-            return self._tangent(call)
-        return self._exact(call) if self._contract.is_exact else [self._stack(call)]
+        return self._tangent(call) if self._contract.is_tangent else [self._stack(call)]
 
     def _stack(self, call: _Call) -> Array:
         """Answers of all copies."""
@@ -129,11 +126,10 @@ class ChainEngine(CheckedEngine):
         reading = self._head.read(call.asked, states, tangents)
         return [call.asked.told(reading.logprobs), call.asked.told(reading.changes)]
 
-    def _exact(self, call: _Call) -> list[Array]:
-        """Answers of all rows, and the gradient of the loss that the call describes.
-
-        A gradient on whose way something wasn't finite is NaN.
-        """
+    def _back(
+        self, inputs: Arrays, slope: Callable[[FloatArray], FloatArray]
+    ) -> tuple[FloatArray, dict[str, FloatArray]]:
+        call = _Call(inputs, self._contract)
         rows = np.arange(self._contract.batch_size)
         below = self._below(call, rows[None])
         stacked = {
@@ -150,22 +146,19 @@ class ChainEngine(CheckedEngine):
         states = self._collected(parts, call)
         if self._chain.is_encoder:
             answers = call.pooled(states, self._chain.pooling)
-            slope = call.slope_of_pooled(
-                answer_slopes(self._contract, answers, call.given), self._chain.pooling
-            )
+            by_state = call.slope_of_pooled(slope(answers), self._chain.pooling)
         else:
             reading = self._head.read(call.asked, states)
             answers = call.asked.told(reading.logprobs)
-            slopes = call.asked.gathered(answer_slopes(self._contract, answers, call.given))
-            slope = self._head.back(call.asked, states, reading, slopes)
+            by_state = self._head.back(call.asked, states, reading, call.asked.gathered(slope(answers)))
         for part in parts:
-            part.values = {"slope": np.ascontiguousarray(slope[part.rows[0]])}
+            part.values = {"slope": np.ascontiguousarray(by_state[part.rows[0]])}
             part.adapter = call.adapter
             part.beside = {
                 name: array[0] if name == "padding" else array for name, array in part.beside.items()
             }
-        gradients: Arrays = {}
-        is_finite = bool(np.isfinite(slope).all())
+        gradients: dict[str, FloatArray] = {}
+        is_finite = bool(np.isfinite(by_state).all())
         for number in reversed(above):
             modules = self._chain.blocks[number].modules
             for part in parts:
@@ -176,7 +169,7 @@ class ChainEngine(CheckedEngine):
                 self._release(part.values)
                 part.values = {"slope": found["slope"]}
                 for index, module in enumerate(modules):
-                    name = GRADIENT_PREFIX + self._chain.modules[module].name
+                    name = self._chain.modules[module].name
                     gradient = found[f"{GRADIENT}{index}"]
                     gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
                     self._blocks.release(gradient)
@@ -184,7 +177,7 @@ class ChainEngine(CheckedEngine):
         if not is_finite:
             # A layer that rounds to int8 makes a number of what is none: nobody would see it in the gradient.
             gradients = {name: np.full_like(gradient, np.nan) for name, gradient in gradients.items()}
-        return [answers, *(gradients[GRADIENT_PREFIX + module.name] for module in self._contract.modules)]
+        return answers, gradients
 
     # Through the blocks
 

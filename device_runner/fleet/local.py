@@ -20,7 +20,7 @@ from prge.bundle import Bundle
 from prge.checkpoint import TrainingState
 from prge.engine import Engine, EngineName, FloatArray
 from prge.estimators import Measurement
-from prge.exact import check_candidates, check_single_sequences
+from prge.exact import check_single_sequences
 from prge.examples import Example
 from prge.guide import guide_of
 from prge.journal import Journal, Record
@@ -191,8 +191,6 @@ def sized(
     settings = plan.run_settings(settings.bundle, settings.train, settings.out, widest)
     bundle = bundle_for(replace(settings, memory=memory), bundle, examples)
     check_batch(bundle.contract, examples)
-    if bundle.contract.is_exact:
-        check_candidates(bundle.contract, examples)
     return settings, bundle
 
 

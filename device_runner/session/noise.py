@@ -11,8 +11,8 @@ import numpy as np
 from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import RunSettings
 from prge.adapter import Adapter
-from prge.engine import Engine
-from prge.estimators import Estimator, Float64Array, Step
+from prge.engine import Engine, Float64Array
+from prge.estimators import Estimator, Step
 from prge.examples import Batch
 from prge.head import Classifier
 from prge.sampling import Sampler

@@ -228,8 +228,7 @@ def bundle_for(settings: RunSettings, bundle: Bundle, examples: Sequence[Example
     batch, chain = settings.batch_size or batch_for(examples), bundle.chain
     queries = settings.queries or DEFAULT_QUERIES
     if settings.estimator == "exact":
-        classes = max((example.candidates for example in examples), default=0)
-        contract = chain.contract("exact", batch, classes=classes)
+        contract = chain.contract("exact", batch)
     elif settings.estimator == "tangent":
         contract = chain.contract("tangent", batch, queries=queries)
     else:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.bounds import bound_problems, flag
-from prge.directions import Float64Array, philox
-from prge.engine import FloatArray, IntArray
+from prge.directions import philox
+from prge.engine import Float64Array, FloatArray, IntArray
 from prge.errors import ConfigError, EngineError, shown
 
 _WHOLE = ("top_k", "seed")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from prge.adapter import Adapter
 from prge.curves import SCORES
-from prge.engine import Engine
+from prge.engine import Answering
 from prge.evaluation import Scores, score
 from prge.examples import Example, Slot, TokenSequence
 from prge.head import Head
@@ -21,7 +21,7 @@ METRIC_NAMES = (*SCORES, CUT_EXAMPLES)
 
 
 def evaluate(
-    engine: Engine,
+    engine: Answering,
     adapter: Adapter,
     examples: Sequence[Example],
     task: Task | None,
@@ -79,7 +79,7 @@ def text_metrics(task: Task, texts: Sequence[str], examples: Sequence[Example]) 
 
 
 def extract_answers(
-    engine: Engine, adapter: Adapter, examples: Sequence[Example], tokenizer: Tokenizer, task: Task
+    engine: Answering, adapter: Adapter, examples: Sequence[Example], tokenizer: Tokenizer, task: Task
 ) -> list[str]:
     """The answer to each question, searched among the spans of its passage (prge/rows/spans.py)."""
 

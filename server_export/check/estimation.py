@@ -21,9 +21,6 @@ from prge.memory import memory_info
 from prge.progress import duration
 from server_export.settings import EstimateConfig, ExportConfig
 
-# Classes of an encoder's head.
-_CLASSES = 2
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -86,7 +83,6 @@ class Estimate:
             vocabulary_size=self.vocabulary_size,
             modules=self.outline.modules,
             queries=config.queries if kind == "tangent" else 0,
-            classes=_CLASSES if is_encoder and kind == "exact" else 0,
         )
 
 

@@ -14,7 +14,7 @@ from device_runner.engines.opening import Engines
 from prge.bundle import ADAPTER, TOKENIZER, Bundle
 from prge.chain import BACK, STACK, TANGENT, Block, Bounds, Chain, Interface, Kind
 from prge.contract import Contract
-from prge.engine import Array, Engine
+from prge.engine import Array, Engine, Slope
 from tests.bundles import make_bundle
 from tests.numpy_engine import NumpyEngine, NumpyExactEngine, NumpyTangentEngine
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
@@ -59,27 +59,43 @@ class Device:
         if contract.is_tangent:
             engine = model.tangent(contract.queries)
         elif contract.is_exact:
-            engine = model.exact(contract.classes)
+            engine = model.exact()
         assert engine.contract.inputs == contract.inputs
+        if isinstance(engine, NumpyExactEngine):
+            gradient = engine.gradient
+
+            def back(inputs: Mapping[str, Array], slope: Slope) -> tuple[Array, dict[str, Array]]:
+                self._count()
+                answers, gradients = gradient(inputs, lambda answers: slope(self._rounded(answers)))
+                return self._rounded(answers), self._broken(gradients)
+
+            engine.gradient = back  # type: ignore[method-assign]
+            return engine
         forward = engine.forward
 
         def counted(inputs: Mapping[str, Array]) -> dict[str, Array]:
-            if self.calls_left is not None:
-                self.calls_left -= 1
-                if self.calls_left < 0:
-                    raise Killed
-            answers = {name: self._rounded(name, array) for name, array in forward(inputs).items()}
-            if self.broken is not None and engine.contract.kind != "stack":
-                answers[list(answers)[-1]].ravel()[-1] = self.broken
-            return answers
+            self._count()
+            first, *more = forward(inputs).items()
+            answers = {first[0]: self._rounded(first[1])}
+            return answers | self._broken(dict(more))
 
         engine.forward = counted  # type: ignore[method-assign]
-        return engine
+        return engine  # type: ignore[return-value]
 
-    def _rounded(self, name: str, array: Array) -> Array:
-        if self.grid and not name.startswith("d"):
-            array = np.round(array / self.grid) * self.grid
-        return array.astype(np.float32)
+    def _count(self) -> None:
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            if self.calls_left < 0:
+                raise Killed
+
+    def _broken(self, derivatives: Mapping[str, Array]) -> dict[str, Array]:
+        found = {name: array.astype(np.float32) for name, array in derivatives.items()}
+        if self.broken is not None and found:
+            found[list(found)[-1]].ravel()[-1] = self.broken
+        return found
+
+    def _rounded(self, array: Array) -> Array:
+        return (np.round(array / self.grid) * self.grid if self.grid else array).astype(np.float32)
 
     def open_engines(self, bundle: Bundle, *_: object, **__: object) -> Engines:
         """Stands for device_runner.engines.opening.open_engines."""

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from prge.adapter import Adapter
-from prge.contract import Contract
-from prge.engine import Array
+from prge.engine import Array, FloatArray, Slope
 from prge.errors import ConfigError
 from prge.estimators import Step
-from prge.exact import Exact, check_candidates, check_single_sequences
+from prge.exact import Exact, check_single_sequences
 from prge.examples import Batch, Example
 from prge.head import Classifier, CrossFittedHeads, Head
-from prge.objectives import losses, scores
+from prge.objectives import BatchLoss
 from prge.sampling import Sampler
 from tests.numpy_engine import MODULE, NumpyEngine, NumpyExactEngine
 from tests.rows import choice, classified, completion, long_choice, random_completions
@@ -63,7 +62,7 @@ def mean_loss(
     found = []
     for batch in batches:
         outputs = model.forward({**batch.inputs(1, model.contract.is_encoder), **lora_b})
-        found.append(losses(scores(batch, outputs, 1, head), batch.labels)[0])
+        found.append(BatchLoss(batch, outputs[model.contract.answer], head=head).losses[0])
     return float(np.concatenate(found).mean())
 
 
@@ -93,8 +92,7 @@ def test_it_is_the_slope_of_the_mean_loss(name: str, calls: int) -> None:
 @pytest.mark.parametrize("folds", [0, 3])
 def test_an_encoder_is_scored_by_the_head_of_every_row(folds: int) -> None:
     model = NumpyEngine(batch_size=4, encoder=True)
-    # Room for more classes than there are.
-    engine = model.exact(classes=5)
+    engine = model.exact()
     adapter = adapter_of(engine)
     head: Classifier = CrossFittedHeads([head_of(fold) for fold in range(folds)]) if folds else head_of()
     batches = Sampler(CLASSES, engine.contract, SEED, 2).batches(STEP)
@@ -105,7 +103,7 @@ def test_an_encoder_is_scored_by_the_head_of_every_row(folds: int) -> None:
 
 def test_a_trained_head_has_its_own_gradient() -> None:
     model = NumpyEngine(batch_size=4, encoder=True)
-    engine = model.exact(classes=3)
+    engine = model.exact()
     adapter, head = adapter_of(engine), head_of()
     batches = Sampler(CLASSES, engine.contract, SEED).batches(STEP)
 
@@ -139,7 +137,7 @@ def test_clipping_shortens_the_whole_gradient() -> None:
 def test_every_example_is_clipped_before_the_mean(encoder: bool, clip: float) -> None:
     """Those of a larger norm get the limit's, all others stay what they are."""
     examples, count = 9, 6
-    engine = NumpyEngine(batch_size=1, encoder=encoder).exact(classes=3 if encoder else 0)
+    engine = NumpyEngine(batch_size=1, encoder=encoder).exact()
     rows = CLASSES[:examples] if encoder else [*random_completions(6), *ROWS["candidates"][:3]]
     adapter, head = adapter_of(engine), head_of() if encoder else None
     batches = Sampler(rows, engine.contract, SEED, count).batches(STEP)
@@ -190,14 +188,14 @@ def test_a_batch_of_several_examples_has_no_gradient_of_one() -> None:
 @pytest.mark.parametrize("limits", [{}, {"clip": 1e-3}, {"clip_examples": 1e-3}], ids=str)
 def test_no_limit_makes_a_number_of_what_is_none(bad: float, limits: dict[str, float]) -> None:
     engine = NumpyEngine(batch_size=1).exact()
-    forward = engine.forward
+    whole = engine.gradient
 
-    def broken(inputs: Mapping[str, Array]) -> dict[str, Array]:
-        outputs = forward(inputs)
-        outputs[f"gradient.{MODULE}"][0, 0] = bad
-        return outputs
+    def broken(inputs: Mapping[str, Array], slope: Slope) -> tuple[FloatArray, dict[str, FloatArray]]:
+        answers, gradients = whole(inputs, slope)
+        gradients[MODULE][0, 0] = bad
+        return answers, gradients
 
-    engine.forward = broken  # type: ignore[method-assign]
+    engine.gradient = broken  # type: ignore[method-assign]
     batches = Sampler(random_completions(8), engine.contract, SEED, 2).batches(STEP)
     with np.errstate(invalid="ignore"):
         found = Exact(**limits).measure(engine, Step(adapter_of(engine), batches, SEED, STEP)).gradient
@@ -222,12 +220,3 @@ def test_a_journal_gives_the_same_bits_back() -> None:
     again = Exact().gradient(stored, SEED, STEP, adapter.modules)
     assert found.gradient is not None
     assert again.tobytes() == found.gradient.tobytes()
-
-
-def test_more_candidates_than_the_program_has_room_for_are_refused() -> None:
-    contract: Contract = NumpyEngine(encoder=True).exact(classes=2).contract
-    with pytest.raises(
-        ConfigError, match=r"row 1 has 3 candidates.*room for 2\n.*larger --batch-size than 4"
-    ):
-        check_candidates(contract, CLASSES)
-    check_candidates(NumpyEngine().exact().contract, ROWS["candidates"])

@@ -16,7 +16,7 @@ from prge.engine import Array
 from prge.estimators import Measurement, Step
 from prge.examples import Batch, Example
 from prge.head import Classifier, CrossFittedHeads, Head
-from prge.objectives import losses, scores
+from prge.objectives import BatchLoss
 from prge.sampling import Sampler
 from prge.tangents import Tangents
 from tests.numpy_engine import MODULE, NumpyEngine, NumpyTangentEngine, completion_gradient
@@ -62,7 +62,7 @@ def _losses(
     found = []
     for batch in batches:
         outputs = model.forward({**batch.inputs(1, model.contract.is_encoder), **lora_b})
-        found.append(losses(scores(batch, outputs, 1, head), batch.labels)[0])
+        found.append(BatchLoss(batch, outputs[model.contract.answer], head=head).losses[0])
     return np.concatenate(found)
 
 

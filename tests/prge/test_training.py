@@ -13,7 +13,7 @@ import pytest
 from prge.adapter import Adapter
 from prge.checkpoint import TrainingState, load_checkpoint, load_latest, prune_checkpoints, save_checkpoint
 from prge.differences import Antithetic, Differences, OneSided
-from prge.engine import Array
+from prge.engine import Array, Slope
 from prge.errors import AdapterError, DivergenceError
 from prge.estimators import Estimator, InTurn, Measurement
 from prge.evaluation import score
@@ -71,7 +71,7 @@ class Run:
         if isinstance(estimator, Tangents):
             self.engine = self.model.tangent(queries=3)
         if isinstance(estimator, Exact):
-            self.engine = self.model.exact(classes=3 if encoder else 0)
+            self.engine = self.model.exact()
         self.settings = replace(SETTINGS, **settings)
         self.encoder = encoder
         self.examples = (
@@ -157,10 +157,17 @@ class DyingEngine:
         self.contract = engine.contract
 
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        self._count()
+        return self.engine.forward(inputs)
+
+    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[Array, dict[str, Array]]:
+        self._count()
+        return self.engine.gradient(inputs, slope)
+
+    def _count(self) -> None:
         if self.left == 0:
             raise Killed
         self.left -= 1
-        return self.engine.forward(inputs)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +320,13 @@ class BrokenEngine(DyingEngine):
         except Killed:
             *names, last = self.engine.forward(inputs).items()
             return {**dict(names), last[0]: np.full(last[1].shape, np.nan)}
+
+    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[Array, dict[str, Array]]:
+        try:
+            return super().gradient(inputs, slope)
+        except Killed:
+            answers, gradients = self.engine.gradient(inputs, slope)
+            return answers, {name: np.full(array.shape, np.nan) for name, array in gradients.items()}
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_path: Path) -> None:

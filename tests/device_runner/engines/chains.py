@@ -18,7 +18,7 @@ from device_runner.engines.opening import Engines, open_engines
 from prge import vocabulary
 from prge.bundle import Bundle, open_bundle
 from prge.contract import LORA_B_PREFIX, Contract
-from prge.engine import Array
+from prge.engine import Array, Engine
 from tests.tiny_models import save_model
 
 TOKENS = 16
@@ -118,19 +118,26 @@ class Whole:
         return parameters
 
 
-def loss_of(given: Mapping[str, Array], answers: torch.Tensor) -> torch.Tensor:
-    """The loss that an exact call describes, by its answers and in their precision."""
-    told = {
-        name: torch.from_numpy(given[name]).to(answers.dtype)
-        for name in ("offsets", "labels", "shares", "heads", "weights")
-        if name in given
-    }
-    if "heads" in told:
-        scores = torch.einsum("rcw,rw->rc", told["heads"], answers) + told["offsets"]
-    else:
-        worth, cells = (answers * told["weights"]).reshape(-1), torch.from_numpy(given["cells"]).reshape(-1)
-        scores = told["offsets"].reshape(-1).index_add(0, cells, worth).reshape(told["offsets"].shape)
-    return (told["shares"] * scores.logsumexp(-1, keepdim=True)).sum() - (told["labels"] * scores).sum()
+def loss_of(answers: torch.Tensor) -> torch.Tensor:
+    """Some loss of an exact call's answers, in their precision: every answer counts, and not in a line."""
+    weights = torch.rand(answers.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return (weights.to(answers.dtype) * torch.sin(answers)).sum() / len(answers)
+
+
+def slope_of(answers: Array) -> Array:
+    """Derivative of `loss_of` by the answers."""
+    given = torch.tensor(answers, dtype=torch.float64, requires_grad=True)
+    loss_of(given).backward()
+    assert given.grad is not None
+    return given.grad.numpy()
+
+
+def computed(engine: Engine, given: Inputs) -> dict[str, Array]:
+    """What an engine answers to a call; to an exact one with `loss_of`, also its gradient by module."""
+    if not engine.contract.is_exact:
+        return engine.forward(given)
+    answers, gradients = engine.gradient(given, slope_of)
+    return {engine.contract.answer: answers, **gradients}
 
 
 def opened(bundle: Bundle, contract: Contract, engine: str = "native", **more: Any) -> Engines:
@@ -154,24 +161,9 @@ def inputs_of(contract: Contract, seed: int = 0) -> Inputs:
             given[spec.name] = random.integers(0, length, spec.shape) % lengths[:, None]
         elif spec.name == "targets":
             given[spec.name] = random.integers(0, 3, spec.shape)
-        elif spec.name == "cells":
-            candidates = random.integers(0, 3, spec.shape)
-            given[spec.name] = np.arange(rows)[:, None] * contract.candidates + candidates
-        elif spec.name == "offsets":
-            # Three candidates a row, and one for a completion.
-            few = np.where(np.arange(rows) % 2, 1, 3)[:, None]
-            given[spec.name] = np.where(np.arange(contract.candidates) < few, 0, -1e9).astype(np.float32)
-        elif spec.name == "labels":
-            given[spec.name] = np.zeros(spec.shape, np.float32)
-            given[spec.name][:, 0] = 1 / rows
-        elif spec.name == "shares":
-            given[spec.name] = (1 - np.arange(rows, dtype=np.float32) % 2)[:, None] / np.float32(rows)
         else:
             scale = 0.3 if spec.name.startswith(LORA_B_PREFIX) else 1.0
             given[spec.name] = scale * random.standard_normal(spec.shape, np.float32)
-    if "cells" in given:
-        own = np.arange(rows) % 2 == 1
-        given["cells"][own] = np.arange(rows)[own, None] * contract.candidates
     return given
 
 

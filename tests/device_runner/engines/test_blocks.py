@@ -22,7 +22,7 @@ from prge.cli import main
 from prge.errors import BundleError, PrgeError
 from tests.bundles import read_json, write_manifest
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.chains import POSITIONS, inputs_of, opened
+from tests.device_runner.engines.chains import POSITIONS, computed, inputs_of, opened
 
 pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
 
@@ -83,7 +83,7 @@ def gradient(folder: Path) -> bytes:
     """Of a call that is always the same, with answers."""
     bundle = open_bundle(folder)
     contract = bundle.chain.contract("exact", 2)
-    return b"".join(map(bytes, opened(bundle, contract).step.forward(inputs_of(contract)).values()))
+    return b"".join(map(bytes, computed(opened(bundle, contract).step, inputs_of(contract)).values()))
 
 
 def refused(folder: Path, engine: str = "native") -> str:
@@ -325,9 +325,9 @@ def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: P
     contract = bundle.chain.contract("exact", 2)
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
     engine, given = opened(bundle, contract, memory=largest).step, inputs_of(contract)
-    before = [array.tobytes() for array in engine.forward(given).values()]
+    before = [array.tobytes() for array in computed(engine, given).values()]
     assert packed_files.remove_files(cache)
-    assert [array.tobytes() for array in engine.forward(given).values()] == before
+    assert [array.tobytes() for array in computed(engine, given).values()] == before
 
 
 def test_without_room_a_run_goes_on_and_says_so_once(

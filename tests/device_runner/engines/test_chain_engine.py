@@ -18,10 +18,19 @@ import torch
 
 from device_runner.engines.checkpoints import Checkpoints
 from prge.bundle import Bundle, open_bundle
-from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
+from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.errors import EngineError
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.chains import Inputs, Whole, counted_loads, inputs_of, loss_of, opened
+from tests.device_runner.engines.chains import (
+    Inputs,
+    Whole,
+    computed,
+    counted_loads,
+    inputs_of,
+    loss_of,
+    opened,
+    slope_of,
+)
 
 pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
 
@@ -72,7 +81,7 @@ def close(found: Any, expected: Any, tolerance: float = 2e-5) -> bool:
 
 
 def same_on_torch(bundle: Bundle, contract: Contract, given: Inputs, found: Inputs) -> None:
-    on_torch = opened(bundle, contract, "torch").step.forward(given)
+    on_torch = computed(opened(bundle, contract, "torch").step, given)
     assert {name: array.tobytes() for name, array in on_torch.items()} == {
         name: array.tobytes() for name, array in found.items()
     }
@@ -120,30 +129,25 @@ def test_tangents_are_the_models_derivatives(bundle: Bundle, whole: Whole, queri
 
 @pytest.mark.parametrize("batch", ROWS)
 def test_an_exact_step_has_the_models_gradient(bundle: Bundle, whole: Whole, batch: int) -> None:
-    """Of completions and candidates; a question that is asked twice counts twice."""
-    contract = contract_of(bundle, "exact", batch, classes=3 if bundle.contract.is_encoder else 0)
+    """A question that is asked twice counts twice."""
+    contract = contract_of(bundle, "exact", batch)
     given = inputs_of(contract)
-    found = opened(bundle, contract).step.forward(given)
+    found = computed(opened(bundle, contract).step, given)
     lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
     answers = whole.answers(given, lora_b)
-    loss_of(given, answers).backward()
-    assert close(next(iter(found.values())), answers.detach())
+    loss_of(answers).backward()
+    assert close(found[contract.answer], answers.detach())
     for name, matrix in lora_b.items():
-        assert close(found[GRADIENT_PREFIX + name], matrix.grad)
+        assert close(found[name], matrix.grad)
     same_on_torch(bundle, contract, given, found)
 
 
-def test_a_gradient_of_completions_alone_needs_no_answers_before(bundle: Bundle, whole: Whole) -> None:
-    if bundle.contract.is_encoder:
-        pytest.skip("an encoder has no completions")
+def test_a_slope_of_another_shape_than_the_answers_is_refused(bundle: Bundle) -> None:
     contract = contract_of(bundle, "exact", 3)
-    given = inputs_of(contract)
-    given["shares"][:], given["offsets"][:, 0] = 0, 0
-    given["cells"][:] = np.arange(3)[:, None] * contract.candidates
-    found = opened(bundle, contract).step.forward(given)
-    lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
-    (-(whole.answers(given, lora_b) * torch.from_numpy(given["weights"])).sum() / 3).backward()
-    assert all(close(found[GRADIENT_PREFIX + name], matrix.grad) for name, matrix in lora_b.items())
+    engine = opened(bundle, contract).step
+    with pytest.raises(EngineError, match=r"slope of the loss has the shape \[\], the answers \[3, \d+\]"):
+        engine.gradient(inputs_of(contract), lambda answers: answers.sum())
+    assert computed(engine, inputs_of(contract))
 
 
 def test_a_row_is_answered_alike_alone_and_among_others(bundle: Bundle) -> None:
@@ -175,15 +179,14 @@ def test_an_encoders_first_state(folder: Path, whole: Whole) -> None:
         pytest.skip("a decoder pools nothing")
     bundle = replace(bundle, chain=replace(bundle.chain, pooling="first"))
     first = replace(whole, pooling="first")
-    contract = contract_of(bundle, "exact", 5, classes=2)
+    contract = contract_of(bundle, "exact", 5)
     given = inputs_of(contract)
-    given["shares"][:] = 0
-    found = opened(bundle, contract).step.forward(given)
+    answers, gradients = opened(bundle, contract).step.gradient(given, slope_of)
     lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
-    answers = first.answers(given, lora_b)
-    (-(torch.from_numpy(given["heads"][:, 0]) * answers).sum() / 5).backward()
-    assert close(found["pooled"], answers.detach())
-    assert all(close(found[GRADIENT_PREFIX + name], matrix.grad) for name, matrix in lora_b.items())
+    expected = first.answers(given, lora_b)
+    loss_of(expected).backward()
+    assert close(answers, expected.detach())
+    assert all(close(gradients[name], matrix.grad) for name, matrix in lora_b.items())
 
 
 # Memory
@@ -201,11 +204,11 @@ def test_with_room_for_one_block_the_bits_are_the_same(
     contract = contract_of(bundle, kind, 3, **sizes)
     given = inputs_of(contract)
     largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
-    want = opened(bundle, contract, engine).step.forward(given)
+    want = computed(opened(bundle, contract, engine).step, given)
     for memory in (largest, 3 * largest // 2):
         programs = opened(bundle, contract, engine, memory=memory)
         with counted_loads(programs) as loads:
-            found = [programs.step.forward(given) for _ in range(3)]
+            found = [computed(programs.step, given) for _ in range(3)]
         for one in found:
             assert {name: array.tobytes() for name, array in one.items()} == {
                 name: array.tobytes() for name, array in want.items()
@@ -218,7 +221,7 @@ def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
     programs = opened(bundle, contract)
     with counted_loads(programs) as loads:
         for _ in range(3):
-            programs.step.forward(inputs_of(contract))
+            computed(programs.step, inputs_of(contract))
     assert len(loads) == len(set(loads))
 
 
@@ -236,7 +239,7 @@ def test_many_calls_take_no_more_buffers_than_the_first(
     blocks: Any = programs.step._blocks  # type: ignore[attr-defined]
     given, counts = inputs_of(contract), []
     for _ in range(200 if kind == "stack" else 20):
-        programs.step.forward(given)
+        computed(programs.step, given)
         spare = [id(array) for arrays in blocks._spare.values() for array in arrays]
         assert len(spare) == len(set(spare))
         counts.append(len(spare))
@@ -246,9 +249,10 @@ def test_many_calls_take_no_more_buffers_than_the_first(
 def test_checkpoints_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundle, tmp_path: Path) -> None:
     contract = contract_of(bundle, "exact", 9)
     given = inputs_of(contract)
-    expected = opened(bundle, contract).step.forward(given)
-    in_a_file = opened(bundle, contract, checkpoints=Checkpoints("float32", tmp_path, 0)).step.forward(given)
-    rounded = opened(bundle, contract, checkpoints=Checkpoints("float16")).step.forward(given)
+    expected = computed(opened(bundle, contract).step, given)
+    in_file, half = Checkpoints("float32", tmp_path, 0), Checkpoints("float16")
+    in_a_file = computed(opened(bundle, contract, checkpoints=in_file).step, given)
+    rounded = computed(opened(bundle, contract, checkpoints=half).step, given)
     for name, array in expected.items():
         assert np.array_equal(in_a_file[name], array)
         np.testing.assert_allclose(rounded[name], array, atol=5e-3 * np.abs(array).max())
@@ -265,19 +269,19 @@ def test_a_short_call_follows_one_of_exactly_the_bounds(bundle: Bundle) -> None:
         short["attention_mask"][:, 5:] = 0
     else:
         short["positions"] %= 5
-    expected = engine.forward(short)
+    expected = computed(engine, short)
     for _ in range(2):
-        engine.forward(inputs_of(contract))
-        found = engine.forward(short)
+        computed(engine, inputs_of(contract))
+        found = computed(engine, short)
         assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def test_answers_are_not_changed_by_later_calls(bundle: Bundle) -> None:
     contract = contract_of(bundle, "exact", 5)
     engine = opened(bundle, contract).step
-    first = engine.forward(inputs_of(contract))
+    first = computed(engine, inputs_of(contract))
     before = {name: array.tobytes() for name, array in first.items()}
-    engine.forward(inputs_of(contract, seed=1))
+    computed(engine, inputs_of(contract, seed=1))
     assert {name: array.tobytes() for name, array in first.items()} == before
 
 
@@ -285,25 +289,25 @@ def test_the_adapter_that_an_answer_is_of_is_the_calls(bundle: Bundle) -> None:
     """Buffers are filled anew between calls."""
     contract = contract_of(bundle, "stack", 2)
     engine, given = opened(bundle, contract).step, inputs_of(contract)
-    (before,) = engine.forward(given).values()
+    (before,) = computed(engine, given).values()
     for name in given:
         if name.startswith(LORA_B_PREFIX):
             given[name] *= 2
-    (after,) = engine.forward(given).values()
+    (after,) = computed(engine, given).values()
     assert np.abs(after - before).max() > 1e-3
 
 
 def test_a_failure_in_a_forward_is_told_and_the_engine_stays_usable(bundle: Bundle) -> None:
     contract = contract_of(bundle, "stack", 2)
     engine, given = opened(bundle, contract).step, inputs_of(contract)
-    want = [array.tobytes() for array in engine.forward(given).values()]
+    want = [array.tobytes() for array in computed(engine, given).values()]
     blocks: Any = engine._blocks  # type: ignore[attr-defined]
     method = blocks.method(1, "stack")
     run, method.run = method.run, lambda inputs, outputs: run(inputs[:-1], outputs)
     with pytest.raises(EngineError, match="the engine failed in a forward: the method takes"):
-        engine.forward(given)
+        computed(engine, given)
     method.run = run
-    assert [array.tobytes() for array in engine.forward(given).values()] == want
+    assert [array.tobytes() for array in computed(engine, given).values()] == want
 
 
 def test_another_number_of_threads_is_refused_while_engines_live(bundle: Bundle) -> None:
@@ -325,7 +329,7 @@ def test_with_little_memory_the_next_block_is_read_while_one_computes(
     engine = opened(bundle, contract, memory=largest).step
     blocks: Any = engine._blocks  # type: ignore[attr-defined]
     given = inputs_of(contract)
-    engine.forward(given)
+    computed(engine, given)
     advised: list[int] = []
     order = [(file.stat().st_dev, file.stat().st_ino) for file in (each.packed for each in blocks._files)]
 
@@ -334,7 +338,7 @@ def test_with_little_memory_the_next_block_is_read_while_one_computes(
         advised.append(order.index((facts.st_dev, facts.st_ino)))
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    engine.forward(given)
+    computed(engine, given)
     last = len(order) - 1
     # Forward to the last block, and back from it.
     assert last in advised

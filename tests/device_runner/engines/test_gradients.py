@@ -19,11 +19,19 @@ from transformers import AutoModelForCausalLM
 from device_runner.engines.chain_engine import ChainEngine, Part
 from prge.bundle import Bundle, open_bundle
 from prge.chain import BACK, STACK
-from prge.contract import GRADIENT_PREFIX, LORA_B_PREFIX, Contract
+from prge.contract import LORA_B_PREFIX, Contract
 from prge.engine import Array
 from server_export.model.quantization import quantize_layers, round_base
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.chains import Inputs, Whole, export_chain, inputs_of, loss_of, opened
+from tests.device_runner.engines.chains import (
+    Inputs,
+    Whole,
+    export_chain,
+    inputs_of,
+    loss_of,
+    opened,
+    slope_of,
+)
 from tests.server_export.derive.test_backprop import straight_through
 
 # One export takes most of a minute where nothing else computes.
@@ -43,7 +51,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
-    contract = bundle.chain.contract("exact", rows, classes=3 if bundle.chain.is_encoder else 0)
+    contract = bundle.chain.contract("exact", rows)
     return contract, inputs_of(contract, seed)
 
 
@@ -54,12 +62,9 @@ def adapter_of(contract: Contract, given: Inputs, dtype: torch.dtype = torch.flo
     }
 
 
-def flat(matrices: Mapping[str, Any], prefix: str = "") -> Array:
+def flat(matrices: Mapping[str, Any]) -> Array:
     """Gradients by module's name one after the other, in double precision."""
-    found = [
-        np.asarray(matrix).ravel() for name, matrix in sorted(matrices.items()) if name.startswith(prefix)
-    ]
-    return np.concatenate(found, dtype=float)
+    return np.concatenate([np.asarray(matrix).ravel() for _, matrix in sorted(matrices.items())], dtype=float)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -68,11 +73,11 @@ def test_in_float32_it_is_autograds_but_for_rounding(architecture: str, tmp_path
     bundle = open_bundle(folder / "bundle")
     for rows in (1, 3, 9):
         contract, given = call_of(bundle, rows)
-        found = flat(opened(bundle, contract).step.forward(given), GRADIENT_PREFIX)
+        found = flat(opened(bundle, contract).step.gradient(given, slope_of)[1])
         by_autograd = []
         for dtype in (torch.float64, torch.float32):
             lora_b = adapter_of(contract, given, dtype)
-            loss_of(given, Whole.of(folder, dtype).answers(given, lora_b)).backward()
+            loss_of(Whole.of(folder, dtype).answers(given, lora_b)).backward()
             by_autograd.append(flat({name: matrix.grad for name, matrix in lora_b.items()}))
         expected, rounded = by_autograd
         own = np.abs(rounded - expected).max()
@@ -96,7 +101,7 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     bundle = open_bundle(deep / "bundle")
     contract, given = call_of(bundle, 4)
     given |= {name: np.float32(scale) * given[name] for name in given if name.startswith(LORA_B_PREFIX)}
-    found = flat(opened(bundle, contract).step.forward(given), GRADIENT_PREFIX)
+    found = flat(opened(bundle, contract).step.gradient(given, slope_of)[1])
     model: Any = AutoModelForCausalLM.from_pretrained(deep / "model", attn_implementation="eager")
     model.eval().requires_grad_(False)
     if activations == "rounded":
@@ -111,7 +116,7 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     at = torch.log_softmax(model(torch.from_numpy(given["tokens"])).logits, -1)
     rows = torch.arange(len(at))[:, None]
     answers = at[rows, torch.from_numpy(given["positions"]), torch.from_numpy(given["targets"])]
-    loss_of(given, answers).backward()
+    loss_of(answers).backward()
     expected = flat({name: matrix.grad for name, matrix in lora_b.items()})
     assert float(F.cosine_similarity(*map(torch.from_numpy, (found, expected)), dim=0)) >= 0.999
     assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=0.02)
@@ -126,7 +131,7 @@ def test_a_number_that_is_none_shows_through_layers_that_round(
     bundle = open_bundle(deep / "bundle")
     contract, given = call_of(bundle, 2)
     engine = opened(bundle, contract).step
-    before, run = engine.forward(given), ChainEngine._run
+    before, run = engine.gradient(given, slope_of)[1], ChainEngine._run
 
     def broken(self: ChainEngine, number: int, now: str, part: Part) -> dict[str, Array]:
         if (number, now) == (LAYERS // 2, role):
@@ -136,5 +141,5 @@ def test_a_number_that_is_none_shows_through_layers_that_round(
 
     with monkeypatch.context() as patch:
         patch.setattr(ChainEngine, "_run", broken)
-        assert np.isnan(flat(engine.forward(given), GRADIENT_PREFIX)).all()
-    assert flat(engine.forward(given)).tobytes() == flat(before).tobytes()
+        assert np.isnan(flat(engine.gradient(given, slope_of)[1])).all()
+    assert flat(engine.gradient(given, slope_of)[1]).tobytes() == flat(before).tobytes()

@@ -180,13 +180,6 @@ def test_a_batch_has_room_for_the_widest_example_unless_its_size_is_named() -> N
         assert bundle.contract.batch_size == expected
 
 
-def test_an_exact_step_of_an_encoder_has_room_for_all_classes() -> None:
-    bundle = opened_bundle(make_small_chain(readout="pooled"))
-    examples = [classified(1, [1], 40, 0)]
-    contract = bundle_for(settled(_settings(estimator="exact"), bundle), bundle, examples).contract
-    assert contract.candidates == 40
-
-
 def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:
     """Its own settings, such as the queries of a tangent run, are no mistakes of who changes another one."""
     changes = {"estimator": "exact", "queries": 4}
