@@ -1,8 +1,7 @@
-"""What a bundle costs, by arithmetic alone: numbers of a model and of a call in; bytes, operations out.
+"""What a bundle costs, by arithmetic alone: numbers of a model and of a call in; bytes out.
 
     files      weights as they are stored, and what the engine packs of them
     memory     of a run: runtime, weights, planned values, workspace, states between blocks, adapter
-    work       multiply-accumulates of matrix products, and numbers that pass through all other operators
 
 Weights follow from shapes. The rest is modelled on what the engine was measured to take;
 `scripts/bench/estimate.py` holds all of it against the engine.
@@ -10,7 +9,6 @@ Weights follow from shapes. The rest is modelled on what the engine was measured
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -189,27 +187,6 @@ class RunMemory:
         return {f"{name}_bytes": value for name, value in {**asdict(self), **sums}.items()}
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one call computes.
-
-    `layers` and `products` are multiply-accumulates, of frozen layers and of two computed values; `passes`
-    are numbers that other operators write, `answers` logits that become probabilities; `methods` how often a
-    block's program is called.
-    """
-
-    layers: int
-    products: int
-    passes: int
-    answers: int
-    methods: int
-
-    @property
-    def operations(self) -> int:
-        """Floating point operations of all matrix products."""
-        return 2 * (self.layers + self.products)
-
-
 def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collection[str]) -> Weights:
     """Bytes of the weights of a bundle in a scheme (`fp32`, `8da8w`, `8da4w`) with some roles."""
     head = [outline.head] if outline.head else []
@@ -348,45 +325,12 @@ def memory_table(
 
 
 def memory_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines of a `memory_table`, with `seconds` of a step where rows have them."""
-    timed = f"{'seconds':>10}" if any(row.get("seconds") is not None for row in rows) else ""
-    yield f"  {'estimator':<12}{'--memory':<14}{'anonymous':>12}{'resident':>12}{timed}"
+    """Lines of a `memory_table`."""
+    yield f"  {'estimator':<12}{'--memory':<14}{'anonymous':>12}{'resident':>12}"
     for row in rows:
         bound = "all weights" if row["memory_bytes"] is None else str(row["memory_bytes"])
         sizes = "".join(f"{bytes_text(row[name]):>12}" for name in ("anonymous_bytes", "resident_bytes"))
-        seconds = "" if row.get("seconds") is None else f"{row['seconds']:>10.3g}"
-        yield f"  {row['estimator']:<12}{bound:<14}{sizes}{seconds}"
-
-
-def work_of(outline: Outline, contract: Contract) -> Work:
-    """What one call computes, without what lies in a cache."""
-    length = contract.sequence_length
-    # Blocks above the adapter are computed forwards twice on the way back.
-    above = contract.rows * (3 if contract.is_exact else 1 + contract.queries)
-    rows = {True: contract.batch_size, False: above}
-    layers = sum(layer.numbers * rows[layer.below] * length for layer in outline.layers)
-    answers = 0
-    if outline.head is not None:
-        asked = contract.positions * contract.rows
-        # On the way back the head is read first, for the logarithm of the whole sum.
-        layers += outline.head.numbers * asked * (3 if contract.is_exact else 1 + contract.queries)
-        answers = outline.head.outputs * asked * (2 if contract.is_exact else 1 + contract.queries)
-    heads = outline.heads * outline.head_width
-    # Each of the two products of attention has two terms in a derivative.
-    terms = contract.rows * (4 if contract.is_exact else 1 + 2 * contract.queries)
-    attention = outline.blocks_below * contract.batch_size + outline.adapted_blocks * terms
-    derivatives = contract.rows * (1 if contract.is_exact else contract.queries)
-    passed = outline.blocks_below * contract.batch_size + outline.adapted_blocks * (above + derivatives / 2)
-    adapted = sum(module.rank * (module.in_features + module.out_features) for module in outline.modules)
-    methods = outline.blocks + 1 + outline.pieces
-    methods += outline.adapted_blocks + outline.pieces if contract.is_exact else 0
-    return Work(
-        layers,
-        2 * attention * length * heads * length + adapted * above * length,
-        round(passed * length * _passes(outline, length)),
-        answers,
-        methods * _parts(contract, Bounds.for_rows(outline.longest)),
-    )
+        yield f"  {row['estimator']:<12}{bound:<14}{sizes}"
 
 
 def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
@@ -452,16 +396,6 @@ def _packed(layer: Layer, scheme: str) -> int:
     return _stored(layer, scheme) + sums + 4 * layer.outputs * layer.count
 
 
-def _parts(contract: Contract, bounds: Bounds) -> int:
-    """In how many parts the rows of a call pass a block."""
-    sizes = (
-        (contract.copies, bounds.copies),
-        (contract.batch_size, bounds.batch),
-        (max(contract.queries, 1), bounds.queries),
-    )
-    return math.prod(-(-size // most) for size, most in sizes)
-
-
 def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
     """By role: rows and queries of the largest call of a block."""
     return {
@@ -511,12 +445,3 @@ def _workspace(outline: Outline, role: str, rows: int, queries: int, length: int
     else:
         inside = max(inside, 2 * outline.heads * length)
     return 4 * rows * length * inside
-
-
-def _passes(outline: Outline, length: int) -> int:
-    """Numbers that the operators besides matrix products write for one token in one block.
-
-    Norms, residuals, adapters, rotation and reordering of heads; gate and activation; scores: scaled, masked
-    and normalized.
-    """
-    return 24 * outline.width + outline.inner_values * outline.inner + 5 * outline.heads * length

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prge.contract import Contract
-from prge.costs import RUNTIME_BYTES, bytes_text, memory_table, memory_text, run_memory, work_of
+from prge.costs import RUNTIME_BYTES, bytes_text, memory_table, memory_text, run_memory
 from prge.exact import ROWS_OF_A_STEP
 from prge.progress import duration
 from server_export.check.estimation import Estimate, estimate
 from server_export.settings import EstimateConfig
-
-if TYPE_CHECKING:
-    from server_export.check.calibration import Rates
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +38,6 @@ def report_of(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     """
     weights, outline = estimated.weights, estimated.outline
     is_one = config.estimator is not None or config.memory is not None or config.train is not None
-    told, rates = (_run if is_one else _runs)(config, estimated)
     return {
         "model": {
             "name_or_path": config.model,
@@ -54,32 +50,26 @@ def report_of(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
         "weights_bytes": weights.stored,
         "packed_bytes": weights.packed + weights.packed_transposed,
         "export": {"peak_bytes": estimated.export_bytes, "seconds": estimated.export_seconds},
-        **told,
-        "rates": None if rates is None else rates.to_json(),
+        **(_run if is_one else _runs)(config, estimated),
     }
 
 
-def _runs(config: EstimateConfig, estimated: Estimate) -> tuple[dict[str, Any], Rates | None]:
+def _runs(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     """Runs of all estimators, with all weights loaded and with as few as may be."""
     contracts = {
         name: estimated.contract(config, name, config.tokens, config.tokens - 1)
         for name in estimated.estimators
     }
-    most = max(contracts.values(), key=lambda contract: contract.computed_rows)
-    rates = _rates(config, estimated, most) if config.calibrate else None
-    rows = memory_table(estimated.outline, contracts, estimated.weights, estimated.roles)
-    costs = {name: _cost(estimated, [contract], rates) for name, contract in contracts.items()}
-    return {"runs": [{**row, **costs[row["estimator"]]} for row in rows]}, rates
+    return {"runs": memory_table(estimated.outline, contracts, estimated.weights, estimated.roles)}
 
 
-def _run(config: EstimateConfig, estimated: Estimate) -> tuple[dict[str, Any], Rates | None]:
+def _run(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     """One run: of the estimator that is asked for, or the best."""
     estimator = config.estimator or estimated.estimators[0]
     rows, batches = 0, [estimated.contract(config, estimator, config.tokens, config.tokens - 1)]
     if config.train is not None:
         rows, batches = _calls(config, estimated, estimator)
     step = max(batches, key=lambda contract: contract.sequence_length)
-    rates = _rates(config, estimated, step) if config.calibrate else None
     computed = ROWS_OF_A_STEP * step.rows if step.is_exact else step.computed_rows
     memories = {
         engine: run_memory(
@@ -89,18 +79,9 @@ def _run(config: EstimateConfig, estimated: Estimate) -> tuple[dict[str, Any], R
     }
     return {
         "estimator": estimator,
-        "step": {"rows": computed, "tokens": step.sequence_length, **_cost(estimated, [step], rates)},
-        "epoch": {"rows": rows, "steps": len(batches), **_cost(estimated, batches, rates)} if rows else None,
+        "step": {"rows": computed, "tokens": step.sequence_length},
+        "epoch": {"rows": rows, "steps": len(batches)} if rows else None,
         "run_memory": memories,
-    }, rates
-
-
-def _cost(estimated: Estimate, calls: Sequence[Contract], rates: Rates | None) -> dict[str, Any]:
-    """What some calls compute and take."""
-    works = [work_of(estimated.outline, contract) for contract in calls]
-    return {
-        "operations": sum(work.operations for work in works),
-        "seconds": None if rates is None else sum(map(rates.seconds, works)),
     }
 
 
@@ -135,12 +116,6 @@ def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple
     return len(examples), [call(step) for step in range(steps)]
 
 
-def _rates(config: EstimateConfig, estimated: Estimate, step: Contract) -> Rates:
-    from server_export.check.calibration import calibrate
-
-    return calibrate(estimated.outline, config.quantize, step.computed_rows, step.sequence_length)
-
-
 def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
     model, export = report["model"], report["export"]
     yield (
@@ -155,8 +130,6 @@ def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
         f"export   {bytes_text(export['peak_bytes'])} of memory at its peak, "
         f"about {duration(export['seconds'])} on two cores"
     )
-    if report["rates"] is None:
-        yield "         seconds are told with --calibrate"
     if "runs" in report:
         yield f"\nmemory of a run, {config.batch_size} rows of {config.tokens} tokens, native engine"
         yield from memory_text(report["runs"])
@@ -166,16 +139,11 @@ def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:
 
 def _run_text(report: dict[str, Any]) -> Iterator[str]:
     step, epoch = report["step"], report["epoch"]
-    yield f"step     {report['estimator']}, {step['rows']} rows of {step['tokens']} tokens, {_work(step)}"
+    yield f"step     {report['estimator']}, {step['rows']} rows of {step['tokens']} tokens"
     if epoch:
-        yield f"epoch    {epoch['rows']} rows in {epoch['steps']} steps, {_work(epoch)}"
+        yield f"epoch    {epoch['rows']} rows in {epoch['steps']} steps"
     memories = report["run_memory"]
     yield "".join([f"\n{'memory of a run':<26}", *(f"{engine:>12}" for engine in memories)])
     for name in next(iter(memories.values())):
         counts = "".join(f"{bytes_text(memory[name]):>12}" for memory in memories.values())
         yield f"  {name.removesuffix('_bytes'):<24}{counts}"
-
-
-def _work(block: dict[str, Any]) -> str:
-    operations = f"{block['operations'] / 1e9:,.1f} GFLOP"
-    return operations if block["seconds"] is None else f"{operations}, {block['seconds']:.3g} s"

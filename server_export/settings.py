@@ -170,17 +170,14 @@ class EstimateConfig(ExportConfig):
     """Bytes of weights that may stay loaded in a run."""
 
     train: Path | None = None
-    """Training rows: tell what an epoch of them takes, every call at the length of its longest row, and a
-    step of the longest instead of `--tokens`."""
+    """Training rows: tell the steps of an epoch, and the memory of a step of the longest instead of
+    `--tokens`."""
 
     task: str | None = None
     """Task of the training rows, as for `prge run`."""
 
     columns: list[str] = field(default_factory=list)
     """Names for columns of the training rows: prompt=question completion=answer."""
-
-    calibrate: bool = True
-    """Measure the engine on this machine for two seconds. Without it there are no seconds a step."""
 
     json: bool = False
     """Print one JSON object instead of text."""

@@ -1,14 +1,13 @@
-"""What `prge estimate` says against what is: size of files, memory of export and run, seconds a step.
+"""What `prge estimate` says against what is: size of files, memory of export and run.
 
     python scripts/bench/estimate.py --models smollm2-135m:8 qwen2.5-0.5b:4 --json estimate.json
 
 Every model is exported by `prge export` in a process of its own, and every run is a process of its own, with
 all weights loaded or, bound `least`, with as few as may be. Anonymous memory is what no file can give back,
-resident memory has pages of files with it. The estimate comes from the configuration alone. For its seconds
-calls of the calibration alternate with steps, so that both meet the same machine; the fast ones count. Prints
-JSON: estimated over measured of every figure, and the worst of each. The models are folders, or architectures
-with random weights, made shallower by a number of layers after a colon. The torch engine takes gigabytes for
-a model, so it is measured where it is asked for.
+resident memory has pages of files with it. The estimate comes from the configuration alone. Prints JSON:
+estimated over measured of every figure, and the worst of each. The models are folders, or architectures with
+random weights, made shallower by a number of layers after a colon. The torch engine takes gigabytes for a
+model, so it is measured where it is asked for.
 """
 
 from __future__ import annotations
@@ -28,14 +27,12 @@ import numpy as np
 from reports import report
 
 ROOT = Path(__file__).resolve().parents[2]
-CALIBRATED_SECONDS = 8.0
 # Between two looks at a process's memory.
 _LOOK_SECONDS = 0.003
 
 
 def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
-    """Peaks of this process's memory in two steps on a bundle, and with all weights loaded also estimated and
-    measured seconds of one."""
+    """Peaks of this process's memory in two steps on a bundle."""
     import device_runner.run  # noqa: F401, what the driver holds
     from device_runner.engines.checkpoints import Checkpoints
     from device_runner.engines.opening import open_engines
@@ -93,27 +90,7 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
         estimator.measure(engines.step, step)
     ended.set()
     looking.join()
-    memory: dict[str, float] = {"anonymous_bytes": anonymous[0], "resident_bytes": _status()["VmHWM"]}
-    if config.memory is not None:
-        return memory
-
-    from prge.costs import work_of
-    from server_export.check.calibration import Calibration, fast
-    from server_export.check.estimation import estimate
-
-    found = estimate(config)
-    assert config.estimator is not None
-    contract = found.contract(config, config.estimator, config.tokens, config.tokens - 1)
-    calibration = Calibration(found.outline, config.quantize, contract.computed_rows, config.tokens)
-    taken: list[float] = []
-    end = time.perf_counter() + CALIBRATED_SECONDS
-    while time.perf_counter() < end or len(taken) < 5:
-        calibration.sample()
-        start = time.perf_counter()
-        estimator.measure(engines.step, step)
-        taken.append(time.perf_counter() - start)
-    seconds = calibration.rates().seconds(work_of(found.outline, contract))
-    return {**memory, "estimated_seconds": seconds, "seconds": fast(taken)}
+    return {"anonymous_bytes": anonymous[0], "resident_bytes": _status()["VmHWM"]}
 
 
 def _status() -> dict[str, int]:
@@ -141,9 +118,7 @@ def compare(model: Path, scheme: str, arguments: argparse.Namespace, folder: Pat
             words = [*export, *run]
             least = max(path.stat().st_size for path in (bundle / "weights").iterdir())
             for bound, memory in {"all": [], "least": ["--memory", str(least)]}.items():
-                estimated = json.loads(
-                    _output([*command, "estimate", "--json", "--no-calibrate", *words, *memory])
-                )
+                estimated = json.loads(_output([*command, "estimate", "--json", *words, *memory]))
                 for engine in arguments.engines:
                     alone = [sys.executable, __file__, "--alone", str(bundle), engine, *words, *memory]
                     measured = json.loads(_output(alone, cache).splitlines()[-1])
@@ -151,8 +126,6 @@ def compare(model: Path, scheme: str, arguments: argparse.Namespace, folder: Pat
                     sizes = {"anonymous": "anonymous_bytes", "resident": "total_bytes"}
                     for size, key in sizes.items():
                         pairs[f"{size}_{name}_{bound}"] = (expected[key], measured[f"{size}_bytes"])
-                    if bound == "all":
-                        pairs[f"seconds_{name}"] = (measured["estimated_seconds"], measured["seconds"])
     pairs |= {
         "programs": (estimated["programs_bytes"], _bytes(bundle / "programs")),
         "weights": (estimated["weights_bytes"], _bytes(bundle / "weights")),

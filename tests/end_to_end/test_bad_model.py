@@ -99,7 +99,7 @@ def test_every_verb_that_loads_a_model_refuses_it(
     model = damaged({**CONFIGURATIONS, **WEIGHTS}[damage])
     out = tmp_path / "out"
     if damage in CONFIGURATIONS:
-        refused(["estimate", "--model", model, "--no-calibrate"], capsys)
+        refused(["estimate", "--model", model], capsys)
     refused(["export", "--model", model, "--out", out], capsys)
     rows = ["--train", workshop / "train.jsonl", "--task", workshop / "task.yaml"]
     words = ["--bundle", workshop / "bundle", "--model", model, "--out", out]
