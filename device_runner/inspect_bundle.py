@@ -12,11 +12,12 @@ from typing import Any
 from device_runner.session.settings import DEFAULT_BATCH, DEFAULT_QUERIES
 from prge.adapter import adapter_size
 from prge.bundle import MANIFEST, check_file, read_chain, read_manifest
-from prge.chain import DECODE, ROLE_OF, Chain
+from prge.chain import ROLE_OF, Chain
 from prge.contract import AdaptedModule
 from prge.costs import KINDS, Outline, bytes_text, memory_table, memory_text, weights_of_bundle
 from prge.errors import BundleError, printable
 from prge.settings import parse_settings
+from prge.signatures import DECODE
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
 _SHOWN_ELSEWHERE = {

@@ -28,7 +28,7 @@ from device_runner.session.settings import DEFAULT_QUERIES, batch_for
 from prge.adapter import Adapter
 from prge.bounds import bound_problems
 from prge.bundle import open_bundle
-from prge.chain import TANGENT, Chain
+from prge.chain import Chain
 from prge.checkpoint import HEAD, read_head
 from prge.contract import Contract
 from prge.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
@@ -49,6 +49,7 @@ from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import reported
 from prge.sampling import Sampler
 from prge.settings import Bytes, parse_settings
+from prge.signatures import TANGENT
 from prge.tangents import Tangents
 
 DESCRIPTION = "Measure on real rows how much signal each estimator and epsilon has, and recommend one."

@@ -38,7 +38,6 @@ from device_runner.session.settings import RunSettings, bundle_for, paced, settl
 from device_runner.session.tracking import check_installed, tracked
 from prge.atomic import write_file
 from prge.bundle import open_bundle
-from prge.chain import DECODE, PREFILL
 from prge.checkpoint import (
     HEAD,
     TrainingState,
@@ -62,6 +61,7 @@ from prge.rows.scoring import evaluate
 from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, run_lock, with_stored_settings
 from prge.sampling import Sampler, check_batch
 from prge.settings import parse_settings, settings_to_yaml
+from prge.signatures import DECODE, PREFILL
 from prge.terminal import best_effort
 from prge.training import AdapterLearner, Observer, train
 from prge.watching import Watcher, graceful_stop

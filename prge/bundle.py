@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from prge.chain import STACK, Chain
+from prge.chain import Chain
 from prge.contract import Contract
 from prge.documents import DocumentError, read_json
 from prge.errors import BundleError, shown
+from prge.signatures import STACK
 
 FORMAT = 2
 MANIFEST = "manifest.json"

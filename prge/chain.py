@@ -1,31 +1,10 @@
-"""A model as a chain: its blocks in order, the kinds whose programs compute them, and what these take.
+"""A model as a chain: its blocks in order, the kinds whose programs compute them.
 
     embedding   tokens -> state        block   state -> state        head   state -> parts
 
-A program has a method for each role of its kind, whose sizes a call chooses:
-
-    stack     tokens i64 [copies, batch, tokens] or state f32 [copies, batch, tokens, width],
-              lora_b.<n> [copies, rank, out] -> state
-    tangent   state [batch, tokens, width], d_state [queries, ...], lora_b.<n> [rank, out],
-              u.<n> [queries, batch, rank], v.<n> [queries, batch, out] -> state, d_state
-    back      state, slope, lora_b.<n> [rank, out] -> slope of the state that entered,
-              gradient.<n> [rank, out]
-    prefill   tokens i64 [1, tokens] or state [1, tokens, width], lora_a.<n> [1, rank, in], lora_b.<n> [1,
-              rank, out], past_keys and past_values [heads, past, width], seen [members x tokens, past],
-              causal [members x tokens, tokens] -> state, keys and values [heads, tokens, width]
-    decode    tokens i64 [rows, 1] or state [rows, 1, width], lora_a.<n> [rows, rank, in], lora_b.<n> [rows,
-              rank, out], past_keys and past_values [rows x heads, past, width], seen [rows x heads, 1, past]
-              -> state, keys, values
-
-A decoder's head is one or more blocks of a kind, each with a piece of the vocabulary. It takes picked states
-[1, n, width], `targets` i64 [1, n] as the piece counts them, and `shift` f32 [1, n, 1], and answers `parts`
-f32 [1, n, 2], for `prge.vocabulary` to add up; `slope` is theirs. In the role `decode` it takes states
-[rows, 1, width] and answers `logits` f32 [rows, 1, words].
-
-`past_keys` and `past_values` are of the tokens before; `seen` and `causal` are added to the scores of these
-and of the call's own tokens; `members` queries share a head of keys. `table.<n>` are the block's tables,
-`padding` f32 [..., 1, 1, tokens] is added to an encoder's attention, `ones` is f32 [1, tokens, 1]. `<n>`
-counts the block's adapted modules.
+A program has a method for each role of its kind; prge/signatures.py says what these take and answer. A
+decoder's head is one or more blocks of a kind, each with a piece of the vocabulary. `table.<n>` are a block's
+tables, and `<n>` of an adapter's inputs counts the block's adapted modules.
 """
 
 from __future__ import annotations
@@ -36,10 +15,19 @@ from typing import Any
 
 from prge.contract import LARGEST_SIZE, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
+from prge.signatures import (
+    BACK,
+    DECODE,
+    PREFILL,
+    ROLES,
+    STACK,
+    STEP_ROLES,
+    TANGENT,
+    Signature,
+    of_block,
+    of_head,
+)
 
-STACK, TANGENT, BACK, PREFILL, DECODE = "stack", "tangent", "back", "prefill", "decode"
-STEP_ROLES = (STACK, TANGENT, BACK)
-ROLES = (*STEP_ROLES, PREFILL, DECODE)
 # The role that a step of each kind of call needs beside `stack`.
 ROLE_OF = {"stack": STACK, "tangent": TANGENT, "exact": BACK}
 TABLES = ("causal", "rotary", "positions", "zeros")
@@ -47,10 +35,6 @@ POOLINGS = ("mean", "first")
 LORA_A, LORA_B, U, V, TABLE, GRADIENT = "lora_a.", "lora_b.", "u.", "v.", "table.", "gradient."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
 SEEN, CAUSAL, OWN = "seen", "causal", "own"
-_STATES = dict.fromkeys(ROLES, ("state",)) | {TANGENT: ("state", "d_state"), BACK: ("state", "slope")}
-_ANSWERS = dict.fromkeys(ROLES, ("state",)) | {TANGENT: ("state", "d_state"), BACK: ("slope",)}
-_ANSWERS_OF_HEAD = {STACK: ("parts",), TANGENT: ("parts", "d_parts"), BACK: ("slope",), DECODE: ("logits",)}
-_PAST = (PAST_KEYS, PAST_VALUES, SEEN)
 _MOST_BLOCKS = 1024
 # Of what is wrong with a chain: one mistake can show in every block.
 _SHOWN = 8
@@ -200,6 +184,7 @@ class Chain:
                 continue
             if any(not 0 <= table < len(self.tables) for table in block.tables):
                 yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
+                continue
             if block.modules and (number == 0 or self.is_head(number)):
                 yield f"block {number}, the first or a head, has adapted modules"
             if STACK not in self.kinds[block.kind].methods:
@@ -208,34 +193,24 @@ class Chain:
 
     def _interface_problems(self, number: int, block: Block) -> Iterator[str]:
         """What a block's methods ask for, or answer, otherwise than an engine expects."""
-        modules = range(len(block.modules))
+        modules = len(block.modules)
         for role, method in self.kinds[block.kind].methods.items():
             if role not in ROLES:
                 yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ROLES)}"
                 continue
-            needed, given, answers = {*_STATES[role]}, set[str](), _ANSWERS[role]
-            if self.is_head(number):
-                needed |= {"targets", "shift"} if role in STEP_ROLES else set()
-                answers = _ANSWERS_OF_HEAD.get(role, ())
-            else:
-                needed = {"tokens"} if number == 0 else needed
-                given = {"ones", *(f"{TABLE}{n}" for n in range(len(block.tables)))}
-                given |= {"padding"} if self.is_encoder else set()
-                given |= {f"{LORA_B}{n}" for n in modules}
-                if role == TANGENT:
-                    given |= {f"{prefix}{n}" for prefix in (U, V) for n in modules}
-                if role == BACK:
-                    answers = (*answers, *(f"{GRADIENT}{n}" for n in modules))
-                if role not in STEP_ROLES:
-                    given |= {f"{LORA_A}{n}" for n in modules}
-                if role not in STEP_ROLES and self.attends(number):
-                    needed |= {*_PAST, CAUSAL if role == PREFILL else OWN}
-                    answers = (*answers, KEYS, VALUES)
-            asked = {*method.inputs}
-            if not needed <= asked <= needed | given or len(asked) < len(method.inputs):
+            signature, asked = self.signature(number, role), {*method.inputs}
+            allowed = signature.allowed(modules)
+            if not self.is_head(number):
+                allowed |= {f"{TABLE}{n}" for n in range(len(block.tables))}
+            allowed -= set() if self.is_encoder else {"padding"}
+            if not signature.needed(modules) <= asked <= allowed or len(asked) < len(method.inputs):
                 yield f"block {number} takes {shown(method.inputs)} in the role {role}"
-            if sorted(method.outputs) != sorted(answers):
+            if sorted(method.outputs) != sorted(signature.answers(modules)):
                 yield f"block {number} answers {shown(method.outputs)} in the role {role}"
+
+    def signature(self, number: int, role: str) -> Signature:
+        """What a block's method takes and answers, but for its tables."""
+        return of_head(role) if self.is_head(number) else of_block(role, number == 0, self.attends(number))
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""

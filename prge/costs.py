@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from prge.adapter import adapter_size
-from prge.chain import BACK, DECODE, PREFILL, STACK, STEP_ROLES, TANGENT, Bounds, Chain
+from prge.chain import Bounds, Chain
 from prge.contract import AdaptedModule, Contract
 from prge.errors import BundleError, shown
+from prge.signatures import BACK, DECODE, PREFILL, STACK, STEP_ROLES, TANGENT
 from prge.vocabulary import pieces_of
 
 MIB = 1 << 20

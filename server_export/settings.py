@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from prge.bounds import bound_problems
-from prge.chain import ROLES
 from prge.errors import ConfigError
 from prge.settings import Bytes
+from prge.signatures import ROLES
 
 Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from prge.bundle import ADAPTER, FORMAT, MANIFEST, TABLES, TOKENIZER, Bundle, file_sha256, manifest_sha256
-from prge.chain import BACK, STACK, TANGENT, Block, Bounds, Chain, Interface, Kind, Table
+from prge.chain import Block, Bounds, Chain, Interface, Kind, Table
 from prge.contract import AdaptedModule, Contract
+from prge.signatures import BACK, STACK, TANGENT
 
 PROGRAM = "programs/block.pte"
 FILES = {

@@ -20,9 +20,10 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.head import Asked, Head, slices
 from device_runner.engines.trunk_cache import TrunkCache
-from prge.chain import BACK, FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, STACK, TABLE, TANGENT, U, V
+from prge.chain import FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, TABLE, U, V
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.engine import Array, FloatArray, IntArray
+from prge.signatures import BACK, STACK, TANGENT
 
 Arrays = dict[str, Array]
 

@@ -12,8 +12,9 @@ from functools import partial
 import numpy as np
 
 from device_runner.engines.blocks import Blocks
-from prge.chain import BACK, FEWEST_TOKENS, STACK, TANGENT
+from prge.chain import FEWEST_TOKENS
 from prge.engine import Array, FloatArray, IntArray
+from prge.signatures import BACK, STACK, TANGENT
 from prge.vocabulary import Reading
 
 

@@ -7,23 +7,13 @@ states between blocks: those a program has, and the blocks before and behind it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
-from prge.chain import (
-    DECODE,
-    LORA_A,
-    PAST_KEYS,
-    PAST_VALUES,
-    PREFILL,
-    STACK,
-    STEP_ROLES,
-    TABLE,
-    Bounds,
-    Chain,
-)
+from prge.chain import PAST_KEYS, PAST_VALUES, TABLE, Bounds, Chain
+from prge.signatures import DECODE, PREFILL, STACK
 
 # Sizes that a method is tried with before it is used.
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4)
@@ -55,73 +45,31 @@ class Shapes:
         self, number: int, role: str, name: str, sizes: Bounds, is_output: bool = False
     ) -> tuple[str, tuple[int, ...]]:
         """dtype and shape of one input or output of a block's method, in a call of some sizes."""
-        if role not in STEP_ROLES:
-            return self._of_text(number, role, name, sizes, is_output)
-        is_head = self._chain.is_head(number)
-        length = sizes.states if is_head else sizes.tokens
+        chain, block, heads = self._chain, self._chain.blocks[number], self.heads[number]
         if name.startswith(TABLE):
-            return self._tables.tensor(self._chain.blocks[number].tables[_index(name)], length)
-        lead: tuple[int, ...] = (sizes.copies, sizes.batch) if role == STACK else (sizes.batch,)
-        lead = (1,) if is_head else lead
-        if "." in name:
-            return "float32", self._of_module(number, role, name, sizes)
-        entering, leaving = self.widths[number]
-        # The slope of the state that left comes in, that of the one that entered goes out.
-        state = (*lead, length, leaving if is_output != (name == "slope") else entering)
-        if is_output and role == STACK and not is_head:
-            state = (sizes.copies * sizes.batch, *state[-2:])
-        shapes = {
-            "tokens": (*lead, length),
-            "targets": (1, length),
-            "state": state,
-            "d_state": (sizes.queries, *state),
-            "slope": (1, length, 2) if is_head and not is_output else state,
-            "padding": (*lead, 1, 1, length),
-            "ones": (1, length, 1),
-            "shift": (1, length, 1),
-            "parts": (1, length, 2),
-            "d_parts": (sizes.queries, 1, length, 2),
-        }
-        return "int64" if name in ("tokens", "targets") else "float32", shapes[name]
-
-    def _of_text(
-        self, number: int, role: str, name: str, sizes: Bounds, is_output: bool
-    ) -> tuple[str, tuple[int, ...]]:
-        """The same in the roles that go on with sequences."""
-        rows, length = (sizes.sequences, 1) if role == DECODE else (1, sizes.tokens)
-        block, heads = self._chain.blocks[number], self.heads[number]
-        if name.startswith(TABLE):
+            length = 1 if role == DECODE else sizes.tokens
             dtype, shape = self._tables.tensor(block.tables[_index(name)], length)
-            return dtype, (rows, *shape[1:])
-        if "." in name:
-            module = self._chain.modules[block.modules[_index(name)]]
-            width = module.in_features if name.startswith(LORA_A) else module.out_features
-            return "float32", (rows, module.rank, width)
-        of_rows, past = rows * heads.count, 1 + sizes.context
-        members = mask.members if (mask := self._chain.causal_table(number)) else 0
-        shapes: dict[str, tuple[int, ...]] = {
-            "tokens": (rows, length),
-            "state": (rows, length, self.widths[number][is_output]),
-            "logits": (rows, length, self._chain.piece_words),
-            "past_keys": (of_rows, past, heads.key_width),
-            "past_values": (of_rows, past, heads.value_width),
-            "keys": (of_rows, length, heads.key_width),
-            "values": (of_rows, length, heads.value_width),
-            "seen": (members * length, past) if role == PREFILL else (of_rows, 1, past),
-            "causal": (members * length, length),
-            "own": (1, 1, past),
+            rows = {PREFILL: (1,), DECODE: (sizes.sequences,)}.get(role, shape[:1])
+            return dtype, (*rows, *shape[1:])
+        mask = chain.causal_table(number)
+        entering, leaving = self.widths[number]
+        numbers = {
+            **asdict(sizes),
+            "past": 1 + sizes.context,
+            "entering": entering,
+            "leaving": leaving,
+            "heads": heads.count,
+            "key": heads.key_width,
+            "value": heads.value_width,
+            "members": mask.members if mask else 0,
         }
-        return "int64" if name == "tokens" else "float32", shapes[name]
-
-    def _of_module(self, number: int, role: str, name: str, sizes: Bounds) -> tuple[int, ...]:
-        module = self._chain.modules[self._chain.blocks[number].modules[_index(name)]]
-        matrix = (module.rank, module.out_features)
-        return {
-            "lora_b": (sizes.copies, *matrix) if role == STACK else matrix,
-            "u": (sizes.queries, sizes.batch, module.rank),
-            "v": (sizes.queries, sizes.batch, module.out_features),
-            "gradient": matrix,
-        }[name.partition(".")[0]]
+        if chain.is_head(number):
+            numbers["words"] = chain.piece_words
+        if "." in name:
+            module = chain.modules[block.modules[_index(name)]]
+            numbers |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
+        tensor = chain.signature(number, role).tensor(name, is_output)
+        return tensor.dtype, tensor.shape(numbers)
 
 
 @dataclass(frozen=True)

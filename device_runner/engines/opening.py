@@ -11,8 +11,9 @@ from device_runner.engines.choice import choose
 from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.bundle import Bundle
-from prge.chain import ROLE_OF, STACK
+from prge.chain import ROLE_OF
 from prge.engine import Engine, EngineName
+from prge.signatures import STACK
 
 
 @dataclass(frozen=True)

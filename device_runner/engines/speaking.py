@@ -21,7 +21,6 @@ from prge.adapter import Adapter
 from prge.bundle import Bundle
 from prge.chain import (
     CAUSAL,
-    DECODE,
     FEWEST_TOKENS,
     KEYS,
     LORA_A,
@@ -30,13 +29,13 @@ from prge.chain import (
     OWN,
     PAST_KEYS,
     PAST_VALUES,
-    PREFILL,
     SEEN,
     TABLE,
     VALUES,
 )
 from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
+from prge.signatures import DECODE, PREFILL
 
 # Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
 # has one with every token of the past.

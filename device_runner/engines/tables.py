@@ -9,9 +9,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from prge.bundle import TABLES, Bundle
-from prge.chain import DECODE, MASKED, Chain
+from prge.chain import MASKED, Chain
 from prge.engine import Array
 from prge.errors import BundleError
+from prge.signatures import DECODE
 
 # Tables of one length, of which masks of long rows take megabytes.
 _KEPT = 8

@@ -10,7 +10,6 @@ from typing import Any
 from device_runner.reporting.next_steps import next_steps
 from device_runner.reporting.reading import RunFacts, mapping
 from device_runner.session.settings import RunSettings
-from prge.chain import DECODE, PREFILL
 from prge.curves import labels, series, smooth
 from prge.errors import shortened
 from prge.estimators import MEANINGS
@@ -18,6 +17,7 @@ from prge.pages.charts import Line, line_chart
 from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
 from prge.progress import duration
 from prge.run_folder import CHECKPOINTS, FINAL, LOG, Record
+from prge.signatures import DECODE, PREFILL
 
 NONE = "–"
 SMOOTHING = 0.9

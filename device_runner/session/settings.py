@@ -12,7 +12,7 @@ from device_runner.engines.trunk_cache import Precision
 from device_runner.session.tracking import Service
 from prge.bounds import flag
 from prge.bundle import Bundle
-from prge.chain import DECODE, PREFILL, ROLE_OF
+from prge.chain import ROLE_OF
 from prge.contract import Contract
 from prge.directions import Distribution
 from prge.engine import EngineName
@@ -21,6 +21,7 @@ from prge.examples import Example
 from prge.optimizers import OptimizerName
 from prge.sampling import Sampler
 from prge.settings import Bytes
+from prge.signatures import DECODE, PREFILL
 from prge.training_flags import TrainingFlags
 
 EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]

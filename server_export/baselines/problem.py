@@ -16,13 +16,13 @@ from torch import nn
 
 from prge.adapter import Adapter
 from prge.bundle import Bundle
-from prge.chain import STACK
 from prge.contract import AdaptedModule, Contract
 from prge.encoder_heads import Heads, fit_heads
 from prge.engine import Array
 from prge.errors import BundleError
 from prge.examples import Batch, Example, make_batch
 from prge.peft import read_lora
+from prge.signatures import STACK
 from server_export.model import readout
 from server_export.model.base import content_problems, model_problems
 from server_export.model.loading import LoadedModel, load_model

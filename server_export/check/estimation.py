@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prge.chain import DECODE, PREFILL, ROLE_OF, STACK
+from prge.chain import ROLE_OF
 from prge.contract import Contract
 from prge.costs import (
     KINDS,
@@ -19,6 +19,7 @@ from prge.costs import (
 from prge.errors import ConfigError, PrgeError
 from prge.memory import memory_info
 from prge.progress import duration
+from prge.signatures import DECODE, PREFILL, STACK
 from server_export.settings import EstimateConfig, ExportConfig
 
 

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from prge import chain as manifest
 from prge.bundle import PROGRAMS, TABLES, WEIGHTS
-from prge.chain import DECODE, PREFILL, STACK, STEP_ROLES, Bounds
+from prge.chain import Bounds
+from prge.signatures import DECODE, PREFILL, STACK, STEP_ROLES
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed

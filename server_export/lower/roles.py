@@ -1,13 +1,6 @@
 """What a block's program computes: a method for each role, from one graph of the block.
 
-    stack     state -> state                            any number of copies, rows and tokens
-    tangent   state, d_state -> state, d_state          of one copy, for any number of queries
-    back      state, slope -> slope, gradient.<n>       of one copy; computes what it needs again
-    prefill   state, past -> state, keys, values        of one row, for any number of its tokens
-    decode    state, past -> state, keys, values        of one token of any number of copies
-
-A decoder's head takes picked states [1, n, width] instead, and answers `parts`, or `logits` where a sequence
-goes on; see prge.chain.
+prge/signatures.py has what these take and answer.
 """
 
 from __future__ import annotations
@@ -21,22 +14,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from prge.chain import (
-    BACK,
-    DECODE,
-    GRADIENT,
-    KEYS,
-    LORA_A,
-    LORA_B,
-    PREFILL,
-    STACK,
-    TABLE,
-    TANGENT,
-    VALUES,
-    Bounds,
-    Interface,
-)
-from server_export.derive.backprop.joint import SLOPE, backpropagate
+from prge.chain import LORA_A, LORA_B, TABLE, Bounds, Interface
+from prge.signatures import BACK, DECODE, PREFILL, STACK, TANGENT, of_block, of_head
+from server_export.derive.backprop.joint import backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.continuing import FROZEN_PREFIX, continued, logits
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
@@ -178,17 +158,11 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, str], is_hea
             return "targets" if is_head else "padding"
         return name
 
-    answer = "parts" if is_head else STATE
-    count = len(graph.graph.output_node().args[0])
-    going_on = ("logits",) if is_head else (STATE, KEYS, VALUES)[:count]
-    outputs = {
-        PREFILL: going_on,
-        DECODE: going_on,
-        STACK: (answer,),
-        TANGENT: (answer, f"d_{answer}"),
-        BACK: (SLOPE, *(f"{GRADIENT}{n}" for n in range(len(adapter)))),
-    }
-    return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), outputs[role])
+    signature = of_head(role) if is_head else of_block(role)
+    outputs = signature.answers(len(adapter))
+    if len(graph.graph.output_node().args[0]) > len(outputs):
+        outputs = of_block(role, attends=True).answers(len(adapter))
+    return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), tuple(outputs))
 
 
 def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection[str]) -> GraphModule:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from prge.bundle import open_bundle, read_manifest
-from prge.chain import DECODE
 from prge.errors import PrgeError
 from prge.guide import GUIDE
 from prge.progress import duration
 from prge.rows.report import unknown_note
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import ENDED, SUMMARY, run_lock
+from prge.signatures import DECODE
 from server_export.tune import decisions
 from server_export.tune.choosing import GUIDED, Choosing
 from server_export.tune.decisions import Decision, RowFacts

@@ -12,9 +12,10 @@ import pytest
 
 from device_runner.engines.opening import Engines
 from prge.bundle import ADAPTER, TOKENIZER, Bundle
-from prge.chain import BACK, STACK, TANGENT, Block, Bounds, Chain, Interface, Kind
+from prge.chain import Block, Bounds, Chain, Interface, Kind
 from prge.contract import Contract
 from prge.engine import Array, Engine, Slope
+from prge.signatures import BACK, STACK, TANGENT
 from tests.bundles import make_bundle
 from tests.numpy_engine import NumpyEngine, NumpyExactEngine, NumpyTangentEngine
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend

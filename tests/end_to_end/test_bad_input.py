@@ -18,9 +18,9 @@ import safetensors.numpy
 
 from device_runner.engines.chain_engine import ChainEngine
 from prge.bundle import file_sha256, manifest_sha256
-from prge.chain import BACK
 from prge.cli import main
 from prge.journal import Journal
+from prge.signatures import BACK
 from tests.end_to_end.conftest import REPOSITORY, write_rows
 
 pytestmark = pytest.mark.export

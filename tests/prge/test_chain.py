@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prge.bundle import open_bundle
-from prge.chain import BACK, STACK, TANGENT, Bounds, Chain
+from prge.chain import Bounds, Chain
 from prge.contract import LARGEST_SIZE
 from prge.errors import BundleError
+from prge.signatures import BACK, STACK, TANGENT
 from tests.bundles import make_bundle, make_chain, read_json, write_manifest
 
 Json = Any

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from prge.chain import ROLES
 from prge.contract import AdaptedModule, Contract
 from prge.costs import (
     KINDS,
@@ -23,6 +22,7 @@ from prge.costs import (
     weights_of,
 )
 from prge.errors import BundleError
+from prge.signatures import ROLES
 from tests.bundles import make_small_chain
 
 # Two blocks of width 64: attention's four layers, and a gated inner layer of 128.

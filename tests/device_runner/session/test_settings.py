@@ -11,11 +11,11 @@ import pytest
 from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import RunSettings, bundle_for, paced, settled
 from prge.bundle import Bundle
-from prge.chain import BACK, STACK, TANGENT
 from prge.differences import Antithetic, Differences, OneSided
 from prge.errors import ConfigError
 from prge.exact import Exact
 from prge.settings import parse_settings
+from prge.signatures import BACK, STACK, TANGENT
 from prge.tangents import Tangents
 from tests.bundles import make_small_chain, opened_bundle
 from tests.rows import classified, long_choice

@@ -12,10 +12,11 @@ from torch import nn
 
 from prge.adapter import Adapter
 from prge.bundle import Bundle
-from prge.chain import STACK, Block, Bounds, Chain, Interface, Kind
+from prge.chain import Block, Bounds, Chain, Interface, Kind
 from prge.contract import AdaptedModule, Contract
 from prge.engine import Array
 from prge.examples import Example
+from prge.signatures import STACK
 from server_export.baselines.problem import ModelProblem
 from server_export.bundle import write_adapter
 from server_export.model.loading import prepare_model
