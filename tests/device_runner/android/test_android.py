@@ -58,6 +58,16 @@ def status(daemon: Daemon, phone: Path, name: str) -> dict[str, object]:
     return dict(job)
 
 
+def check_private(folder: Path) -> None:
+    """Nobody but adb's user gets into prge's folders, whatever modes adb gives to files in them."""
+    tops = [path for path in folder.iterdir() if path.is_dir()]
+    made = [path for name in ("runs", "jobs") for path in (folder / name).rglob("*")]
+    assert {path.name for path in tops} >= {"runtime", "bundles", "data", "runs", "jobs", "cache"} and made
+    loose = [path for path in (*tops, *made) if path.stat().st_mode & 0o077]
+    # What adb brings has the modes that it gives; it lies in closed folders.
+    assert [path.name for path in loose] in ([], ["settings.yaml"])
+
+
 def test_exit_codes_and_texts_come_through(daemon: Daemon) -> None:
     assert (
         evaluated(daemon, "[adb.shell(f'exit {n}').code for n in (0, 1, 7, 127, 255)]")
@@ -136,6 +146,8 @@ def test_a_run_with_a_difficult_name(
     daemon.prge("pull", name, "--out", out, "--log", "--folder", phone)
     assert text[:40] in (out / "log.txt").read_text()
     assert "step 20" in daemon.prge("logs", name, "--folder", phone).stdout
+    check_private(phone)
+    assert out.stat().st_mode & 0o077 == 0
     (tmp_path / "taken").mkdir()
     taken = daemon.prge("pull", name, "--out", tmp_path / "taken", "--folder", phone, check=2)
     assert "is not this run" in taken.stderr
