@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -241,22 +242,16 @@ def test_rows_on_the_device_and_errors_of_the_driver(
     assert "not JSON" in daemon.prge("logs", "bad", "--console", "--folder", phone).stdout
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
-def test_a_full_device(daemon: Daemon, runtime: Path, tmp_path: Path) -> None:
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = daemon.network.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", place])
-    if mounted.returncode:
-        pytest.skip(f"a small file system can't be mounted: {mounted.stderr}")
-    try:
-        full = daemon.prge("push", runtime, "--folder", place / "prge", check=2).stderr
-        assert "MiB free" in full and "prge android clean" in full
-        big = tmp_path / "big"
-        big.write_bytes(bytes(60 << 20))
-        said = evaluated(daemon, f"adb.push(Path({str(big)!r}), {str(place / 'big')!r})")
-        assert said.startswith("2 copying") and "No space left" in said
-    finally:
-        daemon.network.run(["umount", place])
+def test_a_full_device(
+    daemon: Daemon, runtime: Path, small_disk: Callable[[str], Path], tmp_path: Path
+) -> None:
+    place = small_disk("40m")
+    full = daemon.prge("push", runtime, "--folder", place / "prge", check=2).stderr
+    assert "MiB free" in full and "prge android clean" in full
+    big = tmp_path / "big"
+    big.write_bytes(bytes(60 << 20))
+    said = evaluated(daemon, f"adb.push(Path({str(big)!r}), {str(place / 'big')!r})")
+    assert said.startswith("2 copying") and "No space left" in said
 
 
 def test_the_daemon_comes_back(daemon: Daemon, phone: Path) -> None:
