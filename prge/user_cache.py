@@ -24,11 +24,18 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def user_cache(name: str) -> Path:
-    """A folder of the cache, made unless it is there or can't be.
+    """A folder of the cache to read and write, made unless it is there or can't be.
 
     Raises:
         EngineError: XDG_CACHE_HOME is not set and the user has no home, or the folder is another user's.
     """
+    folder = cache_path(name)
+    private_folder(folder.parent, empties=False)
+    return private_folder(folder)
+
+
+def cache_path(name: str) -> Path:
+    """Where a folder of the cache is or would be, to look at; raises EngineError as `user_cache`."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
@@ -36,7 +43,7 @@ def user_cache(name: str) -> Path:
             f"there is no place for the cache: {error}",
             remedy="let XDG_CACHE_HOME name a folder, or PRGE_NATIVE_LIBRARY an engine built elsewhere",
         ) from None
-    return private_folder(private_folder(Path(base) / "prge", empties=False) / name)
+    return Path(base) / "prge" / name
 
 
 def private_folder(folder: Path, *, empties: bool = True) -> Path:
@@ -53,27 +60,34 @@ def private_folder(folder: Path, *, empties: bool = True) -> Path:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        before = now = folder.stat()
+        facts = folder.stat()
     except OSError:  # who reads or writes there tells what is wrong
         return folder
     if not hasattr(os, "geteuid"):
         return folder
-    if before.st_uid == os.geteuid() and before.st_mode & 0o077:
-        with suppress(OSError):
-            folder.chmod(0o700)
-        now = folder.stat()
-    if now.st_uid not in (os.geteuid(), 0) or now.st_mode & _OTHERS_WRITE:
+    if facts.st_uid == os.geteuid():
+        if empties and facts.st_mode & _OTHERS_WRITE:
+            _empty(folder)
+        elif facts.st_mode & 0o077:
+            with suppress(OSError):
+                folder.chmod(0o700)
+        facts = folder.stat()
+    if facts.st_uid not in (os.geteuid(), 0) or facts.st_mode & _OTHERS_WRITE:
         raise EngineError(
             f"other users may write to {folder}, and what lies there is run "
-            f"(its owner is user {now.st_uid}, its mode {stat.S_IMODE(now.st_mode):o})",
+            f"(its owner is user {facts.st_uid}, its mode {stat.S_IMODE(facts.st_mode):o})",
             remedy="remove it, or let XDG_CACHE_HOME name a folder of your own",
         )
-    if empties and before.st_mode & _OTHERS_WRITE:
-        aside = folder.with_name(f".{folder.name}.untrusted-{os.getpid()}")
-        try:
-            folder.rename(aside)
-            folder.mkdir(mode=0o700)
-        except OSError as error:
-            raise storage_error(folder, error) from None
-        shutil.rmtree(aside, ignore_errors=True)  # folders of others that can't be removed are out of the way
     return folder
+
+
+def _empty(folder: Path) -> None:
+    """Put a new folder in the place of one that others could write to; it is never both closed and theirs."""
+    aside = folder.with_name(f".{folder.name}.untrusted-{os.getpid()}")
+    try:
+        with suppress(FileNotFoundError):  # another process has just done this
+            folder.rename(aside)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise storage_error(folder, error) from None
+    shutil.rmtree(aside, ignore_errors=True)  # folders of others in it may stay, out of the way

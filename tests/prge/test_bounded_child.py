@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -89,8 +90,9 @@ def test_it_starts_no_program(means: str, tmp_path: Path) -> None:
 
 def test_it_signals_no_other_process() -> None:
     need_landlock()
-    me = os.getpid()
-    assert outcome(lambda: os.kill(me, signal.SIGTERM)) == "PermissionError"
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert outcome(lambda: os.kill(other.pid, signal.SIGTERM)) == "PermissionError"
+        other.kill()
 
 
 def test_it_knows_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,10 +72,11 @@ def test_another_users_is_refused(cache: Path, which: str) -> None:
 def test_one_that_can_not_be_closed_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on file systems without modes."""
     path = planted(cache, 0o777)
-    monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    make = os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda name, *_, **__: (make(name), os.chmod(name, 0o777)))
     with pytest.raises(EngineError, match="mode 777"):
         user_cache(NATIVE)
-    assert path.exists()
+    assert not path.exists()
 
 
 @as_root
