@@ -276,8 +276,9 @@ def _private_apt(folder: Path, machine: str, archive: Archive, is_locked: bool) 
     for name in ("lists/partial", "cache/archives/partial", "keys"):
         (folder / name).mkdir(parents=True)
     (folder / "status").touch()
-    # By a folder, since an option of a source takes no path with a space.
-    shutil.copyfile(keys, folder / "keys" / f"archive{keys.suffix}")
+    # By a folder, since an option of a source takes no path with a space; the name tells the format.
+    content = keys.read_bytes()
+    (folder / "keys" / ("keys.asc" if content.startswith(b"-----") else "keys.gpg")).write_bytes(content)
     # A lock's hashes tell what is right, whatever the age of an archive that stands still.
     options = "[check-valid-until=no] " if is_locked else ""
     (folder / "sources.list").write_text(f"deb {options}{address} {RELEASE} main\n")

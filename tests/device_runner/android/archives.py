@@ -63,6 +63,10 @@ class LocalArchive:
         signed.unlink(missing_ok=True)
         _call(*self._gpg, "--clearsign", "--output", signed, self.release / "Release")
 
+    def armored(self) -> str:
+        """Its public key as text."""
+        return _call(*self._gpg, "--armor", "--export")
+
     def _stanza(self, path: Path) -> str:
         told = _call("dpkg-deb", "--field", path)
         content = path.read_bytes()
