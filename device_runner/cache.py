@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from device_runner.engines.packed_files import bytes_in, files_in, remove_files
 from prge.costs import bytes_text
 from prge.settings import parse_settings
-from prge.user_cache import PACKED, PROGRAMS, user_cache
+from prge.user_cache import PACKED, PROGRAMS, cache_path
 
 DESCRIPTION = (
     "Show the cache, packed weights of runs and programs of exports, or empty it. What is missing is made "
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         RunError: the storage refuses to remove files.
     """
     settings = parse_settings(CacheSettings, argv, "prge cache", description=DESCRIPTION)
-    folders = [user_cache(name) for name in (PACKED, PROGRAMS)]
+    folders = [cache_path(name) for name in (PACKED, PROGRAMS)]
     freed = sum(map(remove_files, folders)) if settings.clear else None
     reports = [
         {"folder": str(folder), "files": len(files_in(folder)), "bytes": bytes_in(folder)}

@@ -264,9 +264,9 @@ def _check_cache() -> Check:
 
     try:
         from device_runner.engines.packed_files import bytes_in
-        from prge.user_cache import PACKED, user_cache
+        from prge.user_cache import PACKED, cache_path
 
-        folder = user_cache(PACKED)
+        folder = cache_path(PACKED)
     except ImportError as error:
         return Check("cache", "warn", f"unknown: {error}")
     except EngineError as error:

@@ -8,7 +8,7 @@
     tokenizer/          tokenizer.json and, where the model has one, chat_template.jinja
     guide.safetensors   axes that forward-only runs keep to, if the export made any
 
-A bundle from elsewhere is untrusted: nothing of it is loaded before its hash is compared.
+Nothing of a bundle is loaded before its hash is compared. Hashes tell damage, not who wrote its programs.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class RunLog:
         self.folder = folder
         self.memory = PeakMemory()
         with reported(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its log shows a row
             self._log = open_regular(folder / LOG, "ab", buffering=0)
             self.records = self._kept_records(keep_through)
             self._metrics = open_regular(folder / METRICS, "ab", buffering=0)
@@ -212,7 +212,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         RunError: another process holds it, or the folder can't be written.
     """
     with reported(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The file stays behind: removing it would let two processes lock two files of one name.
         stream = open_regular(folder / LOCK, "a+b", buffering=0)
     with stream:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,32 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
         return folder
 
     return made
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes a file system of its own of a size such as `64k`; skips without the right to mount one."""
+    mounted: list[Path] = []
+
+    def make(size: str) -> Path:
+        if shutil.which("mount") is None or not _may_mount():
+            pytest.skip("takes mount, and the right to use it")
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
+        mounted.append(disk)
+        return disk
+
+    yield make
+    for disk in mounted:
+        subprocess.run(["umount", disk], check=True)
+
+
+def _may_mount() -> bool:
+    """Whether this process has CAP_SYS_ADMIN."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return any(int(line.split()[1], 16) >> 21 & 1 for line in lines if line.startswith("CapEff:"))
 
 
 @pytest.fixture(scope="session")

@@ -57,14 +57,15 @@ class Adb:
             raise _not_ready(self.serial, state, states)
 
     def shell(self, script: str, seconds: float | None = None) -> Answer:
-        """Run a shell script on the device; its exit code is in the answer.
+        """Run a shell script on the device; its exit code is in the answer, its files are its user's alone.
 
         Raises:
             DeviceError: the device was lost or did not answer in time.
         """
         # adb's own exit code 1 looks like a command's: only what really ended prints the mark.
         done = self._call(
-            ["shell", f"(\n{script}\n)\ncode=$?; echo; echo {_MARK}$code"], seconds or self.quick_seconds
+            ["shell", f"(\numask 077\n{script}\n)\ncode=$?; echo; echo {_MARK}$code"],
+            seconds or self.quick_seconds,
         )
         output, mark, code = done.stdout.decode(errors="replace").rpartition(f"\n{_MARK}")
         errors = done.stderr.decode(errors="replace")

@@ -226,7 +226,7 @@ def _begun(phone: Phone, name: str, settings: AndroidRunSettings, wait: bool) ->
     """A run that was not there, with what it needs brought first."""
     there = _brought(phone, settings)
     job = phone.path("jobs", name)
-    phone.adb.check(f"mkdir -p {quote([job])}", f"making {job}")
+    phone.make(job)
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "settings.yaml"
         path.write_text(settings_to_yaml(there), encoding="utf-8")

@@ -105,6 +105,11 @@ class Phone:
                 return int(words[index - 1]) * 1024
         return None
 
+    def make(self, path: str) -> None:
+        """Make a folder within prge's; nobody else looks into it, whatever modes adb leaves."""
+        top = self.path(path[len(self.folder) + 1 :].partition("/")[0])
+        self.adb.check(f"mkdir -p {quote([path])} && chmod 700 {quote([top])}", f"making {path}")
+
     def send_folder(
         self,
         local: Path,
@@ -141,7 +146,8 @@ class Phone:
                 return 0
         before()
         place, mark_word = quote([remote]), quote([mark])
-        self.adb.check(f"rm -f {mark_word} && mkdir -p {place}", f"making {remote}")
+        self.adb.check(f"rm -f {mark_word}", f"unmarking {remote}")
+        self.make(remote)
         there = {} if everything else self._hashes(remote)
         extra = sorted(set(there) - set(wanted))
         for start in range(0, len(extra), _WORDS):
@@ -172,7 +178,7 @@ class Phone:
         remote = self.path("data", f"{hash_[:12]}-{local.name}")
         if not everything and self._file_hash(remote) == hash_:
             return remote
-        self.adb.check(f"mkdir -p {quote([self.path('data')])}", "making the data folder")
+        self.make(self.path("data"))
         self._need_room(local.stat().st_size, remote)
         self.adb.push(local, f"{remote}.new")
         if self._file_hash(f"{remote}.new") != hash_:
@@ -255,8 +261,9 @@ class Phone:
         command = quote(["sh", self.path("runtime", "job.sh"), job, *words])
         console = quote([f"{job}/console.txt"])
         # A session of its own where there is a command for it: what ends adb's shell must not end the run.
+        self.make(job)
+        self.make(self.path("runs"))
         self.adb.check(
-            f"mkdir -p {quote([job, self.path('runs')])} || exit 1\n"
             f"rm -f {quote([f'{job}/pid', f'{job}/rc'])}\n"
             "session=setsid; command -v setsid >/dev/null 2>&1 || session=\n"
             f"nohup $session {command} >>{console} 2>&1 </dev/null &",
@@ -340,7 +347,7 @@ class Phone:
         with tempfile.TemporaryDirectory(dir=_parent(out), prefix=".pull-") as staging:
             for attempt in range(PULLS):
                 made = Path(staging) / str(attempt)
-                made.mkdir()
+                made.mkdir(mode=0o700)
                 try:
                     self._pull_once(remote, made, with_log)
                     break

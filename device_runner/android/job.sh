@@ -1,6 +1,7 @@
 #!/system/bin/sh
 # job.sh JOB WORDS...: run Python of this runtime with WORDS. The folder JOB gets what tells the process from
 # another one with its number (stat, boot), and in the end its exit code (rc).
+umask 077
 J=$1
 shift
 D=${0%/*}

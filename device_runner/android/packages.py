@@ -1,226 +1,301 @@
-"""Packages that a runtime is made of: Debian's and Python's, by name, version and sha256 in a lock file.
+"""Packages that a runtime is made of: the newest of a Debian release, and wheels that prge is tested with.
 
-They come through this machine's own pip and APT: `apt-get download` with a private configuration that knows
-other architectures and releases, so that nothing of the system is touched.
+They come through this machine's own pip and APT: `apt-get` with a private configuration that knows another
+architecture and release, so that nothing of the system is touched. APT checks the archive's signature, and by
+it the hash of every package. A lock names packages of an earlier runtime by version and hash instead.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from prge.bundle import file_sha256
+from prge.documents import read_json
 from prge.errors import ConfigError, PrgeError
+from prge.user_cache import private_folder
 
 Machine = Literal["arm64", "amd64"]
-LOCK = Path(__file__).with_name("lock.json")
 RELEASE = "trixie"
 PYTHON = "3.13"
 SECONDS = 1800
 _WHEEL_MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}
-_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+_KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+# What this machine's own settings may have loosened.
+_STRICT = [
+    word
+    for name in (
+        "Acquire::AllowInsecureRepositories=false",
+        "Acquire::AllowWeakRepositories=false",
+        "APT::Get::AllowUnauthenticated=false",
+    )
+    for word in ("-o", name)
+]
 
 DEBIAN = (
     "libc6 libstdc++6 libgcc-s1 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libuuid1 "
     "python3.13-minimal libpython3.13-minimal libpython3.13-stdlib"
 ).split()
-WHEELS = "numpy tokenizers safetensors executorch PyYAML tqdm Jinja2 MarkupSafe".split()
+WHEELS = (
+    "numpy==2.4.6 tokenizers==0.23.3 safetensors==0.8.0 executorch==1.5.1 PyYAML==6.0.3 tqdm==4.70.1 "
+    "Jinja2==3.1.6 MarkupSafe==3.0.4"
+).split()
 # What a device of a fleet needs besides: of what flwr asks for, the packages that a SuperNode imports.
-FLEET_DEBIAN = ("libssl3t64", "libzstd1")
+FLEET_DEBIAN = ["libssl3t64", "libzstd1"]
 FLEET_WHEELS = (
-    "flwr alembic annotated-doc annotated-types anyio certifi cffi charset-normalizer click "
-    "cryptography fastapi grpcio grpcio-health-checking h11 httpcore httpx idna iterators Mako "
-    "packaging pathspec protobuf pycryptodome pydantic pydantic_core Pygments requests rich shellingham "
-    "SQLAlchemy starlette tomli tomli_w typer typing-inspection typing_extensions urllib3 uvicorn "
-    "watchfiles"
+    "flwr==1.41.0 alembic==1.20.1 annotated-doc==0.0.7 annotated-types==0.8.0 anyio==4.16.0 "
+    "certifi==2026.10.18 cffi==2.1.1 charset-normalizer==3.5.2 click==8.5.1 cryptography==50.0.2 "
+    "fastapi==0.138.2 grpcio==1.85.1 grpcio-health-checking==1.81.1 h11==0.16.0 httpcore==1.0.9 "
+    "httpx==0.28.1 idna==3.20 iterators==0.0.2 Mako==1.4.3 packaging==25.0 pathspec==1.1.1 "
+    "protobuf==6.33.6 pycryptodome==3.24.1 pydantic==2.14.3 pydantic_core==2.50.4 Pygments==2.21.0 "
+    "requests==2.34.2 rich==14.3.4 shellingham==1.5.4 SQLAlchemy==2.1.9 starlette==1.3.1 tomli==2.5.0 "
+    "tomli_w==1.2.0 typer==0.20.1 typing-inspection==0.4.5 typing_extensions==4.16.0 urllib3==2.8.0 "
+    "uvicorn==0.49.0 watchfiles==1.3.0"
 ).split()
 
 
 @dataclass(frozen=True)
 class Package:
-    """One package in one version; without a version, the newest."""
+    """One package in one version, and the hash of its file."""
 
     name: str
-    version: str = ""
-    sha256: str = ""
+    version: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Where Debian's packages come from."""
+
+    address: str | None = None
+    """Default: the Debian archive that this machine's APT uses."""
+    keys: Path | None = None
+    """File of the public keys that sign it; default: Debian's own."""
 
 
 @dataclass(frozen=True)
 class Lock:
-    """All packages of a runtime for one machine, or those that fleets add."""
+    """The packages that an earlier runtime was made of, by their names."""
 
-    debian: Sequence[Package]
-    wheels: Sequence[Package]
+    path: Path
+    debian: Mapping[str, Package]
+    wheels: Mapping[str, Package]
 
-    def __add__(self, other: Lock) -> Lock:
-        return Lock([*self.debian, *other.debian], [*self.wheels, *other.wheels])
+    def named(self, names: Sequence[str], kind: Literal["debian", "wheels"]) -> list[Package]:
+        """Its packages of these names; raises ConfigError where it lacks some."""
+        packages: Mapping[str, Package] = getattr(self, kind)
+        if lacking := [name for name in names if name not in packages]:
+            raise ConfigError(
+                "the lock lacks packages:",
+                [f"{self.path}: no {', '.join(lacking)}"],
+                remedy="take runtime.json of a runtime with the same flags, or leave --lock out",
+            )
+        return [packages[name] for name in names]
 
 
-def read_lock(path: Path, machine: Machine, fleet: bool = False) -> Lock:
-    """The packages that a lock file names for a machine; with `fleet` those that fleets add.
+def read_lock(path: Path, machine: Machine) -> Lock:
+    """The packages that a runtime.json names.
 
     Raises:
-        ConfigError: it is no lock file, or lacks the machine.
+        ConfigError: it names none, or they are for another machine.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))[machine]
-        content = content["fleet"] if fleet else content
+        content = read_json(path)
+        made_for, kinds = content["machine"], content["packages"]
         debian, wheels = (
-            [Package(name, **content[kind][name]) for name in content[kind]] for kind in ("debian", "wheels")
+            {
+                name: Package(name, _text(facts["version"]), _text(facts["sha256"]))
+                for name, facts in kinds[kind].items()
+            }
+            for kind in ("debian", "wheels")
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            "the lock file can't be used:", [f"{path}: {error}"], remedy="make one with --update-lock"
+            "the lock can't be used:",
+            [f"{path}: {error if isinstance(error, OSError) else f'no packages of a runtime ({error})'}"],
+            remedy="give the runtime.json of a runtime that prge android bundle has built",
         ) from None
-    return Lock(debian, wheels)
+    if made_for != machine:
+        raise ConfigError("the lock can't be used:", [f"{path} is for {made_for}, --machine is {machine}"])
+    return Lock(path, debian, wheels)
 
 
-def write_lock(path: Path, machine: Machine, lock: Lock, fleet: bool = False) -> None:
-    """Put a machine's packages, or those that fleets add, into a lock file; all others stay."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    packages = {
-        kind: {
-            package.name: {"version": package.version, "sha256": package.sha256}
-            for package in sorted(packages, key=lambda package: package.name)
-        }
-        for kind, packages in (("debian", lock.debian), ("wheels", lock.wheels))
-    }
-    of_machine = content.setdefault(machine, {})
-    of_machine.update({"fleet": packages} if fleet else packages)
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _text(value: object) -> str:
+    """Of a version or a hash: they become words of a command line."""
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z.+:~_-]*", value):
+        raise ValueError(f"{value!r} is no version or hash")
+    return value
 
 
-def newest(cache: Path, machine: Machine, archive: str | None, fleet: bool = False) -> Lock:
-    """What a lock file would name now: Debian's newest packages, and the wheels that prge is tested with."""
-    names, pythons = (FLEET_DEBIAN, FLEET_WHEELS) if fleet else (DEBIAN, WHEELS)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".newest-") as fresh:
-        # Not from the cache, which may hold older ones.
-        downloaded = download_debian([Package(name) for name in names], machine, Path(fresh), archive)
-        kept = cache / "debian" / machine
-        kept.mkdir(parents=True, exist_ok=True)
-        debian = {name: path.rename(kept / path.name) for name, path in downloaded.items()}
-    wanted = [_tested(name) for name in pythons]
-    files = _pip_download(wanted, machine, cache / "newest" / machine)
-    wheels = {}
-    for path in files:
-        name, version = path.name.split("-")[:2]
-        wheels[name.lower().replace("_", "-")] = Package(name.replace("_", "-"), version, file_sha256(path))
-    return Lock(
-        [Package(name, _version_of(path), file_sha256(path)) for name, path in sorted(debian.items())],
-        [wheels[name.lower().replace("_", "-")] for name in pythons],
-    )
+def download_wheels(
+    pinned: Sequence[str], machine: Machine, cache: Path, lock: Lock | None = None
+) -> dict[Package, Path]:
+    """The wheel of each package, from the cache or through pip.
 
-
-def download_wheels(packages: Sequence[Package], machine: Machine, cache: Path) -> dict[str, Path]:
-    """The wheel of each package by name, from the cache or through pip.
+    Args:
+        pinned: names and versions, such as `numpy==2.4.6`; with a lock its versions count.
+        machine: Debian's name of it.
+        cache: folder to keep files in.
+        lock: where versions and hashes come from.
 
     Raises:
         PrgeError: pip can't get one, or it is another file than the lock names.
     """
-    folder = cache / "wheels"
-    hashes = {path: file_sha256(path) for path in sorted(folder.glob("*.whl"))}
-    by_hash = {hash_: path for path, hash_ in hashes.items()}
-    lacking = [package for package in packages if package.sha256 not in by_hash]
-    if lacking:
-        for path in _pip_download([f"{item.name}=={item.version}" for item in lacking], machine, folder):
-            by_hash[file_sha256(path)] = path
-    for package in packages:
-        if package.sha256 not in by_hash:
-            raise PrgeError(
-                f"pip brought another file for {package.name} {package.version} than the lock file names",
-                remedy="use the index that the lock file was made with, or make another one: --update-lock",
-            )
-    return {package.name: by_hash[package.sha256] for package in packages}
+    folder = private_folder(cache / "wheels" / machine)
+    names = [line.partition("==")[0] for line in pinned]
+    locked = {} if lock is None else {item.name: item for item in lock.named(names, "wheels")}
+    wanted = [f"{item.name}=={item.version}" for item in locked.values()] or list(pinned)
+
+    def found() -> dict[Package, Path]:
+        packages = {}
+        for path in sorted(folder.glob("*.whl")):
+            for line in wanted:
+                name, _, version = line.partition("==")
+                if _wheel_key(*path.name.split("-")[:2]) == _wheel_key(name, version):
+                    package = Package(name, version, file_sha256(path))
+                    if package == locked.get(name, package):
+                        packages[package] = path
+        return packages
+
+    there = found()
+    has = {f"{item.name}=={item.version}" for item in there}
+    if lacking := [line for line in wanted if line not in has]:
+        _pip_download(lacking, machine, folder, locked)
+        there = found()
+    if len(there) < len(wanted):
+        raise PrgeError(f"pip brought other packages than {' '.join(lacking)}")
+    return there
 
 
 def download_debian(
-    packages: Sequence[Package], machine: str, cache: Path, archive: str | None = None
-) -> dict[str, Path]:
-    """The file of each Debian package by name, from the cache or through APT.
+    names: Sequence[str], machine: str, cache: Path, archive: Archive, lock: Lock | None = None
+) -> dict[Package, Path]:
+    """The file of each Debian package, checked by APT's signatures or by a lock's hash.
 
     Args:
-        packages: those without a hash are downloaded in their newest version.
+        names: of the packages; their newest versions, unless there is a lock.
         machine: Debian's name of it.
         cache: folder to keep files in.
-        archive: address of a Debian archive; default: the one that this machine's APT uses.
+        archive: where they come from.
+        lock: where versions and hashes come from; nothing is asked for what lies in the cache then.
 
     Raises:
-        PrgeError: there is no APT or no archive, it can't be reached, lacks a version, or a file's hash is
-            another one than the lock names.
+        PrgeError: there is no APT or no archive, it can't be reached, its signature is wrong, or it lacks
+            packages or the versions that the lock names.
     """
     folder = cache / "debian" / machine
     folder.mkdir(parents=True, exist_ok=True)
-    files = _debian_files(packages, folder)
-    lacking = [package for package in packages if package.name not in files]
-    if lacking:
-        words = [f"{item.name}:{machine}" + (f"={item.version}" if item.version else "") for item in lacking]
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as private:
-            environment = _private_apt(Path(private), archive)
-            _run(["apt-get", "update"], environment, Path(private))
-            _run(["apt-get", "download", *words], environment, Path(private))
-            # Renamed, so that no other process sees a part of a file.
-            for path in sorted(Path(private).glob("*.deb")):
-                path.rename(folder / path.name)
-        files = _debian_files(packages, folder)
-    lacking = [package for package in packages if package.name not in files]
-    if lacking:
-        raise PrgeError(
-            f"the archive has another {lacking[0].name} {lacking[0].version} than the lock file names",
-            remedy="use another archive (--debian-archive), or make another lock file (--update-lock)",
-        )
-    return files
+    wanted = None if lock is None else lock.named(names, "debian")
+    files = {} if wanted is None else _cached(wanted, folder)
+    if wanted is not None and len(files) == len(wanted):
+        return files
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as place:
+        private = Path(place)
+        environment = _private_apt(private, machine, archive, is_locked=lock is not None)
+        _apt(["apt-get", *_STRICT, "update"], environment)
+        if wanted is None:
+            offered = _offered(["apt-cache", "--no-all-versions", "show", *names], environment)
+            wanted = [package for package in offered if package.name in names]
+            lacking = sorted(set(names) - {package.name for package in wanted})
+        else:
+            offered = _offered(["apt-cache", "show", *names], environment)
+            lacking = [f"{item.name} {item.version}" for item in wanted if item not in offered]
+        if lacking:
+            raise _not_offered(lacking, is_locked=lock is not None)
+        files = _cached(wanted, folder)
+        words = [f"{item.name}={item.version}" for item in wanted if item not in files]
+        if words:
+            _apt(["apt-get", *_STRICT, "download", *words], environment, private)
+            for path in sorted(private.glob("*.deb")):
+                # Copied first, for a local archive gives links: no other process sees a part of a file.
+                whole = Path(shutil.copyfile(path, private / "whole"))
+                whole.replace(folder / path.name)
+    files = _cached(wanted, folder)
+    if lacking := [f"{item.name} {item.version}" for item in wanted if item not in files]:
+        raise _not_offered(lacking, is_locked=lock is not None)
+    return {package: files[package] for package in wanted}
 
 
-def unpack_debian(files: Sequence[Path], folder: Path) -> None:
+def unpack_debian(files: Iterable[Path], folder: Path) -> None:
     """Unpack Debian packages into one tree."""
     for path in files:
-        _run(["dpkg-deb", "-x", str(path), str(folder)], {}, folder)
+        _run(["dpkg-deb", "-x", str(path), str(folder)])
 
 
-def _debian_files(packages: Sequence[Package], folder: Path) -> dict[str, Path]:
-    """Of each package the file with its hash, or the newest file where it has none."""
-    newest_files = {}
-    for package in packages:
-        files = sorted(folder.glob(f"{package.name}_*.deb"), key=lambda path: path.stat().st_mtime_ns)
-        if package.sha256:
-            files = [path for path in files if file_sha256(path) == package.sha256]
-        if files:
-            newest_files[package.name] = files[-1]
-    return newest_files
+def _cached(packages: Sequence[Package], folder: Path) -> dict[Package, Path]:
+    """Of those packages that lie in a folder, the file with the hash."""
+    return {
+        package: path
+        for package in packages
+        for path in sorted(folder.glob(f"{package.name}_*.deb"))
+        if file_sha256(path) == package.sha256
+    }
 
 
-def _version_of(path: Path) -> str:
-    return path.name.split("_")[1].replace("%3a", ":")
+def _offered(words: Sequence[str], environment: Mapping[str, str]) -> list[Package]:
+    """What apt-cache shows of packages; those that it doesn't know are left out."""
+    packages = []
+    for stanza in _apt(words, environment).split("\n\n"):
+        fields = dict(re.findall(r"^(Package|Version|SHA256): *(\S+)$", stanza, re.MULTILINE))
+        if len(fields) == 3:
+            packages.append(Package(fields["Package"], fields["Version"], fields["SHA256"]))
+    return packages
 
 
-def _private_apt(folder: Path, archive: str | None) -> dict[str, str]:
-    """Environment of an APT of its own: another release, all architectures, its lists in `folder`."""
-    archive = archive or _configured_archive()
-    for name in ("lists/partial", "cache/archives/partial"):
+def _not_offered(lacking: Sequence[str], is_locked: bool) -> PrgeError:
+    if is_locked:
+        return PrgeError(
+            "the archive doesn't have these packages of the lock: " + ", ".join(lacking),
+            remedy="name a mirror that keeps old versions with --debian-archive, or leave --lock out for the "
+            "newest",
+        )
+    return PrgeError(
+        f"the archive's {RELEASE} lacks packages: " + ", ".join(lacking),
+        remedy="name another archive with --debian-archive",
+    )
+
+
+def _private_apt(folder: Path, machine: str, archive: Archive, is_locked: bool) -> dict[str, str]:
+    """Environment of an APT of its own: another release and architecture, its lists in `folder`."""
+    keys = archive.keys or _KEYS
+    if not keys.is_file():
+        raise PrgeError(
+            f"there is no file {keys} with the keys that sign the archive",
+            remedy="apt install debian-archive-keyring, or name a file with --debian-keys",
+        )
+    address = archive.address or configured_archive()
+    for name in ("lists/partial", "cache/archives/partial", "keys"):
         (folder / name).mkdir(parents=True)
-    trust = f"[signed-by={_KEYRING}] " if Path(_KEYRING).is_file() else ""
-    (folder / "sources.list").write_text(f"deb {trust}{archive} {RELEASE} main\n")
+    (folder / "status").touch()
+    # By a folder, since an option of a source takes no path with a space; the name tells the format.
+    content = keys.read_bytes()
+    (folder / "keys" / ("keys.asc" if content.startswith(b"-----") else "keys.gpg")).write_bytes(content)
+    # A lock's hashes tell what is right, whatever the age of an archive that stands still.
+    options = "[check-valid-until=no] " if is_locked else ""
+    (folder / "sources.list").write_text(f"deb {options}{address} {RELEASE} main\n")
     (folder / "apt.conf").write_text(
         f'Dir::Etc::SourceList "{folder}/sources.list";\nDir::Etc::SourceParts "/dev/null";\n'
-        f'Dir::State::Lists "{folder}/lists";\nDir::Cache "{folder}/cache";\n'
-        'APT::Architectures {"amd64";"arm64";};\n'
+        f'Dir::Etc::Trusted "/dev/null";\nDir::Etc::TrustedParts "{folder}/keys";\n'
+        f'Dir::State::Lists "{folder}/lists";\nDir::State::status "{folder}/status";\n'
+        f'Dir::Cache "{folder}/cache";\nAPT::Architecture "{machine}";\n'
+        f'APT::Architectures {{"{machine}";}};\nAcquire::Languages "none";\nAPT::Update::Error-Mode "any";\n'
     )
     return {"APT_CONFIG": str(folder / "apt.conf")}
 
 
-def _configured_archive() -> str:
+def configured_archive() -> str:
     """Address of the Debian archive that this machine's APT is set up with."""
     words = ["apt-get", "indextargets", "--format", "$(CODENAME) $(REPO_URI)"]
-    told = _run([*words, "Created-By: Packages", "Origin: Debian", "Component: main"], {}, Path("/"))
+    told = _apt([*words, "Created-By: Packages", "Origin: Debian", "Component: main"], {})
     addresses = [line.split()[1] for line in told.splitlines() if "-" not in line.split()[0]]
     if not addresses:
         raise PrgeError(
@@ -229,9 +304,10 @@ def _configured_archive() -> str:
     return addresses[0]
 
 
-def _pip_download(wanted: Sequence[str], machine: Machine, folder: Path) -> list[Path]:
-    """Download wheels for a machine with this Python's pip, and return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _pip_download(
+    wanted: Sequence[str], machine: Machine, folder: Path, locked: Mapping[str, Package]
+) -> None:
+    """Download wheels for a machine with this Python's pip; of locked ones pip checks the hash."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as place:
         words = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
         words += ["--no-deps", "--only-binary", ":all:", "--dest", place]
@@ -240,38 +316,73 @@ def _pip_download(wanted: Sequence[str], machine: Machine, folder: Path) -> list
             words += ["--abi", abi]
         for platform in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
             words += ["--platform", f"{platform}_{_WHEEL_MACHINES[machine]}"]
-        _run([*words, *wanted], {}, Path(place))
-        return [path.rename(folder / path.name) for path in sorted(Path(place).iterdir())]
+        if locked:
+            hashes = {f"{item.name}=={item.version}": item.sha256 for item in locked.values()}
+            lines = [f"{line} --hash=sha256:{hashes[line]}\n" for line in wanted]
+            (Path(place) / "lock.txt").write_text("".join(lines))
+            words += ["--require-hashes", "--requirement", str(Path(place) / "lock.txt")]
+        else:
+            words += wanted
+        remedy = "is the package index there, and does it have these versions?"
+        if locked:
+            remedy += " Leave --lock out to take those that prge is tested with"
+        _run(words, remedy=remedy)
+        for path in Path(place).glob("*.whl"):
+            path.replace(folder / path.name)
 
 
-def _tested(name: str) -> str:
-    """A requirement for the version that is installed here, or else for one that prge asks for."""
-    from device_runner.requirements import requirement
+def _wheel_key(name: str, version: str) -> tuple[str, str]:
+    """Of a package as its wheel's file name spells it."""
+    return re.sub(r"[-_.]+", "_", name).lower(), version
 
+
+def _apt(words: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> str:
+    """What APT prints; raises PrgeError, with a remedy that fits what is wrong with an archive."""
     try:
-        return f"{name}=={importlib.metadata.version(name).partition('+')[0]}"
-    except importlib.metadata.PackageNotFoundError:
-        return requirement(name)
+        return _run(words, environment, folder)
+    except PrgeError as error:
+        remedy = error.remedy or "is the network there? --debian-archive names another archive"
+        if re.search("sign|GPG", error.what):
+            remedy = (
+                "nothing of it is used: take a Debian archive, or name the keys that sign yours with "
+                "--debian-keys FILE"
+            )
+        raise PrgeError(error.what, remedy=remedy) from None
 
 
-def _run(words: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
-    """What a command prints; raises PrgeError with its last words if it fails."""
+def _run(
+    words: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    remedy: str = "",
+) -> str:
+    """What a command prints; raises PrgeError with its error if it fails.
+
+    Args:
+        words: the command; its paths are absolute where `folder` is given.
+        environment: variables besides this process's own.
+        folder: where it works.
+        remedy: of a failure.
+    """
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False, cwd=folder,
-            env={**os.environ, **environment},
+            env={**os.environ, **(environment or {}), "LC_ALL": "C.UTF-8"},
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise PrgeError(
-            f"{words[0]} can't be run: {error}",
+            f"{words[0]} can't be started: {error.strerror or error}",
             remedy="a runtime is built on Debian or a relative of it, with apt-get and dpkg-deb",
         ) from None
+    except subprocess.TimeoutExpired:
+        raise PrgeError(f"{words[0]} did not end within {SECONDS} seconds", remedy=remedy) from None
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith(("E:", "ERROR"))]
-        said = (lines or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+        lines = done.stderr.strip().splitlines()
+        told = [line for line in lines if line.startswith(("E:", "ERROR", "W: GPG"))] or lines
+        verbs = {"pip", "update", "download", "show", "indextargets", "-x"}
+        called = " ".join([Path(words[0]).name, *(word for word in words[1:] if word in verbs)])
         raise PrgeError(
-            f"{' '.join(words[:2])} failed: {said}",
-            remedy="is the network there? A version that is no longer offered needs --update-lock",
+            f"{called} failed: {told[0] if told else f'exit code {done.returncode}'}", remedy=remedy
         )
     return done.stdout
 

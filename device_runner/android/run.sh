@@ -2,6 +2,7 @@
 # Python of this runtime with the words given, started through the runtime's own loader.
 D=${0%/*}
 case $D in /*) ;; *) D=$PWD/$D ;; esac
+umask 077
 read -r TREE <"$D/TREE" || TREE=unknown
 unset LD_PRELOAD LD_LIBRARY_PATH PYTHONDONTWRITEBYTECODE
 export PYTHONHOME="$D/py" PYTHONPATH="$D/site" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 LC_ALL=C.UTF-8

@@ -3,7 +3,8 @@
     run.sh, job.sh   start Python through the loader below; job.sh leaves a process number and an exit code
     lib/             loader and C libraries, the engine's libraries, and prge's interface over them
     py/, site/       Python, its packages, the driver
-    runtime.json     machine, packages, sha256 of every other file; TREE is the hash of all
+    runtime.json     machine, packages with versions and hashes, sha256 of every other file; TREE is the hash
+                     of all. It is a lock too, by which another build takes the same packages
 
 Nothing of the phone's own user space is used but a shell: a glibc of its own comes along.
 """
@@ -16,28 +17,30 @@ import shlex
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from device_runner.android.packages import (
-    LOCK,
+    DEBIAN,
+    FLEET_DEBIAN,
+    FLEET_WHEELS,
     PYTHON,
-    Lock,
+    WHEELS,
+    Archive,
     Machine,
+    Package,
     digest,
     download_debian,
     download_wheels,
-    newest,
     read_lock,
     unpack_debian,
-    write_lock,
 )
 from device_runner.engines.native.build import LIBRARY, LINKED, build
 from prge import __version__
 from prge.bundle import file_sha256
 from prge.documents import read_json
-from prge.errors import ConfigError, DeviceError, EngineError, RunError
+from prge.errors import DeviceError, EngineError, PrgeError, RunError
 from prge.user_cache import user_cache
 
 MANIFEST = "runtime.json"
@@ -76,12 +79,13 @@ class BundleSettings:
     """Put in what `prge android fleet join` needs: Flower and its packages."""
     compiler: str | None = None
     """C++ compiler for the machine; default: aarch64-linux-gnu-g++ or x86_64-linux-gnu-g++."""
-    lock: Path = LOCK
-    """File that names the packages."""
-    update_lock: bool = False
-    """First write the newest packages into the lock file."""
+    lock: Path | None = None
+    """runtime.json of another runtime: take its packages, by version and hash; default: the newest of
+    Debian's release, and the wheels that prge is tested with."""
     debian_archive: str | None = None
     """Address of a Debian archive; default: the one that this machine's APT uses."""
+    debian_keys: Path | None = None
+    """File of the public keys that sign the archive; default: Debian's."""
     cache: Path | None = None
     """Folder of downloads; default: ~/.cache/prge/android."""
 
@@ -101,7 +105,7 @@ class Runtime:
 
 
 def build_runtime(settings: BundleSettings) -> Runtime:
-    """Build a runtime folder; it appears whole or not at all, and is the same for the same lock and driver.
+    """Build a runtime folder; it appears whole or not at all, and is the same for the same packages, driver.
 
     Raises:
         RunError: the folder exists.
@@ -115,35 +119,33 @@ def build_runtime(settings: BundleSettings) -> Runtime:
             f"there is no compiler {compiler} for {settings.machine}",
             remedy=f"apt install g++-{_TRIPLETS[settings.machine].replace('_', '-')}, or give --compiler",
         )
-    cache = settings.cache or default_cache()
-    cache.mkdir(parents=True, exist_ok=True)
-    machine = settings.machine
-    if settings.update_lock:
-        for fleet in (False, True):
-            found = newest(cache, machine, settings.debian_archive, fleet)
-            write_lock(settings.lock, machine, found, fleet)
-    lock = read_lock(settings.lock, machine)
-    if settings.fleet:
-        lock += read_lock(settings.lock, machine, fleet=True)
-    debian = download_debian(lock.debian, machine, cache, settings.debian_archive)
-    wheels = download_wheels(lock.wheels, machine, cache)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=settings.out.parent, prefix=".runtime-") as place:
+    # Absolute: programs that are called work in folders of their own.
+    cache, out = (settings.cache or default_cache()).absolute(), settings.out.absolute()
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    machine, fleet = settings.machine, settings.fleet
+    lock = None if settings.lock is None else read_lock(settings.lock, machine)
+    archive = Archive(settings.debian_archive, settings.debian_keys)
+    names, pinned = DEBIAN + FLEET_DEBIAN * fleet, WHEELS + FLEET_WHEELS * fleet
+    debian = download_debian(names, machine, cache, archive, lock)
+    wheels = download_wheels(pinned, machine, cache, lock)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".runtime-") as place:
         system, made = Path(place) / "system", Path(place) / "made"
         system.mkdir()
-        unpack_debian([debian[package.name] for package in lock.debian], system)
-        _take_libraries(system, made / "lib", machine, settings.fleet)
-        _take_python(system, made / "py", settings.fleet)
-        for name, wheel in wheels.items():
-            if name != "executorch":
+        unpack_debian(debian.values(), system)
+        _take_libraries(system, made / "lib", machine, fleet)
+        _take_python(system, made / "py", fleet)
+        for package, wheel in wheels.items():
+            if package.name == "executorch":
+                _take_engine(wheel, Path(place) / "engine", made, compiler)
+            else:
                 _take_wheel(wheel, made / "site")
-        _take_engine(wheels["executorch"], Path(place) / "engine", made, compiler)
         _take_driver(made / "site")
         for name in ("run.sh", "job.sh"):
             shutil.copyfile(HERE / name, made / name)
-        runtime = _seal(made, machine, lock)
-        made.rename(settings.out)
-    return Runtime(settings.out, machine, runtime)
+        tree = _seal(made, machine, {"debian": debian, "wheels": wheels})
+        made.rename(out)
+    return Runtime(settings.out, machine, tree)
 
 
 def open_runtime(folder: Path) -> Runtime:
@@ -189,7 +191,7 @@ def _find(system: Path, name: str, triplet: str) -> Path:
             path = system / os.readlink(path).lstrip("/")
         if path.is_file():
             return path
-    raise ConfigError("the lock file lacks a package:", [f"none of its packages has {name}"])
+    raise PrgeError(f"none of Debian's packages has {name}")
 
 
 def _take_python(system: Path, target: Path, fleet: bool) -> None:
@@ -267,15 +269,16 @@ def _put(path: Path, target: Path) -> None:
     shutil.copyfile(path, target)
 
 
-def _seal(folder: Path, machine: Machine, lock: Lock) -> str:
+def _seal(folder: Path, machine: Machine, packages: Mapping[str, Iterable[Package]]) -> str:
     """Write manifest and tree hash, and return the hash."""
-    driver = driver_hash()
-    packages = {package.name: package.version for package in (*lock.debian, *lock.wheels)}
     manifest = {
         "machine": machine,
         "prge": __version__,
-        "driver": driver,
-        "packages": packages,
+        "driver": driver_hash(),
+        "packages": {
+            kind: {item.name: {"version": item.version, "sha256": item.sha256} for item in those}
+            for kind, those in packages.items()
+        },
         "files": _hashes(folder),
     }
     text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"

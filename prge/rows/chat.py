@@ -3,17 +3,19 @@
 A template comes with the model and is untrusted: it runs in jinja2's immutable sandbox, in the environment
 that transformers documents for chat templates (trimmed blocks, loop controls, `tojson`, `raise_exception`,
 `strftime_now`, the `generation` tag), so that it renders the same text. It does so in a child process with
-bounds of time and memory, because a template can loop, grow and nest without end.
+bounds of time and memory, because a template can loop, grow and nest without end, and without a right to
+files, network and programs, because the sandbox may have a hole.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap  # noqa: F401 (jinja2 imports it, and two below, once a template asks: the child couldn't)
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, constants, debug, nodes  # noqa: F401
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -26,7 +26,14 @@ from device_runner.android.adb import Adb
 from device_runner.android.device import Phone
 from device_runner.android.runtime import default_cache
 from prge.errors import PrgeError
-from tests.device_runner.android.daemons import PORT, Daemon, Network, UnavailableError, adbd_folder
+from tests.device_runner.android.daemons import (
+    PORT,
+    Daemon,
+    Network,
+    adbd_folder,
+    lacking_for_network,
+    lacking_for_packages,
+)
 
 _RELAY = "127.0.0.1:15556"
 _TRIES = 12
@@ -35,13 +42,10 @@ _BLOCK = 4096
 
 def why_not(workshop: Workshop) -> str:
     """Why nothing can be sent here; empty if it can, and then the daemon lies in the workshop."""
-    try:
-        Network().close()
-        if not (workshop.folder / "adbd" / "adbd").is_file():
-            adbd_folder(workshop.folder / "adbd", default_cache())
-    except UnavailableError as error:
-        return str(error)
-    return ""
+    reason = lacking_for_network() or lacking_for_packages()
+    if not reason and not (workshop.folder / "adbd" / "adbd").is_file():
+        adbd_folder(workshop.folder / "adbd", default_cache())
+    return reason
 
 
 def attack_a_transfer(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:

@@ -84,7 +84,7 @@ class RowFiles:
             split = split_rows(source.rows, columns=task.needed_columns() if task else None)
             parts |= {"train": split.train, "dev": split.dev}
             notes += split.notes
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         for part, rows in parts.items():
             if rows:
                 _write_lines(self.folder / f"{part}.jsonl", [row.fields for row in rows])

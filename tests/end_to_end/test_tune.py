@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,22 +213,17 @@ def test_rates_that_diverge_in_the_search_are_not_taken(
     assert "loss of development rows inf" in capfd.readouterr().out
 
 
-def test_no_room_for_the_bundle_is_told_and_leaves_none(workshop: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(command, check=False).returncode:
-        pytest.skip("only root can mount a small disk")
-    try:
-        words = ["--model", workshop / "model", "--task", workshop / "task.yaml", "--init", "random"]
-        done = prge("tune", workshop / "train.jsonl", *words, "--out", disk / "out", check=False)
-        assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert "No space left" in done.stderr
-        # What was decided stays for who makes room and resumes; no half of a bundle does.
-        left = {path.name for path in (disk / "out").iterdir()}
-        assert left == {"config.yaml", "rows", "run.lock", "tune.json"}
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_no_room_for_the_bundle_is_told_and_leaves_none(
+    workshop: Path, small_disk: Callable[[str], Path]
+) -> None:
+    disk = small_disk("200k")
+    words = ["--model", workshop / "model", "--task", workshop / "task.yaml", "--init", "random"]
+    done = prge("tune", workshop / "train.jsonl", *words, "--out", disk / "out", check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "No space left" in done.stderr
+    # What was decided stays for who makes room and resumes; no half of a bundle does.
+    left = {path.name for path in (disk / "out").iterdir()}
+    assert left == {"config.yaml", "rows", "run.lock", "tune.json"}
 
 
 def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:

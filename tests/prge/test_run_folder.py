@@ -139,6 +139,15 @@ def test_killed_process_loses_no_whole_line(tmp_path: Path) -> None:
     assert (tmp_path / LOG).read_text(encoding="utf-8").endswith(" hello\n")
 
 
+def test_a_run_folder_is_its_users_alone(tmp_path: Path) -> None:
+    """Its log shows a row, and its journal has what came of rows."""
+    RunLog(tmp_path / "run").close()
+    with run_lock(tmp_path / "other"):
+        pass
+    modes = {(tmp_path / name).stat().st_mode & 0o777 for name in ("run", "other")}
+    assert modes == {0o700}
+
+
 def test_log_lines_begin_with_the_time(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         log.text("first")

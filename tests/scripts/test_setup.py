@@ -103,6 +103,29 @@ def test_no_suitable_python_is_told(checkout: Path, tmp_path: Path) -> None:
     assert not (checkout / ".venv").exists()
 
 
-def test_android_takes_one_flag(checkout: Path, tmp_path: Path) -> None:
+def test_ci_says_what_is_left_out_for_lack_of_a_tool(checkout: Path, tmp_path: Path) -> None:
+    """Without the right to install it; a tool that is missing is no failure."""
+    shutil.copytree(SCRIPTS.parent / ".ci", checkout / ".ci")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "basename", "cat", "cksum", "dirname", "env", "g++", "sh"):
+        (programs / name).symlink_to(shutil.which(name) or "/bin/true")
+    (programs / "id").write_text("#!/bin/sh\necho 1000\n")
+    (programs / "id").chmod(0o755)
+    environment = {"PATH": str(programs), "HOME": str(tmp_path)}
+    child = subprocess.run([checkout / ".ci" / "run"], capture_output=True, text=True, env=environment)
+    assert child.returncode == 0, child.stderr
+    assert child.stderr.splitlines() == [
+        "some tests are skipped: there is no adb aarch64-linux-gnu-g++ qemu-aarch64-static update-binfmts "
+        "patchelf ip unshare gpg chromium",
+        "no run under emulation: it takes root",
+    ]
+    assert [line.split("|")[0] for line in child.stdout.splitlines()][-1] == "python"
+    (checkout / ".venv" / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
+    failed = subprocess.run([checkout / ".ci" / "run"], capture_output=True, text=True, env=environment)
+    assert failed.returncode == 1 and "emulation" not in failed.stderr
+
+
+def test_android_refuses_other_flags(checkout: Path, tmp_path: Path) -> None:
     child = start(checkout, "test_android.sh", "--jsn", "x", cwd=tmp_path)
-    assert child.returncode == 2 and "usage: scripts/test_android.sh [--json FILE]" in child.stderr
+    assert child.returncode == 2 and "usage: scripts/test_android.sh [--emulated]" in child.stderr

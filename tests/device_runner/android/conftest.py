@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from device_runner.android.runtime import BundleSettings, build_runtime, default_cache
-from prge.errors import PrgeError
 from tests.device_runner.android.daemons import (
     REPOSITORY,
     Daemon,
     Network,
-    UnavailableError,
     adbd_folder,
     end_jobs,
+    lacking_for_network,
+    lacking_for_packages,
 )
 from tests.end_to_end.conftest import prge
 
 DEMO = REPOSITORY / "server_export" / "demo_data"
 
 
-def unavailable(reason: str) -> NoReturn:
-    """Skip for this reason; with PRGE_ANDROID_REQUIRED=1 fail."""
-    if os.environ.get("PRGE_ANDROID_REQUIRED"):
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Debian's adbd for this machine; skips where it can't be had."""
-    folder = tmp_path_factory.mktemp("adbd")
-    try:
-        files = adbd_folder(folder, default_cache())
-        network = Network()
-    except UnavailableError as error:
-        unavailable(str(error))
+    """Debian's adbd for this machine; skips for lack of a tool."""
+    if reason := lacking_for_network() or lacking_for_packages():
+        pytest.skip(reason)
+    files = adbd_folder(tmp_path_factory.mktemp("adbd"), default_cache())
+    network = Network()
     home = tmp_path_factory.mktemp("home")
     daemon = Daemon(network, files, home)
     daemon.start()
@@ -51,20 +40,25 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="session")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A runtime for this machine, from the packages of the lock file."""
+    """A runtime for this machine, of the newest packages."""
     return built_runtime(tmp_path_factory, fleet=False)
 
 
 def built_runtime(tmp_path_factory: pytest.TempPathFactory, fleet: bool) -> Path:
-    """Build a runtime for this machine; skips where that can't be."""
-    if shutil.which("x86_64-linux-gnu-g++") is None:
-        unavailable("there is no x86_64-linux-gnu-g++")
+    """Build a runtime for this machine; skips for lack of a tool."""
+    need_packages()
     out = tmp_path_factory.mktemp("runtime") / "runtime"
-    try:
-        build_runtime(BundleSettings(out=out, machine="amd64", fleet=fleet))
-    except PrgeError as error:
-        unavailable(f"a runtime can't be built: {error.what}")
+    build_runtime(BundleSettings(out=out, machine="amd64", fleet=fleet))
     return out
+
+
+def need_packages() -> None:
+    """Skip unless this machine has what a runtime for it is built with."""
+    reason = lacking_for_packages()
+    if not reason and shutil.which("x86_64-linux-gnu-g++") is None:
+        reason = "there is no x86_64-linux-gnu-g++"
+    if reason:
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from device_runner.android.packages import Package, download_debian, unpack_debian
+from device_runner.android.packages import Archive, configured_archive, download_debian, unpack_debian
 from prge.errors import PrgeError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -31,17 +31,32 @@ SECONDS = 600
 _NAMESPACE = ("readlink", "/proc/self/ns/net")
 
 
-class UnavailableError(Exception):
-    """Why there can be no daemon here."""
+def lacking_for_packages() -> str:
+    """What this machine lacks for having Debian's packages; empty if nothing."""
+    for name in ("apt-get", "dpkg-deb"):
+        if shutil.which(name) is None:
+            return f"{name} is not installed"
+    try:
+        configured_archive()
+    except PrgeError as error:
+        return error.what
+    return ""
+
+
+def lacking_for_network() -> str:
+    """What this machine lacks for two hosts and adb between them; empty if nothing."""
+    for name in ("adb", "unshare", "nsenter", "ip"):
+        if shutil.which(name) is None:
+            return f"{name} is not installed"
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    tried = subprocess.run(["unshare", *user, "--net", "true"], capture_output=True, text=True, check=False)
+    return f"no namespaces of networks: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 class Network:
     """Two hosts that see their own loopback and each other: a computer, and a phone."""
 
     def __init__(self) -> None:
-        for name in ("adb", "unshare", "nsenter", "ip", "apt-get", "dpkg-deb"):
-            if shutil.which(name) is None:
-                raise UnavailableError(f"{name} is not installed")
         root = os.geteuid() == 0
         self._holders: list[subprocess.Popen[bytes]] = []
         enter = [] if root else ["--user", "--preserve-credentials"]
@@ -76,12 +91,11 @@ class Network:
             if inside.returncode == 0 and inside.stdout != outside:
                 self._set_up(words, "link set lo up")
                 return words
-        raise UnavailableError("network namespaces can't be made here")
+        raise AssertionError("a namespace of networks was not entered")
 
     def _set_up(self, host: Sequence[str], words: str) -> None:
         done = subprocess.run([*host, "ip", *words.split()], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UnavailableError(f"ip {words}: {done.stderr.strip()}")
+        assert done.returncode == 0, f"ip {words}: {done.stderr.strip()}"
 
     def run(self, words: Sequence[object], **options: object) -> subprocess.CompletedProcess[str]:
         """Run a command on the computer."""
@@ -171,14 +185,11 @@ def wait_for_device(daemon: Daemon, seconds: float = 30.0) -> None:
 
 
 def adbd_folder(folder: Path, cache: Path, machine: str = "amd64") -> Path:
-    """Debian's adbd with its libraries in one folder; raises UnavailableError."""
-    try:
-        files = download_debian([Package(name) for name in PACKAGES], machine, cache)
-    except PrgeError as error:
-        raise UnavailableError(f"adbd can't be downloaded: {error.what}") from None
+    """Debian's adbd with its libraries in one folder; raises PrgeError."""
+    files = download_debian(PACKAGES, machine, cache, Archive())
     system = folder / "system"
     system.mkdir(parents=True)
-    unpack_debian(list(files.values()), system)
+    unpack_debian(files.values(), system)
     made = folder / "adbd"
     made.mkdir()
     triplet = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}[machine]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from device_runner.android.packages import Package, download_debian, unpack_debian
+from device_runner.android.packages import Archive, download_debian, unpack_debian
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, default_cache
 from prge.bundle import open_bundle
 from prge.directions import Directions
@@ -34,7 +34,6 @@ from tests.device_runner.android.daemons import (
     REPOSITORY,
     Daemon,
     Network,
-    UnavailableError,
     adbd_folder,
     wait_for_device,
 )
@@ -116,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="prge-rig-", ignore_cleanup_errors=True) as work:
         try:
             found |= _examine(Path(work))
-        except (UnavailableError, PrgeError, AssertionError) as error:
+        except (PrgeError, AssertionError) as error:
             found["problem"] = str(error)
     text = json.dumps(found, indent=2)
     print(text)
@@ -131,7 +130,7 @@ def _examine(work: Path) -> dict[str, object]:
     try:
         _say("three runtimes for arm64")
         runtime = build_runtime(BundleSettings(out=work / "runtime"))
-        again = build_runtime(BundleSettings(out=work / "again"))
+        again = build_runtime(BundleSettings(out=work / "again", lock=runtime.folder / "runtime.json"))
         fleet = build_runtime(BundleSettings(out=work / "fleet-runtime", fleet=True))
         bundle, here = _here(work)
         _say("the root")
@@ -183,6 +182,8 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     rig.prge("run", *_run_words(bundle), "--out", "there", "--wait")
     there = work / "there"
     rig.prge("pull", "there", "--out", there)
+    loose = [path for path in (rig.phone_folder / "prge").glob("*/") if path.stat().st_mode & 0o077]
+    assert not loose, f"others get into {loose}"
     _say("run, killed and resumed")
     rig.prge("run", *_run_words(bundle), "--out", "killed")
     journal = rig.phone_folder / "prge" / "runs" / "killed" / "journal.jsonl"
@@ -303,10 +304,10 @@ def _make_root(work: Path, root: Path) -> None:
     files = adbd_folder(work / "adbd-arm64", default_cache(), "arm64")
     for path in files.iterdir():
         shutil.copy(path, root / "apex" / ("adbd" if path.name == "adbd" else "rt") / path.name)
-    names = [Package(name) for name in ("mksh", "toybox", "libcrypt1", "libssl3t64")]
     system = work / "tools"
     system.mkdir()
-    unpack_debian(list(download_debian(names, "arm64", default_cache()).values()), system)
+    names = ["mksh", "toybox", "libcrypt1", "libssl3t64"]
+    unpack_debian(download_debian(names, "arm64", default_cache(), Archive()).values(), system)
     for path in (system / "usr/lib/aarch64-linux-gnu").glob("*.so*"):
         # Debian's libcrypto of Android has the same kind of name; neither replaces the other.
         if path.is_file() and not (root / "apex/rt" / path.name).exists():
@@ -321,8 +322,7 @@ def _make_root(work: Path, root: Path) -> None:
     listed = subprocess.run(
         ["chroot", str(root), "/system/bin/toybox"], capture_output=True, text=True, check=False
     )
-    if listed.returncode:
-        raise UnavailableError(f"arm64 programs can't be run here: {listed.stderr.strip()}")
+    assert listed.returncode == 0, f"arm64 programs can't be run here: {listed.stderr.strip()}"
     for applet in listed.stdout.split():
         if applet != "sh":
             (root / "system/bin" / applet).symlink_to("toybox")

@@ -12,48 +12,10 @@ from pathlib import Path
 import pytest
 
 from device_runner.android.device import check_name
-from device_runner.android.packages import (
-    DEBIAN,
-    FLEET_DEBIAN,
-    FLEET_WHEELS,
-    LOCK,
-    WHEELS,
-    Lock,
-    Machine,
-    Package,
-    read_lock,
-    write_lock,
-)
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, driver_hash, open_runtime
-from prge.errors import ConfigError, DeviceError, EngineError, RunError
+from prge.errors import DeviceError, EngineError, RunError
 
 MOST_MEGABYTES, MOST_FLEET_MEGABYTES = 140, 220
-
-
-@pytest.mark.parametrize("machine", ["arm64", "amd64"])
-@pytest.mark.parametrize("fleet", [False, True], ids=["driver", "fleet"])
-def test_the_lock_file_names_every_package_and_no_address(machine: Machine, fleet: bool) -> None:
-    lock = read_lock(LOCK, machine, fleet)
-    debian, wheels = (FLEET_DEBIAN, FLEET_WHEELS) if fleet else (DEBIAN, WHEELS)
-    assert {package.name for package in lock.debian} == set(debian)
-    plain = {package.name.lower().replace("_", "-") for package in lock.wheels}
-    assert plain == {name.lower().replace("_", "-") for name in wheels}
-    for package in (*lock.debian, *lock.wheels):
-        assert package.version and len(package.sha256) == 64
-    assert "://" not in LOCK.read_text()
-
-
-def test_a_lock_file_keeps_other_machines(tmp_path: Path) -> None:
-    path = tmp_path / "lock.json"
-    lock = Lock([Package("a", "1", "0" * 64)], [Package("b", "2", "1" * 64)])
-    write_lock(path, "arm64", lock)
-    write_lock(path, "amd64", Lock([], []))
-    write_lock(path, "arm64", Lock([], []), fleet=True)
-    assert read_lock(path, "arm64") == lock
-    assert read_lock(path, "arm64", fleet=True) == Lock([], [])
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="--update-lock"):
-        read_lock(path, "arm64")
 
 
 def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:

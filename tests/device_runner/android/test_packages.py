@@ -1,0 +1,202 @@
+"""Where packages of a runtime come from: the newest that an archive signs, or those of a lock."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from device_runner.android.packages import (
+    DEBIAN,
+    FLEET_WHEELS,
+    WHEELS,
+    Archive,
+    Lock,
+    download_debian,
+    read_lock,
+)
+from device_runner.android.runtime import BundleSettings, build_runtime, default_cache, open_runtime
+from prge.errors import ConfigError, PrgeError
+from tests.device_runner.android.archives import LATER, LocalArchive, local_archive
+from tests.device_runner.android.conftest import need_packages
+
+
+@pytest.mark.parametrize("who", ["prge", "flwr"])
+def test_the_pinned_wheels_are_what_prge_and_flower_ask_for(who: str) -> None:
+    try:
+        asked = [Requirement(line) for line in importlib.metadata.requires(who) or []]
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{who} is not installed")
+    pins = {_plain(line.partition("==")[0]): line.partition("==")[2] for line in WHEELS + FLEET_WHEELS}
+    known = [item for item in asked if _plain(item.name) in pins]
+    assert len(known) >= 5
+    for item in known:
+        assert item.specifier.contains(pins[_plain(item.name)]), f"{who} asks for {item}"
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+@pytest.fixture(scope="module")
+def archive(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalArchive]:
+    """Debian's packages of the runtime, each with a later version."""
+    if shutil.which("gpg") is None:
+        pytest.skip("gpg is not installed")
+    lock = read_lock(runtime / "runtime.json", "amd64")
+    files = download_debian(DEBIAN, "amd64", default_cache(), Archive(), lock)
+    with local_archive(tmp_path_factory.mktemp("archive") / "debian") as made:
+        made.add(files.values())
+        yield made
+
+
+def settings(place: Path, archive: LocalArchive, **changes: Any) -> BundleSettings:
+    return BundleSettings(
+        **{
+            "out": place / "runtime",
+            "machine": "amd64",
+            "cache": place / "cache",
+            "debian_archive": archive.address,
+            "debian_keys": archive.keys,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.slow
+def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
+    archive: LocalArchive, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With paths of all kinds: what is called on the way works in folders of its own."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(archive.keys, "its keys.gpg")
+    here = settings(Path(), archive, debian_keys=Path("its keys.gpg"))
+    built = build_runtime(here)
+    manifest = json.loads((tmp_path / "runtime" / "runtime.json").read_text())
+    packages = manifest["packages"]
+    assert {name for name in packages["debian"]} == set(DEBIAN)
+    assert all(facts["version"].endswith(LATER) for facts in packages["debian"].values())
+    assert all(len(facts["sha256"]) == 64 for kind in packages.values() for facts in kind.values())
+    assert {f"{name}=={facts['version']}" for name, facts in packages["wheels"].items()} == set(WHEELS)
+    assert "://" not in json.dumps(packages)
+    told = subprocess.run(
+        ["sh", "runtime/run.sh", "-c", "import numpy, tokenizers, device_runner.run; print('it runs')"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert told.stdout == "it runs\n", told.stderr
+    # Another cache: the lock's packages come from the archive again, by their hashes.
+    Path("my-lock.json").write_bytes(Path("runtime/runtime.json").read_bytes())
+    again = build_runtime(
+        settings(Path("else where"), archive, lock=Path("my-lock.json"), debian_keys=Path("its keys.gpg"))
+    )
+    assert again.tree == built.tree == open_runtime(tmp_path / "else where" / "runtime").tree
+
+
+@pytest.mark.slow
+def test_a_lock_whose_versions_an_archive_has_no_more(
+    archive: LocalArchive, runtime: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PrgeError) as caught:
+        build_runtime(settings(tmp_path, archive, lock=runtime / "runtime.json"))
+    assert "doesn't have these packages of the lock: libc6 2." in caught.value.what
+    assert all(f"{name} " in caught.value.what for name in DEBIAN)
+    assert "--debian-archive" in caught.value.remedy and "leave --lock out" in caught.value.remedy
+    assert not (tmp_path / "runtime").exists()
+
+
+@pytest.mark.slow
+def test_a_lock_needs_no_archive_for_what_is_in_the_cache(runtime: Path, tmp_path: Path) -> None:
+    lock = read_lock(runtime / "runtime.json", "amd64")
+    files = download_debian(DEBIAN, "amd64", default_cache(), Archive("file:///nowhere"), lock)
+    assert {package.name for package in files} == set(DEBIAN)
+
+
+@pytest.mark.slow
+def test_what_a_signature_does_not_vouch_for_is_refused(archive: LocalArchive, tmp_path: Path) -> None:
+    """A changed index, a foreign key, no signature, a changed package: nothing of them is used."""
+    copy = LocalArchive(tmp_path / "copy", archive.keys, archive._gpg)
+    shutil.copytree(archive.folder, copy.folder)
+    signed = copy.release / "InRelease"
+    whole = signed.read_text()
+
+    def refusal(keys: Path | None = archive.keys) -> PrgeError:
+        with pytest.raises(PrgeError) as caught:
+            download_debian(["libc6"], "amd64", tmp_path / "cache", Archive(copy.address, keys))
+        assert not list(tmp_path.glob("cache/**/*.deb"))
+        return caught.value
+
+    signed.write_text(whole.replace("Components: main", "Components: main free"))
+    error = refusal()
+    assert error.what.startswith("apt-get update failed") and "signature" in error.what
+    assert "name the keys that sign yours with --debian-keys" in error.remedy
+    signed.write_text(whole)
+    assert "public key is not available" in refusal(keys=None).what
+    signed.unlink()
+    assert "is not signed" in refusal().what
+    signed.write_text(whole)
+    armored = tmp_path / "keys without an ending"
+    armored.write_text(archive.armored())
+    assert download_debian(["zlib1g"], "amd64", tmp_path / "else", Archive(copy.address, armored))
+    package = next(copy.folder.glob("pool/libc6_*.deb"))
+    content = bytearray(package.read_bytes())
+    content[-1] ^= 1
+    package.write_bytes(content)
+    assert refusal().what.startswith("apt-get download failed") and "Hash Sum mismatch" in refusal().what
+
+
+@pytest.mark.slow
+def test_an_archive_that_lacks_packages_or_is_not_there(archive: LocalArchive, tmp_path: Path) -> None:
+    with pytest.raises(PrgeError, match="lacks packages: a-name, b-name"):
+        names = ["libc6", "b-name", "a-name"]
+        download_debian(names, "amd64", tmp_path, Archive(archive.address, archive.keys))
+    with pytest.raises(PrgeError, match="is the network there"):
+        download_debian(["libc6"], "amd64", tmp_path, Archive("http://127.0.0.1:9/none", archive.keys))
+    with pytest.raises(PrgeError, match="there is no file"):
+        download_debian(["libc6"], "amd64", tmp_path, Archive(archive.address, tmp_path / "nothing"))
+
+
+@pytest.mark.slow
+def test_another_wheel_than_the_locks_is_refused(runtime: Path, tmp_path: Path) -> None:
+    content = json.loads((runtime / "runtime.json").read_text())
+    content["packages"]["wheels"]["tqdm"]["sha256"] = "0" * 64
+    (tmp_path / "lock.json").write_text(json.dumps(content))
+    with pytest.raises(PrgeError, match=r"pip download failed: ERROR: .*HASHES") as caught:
+        build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "lock.json"))
+    assert "Leave --lock out" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "no packages of a runtime"),
+        ("[]", "no packages of a runtime"),
+        ('{"machine": "amd64"}', "no packages of a runtime"),
+        ('{"machine": "amd64", "packages": {"debian": {"a": {"version": "-x", "sha256": "0"}}}}',
+         "'-x' is no version or hash"),
+        ('{"machine": "arm64", "packages": {"debian": {}, "wheels": {}}}', "for arm64, --machine is amd64"),
+    ],
+)  # fmt: skip
+def test_what_is_no_lock_is_refused(tmp_path: Path, content: str, problem: str) -> None:
+    path = tmp_path / "lock.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        read_lock(path, "amd64")
+    assert problem in str(caught.value)
+
+
+def test_a_lock_of_a_runtime_without_fleets_lacks_their_packages() -> None:
+    with pytest.raises(ConfigError, match=r"no flwr.*\n.*with the same flags"):
+        Lock(Path("lock"), {}, {}).named(["flwr"], "wheels")
+
+
+def test_a_lock_that_is_not_there(tmp_path: Path) -> None:
+    need_packages()
+    with pytest.raises(ConfigError, match="No such file"):
+        build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "no.json"))
