@@ -19,9 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from device_runner.requirements import Check, requirement
+from device_runner.requirements import Check
 from prge.cli import VERBS
 from prge.memory import memory_info
+from prge.packages import install, requirement
 
 MIB = 1 << 20
 OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)
@@ -131,9 +132,7 @@ def pip_command(names: Sequence[str]) -> str:
     wanted = [requirement(name) for name in names if name not in ("python", "engine")]
     if "engine" in names and not {"torch", "executorch"} & set(names):
         wanted += ["--force-reinstall", requirement("torch"), requirement("executorch")]
-    return (
-        "pip install " + " ".join(f"'{word}'" if "<" in word else word for word in wanted) if wanted else ""
-    )
+    return install(wanted) if wanted else ""
 
 
 def _survived(name: str, check: Callable[[], Check]) -> Check:
@@ -174,7 +173,7 @@ def _finder(name: str) -> Callable[[], Check]:
         _, pinned, pin = wanted.partition("==")
         # A local suffix such as +cpu names a build, not another version.
         if pinned and version.partition("+")[0] != pin:
-            return Check(name, "warn", f"{version}, tested with {pin}", f"pip install {wanted}")
+            return Check(name, "warn", f"{version}, tested with {pin}", install([wanted]))
         return Check(name, "ok", version)
 
     return check
@@ -189,7 +188,7 @@ def _importer(name: str) -> Callable[[], Check]:
             try:
                 importlib.import_module(name)
             except Exception as error:
-                remedy = f"pip install --force-reinstall {requirement(name)}"
+                remedy = install(["--force-reinstall", requirement(name)])
                 return Check(name, "missing", f"can't be imported: {error}", remedy)
         return installed
 

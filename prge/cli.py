@@ -89,10 +89,11 @@ def _start(name: str, argv: list[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "prge", "server_export", "device_runner") or os.environ.get("PRGE_DEBUG"):
             raise
-        package = f"prge[{verb.extra}]" if verb.extra else "prge"
+        from prge.packages import install_extra
+
         raise PrgeError(
             f"the package {missing} is not installed",
-            remedy=f"pip install '{package}'; `prge doctor` shows what else is missing",
+            remedy=f"{install_extra('', verb.extra)}\n  `prge doctor` shows what is missing",
         ) from None
 
 

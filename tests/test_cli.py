@@ -17,6 +17,7 @@ import pytest
 from prge import __version__
 from prge.cli import VERBS, Verb, main
 from prge.errors import RunError
+from prge.packages import install_extra
 from tests.bundles import PROGRAM, make_bundle
 
 HEAVY = {"torch", "executorch", "transformers", "torchao", "peft", "matplotlib"}
@@ -180,7 +181,7 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
             ModuleNotFoundError("No module named 'torch'", name="torch.nn"),
             2,
             "prge inspect: error: the package torch is not installed\n"
-            "  pip install 'prge'; `prge doctor` shows what else is missing\n",
+            f"  {install_extra('')}\n  `prge doctor` shows what is missing\n",
         ),
     ],
     ids=lambda value: type(value).__name__,

@@ -246,7 +246,7 @@ def _pip_download(wanted: Sequence[str], machine: Machine, folder: Path) -> list
 
 def _tested(name: str) -> str:
     """A requirement for the version that is installed here, or else for one that prge asks for."""
-    from device_runner.requirements import requirement
+    from prge.packages import requirement
 
     try:
         return f"{name}=={importlib.metadata.version(name).partition('+')[0]}"
