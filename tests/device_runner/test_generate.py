@@ -209,7 +209,7 @@ def test_stop_words_end_answers(speaking: Speaking, generate: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "one of --prompt, --messages and --data is needed, not none"),
+        ([], "--prompt or --messages or --data is missing"),
         (["--prompt", "a", "--data", "b.jsonl"], "not --prompt and --data"),
         (["--data", "b.jsonl", "--chat"], "--chat belongs to --prompt"),
         (["--prompt", "a", "--task", "sst2"], "--task belongs to --data"),

@@ -33,6 +33,15 @@ def test_settings_of_a_choice_of_layers_are_refused_without_it(changes: dict[str
         settings(**changes)
 
 
+def test_steps_are_chosen_in_one_way() -> None:
+    with pytest.raises(ConfigError, match="--steps and --epochs: each chooses the steps"):
+        settings(steps=3, epochs=1.0)
+    with pytest.raises(ConfigError, match="--epochs and --minutes: each chooses"):
+        settings(epochs=0.5, minutes=2.0)
+    with pytest.raises(ConfigError, match="--epochs is 0"):
+        settings(epochs=0.0)
+
+
 def test_a_choice_of_layers_has_its_settings() -> None:
     chosen = settings(adapt_layers="auto", adapt_time=0.5, adapt_memory=10**6, search="evolutionary")
     assert chosen.resolved().adapt_time == 0.5
