@@ -57,7 +57,7 @@ class TuneSettings:
     sequence_length: int | None = None
     """Most tokens of a row. Default: as many as the longest row has, where the model has the positions."""
     target_modules: list[str] | None = None
-    """Linear layers to adapt. Default: PEFT's usual choice for the architecture."""
+    """Linear layers to adapt. Default: PEFT's usual choice for the architecture, or all of the blocks."""
     adapt_layers: str | None = None
     """`top:k`: adapt the top k blocks only; `auto`: layers and ranks by what they contribute to learning the
     training rows, within the time and memory below. Default: all."""
