@@ -388,10 +388,7 @@ def _parser(
         else:
             count = "+" if _is_list(kind) else None
             choices = [
-                name
-                for member in _members(kind)
-                if get_origin(member) is Literal
-                for name in get_args(member)
+                each for part in _members(kind) if get_origin(part) is Literal for each in get_args(part)
             ]
             group.add_argument(
                 flag(item.name), metavar=_metavar(kind), nargs=count, choices=choices or None, help=text

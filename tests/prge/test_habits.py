@@ -12,10 +12,12 @@ from device_runner.chat import ChatSettings
 from device_runner.generate import GenerateSettings
 from device_runner.serve import ServeSettings
 from device_runner.session.settings import RunSettings
+from prge import habits
 from prge.bounds import flag
 from prge.cli import VERBS
+from prge.documents import read_yaml
 from prge.errors import ConfigError
-from prge.habits import _SETTINGS, _TOLD, _VERBS, setting_meant
+from prge.habits import setting_meant
 from prge.settings import Settings, parse_settings
 from server_export.publishing.settings import PublishConfig
 from server_export.settings import ExportConfig
@@ -141,14 +143,17 @@ def test_a_misspelt_help_is_an_error_and_shows_none(capsys: pytest.CaptureFixtur
 
 
 def test_the_tables_know_no_name_that_is_no_setting_and_hide_none() -> None:
-    ours = {word.partition("=")[0] for words in _SETTINGS for word in words.split()}
+    tables = read_yaml(Path(habits.__file__).with_suffix(".yaml"))
+    assert tables.keys() == {"settings", "told", "verbs"}
+    ours = {word.partition("=")[0] for words in tables["settings"] for word in words.split()}
     assert not [name for name in ours if not any(name in kind.__dataclass_fields__ for kind in SETTINGS)]
-    assert {verb for verb in _VERBS} <= VERBS.keys()
-    theirs = [word for table in (_SETTINGS, _TOLD) for words in table.values() for word in words.split()]
-    assert all(setting_meant(name, ours, flag)[1] for name in theirs)
-    of_one = [word for words in _SETTINGS.values() for word in words.split()]
-    assert sorted(of_one) == sorted(set(of_one))
-    assert not ({word for words in _VERBS.values() for word in words.split()} & VERBS.keys())
+    assert tables["verbs"].keys() <= VERBS.keys()
+    theirs = {
+        name: [word for words in table.values() for word in words.split()] for name, table in tables.items()
+    }
+    assert all(setting_meant(name, ours, flag)[1] for name in [*theirs["settings"], *theirs["told"]])
+    assert all(len(names) == len(set(names)) for names in theirs.values())
+    assert not set(theirs["verbs"]) & VERBS.keys()
 
 
 def test_a_newcomer_sees_the_hint_and_no_traceback() -> None:
