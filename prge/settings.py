@@ -48,6 +48,8 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kMG])(i?)B|B?)", re.IGNORECASE)
 _MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)")
+# What may be the name of a model or data set of the hub.
+_OF_HUB = ("model", "data", "train", "dev", "test", "push")
 # Texts that may name a file or folder.
 _PLACES = ("model", "task", "adapter", "chat_template", "push")
 # The value of a setting that is known by a name of others alone, which is a problem of its own.
@@ -281,7 +283,7 @@ def _build(
         if entry.value is _MISNAMED:
             continue
         if url := _url_in(entry, kinds[entry.key]):
-            problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url)}")
+            problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url, entry.key)}")
             continue
         try:
             values[entry.key] = _converted(entry.value, kinds[entry.key])
@@ -345,9 +347,9 @@ def _takes_paths(kind: Any) -> bool:
     return kind is Path or any(map(_takes_paths, get_args(kind)))
 
 
-def _instead_of(url: str) -> str:
+def _instead_of(url: str, key: str) -> str:
     """What to give in the place of a URL."""
-    if page := _HUB_PAGE.match(url):
+    if key in _OF_HUB and (page := _HUB_PAGE.match(url)):
         return f"give the hub's name, {page[1]}"
     if url.lower().startswith("file://"):
         return f"give the path, {url[7:]}"
