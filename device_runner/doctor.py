@@ -1,11 +1,10 @@
 """`prge doctor`: what this machine has, what is missing, and the command that mends it.
 
-Works with nothing but Python, so it reads its one flag itself.
+Works with nothing but Python.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import json
@@ -15,13 +14,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.requirements import Check, requirement
+from device_runner.requirements import Check
 from prge.cli import VERBS
 from prge.memory import memory_info
+from prge.packages import install, requirement
+from prge.settings import parse_settings
 
 MIB = 1 << 20
 OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)
@@ -68,22 +69,26 @@ print(json.dumps({"backends": list(names), "threads": _C._threadpool_get_thread_
 """
 
 
-def main(argv: list[str]) -> int:
+@dataclass(frozen=True)
+class DoctorSettings:
+    """Check what this machine has and what is missing."""
+
+    json: bool = False
+    """Print one JSON object instead of text."""
+
+
+def main(argv: Sequence[str]) -> int:
     """Entry of `prge doctor`; 0 if `prge run` has all that it needs, 1 if not."""
-    parser = argparse.ArgumentParser(
-        "prge doctor", description="Check what this machine has and what is missing."
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    arguments = parser.parse_args(argv)
+    settings = parse_settings(DoctorSettings, argv, "prge doctor", description=DoctorSettings.__doc__ or "")
     checks: list[Check] = []
     for check in examine():
         checks.append(check)
-        if not arguments.json:
+        if not settings.json:
             print(f"{len(checks):>2} {check.state:<8} {check.name:<13} {check.found}", flush=True)
             if check.remedy:
                 print(f"{'':<25}{check.remedy}", flush=True)
     lacking = lacks(checks)
-    if arguments.json:
+    if settings.json:
         verbs = {verb: {"missing": names, "remedy": pip_command(names)} for verb, names in lacking.items()}
         print(json.dumps({"checks": [asdict(check) for check in checks], "verbs": verbs}, indent=2))
     else:
@@ -131,9 +136,7 @@ def pip_command(names: Sequence[str]) -> str:
     wanted = [requirement(name) for name in names if name not in ("python", "engine")]
     if "engine" in names and not {"torch", "executorch"} & set(names):
         wanted += ["--force-reinstall", requirement("torch"), requirement("executorch")]
-    return (
-        "pip install " + " ".join(f"'{word}'" if "<" in word else word for word in wanted) if wanted else ""
-    )
+    return install(wanted) if wanted else ""
 
 
 def _survived(name: str, check: Callable[[], Check]) -> Check:
@@ -174,7 +177,7 @@ def _finder(name: str) -> Callable[[], Check]:
         _, pinned, pin = wanted.partition("==")
         # A local suffix such as +cpu names a build, not another version.
         if pinned and version.partition("+")[0] != pin:
-            return Check(name, "warn", f"{version}, tested with {pin}", f"pip install {wanted}")
+            return Check(name, "warn", f"{version}, tested with {pin}", install([wanted]))
         return Check(name, "ok", version)
 
     return check
@@ -189,7 +192,7 @@ def _importer(name: str) -> Callable[[], Check]:
             try:
                 importlib.import_module(name)
             except Exception as error:
-                remedy = f"pip install --force-reinstall {requirement(name)}"
+                remedy = install(["--force-reinstall", requirement(name)])
                 return Check(name, "missing", f"can't be imported: {error}", remedy)
         return installed
 

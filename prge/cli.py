@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import os
@@ -11,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prge import __version__
+from prge.completion import show_verbs, words_of_help
 from prge.errors import PrgeError, RunError
 from prge.interrupts import ignore_interrupts, one_interrupt
 from prge.memory import GET_MEMORY, tells_no_memory
@@ -64,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         open_standard_files()
         with one_interrupt(restored=argv is not None):
-            return _main(list(sys.argv[1:] if argv is None else argv))
+            return _main(words_of_help(sys.argv[1:]) if argv is None else list(argv))
     except KeyboardInterrupt:  # before a verb has begun
         return _interrupted("prge")
 
 
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        return _guarded("prge", lambda: _print(_usage()))
+        return _guarded("prge", lambda: show_verbs("prge", VERBS, _usage()))
     if words[0] in ("-V", "--version"):
-        return _guarded("prge", lambda: _print(f"prge {__version__}"))
+        return _guarded("prge", lambda: print(f"prge {__version__}"))
     name = words[0]
     if name not in VERBS:
         return _guarded("prge", lambda: _unknown(name))
@@ -89,14 +89,15 @@ def _start(name: str, argv: list[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "prge", "server_export", "device_runner") or os.environ.get("PRGE_DEBUG"):
             raise
-        package = f"prge[{verb.extra}]" if verb.extra else "prge"
+        from prge.packages import install_extra
+
         raise PrgeError(
             f"the package {missing} is not installed",
-            remedy=f"pip install '{package}'; `prge doctor` shows what else is missing",
+            remedy=f"{install_extra('', verb.extra)}\n  `prge doctor` shows what is missing",
         ) from None
 
 
-def _guarded(prog: str, work: Callable[[], int]) -> int:
+def _guarded(prog: str, work: Callable[[], int | None]) -> int:
     """Do `work`; errors become a message and an exit code, and so does a reader that has gone."""
     code = _outcome(prog, work)
     error = flush(sys.stdout)
@@ -109,10 +110,10 @@ def _guarded(prog: str, work: Callable[[], int]) -> int:
     return code
 
 
-def _outcome(prog: str, work: Callable[[], int]) -> int:
+def _outcome(prog: str, work: Callable[[], int | None]) -> int:
     try:
         try:
-            return work()
+            return work() or 0
         finally:
             ignore_interrupts()
     except SystemExit as stop:
@@ -153,15 +154,10 @@ def _tell(prog: str, message: str, code: int) -> int:
     return code
 
 
-def _print(text: str) -> int:
-    print(text)
-    return 0
+def _unknown(name: str) -> None:
+    from prge.habits import verb_error
 
-
-def _unknown(name: str) -> int:
-    nearest = difflib.get_close_matches(name, VERBS, n=1)
-    hint = f"did you mean `prge {nearest[0]}`?" if nearest else "`prge --help` lists the verbs"
-    raise PrgeError(f"there is no verb {name!r}", remedy=hint)
+    raise verb_error(name, VERBS, "prge")
 
 
 def _usage() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prge.errors import PrgeError
+from prge.packages import install_extra
 
 # Distinguishable with any kind of colour vision: M. Okabe, K. Ito, "Color Universal Design", 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -18,6 +19,6 @@ def drawing_library() -> Any:
         import matplotlib.figure
     except ModuleNotFoundError:
         raise PrgeError(
-            "drawing needs matplotlib, which is not installed", remedy="pip install 'prge[plot]'"
+            "drawing needs matplotlib, which is not installed", remedy=install_extra("plot")
         ) from None
     return matplotlib

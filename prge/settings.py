@@ -12,8 +12,8 @@
 gives `--bundle`, `--learning-rate`, `--config FILE` (a YAML mapping with the keys bundle and learning_rate;
 flags win over it), `--print-config` and `--help`. The string under a field is its help; a field without a
 default is required; a bool field is set by its bare flag and cleared by `--no-<flag>`; a list or tuple field
-takes several values, after one flag or several. Checks across fields go into `__post_init__` and raise
-ConfigError.
+takes several values, after one flag or several. Of the names in each entry of `ONE_OF` one must be given.
+Other checks across fields go into `__post_init__` and raise ConfigError.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import difflib
 import inspect
 import itertools
 import json
 import re
 import textwrap
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from prge.bounds import bound_problems, flag
+from prge.completion import show_help
 from prge.documents import DocumentError, parse_yaml, read_yaml
 from prge.errors import ConfigError, shortened, shown
+from prge.habits import setting_meant
 
 Settings = TypeVar("Settings")
 # A number of bytes, which may be given with a unit: 200MB.
@@ -45,6 +46,14 @@ _OWN_KINDS = {"config": Path, "print_config": bool, "help": bool}
 _SWITCH = {"true": True, "false": False}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kMG])(i?)B|B?)", re.IGNORECASE)
 _MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)")
+# What may be the name of a model or data set of the hub.
+_OF_HUB = ("model", "data", "train", "dev", "test", "push")
+# Texts that may name a file or folder.
+_PLACES = ("model", "task", "adapter", "chat_template", "push")
+# The value of a setting that is known by a name of others alone, which is a problem of its own.
+_MISNAMED = object()
 
 
 class _Type(NamedTuple):
@@ -91,7 +100,7 @@ def parse_settings(
     words = _read_words(argv, {**kinds, **_OWN_KINDS}, positional, problems)
     own = {entry.key for entry in words}
     if "help" in own:
-        print(_help(settings_type, prog, positional, description), end="")
+        show_help(_parser(settings_type, prog, positional, description))
         raise SystemExit(0)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
     given = [entry for path in files for entry in _read_file(path, kinds, problems)]
@@ -198,31 +207,35 @@ def _read_words(
             continue
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         key = name.lstrip("-").replace("-", "_")
+        is_negated = key not in kinds and kinds.get(key.removeprefix("no_")) is bool
+        key = key.removeprefix("no_") if is_negated else key
+        meant = key
+        if key not in kinds:
+            meant, hint = setting_meant(key, kinds, flag)
+            problems.append(f"{shortened(name, 100)} is no flag of this verb{hint}")
+        kind = kinds.get(meant)
         values = [value] if equals else list(itertools.takewhile(lambda word: not _is_flag(word), words))
-        kind, used = kinds.get(key), 1
-        if kind is bool:
-            used = int(equals == "=" or "".join(values[:1]).lower() in _SWITCH)
-            given.append(_Given(name, key, _SWITCH.get(values[0].lower(), values[0]) if used else True))
-        elif kinds.get(key.removeprefix("no_")) is bool:
-            used = 0
-            given.append(_Given(name, key.removeprefix("no_"), False))
-        elif kind is None:
+        if kind is None:
             used = int(not positional)  # its value is not a second problem
-            nearest = _nearest(key, kinds, flag)
-            problems.append(f"{shortened(name, 100)} is no flag of this verb{nearest}")
+        elif kind is bool:
+            used = int(not is_negated and (equals == "=" or "".join(values[:1]).lower() in _SWITCH))
+        else:
+            used = len(values) if _is_list(kind) else 1
+        if not equals:
+            del words[: min(used, len(values))]
+        if key not in kinds:
+            given += [_Given(name, meant, _MISNAMED)] if meant and meant not in _OWN_KINDS else []
+        elif kind is bool:
+            given.append(
+                _Given(name, key, _SWITCH.get(values[0].lower(), values[0]) if used else not is_negated)
+            )
         elif _is_list(kind):
-            used = len(values)
-            earlier = next((entry for entry in given if entry.key == key), None)
-            if earlier is not None:
-                earlier.value.extend(values)
-            else:
-                given.append(_Given(name, key, values))
+            earlier = [entry.value for entry in given if entry.key == key and isinstance(entry.value, list)]
+            given.append(_Given(name, key, [*(earlier[-1] if earlier else ()), *values]))
         elif values:
             given.append(_Given(name, key, values[0]))
         else:
             problems.append(f"{name} needs a value: {_describe(kind)}")
-        if not equals:
-            del words[: min(used, len(values))]
     for key in positional[: len(loose)]:
         taken = loose[:] if _is_list(kinds[key]) else loose[:1]
         given.append(_Given(key.upper(), key, taken if _is_list(kinds[key]) else taken[0]))
@@ -253,29 +266,41 @@ def _given_by(
         if key in kinds:
             given.append(_Given(f"{where}: {key}", key, value))
         else:
-            problems.append(
-                f"{where}: {shown(key)} is no setting of this verb{_nearest(str(key), kinds, str)}"
-            )
+            meant, hint = setting_meant(str(key).replace("-", "_"), kinds, str)
+            problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
+            given += [_Given(where, meant, _MISNAMED)] if meant else []
     return given
 
 
 def _build(
-    settings_type: type[Settings], given: Iterable[_Given], problems: list[str], prog: str
+    settings_type: type[Settings], given: Collection[_Given], problems: list[str], prog: str
 ) -> Settings:
     """Check every value against its field's type, tell all problems, make the object."""
     kinds = _kinds(settings_type)
     values: dict[str, Any] = {}
     for entry in given:
+        values.setdefault(entry.key, None)
+        if entry.value is _MISNAMED:
+            continue
+        if url := _url_in(entry, kinds[entry.key]):
+            problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url, entry.key)}")
+            continue
         try:
             values[entry.key] = _converted(entry.value, kinds[entry.key])
         except _MISFITS:
             problems.append(f"{entry.where} must be {_describe(kinds[entry.key])}, not {shown(entry.value)}")
-            values.setdefault(entry.key, None)
     problems += [
         f"{flag(item.name)} is missing: {_describe(kinds[item.name])}"
         for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
         if _is_required(item) and item.name not in values
     ]
+    chosen = {entry.key for entry in given if entry.value not in (None, "null", [])}
+    for names in getattr(settings_type, "ONE_OF", ()):
+        given_of = [flag(name) for name in names if name in chosen]
+        if not given_of:
+            problems.append(f"{' or '.join(map(flag, names))} is missing")
+        elif len(given_of) > 1:
+            problems.append(f"{' and '.join(given_of)}: give one of them")
     if not problems:
         settings = settings_type(**values)
         problems = bound_problems(settings)
@@ -311,6 +336,26 @@ def _converted(value: Any, kind: Any) -> Any:
     return _bytes_of(str(value)) if kind is Bytes else kind(value)
 
 
+def _url_in(entry: _Given, kind: Any) -> str:
+    """The URL that stands where a path or a name of the hub is wanted; empty where there is none."""
+    words = entry.value if isinstance(entry.value, list) else [entry.value]
+    urls = [word for word in words if isinstance(word, str) and _URL.match(word)]
+    return urls[0] if urls and (entry.key in _PLACES or _takes_paths(kind)) else ""
+
+
+def _takes_paths(kind: Any) -> bool:
+    return kind is Path or any(map(_takes_paths, get_args(kind)))
+
+
+def _instead_of(url: str, key: str) -> str:
+    """What to give in the place of a URL."""
+    if key in _OF_HUB and (page := _HUB_PAGE.match(url)):
+        return f"give the hub's name, {page[1]}"
+    if url.lower().startswith("file://"):
+        return f"give the path, {url[7:]}"
+    return "nothing is read from one; download it, for example with curl -LO, and give the file"
+
+
 def _bytes_of(text: str) -> int:
     """Bytes of a number with a unit: kB is 1,000 bytes, KiB 1,024; raises ValueError."""
     match = _BYTES.fullmatch(text)
@@ -321,7 +366,10 @@ def _bytes_of(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power) if prefix else int(number)
 
 
-def _help(settings_type: type[Any], prog: str, positional: Sequence[str], description: str) -> str:
+def _parser(
+    settings_type: type[Any], prog: str, positional: Sequence[str], description: str
+) -> argparse.ArgumentParser:
+    """What writes help and completes words; it reads none."""
     kinds = _kinds(settings_type)
     helps = field_help(settings_type)
     shown = [f"{key.upper()}..." if _is_list(kinds[key]) else key.upper() for key in positional]
@@ -337,15 +385,21 @@ def _help(settings_type: type[Any], prog: str, positional: Sequence[str], descri
         kind = kinds[item.name]
         text = f"{helps.get(item.name, '')} {_note(item)}".strip().replace("%", "%%")
         if kind is bool:
-            group.add_argument(flag(item.name), action="store_true", help=text)
+            action = argparse.BooleanOptionalAction if item.default else "store_true"
+            group.add_argument(flag(item.name), action=action, help=text)
         else:
             count = "+" if _is_list(kind) else None
-            group.add_argument(flag(item.name), metavar=_metavar(kind), nargs=count, help=text)
+            choices = [
+                each for part in _members(kind) if get_origin(part) is Literal for each in get_args(part)
+            ]
+            group.add_argument(
+                flag(item.name), metavar=_metavar(kind), nargs=count, choices=choices or None, help=text
+            )
     own = parser.add_argument_group("where settings come from")
     own.add_argument("--config", metavar="FILE", help="YAML file with settings; flags win over it")
     own.add_argument("--print-config", action="store_true", help="print all settings as YAML and stop")
     own.add_argument("-h", "--help", action="store_true", help="show this and stop")
-    return parser.format_help()
+    return parser
 
 
 def _is_flag(word: str) -> bool:
@@ -355,11 +409,6 @@ def _is_flag(word: str) -> bool:
 
 def _is_required(item: dataclasses.Field[Any]) -> bool:
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-
-
-def _nearest(key: str, names: Iterable[str], show: Any) -> str:
-    nearest = difflib.get_close_matches(key.replace("-", "_"), list(names), n=1, cutoff=0.6)
-    return f"; did you mean {show(nearest[0])}?" if nearest else ""
 
 
 def _members(kind: Any) -> tuple[Any, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prge.errors import PrgeError
+from prge.completion import show_verbs
+from prge.habits import verb_error
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,10 @@ def run_action(
     """
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage(actions, prog, about))
+        show_verbs(prog, actions, _usage(actions, prog, about))
         return 0
     if words[0] not in actions:
-        nearest = difflib.get_close_matches(words[0], actions, n=1)
-        hint = f"did you mean `{prog} {nearest[0]}`?" if nearest else f"`{prog} --help` lists them"
-        raise PrgeError(f"there is no verb {words[0]!r} of {prog}", remedy=hint)
+        raise verb_error(words[0], actions, prog)
     check(words[0])
     return actions[words[0]].main(words[1:])
 

@@ -69,6 +69,7 @@ def export(config: ExportConfig) -> Path:
             chain = source.chain(config.quantize)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source)
+        _tell_targets(config, source)
         if source.start.parameters <= MOST_COMPARED:
             _compare(config, chain)
         manifest = _write(config, folder, source, chain)
@@ -250,6 +251,18 @@ def _stage(name: str) -> Iterator[Any]:
         print()
         raise
     print(f"{time.monotonic() - start:6.1f} s  {'; '.join(notes)}", flush=True)
+
+
+def _tell_targets(config: ExportConfig, source: _Source) -> None:
+    """Say where all linear layers are adapted for want of a usual choice."""
+    from server_export.model.lora_fa import usual_target_modules
+
+    is_chosen = config.target_modules or config.adapter or config.adapt_layers == AUTO
+    if not is_chosen and usual_target_modules(source.outline.model) is None:
+        print(
+            f"PEFT has no usual target modules for {source.outline.config.model_type}: adapters are on all "
+            f"{len(source.start.lora_a)} linear layers of the blocks; --target-modules chooses others"
+        )
 
 
 def _hint_about_bos(config: ExportConfig, source: _Source) -> None:

@@ -46,7 +46,13 @@ def main(argv: Sequence[str]) -> int:
     config = parse_settings(
         PublishConfig, argv, "prge publish", positional=["source"], description=DESCRIPTION
     )
-    print(publish(config))
+    if config.push is None:
+        print(publish(config))
+        return 0
+    from server_export.publishing.hub import find_repository, push
+
+    repository = find_repository(config.push, public=config.public, overwrite=config.overwrite)
+    print(push(publish(config), repository))
     return 0
 
 

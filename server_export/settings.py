@@ -42,7 +42,8 @@ class ExportConfig:
 
     target_modules: str | list[str] | None = None
     """Linear layers to adapt, with PEFT's meaning: names or name endings, a regular expression, or
-    `all-linear`. Without it PEFT's usual choice for the architecture."""
+    `all-linear`. Without it PEFT's usual choice for the architecture, or all linear layers of the blocks
+    where there is none."""
 
     adapt_layers: str | None = None
     """`top:k`: adapt the target modules in the top k blocks only. What lies below then runs once for an

@@ -17,6 +17,7 @@ import pytest
 from prge import __version__
 from prge.cli import VERBS, Verb, main
 from prge.errors import RunError
+from prge.packages import install_extra
 from tests.bundles import PROGRAM, make_bundle
 
 HEAVY = {"torch", "executorch", "transformers", "torchao", "peft", "matplotlib"}
@@ -51,11 +52,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["exprot"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "prge: error: there is no verb 'exprot'",
+        "prge: error: there is no verb 'exprot' of prge",
         "  did you mean `prge export`?",
     ]
     assert main(["zzz"]) == 2
     assert "`prge --help` lists the verbs" in capsys.readouterr().err
+    assert main(["train"]) == 2
+    assert "did you mean `prge tune`?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -87,7 +90,7 @@ def test_errors_end_with_code_2_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
     cases = {
-        ("nonsense",): "there is no verb 'nonsense'",
+        ("nonsense",): "there is no verb 'nonsense' of prge",
         ("inspect",): "--bundle is missing",
         ("inspect", "nowhere"): "nowhere is not a bundle",
         ("inspect", "damaged"): "has 0 bytes, the manifest says 512",
@@ -180,7 +183,7 @@ def _raising(error: BaseException) -> Callable[[list[str]], int]:
             ModuleNotFoundError("No module named 'torch'", name="torch.nn"),
             2,
             "prge inspect: error: the package torch is not installed\n"
-            "  pip install 'prge'; `prge doctor` shows what else is missing\n",
+            f"  {install_extra('')}\n  `prge doctor` shows what is missing\n",
         ),
     ],
     ids=lambda value: type(value).__name__,

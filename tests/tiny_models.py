@@ -83,6 +83,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURES = tuple([*DECODERS, *ENCODERS])
+# One whose layers have names that PEFT has no usual choice among.
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {"persimmon": ("PersimmonConfig", _COMMON)}
 
 
 # One layer of each, the one that is harder to get right.
@@ -100,7 +102,7 @@ def make_config(architecture: str, **changes: Any) -> Any:
     """The transformers configuration of a tiny model."""
     import transformers
 
-    name, settings = {**DECODERS, **ENCODERS}[architecture]
+    name, settings = {**DECODERS, **ENCODERS, **UNUSUAL}[architecture]
     return getattr(transformers, name)(**{**settings, **changes})
 
 
@@ -111,7 +113,7 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
 
     torch.manual_seed(seed)
     config = make_config(architecture, **changes)
-    kind = AutoModelForCausalLM if architecture in DECODERS and head else AutoModel
+    kind = AutoModelForCausalLM if architecture not in ENCODERS and head else AutoModel
     model = kind.from_config(config, attn_implementation="eager").eval()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from device_runner.engines.speaking import open_speaker
 from prge.adapter import Adapter
@@ -88,6 +89,8 @@ class SpeakingFlags:
 class GenerateFlags(SpeakingFlags):
     """What to answer, and how."""
 
+    ONE_OF: ClassVar = (("prompt", "messages", "data"),)
+
     prompt: tuple[str, ...] = ()
     """Texts to go on from, as they are; -: standard input."""
     chat: bool = False
@@ -112,11 +115,7 @@ class GenerateFlags(SpeakingFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in ("prompt", "messages", "data") if getattr(self, name)]
         problems = []
-        if len(given) != 1:
-            named = " and ".join(f"--{name}" for name in given) or "none"
-            problems.append(f"one of --prompt, --messages and --data is needed, not {named}")
         if self.chat and not self.prompt:
             problems.append("--chat belongs to --prompt")
         if self.task and not self.data:

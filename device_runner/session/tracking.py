@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol, TextIO, get_args
 from prge.atomic import write_file
 from prge.documents import DocumentError, parse_json
 from prge.errors import ConfigError
+from prge.packages import install_extra
 from prge.run_folder import METRICS, Record
 
 Service = Literal["tensorboard", "wandb"]
@@ -69,7 +70,7 @@ def check_installed(services: Sequence[Service]) -> None:
         raise ConfigError(
             "these settings can't be used:",
             [f"--log-to has {name}, the package {name} is not installed" for name in missing],
-            remedy=f"pip install 'prge[{','.join(missing)}]', or leave it out: metrics.jsonl has it all",
+            remedy=f"{install_extra(*missing)}, or leave it out: metrics.jsonl has it all",
         )
 
 

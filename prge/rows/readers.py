@@ -19,6 +19,7 @@ import numpy as np
 
 from prge.documents import DocumentError, parse_json
 from prge.errors import LONGEST_LINE, ConfigError, DataError, shortened
+from prge.packages import install_extra
 
 JSON, PARQUET = ".json", ".parquet"
 FORMATS = (".jsonl", ".ndjson", JSON, ".csv", ".tsv", PARQUET)
@@ -184,7 +185,7 @@ def _parquet_rows(path: Path) -> list[Row]:
         raise DataError(
             what,
             ["parquet needs the package pyarrow, which is not installed"],
-            remedy="pip install 'prge[data]', or write the rows as jsonl",
+            remedy=f"{install_extra('data')}, or write the rows as jsonl",
         ) from None
     try:
         table = parquet.read_table(path)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from prge.bundle import file_sha256
 from prge.errors import ConfigError, DataError, shown
+from prge.packages import install_extra
 from prge.rows.forms import column_names, present_columns
 from prge.rows.readers import FORMATS, Row, plain_value, read_rows
 
@@ -171,7 +172,7 @@ def _of_hub(name: str, part: Part, renamed: Mapping[str, str]) -> Source:
                 "there is no such file or folder, and for a data set of the hub the package datasets is "
                 "not installed"
             ],
-            remedy="check the path, or pip install 'prge[data]'",
+            remedy=f"check the path, or {install_extra('data')}",
         ) from None
     repository, _, configuration = name.partition(":")
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.errors import BundleError
 from prge.peft import HASH_MARK
-from server_export.model.files import find_files
+from server_export.model.files import CONFIG, find_files
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
@@ -25,6 +26,17 @@ class BaseModel:
     name: str
     revision: str | None = None
     sha256: str | None = None
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether it is a hub id: one with a commit, or one that this machine has had from there."""
+        from huggingface_hub import try_to_load_from_cache
+
+        if self.revision is not None or self.sha256 is not None or Path(self.name).exists():
+            return self.revision is not None
+        with suppress(ValueError):  # it can't be an id
+            return isinstance(try_to_load_from_cache(self.name, CONFIG), str)
+        return False
 
     @property
     def label(self) -> str:

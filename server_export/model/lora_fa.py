@@ -20,6 +20,7 @@ from torch import nn
 from prge.contract import AdaptedModule
 from prge.errors import AdapterError, ConfigError
 from prge.peft import PeftAdapter
+from server_export.model.blocks import block_names
 
 ALL_LINEAR = "all-linear"
 _EXPRESSION_SIGNS = set("*+?|()[]^$\\")
@@ -89,24 +90,29 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def default_target_modules(model: nn.Module) -> list[str]:
-    """PEFT's choice for the architecture, or queries and values where PEFT has none."""
+def usual_target_modules(model: nn.Module) -> str | list[str] | None:
+    """PEFT's choice for the architecture, or queries and values where PEFT has none; None without these."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-    model_type = model.config.model_type
-    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type)
-    if targets is None:
-        endings = {
-            name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-        }
-        targets = next((list(names) for names in _USUAL_TARGETS if endings.issuperset(names)), None)
-    if targets is None:
-        raise ConfigError(
-            "the layers to adapt aren't known:",
-            [f"PEFT has no usual choice for the architecture {model_type!r}"],
-            remedy="give --target-modules, for example all-linear",
-        )
-    return list(targets)
+    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
+    if isinstance(targets, str):
+        return targets
+    endings = {name.rpartition(".")[2] for name in _linear_names(model)}
+    choices = [targets] if targets is not None else filter(endings.issuperset, _USUAL_TARGETS)
+    return next((list(names) for names in choices), None)
+
+
+def default_target_modules(model: nn.Module) -> str | list[str]:
+    """What is usual, or all linear layers of the blocks; raises ConfigError for a model without blocks."""
+    usual = usual_target_modules(model)
+    if usual is not None:
+        return usual
+    blocks = tuple(f"{name}." for name in block_names(model))
+    return [name for name in _linear_names(model) if name.startswith(blocks)]
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def normal_targets(target_modules: str | Sequence[str]) -> str | list[str]:
@@ -131,9 +137,7 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
     modules = dict(model.named_modules())
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if targets == ALL_LINEAR:
-        return [
-            name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head
-        ]
+        return [name for name in _linear_names(model) if modules[name] is not head]
     settings = SimpleNamespace(target_modules=targets, target_parameters=None)
     matched = [name for name in modules if name and check_target_module_exists(settings, name)]
     problems = [
@@ -144,9 +148,7 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
         if modules[name] is head or not isinstance(modules[name], nn.Linear)
     ]
     if not matched:
-        endings = sorted(
-            {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
-        )
+        endings = sorted({name.rpartition(".")[2] for name in _linear_names(model)})
         problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}")
     if problems:
         raise ConfigError("these target modules can't be adapted:", problems)

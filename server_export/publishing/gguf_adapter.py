@@ -13,6 +13,7 @@ import numpy as np
 
 from prge.engine import Array
 from prge.errors import BundleError, PrgeError
+from prge.packages import install_extra
 from prge.peft import PeftAdapter
 
 # transformers' name of an architecture, and llama.cpp's.
@@ -41,7 +42,7 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
         import gguf
     except ModuleNotFoundError:
         raise PrgeError(
-            "writing GGUF needs the package gguf, which is not installed", remedy="pip install 'prge[gguf]'"
+            "writing GGUF needs the package gguf, which is not installed", remedy=install_extra("gguf")
         ) from None
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:

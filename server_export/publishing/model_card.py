@@ -94,7 +94,7 @@ def model_card(facts: CardFacts) -> str:
     """The text of README.md."""
     base = _base(facts.base)
     # The hub takes only hub ids here.
-    header = ["---", *([f"base_model: {base}"] if facts.base.revision else [])]
+    header = ["---", *([f"base_model: {base}"] if facts.base.on_hub else [])]
     tags = dict.fromkeys(_TAGS[each] for _, each in _estimators(facts.run))
     header += [
         f"library_name: {_LIBRARIES[facts.format]}",
@@ -148,7 +148,7 @@ def model_card(facts: CardFacts) -> str:
 
 def _base(base: BaseModel) -> str:
     """The base model as all can find it: its hub id, or its content's hash; a folder's name says nothing."""
-    if base.revision:
+    if base.on_hub:
         return base.name
     return f"the model with the SHA-256 {base.sha256}" if base.sha256 else "a model that was not recorded"
 
@@ -156,8 +156,10 @@ def _base(base: BaseModel) -> str:
 def _base_in_code(facts: CardFacts) -> str:
     name, revision = facts.base.name, facts.base.revision
     if facts.format == "gguf":
-        return name if revision else "the base model"
-    return f'"{name}", revision="{revision}"' if revision else '"<folder of the base model>"'
+        return name if facts.base.on_hub else "the base model"
+    if revision:
+        return f'"{name}", revision="{revision}"'
+    return f'"{name}"' if facts.base.on_hub else '"<folder of the base model>"'
 
 
 def _trainer(run: Mapping[str, Any]) -> str:
@@ -227,9 +229,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    if facts.base.revision:
+    if facts.base.on_hub:
         yield "base model", facts.base.name
-        yield "base model commit", facts.base.revision
+        if facts.base.revision:
+            yield "base model commit", facts.base.revision
     elif facts.base.sha256:
         yield "base model sha256", facts.base.sha256
     for key, name in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "target modules")):

@@ -41,7 +41,14 @@ class PublishConfig:
     """program, llm: quantization of the frozen weights; without it the bundle's."""
 
     overwrite: bool = False
-    """Replace the folder if it was published before."""
+    """Replace the folder if it was published before; with --push also commit to a repository that exists."""
+
+    push: str | None = None
+    """OWNER/NAME on Hugging Face's hub: upload the folder there too, with the token of HF_TOKEN. A repository
+    is made if there is none, private unless --public is given."""
+
+    public: bool = False
+    """With --push: let all read the repository."""
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
@@ -51,5 +58,7 @@ class PublishConfig:
                 for name in ("sequence_length", "quantize")
                 if getattr(self, name) is not None
             ]
+        if self.public and self.push is None:
+            problems.append("--public belongs to --push")
         if problems:
             raise ConfigError("these settings can't be used:", problems)

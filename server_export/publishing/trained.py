@@ -88,7 +88,10 @@ def read_trained(config: PublishConfig) -> Trained:
     settings = read_config(folder)
     model = bundle.manifest.get("model", {}) if bundle is not None else {}
     recorded = base_in_manifest(model) or base_in_peft(settings)
-    base = BaseModel(config.model) if config.model else recorded
+    base = recorded
+    # A hub id that is the recorded one means the recorded commit.
+    if config.model and not (recorded and recorded.revision and recorded.name == config.model):
+        base = BaseModel(config.model)
     if base is None:
         raise ConfigError(
             "the base model isn't known:",

@@ -86,7 +86,7 @@ class Choosing:
         if record.value("rows_of_a_call") is None:
             record.decide(*self._fitting(bundle, facts, batch))
         self.decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
-        self.decide("steps", settings.steps, lambda: decisions.steps(facts, batch))
+        self.decide("steps", settings.steps, lambda: decisions.steps(facts, batch, settings.epochs))
         return facts
 
     def _fitting(self, bundle: Bundle, facts: RowFacts, batch: int) -> list[Decision]:

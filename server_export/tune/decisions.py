@@ -129,12 +129,15 @@ def head_folds(facts: RowFacts) -> Decision | None:
     return Decision("head_folds", 0, why)
 
 
-def steps(facts: RowFacts, batch: int) -> Decision:
-    """Steps of the final run."""
-    read = min(max(_EPOCHS * facts.rows, _FEWEST_READ), _MOST_READ, _MOST_EPOCHS * facts.rows)
+def steps(facts: RowFacts, batch: int, epochs: float | None = None) -> Decision:
+    """Steps of the final run; `epochs` are the user's."""
+    read: float = min(max(_EPOCHS * facts.rows, _FEWEST_READ), _MOST_READ, _MOST_EPOCHS * facts.rows)
+    if epochs is not None:
+        read = epochs * facts.rows
     count = max(math.ceil(read / batch), 1)
-    epochs = count * batch / facts.rows
-    return Decision("steps", count, f"{epochs:.3g} epochs of {facts.rows:,} rows, {batch} a step")
+    return Decision(
+        "steps", count, f"{count * batch / facts.rows:.3g} epochs of {facts.rows:,} rows, {batch} a step"
+    )
 
 
 def steps_in(minutes: float, seconds_a_step: float, most: Decision, searched: bool) -> Decision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from prge.bounds import bound_problems
 from prge.errors import ConfigError
@@ -15,6 +16,8 @@ from server_export.settings import SCHEMES, EstimatorName, Init, PrependBos
 @dataclass(frozen=True)
 class TuneSettings:
     """What to tune, on which rows. Whatever is left out is decided from measured facts."""
+
+    ONE_OF: ClassVar = (("model", "bundle"),)
 
     data: Path
     """Training rows: a file, a folder with files train, valid and test, of which the two others are taken as
@@ -51,7 +54,7 @@ class TuneSettings:
     sequence_length: int | None = None
     """Most tokens of a row. Default: as many as the longest row has, where the model has the positions."""
     target_modules: list[str] | None = None
-    """Linear layers to adapt. Default: PEFT's usual choice for the architecture."""
+    """Linear layers to adapt. Default: PEFT's usual choice for the architecture, or all of the blocks."""
     adapt_layers: str | None = None
     """`top:k`: adapt the top k blocks only. Default: all."""
     rank: int = 8
@@ -68,6 +71,8 @@ class TuneSettings:
     rows."""
     steps: int | None = None
     """Steps of the final run. Default: by the number of rows, and by --minutes."""
+    epochs: float | None = None
+    """Times that the final run sees every training row, instead of --steps; may be a part, such as 0.5."""
     learning_rate: float | None = None
     """Peak learning rate. Default: found by short runs."""
     seed: int = 42
@@ -86,9 +91,6 @@ class TuneSettings:
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
-        if (self.model is None) == (self.bundle is None):
-            given = "none" if self.model is None else "both"
-            problems.append(f"one of --model and --bundle is needed, not {given}")
         if self.bundle is not None:
             exports = (
                 *("chat_template", "prepend_bos"),
@@ -101,8 +103,9 @@ class TuneSettings:
             ]
         if self.quantize is not None and self.quantize not in SCHEMES:
             problems.append(f"--quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
-        if self.minutes is not None and self.steps is not None:
-            problems.append("--minutes and --steps: the minutes choose the steps")
+        lengths = [f"--{name}" for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
+        if len(lengths) > 1:
+            problems.append(f"{' and '.join(lengths)}: each chooses the steps, give one of them")
         device, colon, serial = (self.on or "android").partition(":")
         if device != "android" or (colon and not serial):
             problems.append(f"--on is {self.on!r}, must be android or android:SERIAL")

@@ -209,8 +209,8 @@ def test_stop_words_end_answers(speaking: Speaking, generate: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "one of --prompt, --messages and --data is needed, not none"),
-        (["--prompt", "a", "--data", "b.jsonl"], "not --prompt and --data"),
+        ([], "--prompt or --messages or --data is missing"),
+        (["--prompt", "a", "--data", "b.jsonl"], "--prompt and --data: give one of them"),
         (["--data", "b.jsonl", "--chat"], "--chat belongs to --prompt"),
         (["--prompt", "a", "--task", "sst2"], "--task belongs to --data"),
         (["--prompt", "a", "--system", "b"], "--system belongs to --chat"),

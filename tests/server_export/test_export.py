@@ -159,3 +159,14 @@ def test_settings_need_no_torch() -> None:
     )
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+@pytest.mark.export
+def test_a_model_without_a_usual_choice_of_layers_is_exported_and_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(tmp_path / "model", "persimmon", num_hidden_layers=1)
+    bundle = open_bundle(export(config(model, tmp_path / "bundle")))
+    assert len(bundle.contract.modules) == 4
+    told = "PEFT has no usual target modules for persimmon: adapters are on all 4 linear layers of the blocks"
+    assert told in capsys.readouterr().out

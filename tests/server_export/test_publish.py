@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from device_runner.engines.opening import open_engines  # noqa: E402
 from prge.adapter import stack  # noqa: E402
-from prge.bundle import Bundle, file_sha256, open_bundle  # noqa: E402
+from prge.bundle import Bundle, file_sha256, manifest_sha256, open_bundle  # noqa: E402
 from prge.chain import STACK  # noqa: E402
 from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
 from prge.peft import find_adapter, read_lora, read_peft, run_of, write_peft  # noqa: E402
@@ -343,6 +343,36 @@ def test_a_run_is_published_with_its_own_bundle_and_facts(
     # No folder and no hub id, wherever it is read.
     assert config["base_model_name_or_path"] == f"llama@sha256:{bundle.manifest['model']['sha256']}"
     assert config["task_type"] == "CAUSAL_LM"
+
+
+@pytest.mark.parametrize("words", [[], ["--model", "me/llama"]])
+def test_a_hub_id_is_taken_at_the_recorded_commit_and_told(
+    saved: Path, bundle: Bundle, trained: Path, tmp_path: Path, words: list[str]
+) -> None:
+    commit, newer = "0123456789" * 4, "9876543210" * 4
+    stored = tmp_path / "hub" / "models--me--llama"
+    shutil.copytree(saved / "llama", stored / "snapshots" / commit)
+    shutil.copytree(saved / "gpt2", stored / "snapshots" / newer)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(newer)
+    shutil.copytree(bundle.folder, tmp_path / "bundle")
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    manifest["model"] |= {"name_or_path": "me/llama", "revision": commit, "sha256": None}
+    manifest["manifest_sha256"] = manifest_sha256(manifest)
+    (tmp_path / "bundle" / "manifest.json").write_text(json.dumps(manifest))
+    for form in ("peft", "merged"):
+        command = ["publish", trained, "--bundle", "bundle", "--out", form, "--format", form, *words]
+        child = subprocess.run(
+            [sys.executable, "-m", "prge.cli", *map(str, command)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_CACHE": "hub", "HF_HUB_OFFLINE": "1"},
+        )
+        assert child.returncode == 0, child.stderr
+        assert "base_model: me/llama\n" in (tmp_path / form / "README.md").read_text().split("---")[1]
+    assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["revision"] == commit
 
 
 def test_the_template_of_the_messages_goes_along(

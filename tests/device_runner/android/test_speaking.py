@@ -95,7 +95,7 @@ def test_what_can_not_speak_is_an_error_of_this_side(
 def test_flags_are_checked_before_the_phone_is_asked(phone: FakePhone) -> None:
     phone.adb.unlink()
     assert "--temperature is -1.0" in phone.prge("chat", "first", "--temperature", "-1", code=2).stderr
-    assert "one of --prompt" in phone.prge("generate", "first", code=2).stderr
+    assert "--prompt or --messages or --data is missing" in phone.prge("generate", "first", code=2).stderr
 
 
 def test_a_runtime_with_another_driver_is_refused(phone: FakePhone) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("peft")
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.utils import constants
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -25,6 +26,7 @@ from server_export.model.lora_fa import (
     default_target_modules,
     initial_lora_a,
     match_target_modules,
+    usual_target_modules,
 )
 from tests.server_export.model.starts import start
 from tests.tiny_models import ARCHITECTURES, make_model
@@ -61,6 +63,22 @@ def test_every_architecture_has_default_targets(architecture: str) -> None:
     model = make_model(architecture)
     convert_conv1d(model)
     assert match_target_modules(model, default_target_modules(model))
+
+
+def test_without_a_usual_choice_all_linear_layers_of_the_blocks_are_adapted() -> None:
+    model = make_model("persimmon")
+    assert usual_target_modules(model) is None and usual_target_modules(make_model("llama"))
+    names = match_target_modules(model, default_target_modules(model))
+    layers = ("self_attn.query_key_value", "self_attn.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    assert names == [f"model.layers.{block}.{layer}" for block in range(2) for layer in layers]
+    assert names == peft_choice("persimmon", default_target_modules(model))
+
+
+def test_a_usual_choice_that_is_an_expression_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    monkeypatch.setitem(table, "persimmon", r".*layers\.1.*\.dense")
+    model = make_model("persimmon")
+    assert match_target_modules(model, default_target_modules(model)) == ["model.layers.1.self_attn.dense"]
 
 
 @pytest.mark.parametrize("word", ["all-linear", r".*layers\.0.*\.(gate|up)_proj", "q_proj"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,20 @@ def test_a_hub_model_is_loaded_at_its_commit_and_a_folder_by_no_name() -> None:
     assert "base_model:" not in text and "somebody" not in text and "llama" not in text
     assert "| base model sha256 " in text
     assert "llama" not in card("tangent", BaseModel("models/llama"))
+
+
+def test_a_hub_id_without_a_commit_is_told_where_it_came_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    stored = tmp_path / "models--some--model"
+    for file, content in (("refs/main", COMMIT), (f"snapshots/{COMMIT}/config.json", "{}")):
+        (stored / file).parent.mkdir(parents=True)
+        (stored / file).write_text(content)
+    text = card("tangent", BaseModel("some/model"))
+    assert "base_model: some/model\n" in text and 'from_pretrained("some/model")' in text
+    for name in ("some/other", "a//b", "../model", "/some/model", ""):
+        assert "base_model" not in card("tangent", BaseModel(name))
 
 
 def test_it_says_how_much_went_into_the_adapter_and_which_step_it_is_of() -> None:

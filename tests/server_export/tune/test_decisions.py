@@ -56,6 +56,13 @@ def test_steps_read_each_row_a_few_times_and_no_more_than_is_usual(rows: int) ->
     assert read <= max(24_000, 40 * rows) + batch
 
 
+@pytest.mark.parametrize(("epochs", "expected"), [(1.0, 25), (3.0, 75), (0.5, 13), (0.001, 1), (100.0, 2500)])
+def test_epochs_of_the_user_are_steps_by_rows_and_batch(epochs: float, expected: int) -> None:
+    decision = decisions.steps(replace(facts(), rows=200), 8, epochs)
+    assert decision.value == expected
+    assert "epochs of 200 rows, 8 a step" in decision.why
+
+
 @pytest.mark.parametrize(("fewest", "folds"), [(None, None), (1, 0), (9, 0), (10, None)])
 def test_few_rows_of_a_class_are_never_left_out(fewest: int | None, folds: int | None) -> None:
     decision = decisions.head_folds(replace(facts(), fewest=fewest))

@@ -19,3 +19,12 @@ def settings(**changes: Any) -> TuneSettings:
 def test_settings_of_an_export_are_refused_beside_a_bundle(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} belongs to an export"):
         settings(model=None, bundle=Path("b"), **{name: "top:2"})
+
+
+def test_steps_are_chosen_in_one_way() -> None:
+    with pytest.raises(ConfigError, match="--steps and --epochs: each chooses the steps"):
+        settings(steps=3, epochs=1.0)
+    with pytest.raises(ConfigError, match="--epochs and --minutes: each chooses"):
+        settings(epochs=0.5, minutes=2.0)
+    with pytest.raises(ConfigError, match="--epochs is 0"):
+        settings(epochs=0.0)

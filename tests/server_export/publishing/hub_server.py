@@ -1,0 +1,122 @@
+"""A hub on the loopback: the part of its API that an upload asks, and what was asked."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
+OWNER = "me"
+
+
+@dataclass
+class Hub:
+    """What the hub has: repositories that are private or not, their files, and all requests."""
+
+    address: str = ""
+    private: dict[str, bool] = field(default_factory=dict)
+    files: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    refused: dict[str, int] = field(default_factory=dict)
+    """Status of requests whose path has this part."""
+
+    def answer(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, Any]:
+        """Status and JSON of a request."""
+        self.requests.append((method, path))
+        for part, status in self.refused.items():
+            if part in path:
+                return status, {"error": f"refused; you sent {headers['Authorization']}"}
+        if path.startswith("/lfs/"):
+            oid = path.removeprefix("/lfs/")
+            assert hashlib.sha256(body).hexdigest() == oid
+            self.objects[oid] = body
+            return 200, {}
+        if headers["Authorization"] != f"Bearer {TOKEN}":
+            return 401, {"error": "Invalid credentials in Authorization header"}
+        if path == "/api/validate-yaml":
+            return 200, {"errors": [], "warnings": []}
+        if path == "/api/repos/create":
+            return self._created(json.loads(body))
+        found = re.fullmatch(r"(?:/api/models)?/([^/]+/[^/]+?)(?:\.git)?(/.*)?", path)
+        assert found
+        name, rest = found[1], found[2] or ""
+        if name not in self.private:
+            return 404, {"error": "Repository not found"}
+        if not rest:
+            return 200, {"id": name, "private": self.private[name]}
+        if rest == "/preupload/main":
+            files = [
+                (each["path"], each["path"].endswith(".safetensors")) for each in json.loads(body)["files"]
+            ]
+            told = [
+                {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+                for path, large in files
+            ]
+            return 200, {"files": told}
+        if rest == "/info/lfs/objects/batch":
+            objects = json.loads(body)["objects"]
+            actions = [{"upload": {"href": f"{self.address}/lfs/{each['oid']}"}} for each in objects]
+            pairs = zip(objects, actions, strict=True)
+            return 200, {"transfer": "basic", "objects": [{**each, "actions": one} for each, one in pairs]}
+        assert rest == "/commit/main"
+        for line in map(json.loads, body.decode().splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                self.files[name][value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                self.files[name][value["path"]] = self.objects[value["oid"]]
+        return 200, {"commitUrl": f"{self.address}/{name}/commit/1", "commitOid": "1"}
+
+    def _created(self, wanted: dict[str, Any]) -> tuple[int, Any]:
+        name = f"{wanted['organization']}/{wanted['name']}"
+        if wanted["organization"] != OWNER:
+            return 403, {"error": "You don't have the rights to create a model under this namespace"}
+        if name in self.private:
+            return 409, {"error": "You already created this model repo"}
+        self.private[name] = wanted["visibility"] == "private"
+        self.files[name] = {}
+        return 200, {"url": f"{self.address}/{name}"}
+
+
+@contextmanager
+def running() -> Iterator[Hub]:
+    """A hub at `address` for as long as the block takes."""
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, content = hub.answer(self.command, self.path.partition("?")[0], self.headers, body)
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            if status == 404:
+                self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_PUT = _answer  # noqa: N815
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,146 @@
+"""`prge publish --push`: the real client of the hub, against a hub on the loopback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("huggingface_hub")
+pytest.importorskip("peft")
+
+from tests.server_export.adapters import trained_adapter
+from tests.server_export.publishing.hub_server import TOKEN, Hub, running
+from tests.tiny_models import save_model
+
+ROOT = Path(__file__).resolve().parents[3]
+Publish = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained adapter."""
+    root = tmp_path_factory.mktemp("trained")
+    return trained_adapter(save_model(root / "llama", "llama"), root / "adapter")
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def publish(trained: Path, hub: Hub, tmp_path: Path) -> Iterator[Publish]:
+    """Runs the verb with a token, and sees that it is shown and written nowhere."""
+
+    def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        given = {
+            "HF_ENDPOINT": hub.address,
+            "HF_TOKEN": TOKEN,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1",  # which is a protocol of its own
+            "HF_HUB_OFFLINE": "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        return subprocess.run(
+            [sys.executable, "-m", "prge.cli", "publish", str(trained), "--out", "out", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            cwd=tmp_path,
+            env={**os.environ, **given, **environment},
+        )
+
+    def checked(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        done = run(*words, **environment)
+        assert TOKEN not in done.stdout + done.stderr
+        assert not any(
+            TOKEN in path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()
+        )
+        assert "Traceback" not in done.stderr
+        return done
+
+    yield checked
+
+
+@pytest.mark.parametrize(("words", "private"), [([], True), (["--public"], False)])
+def test_a_folder_is_pushed_whole_into_a_repository_that_is_private_unless_told_otherwise(
+    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], private: bool
+) -> None:
+    done = publish("--push", "me/tuned", *words)
+    assert (done.returncode, done.stdout) == (0, f"{hub.address}/me/tuned\n"), done.stderr
+    assert hub.private == {"me/tuned": private}
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert hub.files["me/tuned"] == written
+    assert {"README.md", "adapter_config.json", "adapter_model.safetensors"} <= written.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "told"),
+    [
+        (["me/tuned"], {"HF_TOKEN": ""}, "--push needs a token of the hub, and there is none\n  make one"),
+        (["me/tuned"], {"HF_TOKEN": "wrong"}, "the hub answers 401: "),
+        (["me/tuned"], {"HF_TOKEN": f"{TOKEN} é"}, "the token of the hub has characters that none has"),
+        (["tuned"], {}, "--push is 'tuned', which names no repository: the owner is missing"),
+        (["me/../etc"], {}, "--push is 'me/../etc', which names no repository"),
+        (["me/a b"], {}, "--push is 'me/a b', which names no repository"),
+        (["https://huggingface.co/me/tuned"], {}, "--push is a URL, "),
+        (["me/tuned"], {"HF_HUB_OFFLINE": "1"}, "can't be pushed to offline\n  unset HF_HUB_OFFLINE"),
+        (["me/tuned"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "check that http://127.0.0.1:9 can be reached"),
+        (
+            ["me/there"],
+            {},
+            "me/there can't be pushed to\n  it exists already: give another name, or --overwrite",
+        ),
+        (["me/shown", "--overwrite"], {}, "me/shown is there, and all may read it\n  give --public"),
+    ],
+)
+def test_what_can_t_be_pushed_is_refused_before_anything_is_made(
+    publish: Publish, hub: Hub, tmp_path: Path, words: list[str], environment: dict[str, str], told: str
+) -> None:
+    hub.private = {"me/there": True, "me/shown": False}
+    done = publish("--push", *words, **environment)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert all(method == "GET" for method, _ in hub.requests)
+
+
+def test_a_repository_that_exists_gets_a_further_commit_if_told_so(publish: Publish, hub: Hub) -> None:
+    hub.private, hub.files = {"me/there": True}, {"me/there": {"notes.txt": b"mine"}}
+    done = publish("--push", "me/there", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert hub.files["me/there"].keys() >= {"notes.txt", "README.md"}
+    assert ("POST", "/api/repos/create") not in hub.requests
+
+
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        ({"/repos/create": 403}, "the hub answers 403: "),
+        ({"/commit/": 413}, "the hub answers 413: "),
+        ({"/lfs/": 403}, "can't be pushed to: "),
+    ],
+)
+def test_what_fails_on_the_way_leaves_the_folder_and_says_how_to_go_on(
+    publish: Publish, hub: Hub, tmp_path: Path, refused: dict[str, int], told: str
+) -> None:
+    hub.refused = refused
+    done = publish("--push", "me/tuned")
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "out is whole, the same with --overwrite tries again" in done.stderr
+    assert (tmp_path / "out" / "README.md").is_file()
+    hub.refused = {}
+    assert publish("--push", "me/tuned", "--overwrite").returncode == 0
+    assert hub.private == {"me/tuned": True} and "adapter_model.safetensors" in hub.files["me/tuned"]
+
+
+def test_public_belongs_to_push(publish: Publish) -> None:
+    assert "--public belongs to --push" in publish("--public").stderr
