@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from prge.errors import shown
 from prge.progress import duration
 from prge.run_folder import reported, with_stored_settings
 from prge.settings import parse_settings
+from prge.terminal import best_effort
 from server_export.tune.settings import TuneSettings
 
 DESCRIPTION = "Tune a model on rows: export, choose, find the learning rate, train, score, publish."
@@ -23,7 +25,13 @@ def main(argv: Sequence[str]) -> int:
 
     words = with_stored_settings(argv)
     settings = parse_settings(TuneSettings, words, "prge tune", positional=["data"], description=DESCRIPTION)
-    result = tune(settings)
+    try:
+        result = tune(settings)
+    except KeyboardInterrupt:
+        # On the terminal too where results go into a file.
+        with best_effort(sys.stderr):
+            print(f"\nstopped; go on with: prge tune --resume {settings.out}", file=sys.stderr, flush=True)
+        raise
     print("\n".join(_text(settings.out, result)))
     if settings.json:
         with reported(settings.json):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from prge.errors import PrgeError
 from prge.run_folder import JOURNAL
-from server_export.verbs import answer_of, flags_of, run_verb
+from server_export.verbs import answer_of, flags_of, run_verb, wait_until_free
 
 
 class Place(Protocol):
@@ -35,6 +35,7 @@ class Here:
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """See Place."""
+        wait_until_free(folder)
         words: list[object] = ["run", "--resume", folder]
         if not (folder / JOURNAL).is_file() or not (folder / JOURNAL).stat().st_size:
             words = ["run", *flags_of({**settings, "out": folder})]

@@ -23,13 +23,14 @@ from tests.end_to_end.conftest import REPOSITORY, prge, write_rows
 pytestmark = [pytest.mark.slow, pytest.mark.export, pytest.mark.timeout(300)]
 
 STEPS = 8
-# Files that appear in the stages after rows and plan, and after which a process is killed.
-INSTANTS = (
-    "before.json",
-    "search/0.001-8/journal.jsonl",
-    "search/0.01-8/metrics.jsonl",
-    "run/checkpoints/step-*",
-)
+# Files that appear in the stages after rows and plan, and how a process is ended when they do.
+INSTANTS = {
+    "before.json": signal.SIGKILL,
+    "search/0.001-8/journal.jsonl": signal.SIGTERM,
+    "search/0.01-8/metrics.jsonl": signal.SIGKILL,
+    "search/0.03-8/journal.jsonl": signal.SIGINT,
+    "run/checkpoints/step-*": signal.SIGTERM,
+}
 
 
 def words_of(workshop: Path, out: Path) -> list[object]:
@@ -40,18 +41,19 @@ def words_of(workshop: Path, out: Path) -> list[object]:
     ]  # fmt: skip
 
 
-def kill_after(pattern: str, folder: Path, words: list[object]) -> None:
-    """Start a tuning and kill all its processes when a file is there."""
+def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signals) -> str:
+    """Start a tuning and end its own process, and no other, when a file is there; returns what it said."""
     command = [sys.executable, "-m", "prge.cli", *map(str, words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         until = time.monotonic() + 120
         while not any(folder.glob(pattern)):
             assert process.poll() is None and time.monotonic() < until, f"{pattern} never came"
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(how)
+        return process.communicate(timeout=60)[0]
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +91,11 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
 ) -> None:
     out = tmp_path / "out"
     words = words_of(workshop, out)
-    for pattern in INSTANTS:
-        kill_after(pattern, out, words)
+    for pattern, how in INSTANTS.items():
+        # The child that it had ends with it: the next one begins at once, and nobody holds a folder.
+        told = end_after(pattern, out, words, how)
+        assert "in use" not in told
+        assert (f"go on with: prge tune --resume {out}" in told) == (how is signal.SIGINT)
         words = ["tune", "--resume", out]
     prge(*words, cwd=tmp_path)
     for name in ("adapter/adapter_model.safetensors", "run/final/adapter_model.safetensors"):
