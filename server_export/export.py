@@ -7,9 +7,7 @@ block's weights -> verify in the engine -> write the manifest
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ from prge.errors import RunError
 from server_export.check.estimation import announce
 from server_export.memory import give_back_freed
 from server_export.settings import AUTO, ExportConfig
+from server_export.stage import stage
 
 if TYPE_CHECKING:
     from prge.examples import Example
@@ -66,9 +65,9 @@ def export(config: ExportConfig) -> Path:
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = _open_source(config)
         if config.init == "eva":
-            with _stage("directions") as note:
+            with stage("directions") as note:
                 source = _from_rows(config, source, note)
-        with _stage("tracing") as note:
+        with stage("tracing") as note:
             chain = source.chain(config.quantize)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source)
@@ -242,7 +241,7 @@ def _reader(config: ExportConfig, source: _Source) -> tuple[Tokenizer, Contract]
 def _compare(config: ExportConfig, chain: Chain) -> None:
     from server_export.check.chain import difference_from_model
 
-    with _stage("comparing") as note:
+    with stage("comparing") as note:
         part = difference_from_model(chain, config.model, config.revision)
         note(f"the blocks in float32 and the whole model differ by {part:.2g}")
     give_back_freed()
@@ -257,11 +256,11 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
     from server_export.lower.chain import lower_chain
 
     bounds = manifest.Bounds.for_rows(source.longest, source.context)
-    with _stage("lowering") as note:
+    with stage("lowering") as note:
         cache = ProgramCache() if config.cache else None
         lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)
     give_back_freed()
-    with _stage("verifying") as note:
+    with stage("verifying") as note:
         verification = verify_chain(chain, lowered, folder, config.quantize)
         differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
@@ -277,7 +276,7 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
         kinds=lowered.kinds,
         blocks=lowered.blocks,
     )
-    with _stage("writing"):
+    with stage("writing"):
         return write_bundle(
             folder,
             config,
@@ -289,20 +288,6 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
             verification,
             source.places,
         )
-
-
-@contextmanager
-def _stage(name: str) -> Iterator[Any]:
-    """Print a stage's name when it begins, and its time and note when it ends."""
-    notes: list[str] = []
-    print(f"{name:<10}", end="", flush=True)
-    start = time.monotonic()
-    try:
-        yield notes.append
-    except BaseException:
-        print()
-        raise
-    print(f"{time.monotonic() - start:6.1f} s  {'; '.join(notes)}", flush=True)
 
 
 def _hint_about_bos(config: ExportConfig, source: _Source) -> None:

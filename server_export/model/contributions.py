@@ -23,6 +23,7 @@ from prge.examples import Example, make_batch
 from prge.head import Classifier
 from server_export.model.chain import Chain
 from server_export.model.gradients import EagerEngine
+from server_export.stage import count_parts
 
 _BATCHES, _EXAMPLES_OF_A_BATCH = 8, 8
 _FOLDS = 8
@@ -77,12 +78,14 @@ def gradient_norms(
     adapter = Adapter.zeros(chain.modules)
     classifier = _classifier(chain, contract, examples, adapter, pad, pooling)
     gradients = []
+    done = count_parts(len(chosen) // size)
     for start in range(0, len(chosen), size):
         batch = chosen[start : start + size]
         engine = EagerEngine(chain, _contract(chain, contract, batch, "exact"), pooling)
         rows = make_batch(batch, engine.contract, pad=pad)
         measured = Exact().measure(engine, Step(adapter, [rows], 0, 0, classifier))
         gradients.append(np.asarray(measured.derivatives, np.float64))
+        done()
     return _norms(chain, np.stack(gradients))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from prge.errors import shown
 from prge.progress import duration
-from prge.run_folder import reported, with_stored_settings
+from prge.run_folder import DECISIONS, reported, with_stored_settings
 from prge.settings import parse_settings
 from prge.terminal import best_effort
 from server_export.tune.settings import TuneSettings
@@ -28,9 +28,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         result = tune(settings)
     except KeyboardInterrupt:
+        is_begun = (settings.out / DECISIONS).is_file()
+        told = f"stopped; go on with: prge tune --resume {settings.out}" if is_begun else "nothing was made"
         # On the terminal too where results go into a file.
         with best_effort(sys.stderr):
-            print(f"\nstopped; go on with: prge tune --resume {settings.out}", file=sys.stderr, flush=True)
+            print(f"\n{told}", file=sys.stderr, flush=True)
         raise
     print("\n".join(_text(settings.out, result)))
     if settings.json:

@@ -16,6 +16,10 @@ from server_export.verbs import answer_of, flags_of, run_verb, wait_until_free
 class Place(Protocol):
     """Takes runs."""
 
+    def bring(self, bundle: Path) -> None:
+        """Bring what all runs need, so that it is no part of a run's time; raises as `run`."""
+        ...
+
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """Begin the run of a folder, or go on with it; returns when it has ended and the folder holds it.
 
@@ -32,6 +36,9 @@ class Place(Protocol):
 
 class Here:
     """Implements Place: this machine."""
+
+    def bring(self, bundle: Path) -> None:
+        """See Place."""
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """See Place."""
@@ -87,6 +94,10 @@ class Phone:
     def run_name(self, folder: Path) -> str:
         """What a run's folder is called on the phone."""
         return f"{self._name}-{folder.name}"
+
+    def bring(self, bundle: Path) -> None:
+        """See Place."""
+        run_verb("android", "push", *self._where, bundle)
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """See Place. Of a short run nothing stays on the phone."""

@@ -177,7 +177,7 @@ def test_an_encoder_needs_rows_of_every_class(workshop: Path, encoder: Path, tmp
     words = ["--bundle", encoder, "--task", workshop / "task.yaml", "--out", tmp_path / "out"]
     done = prge("tune", rows, *words, "--steps", 4, "--learning-rate", 0.03, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "the classification head can't be fitted" in done.stderr and "classes without a row" in done.stderr
+    assert "no training row is of the class 'yes'" in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_path: Path) -> None:
@@ -197,12 +197,20 @@ def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_pa
 
 
 def test_an_empty_completion_is_told_with_its_row(workshop: Path, tmp_path: Path) -> None:
-    lines = [{"prompt": f"a{n}", "completion": " bb" if n % 7 else ""} for n in range(1, 9)]
-    rows = write_rows(tmp_path / "rows.jsonl", lines)
-    words = ["--bundle", workshop / "bundle", "--dev", rows, "--out", tmp_path / "out"]
-    done = prge("tune", rows, *words, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "row 7: its completion is empty" in done.stderr
+    """Of the user's own file, before anything is made; the same folder takes the corrected command."""
+    lines = [{"question": f"a{n}", "completion": " bb" if n % 7 else ""} for n in range(1, 9)]
+    rows, out = write_rows(tmp_path / "rows.jsonl", lines), tmp_path / "out"
+    words = ["tune", rows, "--model", workshop / "model", "--dev", rows, "--out", out, "--steps", 2]
+    told = "its columns are question, completion"
+    columns = ["--columns", "prompt=question", "completion=completion"]
+    for more, message in (([], told), (columns, f"{rows} has rows that can't be used:\n  - row 7: its comp")):
+        done = prge(*words, *more, check=False)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+        assert not out.exists()
+    done = prge(
+        *words, *columns, "--on-bad-row", "skip", "--learning-rate", 0.01, "--target-modules", "o_proj"
+    )
+    assert f"left out 1 rows of {rows}:\n  row 7: its completion is empty" in done.stdout
 
 
 def test_rates_that_diverge_in_the_search_are_not_taken(
@@ -241,6 +249,8 @@ def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: 
     done = prge(*words, check=False)
     assert done.returncode == 2 and "the final run diverged" in done.stderr
     assert "give a --learning-rate below 1e+30" in done.stderr
+    prge("tune", "--resume", tmp_path / "out", "--learning-rate", 0.01)
+    assert (tmp_path / "out" / "report.html").is_file()
 
 
 def test_a_model_that_isnt_here_is_told_at_once(
