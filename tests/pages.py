@@ -75,7 +75,7 @@ class Page(HTMLParser):
 
 
 def check_widths(page: str, folder: Path, widths: Sequence[int] = WIDTHS) -> None:
-    """Check in chromium that nothing of a page scrolls sideways, and that tables are cards on narrow ones alone.
+    """Check in chromium that nothing of a page scrolls sideways; tables are cards on narrow ones alone.
 
     Skips where there is none.
     """
