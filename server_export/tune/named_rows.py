@@ -123,7 +123,7 @@ class NamedRows:
             name, words = self._sources["train"].name, examples[0].choices
             raise DataError(
                 f"{name} can't be used:",
-                [f"no training row is of the class {words[label]!r}" for label in sorted(lacking)],
+                [f"no training row is of the class {words[label].strip()!r}" for label in sorted(lacking)],
                 remedy="give rows of every class, at least two where development rows are split off",
             )
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from prge.bundle import Bundle, open_bundle, read_manifest
 from prge.chain import DECODE
-from prge.errors import PrgeError
+from prge.errors import PrgeError, RunError
 from prge.guide import GUIDE
 from prge.progress import duration
 from prge.rows.readers import Row, read_rows
@@ -60,7 +60,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             nothing was made for isn't begun.
     """
     with ExitStack() as held:
-        if (settings.out / DECISIONS).is_file():
+        if is_there := (settings.out / DECISIONS).is_file():
             held.enter_context(run_lock(settings.out))
         tuning = _Tuning(settings)
         stages: list[tuple[str, Callable[[], None]]] = [
@@ -77,8 +77,10 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
         ]
         for number, (name, stage) in enumerate(stages, 1):
             if name == "bundle" and not tuning.is_kept:
-                if not (settings.out / DECISIONS).is_file():
+                if not is_there:
                     held.enter_context(run_lock(settings.out))
+                    if (settings.out / DECISIONS).is_file():
+                        raise RunError(f"{settings.out}: another process began a tuning there meanwhile")
                 tuning.keep()
             print(f"\n{number}/{len(stages)}  {name}", flush=True)
             stage()
