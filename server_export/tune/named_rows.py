@@ -71,10 +71,14 @@ class NamedRows:
         for part, source in self._sources.items():
             options = BuildOptions("auto", skip_unusable=True)
             examples, report = self._built(part, source.rows, tokenizer, _unbounded(contract), options)
-            found = [*self._broken[part], *(f"row {row}: {why}" for row, why in report.unusable.items())]
+            found = [
+                *self._broken.pop(part, ()),
+                *(f"row {row}: {why}" for row, why in report.unusable.items()),
+            ]
             if found:
                 problems[source.name] = found
-                self.notes.append(f"left out {len(found)} rows of {source.name}:")
+                count = "1 row" if len(found) == 1 else f"{len(found)} rows"
+                self.notes.append(f"left out {count} of {source.name}:")
                 self.notes += [f"  {each}" for each in found[:_SHOWN_ROWS]]
                 self.notes += [f"  ... and {len(found) - _SHOWN_ROWS} more"] * (len(found) > _SHOWN_ROWS)
                 kept = [row for row in source.rows if row.number not in report.unusable]

@@ -86,8 +86,6 @@ class Record:
         if "search" not in done:
             for name in ("phone", "name_on_phone"):
                 self._content["found"].pop(name, None)
-        # What is there is a run that diverged.
-        shutil.rmtree(self._settings.out / "run", ignore_errors=True)
         self.keep()
 
     @property
@@ -96,7 +94,13 @@ class Record:
         return float(self._content["seconds"]) + max(time.time() - self._content["began"], 0.0)
 
     def keep(self) -> None:
-        """Write it down: from now on the folder holds a tuning that can be gone on with."""
+        """Write it down: from now on the folder holds a tuning that can be gone on with.
+
+        A final run of before that diverged goes.
+        """
+        run = self._settings.out / "run"
+        if self._path.is_file() and status_of(run) == "diverged":
+            shutil.rmtree(run)
         write_file(self._settings.out / CONFIG, settings_to_yaml(self._settings.resolved()).encode())
         self.is_kept = True
         self._write()
@@ -170,6 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not {"settings", "decisions", "found", "began", "seconds"} <= content.keys():
             raise ValueError("it lacks a part")
+        content |= {name: float(content[name]) for name in ("began", "seconds")}
         for entry in content["decisions"]:
             Decision(**entry)
         return dict(content)

@@ -76,12 +76,10 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             ("report", tuning.report),
         ]
         for number, (name, stage) in enumerate(stages, 1):
-            if name == "bundle" and not tuning.is_kept:
+            if name == "bundle":
                 if not is_there:
                     held.enter_context(run_lock(settings.out))
-                    if (settings.out / DECISIONS).is_file():
-                        raise RunError(f"{settings.out}: another process began a tuning there meanwhile")
-                tuning.keep()
+                tuning.keep(is_there)
             print(f"\n{number}/{len(stages)}  {name}", flush=True)
             stage()
         return tuning.result()
@@ -95,20 +93,29 @@ class _Tuning:
         self._record = Record(settings)
         self._rows = RowFiles(settings.out / "rows", settings.task)
         self._parts: dict[Part, list[Row]] = {}
+        self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
         self._choosing = Choosing(settings, self._record)
         self._place: Place = Here()
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether the folder holds the record."""
-        return self._record.is_kept
+    def keep(self, is_there: bool) -> None:
+        """Write rows that were just read, and what was decided by them, into the folder.
 
-    def keep(self) -> None:
-        """Begin the folder with the rows, which are in order, and what was decided."""
-        (self._settings.out / "before.json").unlink(missing_ok=True)
-        self._rows.write(self._parts)
+        Args:
+            is_there: whether the folder holds a tuning already.
+
+        Raises:
+            RunError: it holds something else, which stays as it is.
+        """
+        out = self._settings.out
+        if self._notes is None:
+            return
+        if not is_there and any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
+            raise RunError(f"{out} holds something already", remedy="give another folder with --out")
         self._record.keep()
+        (out / "before.json").unlink(missing_ok=True)
+        self._rows.write(self._parts)
+        self._record.found("rows", lambda: self._notes)
 
     def meet_phone(self) -> None:
         """Measure the phone that runs take place on; from then on it is this one."""
@@ -126,7 +133,8 @@ class _Tuning:
     def read(self) -> None:
         """Read, check and split the rows, for the bundle that is there or will be."""
 
-        def notes() -> list[str]:
+        notes = self._record.known("rows")
+        if notes is None:
             rows = NamedRows(self._settings)
             if self._settings.bundle is None:
                 self._parts = self._choosing.for_export(rows)
@@ -135,10 +143,8 @@ class _Tuning:
                 tokenizer, contract = bundle_tokenizer(bundle), bundle.score_contract
                 rows.check(tokenizer, contract)
                 self._parts = rows.split(tokenizer, contract)
-            return rows.notes
-
-        for note in self._record.found("rows", notes):
-            print(note)
+            notes = self._notes = rows.notes
+        print("\n".join(notes))
 
     def export(self) -> None:
         """Export, unless a bundle is there."""

@@ -210,7 +210,7 @@ def test_an_empty_completion_is_told_with_its_row(workshop: Path, tmp_path: Path
     done = prge(
         *words, *columns, "--on-bad-row", "skip", "--learning-rate", 0.01, "--target-modules", "o_proj"
     )
-    assert f"left out 1 rows of {rows}:\n  row 7: its completion is empty" in done.stdout
+    assert f"left out 1 row of {rows}:\n  row 7: its completion is empty" in done.stdout
 
 
 def test_rates_that_diverge_in_the_search_are_not_taken(
