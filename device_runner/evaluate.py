@@ -62,8 +62,8 @@ class EvaluateSettings:
     """Tasks whose answers are texts: let the model write them, as the task's `generate` says, or search them
     among the spans of the passage. Default: write them where the task says how, else search."""
     overflow: Overflow = "auto"
-    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts,
-    truncate all else. What is cut is reported."""
+    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
+    and chats, truncate all else. What is cut is reported."""
     append_eos: bool = True
     """End completions with the tokenizer's end-of-sequence token, where it has one."""
     predictions: Path | None = None

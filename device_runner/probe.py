@@ -90,8 +90,8 @@ class ProbeSettings:
     shuffle_seed: int | None = None
     """Shuffle the file before the limit; the same rows on every machine."""
     overflow: Overflow = "auto"
-    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts,
-    truncate all else. What is cut is reported."""
+    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
+    and chats, truncate all else. What is cut is reported."""
     engine: EngineName = "auto"
     """native: the stock libraries, without torch; torch: the runtime's Python module; auto: native where
     it is built or can be."""

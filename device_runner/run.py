@@ -10,6 +10,7 @@ trunk_cache/     what lower blocks made of training rows; may be deleted at any 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -49,7 +50,7 @@ from prge.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from prge.encoder_heads import Heads, fit_heads
+from prge.encoder_heads import Heads, digest_of, fit_heads
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
 from prge.exact import check_single_sequences
@@ -139,7 +140,11 @@ def _train(
 ) -> Path:
     pad = inputs.tokenizer.pad_id
     checkpoints = settings.out / CHECKPOINTS
-    heads = prepare_heads(settings, inputs, engines.score, journal)
+    begin = time.perf_counter()
+    heads, told = prepare_heads(settings, inputs, engines.score, journal)
+    if told:
+        facts.head_seconds = time.perf_counter() - begin
+        watcher.say(f"heads: {told}, {facts.head_seconds:.1f} s")
     state = new_state(settings, inputs.adapter, heads)
     load_latest(checkpoints, state, newest=journal.steps)
     if journal.steps:
@@ -284,21 +289,36 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
         journal.append({"kind": CHANGE, "step": journal.steps, "settings": identity["settings"]})
 
 
-def prepare_heads(settings: RunSettings, inputs: RunInputs, engine: Engine, journal: Journal) -> Heads:
-    """An encoder's heads: the journal's, the start adapter's, or fitted on the training rows."""
+def prepare_heads(
+    settings: RunSettings, inputs: RunInputs, engine: Engine, journal: Journal
+) -> tuple[Heads, str]:
+    """An encoder's heads, and in words where new ones come from.
+
+    They are the journal's, the start adapter's, another run's, or fitted on the training rows.
+    """
     contract = engine.contract
     if not contract.is_encoder:
-        return Heads()
+        return Heads(), ""
     heads = Heads.from_journal(journal, contract.width)
+    if heads is not None:
+        return heads, ""
+    folds = 0 if settings.head_learning_rate else settings.head_folds
+    digest, told = digest_of(inputs.bundle.sha256, inputs.adapter, inputs.train, folds), "the adapter's"
+    if inputs.start_head:
+        heads = Heads(inputs.start_head)
+    elif settings.heads_of:
+        if not settings.heads_of.is_file():
+            raise RunError(
+                f"--heads-of is {settings.heads_of}: there is no such file",
+                remedy="give the journal.jsonl of a run, or leave it out",
+            )
+        other = Journal(settings.heads_of, writable=False)
+        heads, told = Heads.from_journal(other, contract.width, digest), f"those of {settings.heads_of}"
     if heads is None:
-        folds = 0 if settings.head_learning_rate else settings.head_folds
-        heads = (
-            Heads(inputs.start_head)
-            if inputs.start_head
-            else fit_heads(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id, folds)
-        )
-        journal.append(heads.to_record())
-    return heads
+        heads = fit_heads(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id, folds)
+        told = f"fitted on {len(inputs.train):,} rows"
+    journal.append(heads.to_record(digest))
+    return heads, told
 
 
 def write_final(settings: RunSettings, inputs: RunInputs, state: TrainingState) -> Path:
@@ -334,6 +354,7 @@ class _Facts:
                 self.estimators.append({"since": record.get("step", 0), "estimator": estimator})
         self.sensors = {"start": Sensors().record()}
         self.samples: Samples | None = None
+        self.head_seconds: float | None = None
 
     def __call__(self) -> tuple[Record, Record]:
         """The blocks `run` and `train`."""
@@ -350,6 +371,7 @@ class _Facts:
             "training_tokens": token_count(self.inputs.train),
             "development_rows": len(self.inputs.dev),
             "trained_values": self.inputs.adapter.size,
+            **({"head_seconds": self.head_seconds} if self.head_seconds is not None else {}),
             "sensors": {**self.sensors, "last": Sensors().record()},
             **({"samples": self.samples.summary()} if self.samples else {}),
         }

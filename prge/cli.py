@@ -14,6 +14,7 @@ from prge.completion import show_verbs, words_of_help
 from prge.errors import PrgeError, RunError
 from prge.interrupts import ignore_interrupts, one_interrupt
 from prge.memory import GET_MEMORY, tells_no_memory
+from prge.parents import end_with_starter
 from prge.terminal import best_effort, flush, open_standard_files, silence
 
 
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     With PRGE_DEBUG=1 in the environment every error keeps its traceback.
     """
+    end_with_starter()
     try:
         open_standard_files()
         with one_interrupt(restored=argv is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,23 +24,24 @@ class Heads:
     head: Head | None = None
     cross_fitted: CrossFittedHeads | None = None
 
-    def to_record(self) -> Record:
-        """The journal's record of them."""
+    def to_record(self, digest: str = "") -> Record:
+        """The journal's record of them; `digest` is that of what they were fitted on."""
         if self.head is None:
             raise ValueError("there is no head")
         folds = self.cross_fitted.heads if self.cross_fitted else ()
         return {
             "kind": "head",
+            **({"digest": digest} if digest else {}),
             "classes": len(self.head.bias),
             "values": encode_array(self.head.values),
             "folds": [encode_array(fold.values) for fold in folds],
         }
 
     @classmethod
-    def from_journal(cls, journal: Journal, width: int) -> Heads | None:
-        """The heads that a run's journal holds."""
+    def from_journal(cls, journal: Journal, width: int, digest: str | None = None) -> Heads | None:
+        """The heads that a run's journal holds; with a digest only those that were fitted on just that."""
         record = journal.first("head")
-        if record is None:
+        if record is None or (digest is not None and record.get("digest") != digest):
             return None
 
         def decode(values: str) -> Head:
@@ -79,6 +81,15 @@ def fit_heads(
             [str(error)],
             remedy="give more rows of every class" + (", or fewer --head-folds" if folds else ""),
         ) from None
+
+
+def digest_of(bundle: str, adapter: Adapter, examples: Sequence[Example], folds: int) -> str:
+    """What heads depend on: the hash of a bundle, an adapter, the examples that they are fitted on, folds."""
+    content = hashlib.sha256(f"{bundle} {folds} {examples[0].candidates} ".encode())
+    content.update(adapter.values.tobytes())
+    for example in examples:
+        content.update(repr((example.row, example.label, example.sequences[0].tokens)).encode())
+    return content.hexdigest()
 
 
 def _distinct(examples: Sequence[Example]) -> list[Example]:

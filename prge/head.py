@@ -9,6 +9,9 @@ import numpy as np
 
 from prge.engine import Float64Array, FloatArray, IntArray
 
+# Singular values of states in float32 that are smaller than this share of the greatest are none.
+_ROUNDING = 1e-7
+
 
 class Classifier(Protocol):
     """What turns pooled states into class scores."""
@@ -147,20 +150,21 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
     least = 1 / (rows + classes)
     indicators = np.eye(classes)[labels]
     centre, prior = states.mean(0), indicators.mean(0)
-    left, spread, right = np.linalg.svd(states - centre, full_matrices=False)
-    kept = spread > spread[0] * 1e-10
-    left, spread, right = left[:, kept], spread[kept], right[kept]
+    left, spread, right = _factors(states - centre)
     projected = left.T @ (indicators - prior)
+    strengths = 10.0 ** np.arange(2, -6.1, -0.25) * (spread**2).mean()
+    damping = spread[:, None] ** 2 / (spread[:, None] ** 2 + strengths)
+    leverages = left**2 @ damping + 1 / rows
+    damped = damping[:, :, None] * projected[:, None]
+    fitted = (left @ damped.reshape(len(spread), -1)).reshape(rows, -1, classes)
 
     # Without its own row the mean of the indicators leans away from that row, which would tell its class.
     lean = (indicators - prior) / max(rows - 1, 1)
     lowest, head = np.inf, Head(classes, states.shape[1])
     # Of equally good strengths the greatest.
-    for strength in 10.0 ** np.arange(2, -6.1, -0.25) * (spread**2).mean():
-        damping = (spread**2 / (spread**2 + strength))[:, None]
-        residual = indicators - prior - left @ (damping * projected)
-        leverage = left**2 @ damping + 1 / rows
-        left_out = indicators - residual / np.maximum(1 - leverage, 1e-9) + lean
+    for index in range(len(strengths)):
+        residual = indicators - prior - fitted[:, index]
+        left_out = indicators - residual / np.maximum(1 - leverages[:, index, None], 1e-9) + lean
         weight, bias = _discriminant(left_out, labels, counts / rows)
         scores = left_out @ weight.T + bias
         loss = max(_cross_entropy(scores, labels), least)
@@ -168,10 +172,26 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
             lowest = loss
             share = _believed(scores, labels, least)
             weight, bias = share * weight, share * bias
-            regression = right.T @ (damping / spread[:, None] * projected)
+            regression = right.T @ (damped[:, index] / spread[:, None])
             head.weight[:] = weight @ regression.T
             head.bias[:] = bias + weight @ (prior - centre @ regression)
     return head
+
+
+def _factors(centred: Float64Array) -> tuple[Float64Array, Float64Array, Float64Array]:
+    """Left vectors, singular values and right vectors of centred states.
+
+    Of many rows by way of their Gram matrix, which is faster. What that loses, singular values below the
+    rounding of states in float32, counts for nothing: the weakest ridge damps them to nothing.
+    """
+    if len(centred) <= centred.shape[1]:
+        left, spread, right = np.linalg.svd(centred, full_matrices=False)
+        kept = spread > spread[0] * _ROUNDING
+        return left[:, kept], spread[kept], right[kept]
+    squares, vectors = np.linalg.eigh(centred.T @ centred)
+    kept = squares > squares[-1] * _ROUNDING**2
+    spread, vectors = np.sqrt(squares[kept]), vectors[:, kept]
+    return centred @ (vectors / spread), spread, vectors.T
 
 
 def _discriminant(

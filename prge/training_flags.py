@@ -62,8 +62,8 @@ class TrainingFlags:
     shuffle_seed: int | None = None
     """Shuffle the training and development files before start and limit; the same rows on every machine."""
     overflow: Overflow = "auto"
-    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts,
-    truncate all else. What is cut is reported."""
+    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
+    and chats, truncate all else. What is cut is reported."""
     max_dropped: float = 0.05
     """Largest share of target tokens that may be left out because rows are too long."""
     append_eos: bool = True

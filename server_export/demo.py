@@ -6,10 +6,8 @@ tune, killed on the way -> resume -> guide its bundle -> two estimators more -> 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from prge.errors import PrgeError, RunError
 from prge.rows.readers import read_rows
 from prge.rows.task import load_task
 from prge.settings import parse_settings
-from server_export.verbs import command_of, flags_of, json_of, run_verb
+from server_export.verbs import flags_of, json_of, run_verb, started
 
 DATA = Path(__file__).resolve().parent / "demo_data"
 DESCRIPTION = "Tune, compare, evaluate and publish a tiny model on this machine, in about two minutes."
@@ -142,13 +140,13 @@ def _written(out: Path, bundle: Path, seed: int) -> dict[str, Any]:
 
 
 def _killed_on_the_way(run: Path, *words: object) -> None:
-    """Start a verb and kill it with all that it started, as a phone would, a few steps into a run."""
+    """Start a verb and kill it, and with it all that it started, as a phone would, a few steps into a run."""
     print("$ prge " + " ".join(map(str, words)), flush=True)
     journal = run / "journal.jsonl"
-    with subprocess.Popen(command_of(*words), start_new_session=True) as process:
+    with started(*words) as process:
         while process.poll() is None:
             if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= _STEPS_BEFORE_THE_KILL:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 break
             time.sleep(0.02)
     if process.returncode != -signal.SIGKILL:

@@ -7,9 +7,7 @@ block's weights -> verify in the engine -> write the manifest
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from prge.errors import RunError
 from server_export.check.estimation import announce
 from server_export.memory import give_back_freed
 from server_export.settings import ExportConfig
+from server_export.stage import stage
 
 if TYPE_CHECKING:
     from prge.rows.tokenizer import Tokenizer
@@ -63,9 +62,9 @@ def export(config: ExportConfig) -> Path:
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = _open_source(config)
         if config.init == "eva":
-            with _stage("directions") as note:
+            with stage("directions") as note:
                 source = _from_rows(config, source, note)
-        with _stage("tracing") as note:
+        with stage("tracing") as note:
             chain = source.chain(config.quantize)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source)
@@ -192,7 +191,7 @@ def _reader(config: ExportConfig, source: _Source) -> tuple[Tokenizer, Contract]
 def _compare(config: ExportConfig, chain: Chain) -> None:
     from server_export.check.chain import difference_from_model
 
-    with _stage("comparing") as note:
+    with stage("comparing") as note:
         part = difference_from_model(chain, config.model, config.revision)
         note(f"the blocks in float32 and the whole model differ by {part:.2g}")
     give_back_freed()
@@ -207,11 +206,11 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
     from server_export.lower.chain import lower_chain
 
     bounds = manifest.Bounds.for_rows(source.longest, source.context)
-    with _stage("lowering") as note:
+    with stage("lowering") as note:
         cache = ProgramCache() if config.cache else None
         lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)
     give_back_freed()
-    with _stage("verifying") as note:
+    with stage("verifying") as note:
         verification = verify_chain(chain, lowered, folder, config.quantize)
         differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
@@ -226,7 +225,7 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
         kinds=lowered.kinds,
         blocks=lowered.blocks,
     )
-    with _stage("writing"):
+    with stage("writing"):
         return write_bundle(
             folder,
             config,
@@ -239,25 +238,11 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
         )
 
 
-@contextmanager
-def _stage(name: str) -> Iterator[Any]:
-    """Print a stage's name when it begins, and its time and note when it ends."""
-    notes: list[str] = []
-    print(f"{name:<10}", end="", flush=True)
-    start = time.monotonic()
-    try:
-        yield notes.append
-    except BaseException:
-        print()
-        raise
-    print(f"{time.monotonic() - start:6.1f} s  {'; '.join(notes)}", flush=True)
-
-
 def _tell_targets(config: ExportConfig, source: _Source) -> None:
     """Say where all linear layers are adapted for want of a usual choice."""
     from server_export.model.lora_fa import usual_target_modules
 
-    is_chosen = config.target_modules or config.adapter or config.adapt_layers == AUTO
+    is_chosen = config.target_modules or config.adapter
     if not is_chosen and usual_target_modules(source.outline.model) is None:
         print(
             f"PEFT has no usual target modules for {source.outline.config.model_type}: adapters are on all "

@@ -1,15 +1,22 @@
-"""Other verbs of prge as steps of one: each in a process of its own, as a user would start it."""
+"""Other verbs of prge as steps of one: each in a process of its own, which ends with this one."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Container, Mapping, Sequence
+import time
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from prge.errors import PrgeError
+from prge.errors import PrgeError, RunError
+from prge.parents import environment_of_child
+from prge.run_folder import LOCK, run_lock
+
+# For what a verb saves when it is told to stop, and when a terminal has told it.
+_SECONDS_TO_END, _SECONDS_TO_OBEY = 30.0, 3.0
 
 
 def run_verb(*words: object, quiet: bool = False) -> None:
@@ -20,10 +27,7 @@ def run_verb(*words: object, quiet: bool = False) -> None:
     """
     if not quiet:
         print("$ prge " + " ".join(map(str, words)), flush=True)
-    code = subprocess.run(
-        command_of(*words), check=False, stdout=subprocess.DEVNULL if quiet else None
-    ).returncode
-    if code:
+    if code := verb_code(*words, stdout=subprocess.DEVNULL if quiet else None):
         raise _failed(words, code)
 
 
@@ -33,10 +37,44 @@ def answer_of(*words: object, codes: Container[int] = (0,)) -> str:
     Raises:
         PrgeError: it ended with none of these codes; its own message is on the terminal.
     """
-    done = subprocess.run(command_of(*words), check=False, stdout=subprocess.PIPE, text=True)
-    if done.returncode not in codes:
-        raise _failed(words, done.returncode)
-    return done.stdout
+    with started(*words, stdout=subprocess.PIPE, text=True) as child:
+        told = str(child.communicate()[0])
+    if child.returncode not in codes:
+        raise _failed(words, child.returncode)
+    return told
+
+
+def verb_code(*words: object, **options: Any) -> int:
+    """Run one verb, by options as of `started`; returns its exit code."""
+    with started(*words, **options) as child:
+        return child.wait()
+
+
+@contextmanager
+def started(
+    *words: object, environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[subprocess.Popen[Any]]:
+    """A verb in a process of its own: told to stop where the block raises, killed when this process ends.
+
+    Args:
+        words: of its command line.
+        environment: variables for it alone, where they aren't set.
+        options: of subprocess.Popen.
+    """
+    with subprocess.Popen(
+        command_of(*words), env={**(environment or {}), **environment_of_child()}, **options
+    ) as child:
+        try:
+            yield child
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):  # of which a terminal tells the child too
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_SECONDS_TO_OBEY)
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_SECONDS_TO_END)
+            child.kill()
+            raise
 
 
 def command_of(*words: object) -> list[str]:
@@ -58,6 +96,23 @@ def json_of(path: Path) -> dict[str, Any]:
     """What a verb wrote with `--json`, or into a run folder."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def wait_until_free(run: Path, seconds: float = 10.0) -> None:
+    """Wait for the process that still holds a run folder, such as one that is just being killed.
+
+    Raises:
+        RunError: it holds it for longer.
+    """
+    deadline = time.monotonic() + seconds
+    while (run / LOCK).exists():
+        try:
+            with run_lock(run):
+                return
+        except RunError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _failed(words: Sequence[object], code: int) -> PrgeError:

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
-WIDTHS = (1280, 1000, 768, 390, 360)
+WIDTHS, NARROW = (1280, 1000, 768, 390, 360), 768
 # A frame of a width lays its page out as a screen of that width; a window can't be as narrow as a phone.
 MEASURE = """
 onload = () => { for (const frame of document.querySelectorAll("iframe")) {
   const page = frame.contentDocument.documentElement;
   const boxes = frame.contentDocument.querySelectorAll(".scroll");
   const wider = [...boxes].filter(box => box.scrollWidth > box.clientWidth).length;
-  document.body.append(`[${frame.width}: ${page.scrollWidth} of ${page.clientWidth}, ${wider} boxes]`);
+  const cards = [...boxes].filter(box => getComputedStyle(box.firstChild).display != "table").length;
+  document.body.append(`[${frame.width}: ${page.scrollWidth} of ${page.clientWidth}, ${wider} and ${cards}]`);
 } };
 """
 
@@ -74,7 +75,10 @@ class Page(HTMLParser):
 
 
 def check_widths(page: str, folder: Path, widths: Sequence[int] = WIDTHS) -> None:
-    """Check in chromium that neither a page nor a table of it scrolls sideways; skips where there is none."""
+    """Check in chromium that nothing of a page scrolls sideways; tables are cards on narrow ones alone.
+
+    Skips where there is none.
+    """
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no chromium to lay the page out")
@@ -88,8 +92,9 @@ def check_widths(page: str, folder: Path, widths: Sequence[int] = WIDTHS) -> Non
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    found = re.findall(r"\[(\d+): (\d+) of (\d+), (\d+) boxes\]", done.stdout)
+    found = re.findall(r"\[(\d+): (\d+) of (\d+), (\d+) and (\d+)\]", done.stdout)
     assert {int(width) for width, *_ in found} == set(widths)
-    for width, needed, there, cut in found:
+    for width, needed, there, cut, cards in found:
+        assert bool(int(cards)) == (int(width) <= NARROW), f"tables at {width} pixels"
         assert int(needed) <= int(there), f"at {width} pixels"
         assert int(cut) == 0, f"tables at {width} pixels"

@@ -382,6 +382,8 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
         changes["task"] = phone.send_file(Path(plain.task))
     if plain.sample_prompts:
         changes["sample_prompts"] = Path(phone.send_file(plain.sample_prompts))
+    if plain.heads_of:
+        changes["heads_of"] = Path(phone.send_file(plain.heads_of))
     if plain.adapter:
         source = find_adapter(plain.adapter)
         remote = phone.path("adapters", digest(str(source.resolve()))[:12])

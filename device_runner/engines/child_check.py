@@ -17,6 +17,7 @@ from device_runner.engines.refusals import RefusedError, content, load_error, qu
 from prge.children import close_all_but
 from prge.errors import BundleError, EngineError
 from prge.memory import GET_MEMORY, tells_no_memory
+from prge.parents import end_with_parent
 
 CHECK_SECONDS = 600.0
 
@@ -35,9 +36,10 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
         with warnings.catch_warnings():
             # Python warns of forks while threads run; this child calls the engine and leaves.
             warnings.simplefilter("ignore", DeprecationWarning)
+            parent = os.getpid()
             child = os.fork()
         if child == 0:
-            _child(attempt, answer.fileno(), log.fileno())
+            _child(attempt, answer.fileno(), log.fileno(), parent)
         status = _wait(child, CHECK_SECONDS)
         messages, noise = (content(stream) for stream in (answer, log))
     if status is None:
@@ -73,10 +75,11 @@ _FAULTS = frozenset(
 )
 
 
-def _child(attempt: Callable[[], object], answer: int, log: int) -> None:
+def _child(attempt: Callable[[], object], answer: int, log: int, parent: int) -> None:
     """The forked child: try, tell, leave without running anything of the parent's exit."""
     code = 1
     try:
+        end_with_parent(parent)
         faulthandler.disable()
         with contextlib.suppress(Exception):
             import resource

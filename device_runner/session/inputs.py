@@ -40,7 +40,7 @@ _NOT_IDENTITY = frozenset(
         *("engine", "threads", "trunk_cache_bytes", "memory", "quiet", "log_to"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
         *("pause_above_celsius", "pause_below_battery", "only_charging"),
-        *("sample_prompts", "sample_rows", "sample_every"),
+        *("sample_prompts", "sample_rows", "sample_every", "heads_of"),
     }
 )
 

@@ -92,6 +92,10 @@ class RunSettings(TrainingFlags):
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
+    heads_of: Path | None = None
+    """Encoders: journal of another run, whose heads are taken if they were fitted on the same rows with the
+    same bundle and folds. Default: fit them."""
+
     sample_prompts: Path | None = None
     """Prompts that the model answers before, on the way and after, into samples.jsonl: one a line, or jsonl
     with prompt or messages."""

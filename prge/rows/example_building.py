@@ -10,7 +10,8 @@
     a task, encoder       one sequence without slots, and a class
 
 What doesn't fit a bundle is cut, split or refused as `overflow` says, and told in a `DataReport`:
-a prompt loses its beginning, as in MeZO (arXiv 2305.17333); a candidate is never cut.
+a prompt loses its beginning, as in MeZO (arXiv 2305.17333); a candidate is never cut; a chat is split between
+turns.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from prge.errors import BundleError, DataError
 from prge.examples import Example, Slot, TokenSequence
 from prge.rows.forms import TEXT, Form, column_names, columns_text, find_form, present_columns
 from prge.rows.readers import Row, Selection, select_rows
-from prge.rows.report import ENCODER_CUT, END_CUT, PROMPT_CUT, SPLIT, DataReport
+from prge.rows.report import ENCODER_CUT, END_CUT, PROMPT_CUT, SPLIT, TURNS_CUT, TURNS_SPLIT, DataReport
 from prge.rows.sources import Source, read_source
 from prge.rows.task import RowError, Task
 from prge.rows.tokenizer import Ids, Pair, Tokenizer
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate
+    from prge.rows.chat import ChatTemplate, Message
 
 Overflow = Literal["auto", "error", "truncate", "split"]
 Mask = NDArray[np.bool_]
@@ -52,13 +53,15 @@ class BuildOptions:
 
     overflow: Overflow = "error"
     """What is too long for the bundle: `error`, `truncate`, or `split` (not candidates) it; `auto`: split
-    texts, truncate all else."""
+    texts and chats, truncate all else."""
     append_eos: bool = True
     """Learn an end-of-sequence token after completions and answers, where the model has one."""
     max_dropped: float | None = None
     """Largest share of target tokens that may be left out; None: any."""
     control_tokens: bool = False
     """Read control tokens written in texts, such as </s>, as such."""
+    skip_unusable: bool = False
+    """Leave out rows that can't be used, as long as there are others; the report has them."""
 
 
 def load_examples(
@@ -151,24 +154,26 @@ class _Builder:
             self.report.kind = f"{source} (task {self.task.name})"
         self.report.columns = columns_text(read, present, renamed)
         if self.overflow == "auto":
-            self.overflow = "split" if form is TEXT else "truncate"
+            self.overflow = "split" if form is TEXT or self.chat is not None else "truncate"
         examples: list[Example] = []
-        problems: list[str] = []
+        unusable = self.report.unusable
         for row in rows:
             try:
                 made = self.examples(form, row)
                 cut = self.report.was_cut(row.number)
                 examples += [replace(each, cut=True) for each in made] if cut else made
             except RowError as problem:
-                problems.append(f"row {row.number}: {problem}")
+                unusable[row.number] = str(problem)
             except DataError as error:
                 headline = error.what.partition("\n")[0]
-                problems.append(f"row {row.number}: {headline}: {'; '.join(error.problems)}")
-        if problems:
+                unusable[row.number] = f"{headline}: {'; '.join(error.problems)}"
+        if unusable and not (self.options.skip_unusable and examples):
             raise DataError(
-                f"{source} has rows that can't be used", problems, remedy="correct or remove these rows"
+                f"{source} has rows that can't be used",
+                [f"row {number}: {problem}" for number, problem in unusable.items()],
+                remedy="correct or remove these rows",
             )
-        self.report.rows = len(rows)
+        self.report.rows = len(rows) - len(unusable)
         self.report.examples = len(examples)
         for example in examples:
             for sequence in example.sequences:
@@ -261,11 +266,60 @@ class _Builder:
     def messages(self, row: Row) -> list[Example]:
         from prge.rows.chat import check_messages
 
-        assert self.chat is not None
         try:
             messages = check_messages(row.fields["messages"])
         except ValueError as error:
             raise RowError(str(error)) from None
+        whole = self.conversation(row, messages)
+        mask = whole[1]
+        if self.overflow == "error" or self.fits(mask) or not mask[1:].any():
+            return self.learnt(row, *whole)
+        try:
+            parts = [self.conversation(row, part) for part in self.parts(row, messages)]
+        except DataError:  # a template that wants conversations whole
+            return self.learnt(row, *whole)
+        if len(parts) > 1:
+            self.report.note(TURNS_CUT if self.overflow == "truncate" else TURNS_SPLIT, row.number)
+        if self.overflow == "truncate":
+            parts = parts[-1:]
+            self.report.dropped += int(np.count_nonzero(mask[1:]) - np.count_nonzero(parts[0][1][1:]))
+        return [example for part in parts for example in self.learnt(row, *part)]
+
+    def parts(self, row: Row, messages: Sequence[Message]) -> list[list[Message]]:
+        """A chat between its turns: parts that fit, the newest the longest, the system's message before each.
+
+        A part begins with what the assistant was asked. One that doesn't fit has a single question.
+        """
+        roles = [message["role"] for message in messages]
+        first = int(roles[0] == "system")
+        starts = [
+            index
+            for index in range(first, len(roles))
+            if index == first or (roles[index] != "assistant" and roles[index - 1] == "assistant")
+        ]
+        end = len(roles) - roles[::-1].index("assistant")
+        starts = [start for start in starts if start < end]
+        parts: list[list[Message]] = []
+        while starts:
+            start = starts.pop()
+            part = [*messages[:first], *messages[start:end]]
+            while starts:
+                longer = [*messages[:first], *messages[starts[-1] : end]]
+                if not self.fits(self.conversation(row, longer)[1]):
+                    break
+                start, part = starts.pop(), longer
+            parts.insert(0, part)
+            end = start
+        return parts
+
+    def fits(self, mask: Mask) -> bool:
+        """Whether the bundle takes a sequence up to its last target."""
+        end = len(mask) - int(mask[::-1].argmax())
+        return end <= self.length and int(np.count_nonzero(mask[1:])) <= self.contract.positions
+
+    def conversation(self, row: Row, messages: Sequence[Message]) -> tuple[Ids, Mask, int]:
+        """Tokens of messages by the template, which are learnt, and how many of them begin every text."""
+        assert self.chat is not None
         try:
             text, spans, exact = self.chat.assistant_spans(messages)
         except BundleError as error:
@@ -289,7 +343,7 @@ class _Builder:
             tokens.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
             learnt += inside.tobytes()
         begin = 1 if tokens[:1].tolist() == [self.tokenizer.bos_id] else 0
-        return self.learnt(row, np.frombuffer(tokens, np.int32), np.frombuffer(learnt, np.bool_), begin)
+        return np.frombuffer(tokens, np.int32), np.frombuffer(learnt, np.bool_), begin
 
     def completion(
         self, row: Row, prompt: str, completion: str, answers: tuple[str, ...] = (), passage: str = ""
@@ -344,7 +398,7 @@ class _Builder:
         """
         room, limit = self.length, self.contract.positions
         count, end = int(np.count_nonzero(mask[1:])), len(mask) - int(mask[::-1].argmax())
-        if end <= room and count <= limit:
+        if self.fits(mask):
             yield begin, (1 + np.flatnonzero(mask[1:])).tolist()
             return
         if self.overflow == "error":

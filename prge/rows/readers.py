@@ -61,8 +61,12 @@ class Selection:
             raise ConfigError("the selection of rows can't be used", problems)
 
 
-def read_rows(path: Path | str) -> list[Row]:
+def read_rows(path: Path | str, broken: list[str] | None = None) -> list[Row]:
     """Read every row of a file of one of the `FORMATS`.
+
+    Args:
+        path: of the file.
+        broken: takes what is wrong with broken rows, which are left out then.
 
     Raises:
         DataError: no such file, another format or encoding, no rows, or broken rows (all are named).
@@ -77,7 +81,7 @@ def read_rows(path: Path | str) -> list[Row]:
         )
     if not path.is_file():
         raise DataError(f"{path} can't be read as data", ["there is no such file"], remedy="check the path")
-    problems: list[str] = []
+    problems: list[str] = [] if broken is None else broken
     text = "" if suffix == PARQUET else read_text(path)
     if suffix == PARQUET:
         rows = _parquet_rows(path)
@@ -89,7 +93,7 @@ def read_rows(path: Path | str) -> list[Row]:
         rows = list(_table_rows(_plain_records(text), problems))
     else:
         rows = list(_table_rows(_quoted_records(text, "\t" if suffix == ".tsv" else ","), problems))
-    if problems:
+    if problems and (broken is None or not rows):
         raise DataError(
             f"{path} has rows that can't be read", problems, remedy="correct or remove these rows"
         )

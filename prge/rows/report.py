@@ -15,9 +15,12 @@ PROMPT_CUT = "prompts cut at the beginning"
 END_CUT = "ends cut off, not learnt"
 ENCODER_CUT = "texts cut at the end"
 SPLIT = "longer than the bundle takes, split into several examples"
-CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT)
+TURNS_SPLIT = "chats longer than the bundle takes, split between turns into several examples"
+TURNS_CUT = "chats without their older turns, not learnt"
+CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT)
 _LONGER = "an export with a larger --sequence-length keeps them whole"
-MENDS = {PROMPT_CUT: _LONGER, END_CUT: "--overflow split keeps them, or " + _LONGER, ENCODER_CUT: _LONGER}
+_SPLIT = "--overflow split keeps them, or " + _LONGER
+MENDS = {PROMPT_CUT: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER}
 
 
 @dataclass
@@ -25,7 +28,7 @@ class DataReport:
     """What became of the rows, for a person to read before training.
 
     `kind` says what they are, `columns` which of theirs were read; `dropped` target tokens didn't fit,
-    `unknown` ones the tokenizer can't spell.
+    `unknown` ones the tokenizer can't spell, `unusable` rows were left out.
     """
 
     kind: str
@@ -39,6 +42,7 @@ class DataReport:
     unknown: int = 0
     classes: Counter[str] = field(default_factory=Counter)
     notes: dict[str, list[int]] = field(default_factory=dict)
+    unusable: dict[int, str] = field(default_factory=dict)
 
     def note(self, event: str, row: int) -> None:
         """Record that something was done to a row; once a row."""
@@ -88,13 +92,18 @@ class DataReport:
             lines.append(
                 "  classes: " + ", ".join(f"{name} {count}" for name, count in sorted(self.classes.items()))
             )
+        return "\n".join([*lines, *(f"  {line}" for line in self.events())])
+
+    def events(self) -> list[str]:
+        """What was done to rows, which, and what would keep them as they are, a line each."""
+        lines = []
         for event, rows in self.notes.items():
             shown = ", ".join(str(row) for row in sorted(rows)[:SHOWN_ROWS]) + (
                 ", ..." if len(rows) > SHOWN_ROWS else ""
             )
             mend = f"; {MENDS[event]}" if event in MENDS else ""
-            lines.append(f"  {event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){mend}")
-        return "\n".join(lines)
+            lines.append(f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){mend}")
+        return lines
 
 
 def unknown_note(unknown: int, targets: int) -> str:

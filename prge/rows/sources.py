@@ -41,13 +41,19 @@ class Source:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_source(where: Path | str, part: Part = "train", columns: Sequence[str] = ()) -> Source:
+def read_source(
+    where: Path | str,
+    part: Part = "train",
+    columns: Sequence[str] = (),
+    broken: list[str] | None = None,
+) -> Source:
     """Read the rows that a user names.
 
     Args:
         where: a file, a folder, or the name of a data set.
         part: which file of a folder, or split of a data set.
         columns: words such as `prompt=question`, which call the file's column `question` `prompt`.
+        broken: as of `read_rows`.
 
     Raises:
         ConfigError: `columns` are no such words.
@@ -56,7 +62,7 @@ def read_source(where: Path | str, part: Part = "train", columns: Sequence[str] 
     renamed = parse_columns(columns)
     path = rows_file(where, part)
     if path is not None:
-        rows = read_rows(path)
+        rows = read_rows(path, broken)
         source = Source(str(path), rows, file_sha256(path), renamed)
     else:
         source = _of_hub(str(where), part, renamed)

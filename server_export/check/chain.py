@@ -23,6 +23,7 @@ from server_export.model.loading import load_model
 from server_export.model.readout import log_probabilities
 from server_export.model.traced import BATCH, COPIES, TOKENS
 from server_export.quiet import quiet_engine
+from server_export.stage import count_parts
 
 # Largest difference, as a part of the largest number. Float blocks of all architectures differ by less than
 # 1e-5. Engine and graph round the same activations to int8, where a last bit of difference flips a code.
@@ -54,6 +55,7 @@ def verify_chain(chain: Chain, lowered: LoweredChain, folder: Path, scheme: str)
     """
     tolerance = FLOAT_TOLERANCE if scheme == "fp32" else QUANTIZED_TOLERANCE
     differences: dict[str, float] = {}
+    done = count_parts(len(lowered.kinds))
     for number, kind in enumerate(lowered.kinds):
         # The last of a kind: the programs were lowered with none's weights.
         place = max(index for index, block in enumerate(lowered.blocks) if block.kind == number)
@@ -73,6 +75,7 @@ def verify_chain(chain: Chain, lowered: LoweredChain, folder: Path, scheme: str)
                         remedy=_REMEDY,
                     )
                 differences[role] = max(difference, differences.get(role, 0.0))
+        done()
     return ChainVerification(differences, tolerance)
 
 
@@ -140,9 +143,10 @@ def _answers(chain: Chain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.
         (answer,) = _eager(programs[chain.kind_of[number]], {**constants, **chain.tensors(number)}, inputs)
         return answer
 
-    state = tokens
+    state, done = tokens, count_parts(chain.end)
     for number in range(chain.end):
         state = computed(number, beside=beside)
+        done()
     if not chain.is_decoder:
         return state
     every = slice(None)

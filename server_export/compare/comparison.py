@@ -27,7 +27,7 @@ from prge.run_folder import read_metrics
 from prge.settings import settings_to_yaml
 from server_export.compare.agenda import Agenda
 from server_export.compare.budget import evenly, growing, steps_within
-from server_export.compare.children import last_words, run_verb, wait_until_free
+from server_export.compare.children import last_words, run_verb
 from server_export.compare.methods import (
     METHODS,
     Method,
@@ -51,6 +51,7 @@ from server_export.compare.records import (
 from server_export.compare.rows import write_splits
 from server_export.compare.search import search
 from server_export.compare.settings import CompareSettings
+from server_export.verbs import wait_until_free
 
 CONFIG, RUN, OUTPUT, TEST = "config.yaml", "run", "output.txt", "test.json"
 MEASURED_STEPS = 8

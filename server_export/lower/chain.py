@@ -18,8 +18,11 @@ from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
 from server_export.model.chain import Chain
 from server_export.model.tables import Table
+from server_export.stage import count_parts
 
 EMBEDDING, BLOCK, HEAD = "embedding", "block", "head"
+# Lowering a kind takes about as long as writing the weights of so many blocks.
+_OF_A_KIND = 20
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def lower_chain(
     kinds: list[manifest.Kind] = []
     lowered: list[LoweredRoles] = []
     place: dict[int, int] = {}
+    part = count_parts(_OF_A_KIND * len(chain.kinds) + len(chain.blocks))
     for first, kind in chain.kinds.items():
         is_head = first >= chain.end
         name = EMBEDDING if first == 0 else HEAD if is_head else BLOCK
@@ -85,6 +89,7 @@ def lower_chain(
         cached = " (from the cache)" if cache and cache.taken > taken else ""
         tell(f"{name}: {', '.join(done.methods)}{cached}")
         give_back_freed()
+        part(_OF_A_KIND)
     modules = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
     for number, block in enumerate(chain.blocks):
@@ -96,6 +101,7 @@ def lower_chain(
         lowered[kind_number].write(folder / path, chain.tensors(number))
         adapter = tuple(modules[chain.adapter[name]] for name in block.adapter)
         blocks.append(manifest.Block(kind_number, path, block.tables, adapter))
+        part()
     _write_tables(folder / TABLES, chain.tables.all)
     tables = tuple(
         manifest.Table(table.kind, table.window, table.first, table.members) for table in chain.tables.all

@@ -13,6 +13,7 @@ import torch
 from server_export.model.attention import padding_mask
 from server_export.model.chain import Chain
 from server_export.model.eager import EagerBlock, Watch
+from server_export.stage import count_parts
 
 # Tokens of a forward, padding included; a row of more has one of its own.
 _TOKENS = 2048
@@ -33,6 +34,7 @@ def watch_inputs(chain: Chain, rows: Sequence[Sequence[int]], watch: Watch) -> I
     batches = [_padded(batch) for batch in _batches(rows)]
     states = [tokens for tokens, _ in batches]
     adapted = [number for number, block in enumerate(chain.blocks) if block.adapter]
+    done = count_parts((adapted[-1] + 1) * len(batches))
     for number in range(adapted[-1] + 1):
         block = EagerBlock(chain, number)
         for place, (_, mask) in enumerate(batches):
@@ -42,6 +44,7 @@ def watch_inputs(chain: Chain, rows: Sequence[Sequence[int]], watch: Watch) -> I
 
             with torch.no_grad():
                 states[place] = block.answer(states[place], padding_mask(mask.float()), watch=seen)
+            done()
         yield
 
 

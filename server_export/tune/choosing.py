@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from prge.bundle import Bundle
 from prge.chain import ROLE_OF
 from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
+from prge.rows.readers import Row
+from prge.rows.sources import Part
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from server_export.check.estimation import estimate
 from server_export.settings import EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
+from server_export.tune.named_rows import NamedRows
 from server_export.tune.record import Record
 from server_export.tune.row_files import RowFiles
 from server_export.tune.settings import TuneSettings
@@ -26,10 +29,9 @@ GUIDED = ("tangent", "antithetic")
 class Choosing:
     """What a tuning decides before its export, and before the runs of its bundle."""
 
-    def __init__(self, settings: TuneSettings, record: Record, rows: RowFiles) -> None:
+    def __init__(self, settings: TuneSettings, record: Record) -> None:
         self._settings = settings
         self._record = record
-        self._rows = rows
 
     def decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
         """Note what the user gave, or what is decided if anything is, unless the record has it."""
@@ -37,8 +39,15 @@ class Choosing:
             decision = make() if given is None else Decision(name, given, "given")
             self._record.decide(*([decision] if decision else []))
 
-    def for_export(self) -> None:
-        """Scheme, start, template, first token and length of a bundle."""
+    def for_export(self, rows: NamedRows) -> dict[Part, list[Row]]:
+        """Scheme, start, template, first token and length of a bundle.
+
+        Returns:
+            The rows of all parts, which such a bundle takes.
+
+        Raises:
+            PrgeError: the model or rows can't be used.
+        """
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
@@ -48,34 +57,36 @@ class Choosing:
         tokenizing = Tokenizing(model, estimated)
 
         def template() -> Decision | None:
-            needed = self._rows.chat == "needs"
+            needed = rows.chat == "needs"
             return decisions.chat_template(tokenizing.has_template()) if needed else None
 
         self.decide("chat_template", settings.chat_template, template)
         chat_template = self._record.value("chat_template")
+        tokenizer = tokenizing.on_device(chat_template, None)
+        longest = rows.check(tokenizer, contract)
 
         def some(tokenizer: Tokenizer) -> Sequences:
-            return self._rows.some(ROWS, tokenizer, contract)
+            return rows.some(ROWS, tokenizer, contract)
 
         self.decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
-
-        def measure() -> int:
-            tokenizer = tokenizing.on_device(chat_template, self._record.value("prepend_bos"))
-            return self._rows.longest(tokenizer, contract)
-
-        longest = self._record.found("longest", measure)
+        if begins := self._record.value("prepend_bos"):
+            tokenizer = tokenizing.on_device(chat_template, begins)
+            longest = rows.check(tokenizer, contract)
         self.decide(
             "sequence_length",
             settings.sequence_length,
             lambda: decisions.sequence_length(longest, estimated.positions),
         )
+        length = self._record.value("sequence_length")
+        positions = max(length - 1, 1) if contract.positions else 0
+        return rows.split(tokenizer, replace(contract, sequence_length=length, positions=positions))
 
-    def for_runs(self, bundle: Bundle, has_guide: bool) -> RowFacts:
+    def for_runs(self, bundle: Bundle, rows: RowFiles, has_guide: bool) -> RowFacts:
         """Estimator, optimizer, batch, memory, head and steps of runs; what rows are like on the bundle."""
         settings, record = self._settings, self._record
 
         def measure() -> dict[str, Any]:
-            return asdict(self._rows.facts(bundle_tokenizer(bundle), bundle.score_contract))
+            return asdict(rows.facts(bundle_tokenizer(bundle), bundle.score_contract, settings.overflow))
 
         facts = RowFacts(**record.found("facts", measure))
         self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))

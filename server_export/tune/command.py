@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prge.errors import shown
 from prge.progress import duration
-from prge.run_folder import reported, with_stored_settings
+from prge.run_folder import DECISIONS, reported, with_stored_settings
 from prge.settings import parse_settings
+from prge.terminal import best_effort
 from server_export.tune.settings import TuneSettings
 
 DESCRIPTION = "Tune a model on rows: export, choose, find the learning rate, train, score, publish."
@@ -23,7 +25,15 @@ def main(argv: Sequence[str]) -> int:
 
     words = with_stored_settings(argv)
     settings = parse_settings(TuneSettings, words, "prge tune", positional=["data"], description=DESCRIPTION)
-    result = tune(settings)
+    try:
+        result = tune(settings)
+    except KeyboardInterrupt:
+        is_begun = (settings.out / DECISIONS).is_file()
+        told = f"stopped; go on with: prge tune --resume {settings.out}" if is_begun else "nothing was made"
+        # On the terminal too where results go into a file.
+        with best_effort(sys.stderr):
+            print(f"\n{told}", file=sys.stderr, flush=True)
+        raise
     print("\n".join(_text(settings.out, result)))
     if settings.json:
         with reported(settings.json):

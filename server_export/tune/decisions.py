@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prge.costs import bytes_text
 from prge.errors import ConfigError
+from prge.progress import duration
+from server_export.tune.rates import longest_search
 
 # Above so many parameters weights in float32 take more memory than a phone's app should.
 _SMALL_MODEL = 50_000_000
@@ -27,8 +30,10 @@ _FOLDED_ROWS = 10
 _CLEARLY = 0.98
 # The share of a limit that an estimate may come up to.
 _MARGIN = 0.85
-# Time of the search for a learning rate and of evaluations, as a share of the final run's.
-SEARCH_SHARE = 1.4
+# The share of the time that is left that an estimate may come up to; and of all of it that training has.
+_MARGIN_OF_TIME, _LEAST_SHARE = 0.95, 1 / 3
+# Of the final run: with fewer steps those of a search differ in nothing but chance.
+_FEWEST_SEARCHED = 24
 
 # The grid of the search.
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -45,6 +50,17 @@ class Decision:
     name: str
     value: Any
     why: str
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that a run takes."""
+
+    start: float
+    """Until its first step, and after the last one."""
+    step: float
+    evaluation: float
+    """Of development rows, once."""
 
 
 @dataclass(frozen=True)
@@ -140,23 +156,57 @@ def steps(facts: RowFacts, batch: int, epochs: float | None = None) -> Decision:
     )
 
 
-def steps_in(minutes: float, seconds_a_step: float, most: Decision, searched: bool) -> Decision:
-    """Steps of the final run in so much time.
+def pace(taken: Sequence[float], heads: float, evaluation: float, whole: float) -> Pace:
+    """What a run takes, by one of a few steps.
 
     Args:
-        minutes: for training.
-        seconds_a_step: measured.
-        most: what the rows ask for.
-        searched: whether the learning rate is searched in this time too.
+        taken: seconds of the run after each of its steps.
+        heads: what fitting an encoder's heads took of the first; other runs take them.
+        evaluation: of the one at its end, as other runs have one at their start too.
+        whole: from the start of its process to its end.
     """
-    share = 1 + SEARCH_SHARE if searched else 1.0
-    count = int(60 * minutes / (share * seconds_a_step))
+    later = len(taken) - 1
+    step = (taken[-1] - taken[0]) / later if later else max(taken[0] - heads, 0.0)
+    return Pace(max(whole - heads - evaluation - len(taken) * step, 0.0), step, evaluation)
+
+
+def training_seconds(count: int, pace: Pace, searched: bool) -> float:
+    """How long a final run of so many steps takes, with the search before it if there is one."""
+    runs = longest_search(len(RATES), count) if searched else []
+    seconds = sum(pace.start + steps * pace.step + 2 * pace.evaluation for steps in runs)
+    return seconds + pace.start + count * pace.step + (_EVALUATIONS + 1) * pace.evaluation
+
+
+def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched: bool) -> list[Decision]:
+    """Steps of the final run in the time that is left, and a rate where that is too little to search one.
+
+    Search and training have a third of the minutes at least: an export may take longer than all of them.
+
+    Args:
+        minutes: for all of it, as the user gave them.
+        spent: seconds that the rest takes: what was before, and what comes after the final run.
+        pace: of runs.
+        most: what the rows ask for.
+        searched: whether the learning rate is to be searched.
+    """
+    left = max(60 * minutes - spent, 60 * minutes * _LEAST_SHARE)
+    room = _MARGIN_OF_TIME * left
+    counts = range(1, most.value + 1)
+
+    def fitting(searched: bool) -> int:
+        return bisect_right(counts, room, key=lambda count: training_seconds(count, pace, searched))
+
+    rest = "take a third" if spent + left > 60 * minutes else f"have {duration(left)} left"
+    told = f"search and training {rest} of {minutes:g} minutes, at {pace.step:.3g} s a step"
+    count = fitting(searched)
     if count >= most.value:
-        return most
-    why = f"{minutes:g} minutes at {seconds_a_step:.3g} s a step"
-    if searched:
-        why += ", the search for a learning rate included"
-    return Decision("steps", max(count, 1), why)
+        return [most]
+    if not searched or count >= _FEWEST_SEARCHED:
+        return [Decision("steps", max(count, 1), told)]
+    return [
+        Decision("steps", max(fitting(searched=False), 1), told),
+        Decision("learning_rate", RATES[1], f"{minutes:g} minutes leave no time to search one"),
+    ]
 
 
 def warmup(count: int) -> int:
@@ -166,7 +216,7 @@ def warmup(count: int) -> int:
 
 def evaluate_every(count: int) -> int:
     """Steps between evaluations."""
-    return max(count // _EVALUATIONS, 1)
+    return math.ceil(count / _EVALUATIONS)
 
 
 def fitting(

@@ -10,11 +10,15 @@ from typing import Any, Protocol
 
 from prge.errors import PrgeError
 from prge.run_folder import JOURNAL
-from server_export.verbs import answer_of, flags_of, run_verb
+from server_export.verbs import answer_of, flags_of, run_verb, wait_until_free
 
 
 class Place(Protocol):
     """Takes runs."""
+
+    def bring(self, bundle: Path) -> None:
+        """Bring what all runs need, so that it is no part of a run's time; raises as `run`."""
+        ...
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """Begin the run of a folder, or go on with it; returns when it has ended and the folder holds it.
@@ -33,8 +37,12 @@ class Place(Protocol):
 class Here:
     """Implements Place: this machine."""
 
+    def bring(self, bundle: Path) -> None:
+        """See Place."""
+
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """See Place."""
+        wait_until_free(folder)
         words: list[object] = ["run", "--resume", folder]
         if not (folder / JOURNAL).is_file() or not (folder / JOURNAL).stat().st_size:
             words = ["run", *flags_of({**settings, "out": folder})]
@@ -86,6 +94,10 @@ class Phone:
     def run_name(self, folder: Path) -> str:
         """What a run's folder is called on the phone."""
         return f"{self._name}-{folder.name}"
+
+    def bring(self, bundle: Path) -> None:
+        """See Place."""
+        run_verb("android", "push", *self._where, bundle)
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """See Place. Of a short run nothing stays on the phone."""

@@ -29,7 +29,7 @@ def search_rates(run: Callable[[float, int], float], rates: Sequence[float], ste
     Returns:
         Rate, steps and loss of every run, in their order.
     """
-    few = min(max(round(_FIRST_SHARE * steps), _FEWEST_STEPS), steps)
+    few, more = _lengths(steps)
     first = [(rate, few, run(rate, few)) for rate in rates]
     for _ in range(_MOST_BEYOND):
         ranked = sorted(first, key=_loss)
@@ -41,11 +41,22 @@ def search_rates(run: Callable[[float, int], float], rates: Sequence[float], ste
         else:
             break
         first.append((beyond, few, run(beyond, few)))
-    more = min(_LONGER * few, steps)
     if more == few:
         return first
     finalists = [rate for rate, _, loss in sorted(first, key=_loss)[:_FINALISTS] if math.isfinite(loss)]
     return first + [(rate, more, run(rate, more)) for rate in finalists]
+
+
+def longest_search(rates: int, steps: int) -> list[int]:
+    """Steps of every run of the longest search over a grid of so many rates."""
+    few, more = _lengths(steps)
+    return [few] * (rates + _MOST_BEYOND) + [more] * _FINALISTS * (more != few)
+
+
+def _lengths(steps: int) -> tuple[int, int]:
+    """Steps of a first run and of a finalist's."""
+    few = min(max(round(_FIRST_SHARE * steps), _FEWEST_STEPS), steps)
+    return few, min(_LONGER * few, steps)
 
 
 def _loss(trial: Trial) -> float:

@@ -3,54 +3,104 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+import time
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from prge.atomic import write_file
 from prge.errors import ConfigError, RunError
-from prge.run_folder import CONFIG, DECISIONS
+from prge.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
 from prge.settings import settings_to_yaml
 from server_export.tune.decisions import Decision
 from server_export.tune.settings import TuneSettings
 
 # Where things lie, and what is no part of what is tuned.
 _NOT_IDENTITY = {"out", "resume", "json", "threads"}
+# The stage that first depends on a setting or has to do with a decision; all others: the bundle.
+_OF_SEARCH = (
+    *("minutes", "steps", "epochs", "batch_size", "head_folds", "seed", "on", "phone_folder", "memory"),
+    *("rows_of_a_call", "weights_memory", "optimizer"),
+)
+_STAGE_OF = {**dict.fromkeys(_OF_SEARCH, "search"), "learning_rate": "run"}
 
 
 class Record:
-    """The record of a folder, begun or gone on with.
+    """The record of a folder: begun, gone on with, or new and in memory until it is kept.
+
+    What was corrected since the folder was begun is begun again, where no stage that is done depends on it.
 
     Args:
         settings: of the tuning.
 
     Raises:
-        ConfigError: the folder was begun with other settings.
+        ConfigError: the folder was begun with other settings, and stages that are done depend on them.
         RunError: its record is damaged.
     """
 
     def __init__(self, settings: TuneSettings) -> None:
+        self._settings = settings
         self._path = settings.out / DECISIONS
         now = _plain(settings.resolved())
-        self._content: dict[str, Any] = {"settings": now, "decisions": [], "found": {}}
-        if self._path.is_file():
-            self._content = _read(self._path)
-            before = self._content["settings"]
-            problems = [
-                f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-                for name in sorted((before.keys() | now.keys()) - _NOT_IDENTITY)
-                if before.get(name) != now.get(name)
-            ]
-            if problems:
-                raise ConfigError(
-                    f"{settings.out} holds a tuning with other settings:",
-                    problems,
-                    remedy=f"go on with it: prge tune --resume {settings.out}; or give another --out",
-                )
-        else:
-            write_file(settings.out / CONFIG, settings_to_yaml(settings.resolved()).encode())
-            self._write()
+        began = {"began": time.time(), "seconds": 0.0}
+        self._content: dict[str, Any] = {"settings": now, "decisions": [], "found": {}, **began}
+        self.is_kept = False
+        if not self._path.is_file():
+            return
+        content = _read(self._path)
+        before = content["settings"]
+        changed = {
+            name: _STAGE_OF.get(name, "bundle")
+            for name in sorted((before.keys() | now.keys()) - _NOT_IDENTITY)
+            if before.get(name) != now.get(name)
+        }
+        done = _done(settings)
+        problems = [
+            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
+            for name, stage in changed.items()
+            if stage in done
+        ]
+        if problems:
+            raise ConfigError(
+                f"{settings.out} holds a tuning with other settings, and what is done depends on them:",
+                problems,
+                remedy=f"go on with it: prge tune --resume {settings.out}; or give another --out",
+            )
+        if changed and "bundle" not in done:
+            return  # nothing is made: all of it begins again
+        seconds = content["seconds"] + max(_last_sign(settings.out) - content["began"], 0.0)
+        self._content, self.is_kept = content | {**began, "seconds": seconds}, True
+        if changed:
+            self._correct(now, done)
+        self._write()
+
+    def _correct(self, now: dict[str, Any], done: Collection[str]) -> None:
+        """Take settings that no stage that is done depends on, and forget what was decided by others."""
+        kept = [each for each in self.decisions if _STAGE_OF.get(each.name, "bundle") in done]
+        self._content |= {"settings": now, "decisions": [asdict(each) for each in kept]}
+        if "search" not in done:
+            for name in ("phone", "name_on_phone"):
+                self._content["found"].pop(name, None)
+        self.keep()
+
+    @property
+    def seconds(self) -> float:
+        """How long the tuning has taken, what went before a kill included."""
+        return float(self._content["seconds"]) + max(time.time() - self._content["began"], 0.0)
+
+    def keep(self) -> None:
+        """Write it down: from now on the folder holds a tuning that can be gone on with.
+
+        A final run of before that diverged goes.
+        """
+        run = self._settings.out / "run"
+        if self._path.is_file() and status_of(run) == "diverged":
+            shutil.rmtree(run)
+        write_file(self._settings.out / CONFIG, settings_to_yaml(self._settings.resolved()).encode())
+        self.is_kept = True
+        self._write()
 
     @property
     def decisions(self) -> list[Decision]:
@@ -77,11 +127,38 @@ class Record:
         return facts[name]
 
     def known(self, name: str) -> Any:
-        """A fact that was found before."""
-        return self._content["found"][name]
+        """A fact that was found before; None where it wasn't."""
+        return self._content["found"].get(name)
 
     def _write(self) -> None:
-        write_file(self._path, (json.dumps(self._content, indent=2) + "\n").encode())
+        if self.is_kept:
+            write_file(self._path, (json.dumps(self._content, indent=2) + "\n").encode())
+
+
+def _done(settings: TuneSettings) -> set[str]:
+    """Stages whose results are there, one that was begun among them."""
+    out, done = settings.out, set()
+    if settings.bundle is None and (out / "bundle").is_dir():
+        done |= {"bundle"}
+    if any(out.glob(f"search/*/{JOURNAL}")):
+        done |= {"bundle", "search"}
+    if (out / "run" / JOURNAL).is_file() and status_of(out / "run") != "diverged":
+        done |= {"bundle", "search", "run"}
+    return done
+
+
+def _last_sign(out: Path) -> float:
+    """When a tuning that was ended has last written something, in seconds of the epoch."""
+    paths = (path for path in out.rglob("*") if path != out / LOCK)
+    return min(max((path.lstat().st_mtime for path in paths), default=0.0), time.time())
+
+
+def status_of(run: Path) -> str | None:
+    """How the run of a folder has ended, by its summary; None: there is none."""
+    try:
+        return str(json.loads((run / SUMMARY).read_text(encoding="utf-8"))["run"]["status"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _plain(settings: TuneSettings) -> dict[str, Any]:
@@ -92,8 +169,9 @@ def _plain(settings: TuneSettings) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not {"settings", "decisions", "found"} <= content.keys():
+        if not {"settings", "decisions", "found", "began", "seconds"} <= content.keys():
             raise ValueError("it lacks a part")
+        content |= {name: float(content[name]) for name in ("began", "seconds")}
         for entry in content["decisions"]:
             Decision(**entry)
         return dict(content)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from prge.bounds import bound_problems
 from prge.errors import ConfigError
+from prge.rows.example_building import Overflow
 from prge.rows.sources import hub_names
 from prge.settings import Bytes, with_whole_paths
+from prge.training_flags import TrainingFlags
 from server_export.settings import SCHEMES, EstimatorName, Init, PrependBos
+
+OnBadRow = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,19 @@ class TuneSettings:
     by a hash of their content."""
     test: Path | None = None
     """Rows that are scored once before and once after. Default: the development rows."""
+    on_bad_row: OnBadRow = "stop"
+    """What becomes of rows that can't be read or learnt from: stop before anything is made, or skip them. All
+    are told."""
+    overflow: Overflow = "auto"
+    """Rows that are longer than the model takes: error, truncate or split; auto: texts and chats are split,
+    chats between turns, all else is truncated."""
+    max_dropped: float = TrainingFlags.max_dropped
+    """Largest share of target tokens that may be left out because rows are too long."""
     memory: Bytes | None = None
     """Most memory of a run's process, such as 400MB. Default: no bound; of a phone half of what it has
     free."""
     minutes: float | None = None
-    """Most minutes of training, the search for a learning rate included. Default: as the rows ask for."""
+    """Minutes that all of it should take, the export too: they choose the steps. Default: as the rows ask."""
 
     chat_template: str | None = None
     """How messages become text: a Jinja file, or `plain`. Default: the tokenizer's own, plain where it has

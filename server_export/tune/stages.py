@@ -15,50 +15,59 @@ from __future__ import annotations
 import math
 import secrets
 import shlex
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prge.bundle import open_bundle, read_manifest
-from prge.errors import PrgeError
+from prge.bundle import Bundle, open_bundle, read_manifest
+from prge.errors import PrgeError, RunError
 from prge.guide import GUIDE
 from prge.progress import duration
+from prge.rows.readers import Row, read_rows
 from prge.rows.report import unknown_note
+from prge.rows.sources import Part
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import ENDED, SUMMARY, run_lock
+from prge.run_folder import DECISIONS, ENDED, JOURNAL, SUMMARY, read_metrics, run_lock
 from prge.signatures import DECODE
 from server_export.tune import decisions
 from server_export.tune.choosing import GUIDED, Choosing
-from server_export.tune.decisions import Decision, RowFacts
+from server_export.tune.decisions import Decision, Pace, RowFacts
+from server_export.tune.named_rows import NamedRows
 from server_export.tune.places import Here, Phone, Place
 from server_export.tune.rates import search_rates
-from server_export.tune.record import Record
+from server_export.tune.record import Record, status_of
 from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.settings import TuneSettings
 from server_export.verbs import flags_of, json_of, run_verb
 
 # Development rows that a run's evaluations read.
 _DEV_ROWS = 200
-_PILOT_STEPS = 10
+_PILOT, _PILOT_STEPS = "search/pilot", 10
+# Of the adapter and the report, about.
+_SECONDS_AFTER = 8.0
 
 
 def tune(settings: TuneSettings) -> dict[str, Any]:
     """Go through all stages; returns scores, decisions, memory and seconds.
 
     Raises:
-        PrgeError: bad input, or a stage that failed. What is done stays: `--resume` goes on.
+        PrgeError: bad input, or a stage that failed. What is done stays: `--resume` goes on. A folder that
+            nothing was made for isn't begun.
     """
-    begin = time.perf_counter()
-    with run_lock(settings.out):
+    with ExitStack() as held:
+        if is_there := (settings.out / DECISIONS).is_file():
+            held.enter_context(run_lock(settings.out))
         tuning = _Tuning(settings)
         stages: list[tuple[str, Callable[[], None]]] = [
             *([("phone", tuning.meet_phone)] if settings.on else []),
             ("rows", tuning.read),
             ("bundle", tuning.export),
-            ("plan", tuning.plan),
             ("scores before", tuning.score_before),
+            ("plan", tuning.plan),
             ("learning rate", tuning.search),
             ("training", tuning.train),
             ("scores after", tuning.score_after),
@@ -66,9 +75,13 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             ("report", tuning.report),
         ]
         for number, (name, stage) in enumerate(stages, 1):
+            if name == "bundle":
+                if not is_there:
+                    held.enter_context(run_lock(settings.out))
+                tuning.keep(is_there)
             print(f"\n{number}/{len(stages)}  {name}", flush=True)
             stage()
-        return tuning.result(time.perf_counter() - begin)
+        return tuning.result()
 
 
 class _Tuning:
@@ -78,9 +91,30 @@ class _Tuning:
         self._settings = settings
         self._record = Record(settings)
         self._rows = RowFiles(settings.out / "rows", settings.task)
+        self._parts: dict[Part, list[Row]] = {}
+        self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
-        self._choosing = Choosing(settings, self._record, self._rows)
+        self._choosing = Choosing(settings, self._record)
         self._place: Place = Here()
+
+    def keep(self, is_there: bool) -> None:
+        """Write rows that were just read, and what was decided by them, into the folder.
+
+        Args:
+            is_there: whether the folder holds a tuning already.
+
+        Raises:
+            RunError: it holds something else, which stays as it is.
+        """
+        out = self._settings.out
+        if self._notes is None:
+            return
+        if not is_there and any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
+            raise RunError(f"{out} holds something already", remedy="give another folder with --out")
+        self._record.keep()
+        (out / "before.json").unlink(missing_ok=True)
+        self._rows.write(self._parts)
+        self._record.found("rows", lambda: self._notes)
 
     def meet_phone(self) -> None:
         """Measure the phone that runs take place on; from then on it is this one."""
@@ -96,15 +130,25 @@ class _Tuning:
             self._choosing.decide("memory", settings.memory, lambda: decisions.memory(free))
 
     def read(self) -> None:
-        """Split and write the rows."""
-        for note in self._record.found("rows", lambda: self._rows.write(self._settings)):
-            print(note)
+        """Read, check and split the rows, for the bundle that is there or will be."""
+
+        notes = self._record.known("rows")
+        if notes is None:
+            rows = NamedRows(self._settings)
+            if self._settings.bundle is None:
+                self._parts = self._choosing.for_export(rows)
+            else:
+                bundle = open_bundle(self._folder)
+                tokenizer, contract = bundle_tokenizer(bundle), bundle.score_contract
+                rows.check(tokenizer, contract)
+                self._parts = rows.split(tokenizer, contract)
+            notes = self._notes = rows.notes
+        print("\n".join(notes))
 
     def export(self) -> None:
         """Export, unless a bundle is there."""
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
-            self._choosing.for_export()
             asked = {name: getattr(settings, name) for name in ("target_modules", "adapt_layers", "rank")}
             decided = {
                 name: self._record.value(name)
@@ -121,25 +165,54 @@ class _Tuning:
     def plan(self) -> None:
         """Decide how runs of the bundle go."""
         settings, record, bundle = self._settings, self._record, open_bundle(self._folder)
-        facts = self._choosing.for_runs(bundle, _has_guide(self._folder))
-        if record.value("learning_rate") is None and (settings.minutes is not None or settings.on):
-            self._pace(settings.minutes)
+        facts = self._choosing.for_runs(bundle, self._rows, _has_guide(self._folder))
+        if settings.minutes is not None or settings.on:
+            self._pace(bundle)
         for each in record.decisions:
             print(f"{each.name:<16} {each.value!s:<12} {each.why}")
         if facts.unknown:
             print(unknown_note(facts.unknown, facts.targets))
 
-    def _pace(self, minutes: float | None) -> None:
-        """Tell the time of the final run, by that of a few steps; minutes may ask for fewer."""
-        most = next(each for each in self._record.decisions if each.name == "steps")
-        summary = self._run("search/pilot", steps=min(_PILOT_STEPS, most.value), is_short=True)
-        seconds = summary["train"]["seconds"] / summary["train"]["steps"]
-        if minutes is not None:
-            searched = self._settings.learning_rate is None and self._rows.dev is not None
-            self._record.decide(decisions.steps_in(minutes, seconds, most, searched))
-        print(
-            f"a step takes {seconds:.3g} s, the final run {duration(seconds * self._record.value('steps'))}"
-        )
+    def _pace(self, bundle: Bundle) -> None:
+        """Measure a few steps and tell how long the rest takes; `--minutes` may ask for fewer steps."""
+        settings, record = self._settings, self._record
+        most = next(each for each in record.decisions if each.name == "steps")
+        searched = settings.learning_rate is None and self._rows.dev is not None
+
+        def measured() -> dict[str, float]:
+            self._place.bring(self._folder)
+            shutil.rmtree(settings.out / _PILOT, ignore_errors=True)  # of which a part may be done
+            begin = time.perf_counter()
+            summary = self._run(_PILOT, steps=min(_PILOT_STEPS, most.value), is_short=True)
+            train = summary["train"]
+            taken = [each for each in read_metrics(settings.out / _PILOT) if each["event"] == "step"]
+            pace = decisions.pace(
+                [each["seconds"] for each in taken],
+                train.get("head_seconds") or 0.0,
+                train["evaluation_seconds"],
+                time.perf_counter() - begin,
+            )
+            if settings.minutes is not None:
+                spent = record.seconds + self._ending(bundle, pace)
+                record.decide(*decisions.steps_in(settings.minutes, spent, pace, most, searched))
+            return asdict(pace)
+
+        pace = Pace(**record.found("pace", measured))
+        searched = searched and record.value("learning_rate") is None
+        rest = decisions.training_seconds(record.value("steps"), pace, searched)
+        print(f"a step takes {pace.step:.3g} s; training, the search included, takes about {duration(rest)}")
+
+    def _ending(self, bundle: Bundle, pace: Pace) -> float:
+        """Seconds of what comes after the final run: scores, adapter, report."""
+        if bundle.contract.is_encoder:
+            dev, scored = (len(read_rows(path)) if path else 0 for path in (self._rows.dev, self._scored))
+            return _SECONDS_AFTER + 2 * (pace.start + pace.evaluation * scored / max(min(dev, _DEV_ROWS), 1))
+        return _SECONDS_AFTER + float(self._record.known("scoring_seconds"))
+
+    @property
+    def _scored(self) -> Path | None:
+        """The rows that are scored before and after."""
+        return self._rows.test or self._rows.dev
 
     def score_before(self) -> None:
         """Score the test rows, or the development rows, with the adapter that the bundle came with."""
@@ -159,14 +232,21 @@ class _Tuning:
         self._score("after", run)
 
     def _score(self, name: str, adapter: Path | None) -> None:
-        path, rows = self._settings.out / f"{name}.json", self._rows.test or self._rows.dev
+        path, rows = self._settings.out / f"{name}.json", self._scored
+        begin = time.perf_counter()
         if rows is None:
             print("there are no rows to score")
         elif not path.is_file():
             words = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
             partial = path.with_suffix(".partial")
-            run_verb("eval", *flags_of({**words, "threads": self._settings.threads, "json": partial}))
+            run_verb("eval", *flags_of({**words, **self._given("overflow", "threads"), "json": partial}))
             partial.rename(path)
+        self._record.found("scoring_seconds", lambda: time.perf_counter() - begin)
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        """Settings that a user has changed."""
+        pairs = {name: getattr(self._settings, name) for name in names}
+        return {name: value for name, value in pairs.items() if value != getattr(TuneSettings, name)}
 
     def search(self) -> None:
         """Find the learning rate."""
@@ -218,13 +298,15 @@ class _Tuning:
         """A run, begun or gone on with; returns its summary, also where it diverged."""
         folder = self._settings.out / name
         summary = folder / SUMMARY
-        if _status(summary) not in ENDED:
+        if status_of(folder) not in ENDED:
             try:
                 flags = {**self._shared(settings["steps"]), **settings, "quiet": is_short or None}
                 self._place.run(folder, flags, is_short)
             except PrgeError:
-                if _status(summary) != "diverged":
+                if status_of(folder) != "diverged":
                     raise
+        if RowFacts(**self._record.known("facts")).fewest is not None:
+            self._record.found("heads", lambda: f"{name}/{JOURNAL}")
         return json_of(summary)
 
     def _shared(self, steps: int) -> dict[str, Any]:
@@ -232,7 +314,10 @@ class _Tuning:
         value, rows = self._record.value, self._rows
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
         facts = RowFacts(**self._record.known("facts"))
+        heads = self._settings.out / (self._record.known("heads") or "")
         return {
+            **self._given("overflow", "max_dropped"),
+            "heads_of": heads if heads.is_file() else None,
             "bundle": self._folder,
             "train": rows.train,
             "dev": rows.dev,
@@ -265,7 +350,7 @@ class _Tuning:
         """Write the report."""
         run_verb("report", self._settings.out / "run", "--out", self._settings.out / "report.html")
 
-    def result(self, seconds: float) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Scores, decisions, memory and seconds."""
         out = self._settings.out
         runs = [json_of(path) for path in (*out.glob("search/*/run.json"), out / "run" / SUMMARY)]
@@ -276,7 +361,7 @@ class _Tuning:
             "scored_rows": "test" if self._rows.test else "dev",
             "chosen": {each.name: {"value": each.value, "why": each.why} for each in self._record.decisions},
             "peak_mb": max(filter(None, peaks), default=0) / 1e6 or None,
-            "seconds": seconds,
+            "seconds": self._record.seconds,
             "final_step": runs[-1]["train"].get("final_step"),
             "bundle": str(self._folder),
             "run_on_phone": self._place.run_name(out / "run") if isinstance(self._place, Phone) else None,
@@ -289,17 +374,10 @@ class _Tuning:
         on = {"bundle": self._folder, "adapter": self._settings.out / "run"}
         if self._rows.have_candidates:
             return ["eval", *flags_of({**on, "task": self._settings.task, "data": "TEST_ROWS"})]
-        if self._rows.chat and bundle_tokenizer(open_bundle(self._folder)).chat_template:
+        if self._rows.are_messages and bundle_tokenizer(open_bundle(self._folder)).chat_template:
             return ["chat", *flags_of(on)]
         return ["generate", *flags_of({**on, "prompt": "PROMPT"})]
 
 
 def _has_guide(bundle: Path) -> bool:
     return GUIDE in read_manifest(bundle)["files"]
-
-
-def _status(summary: Path) -> str | None:
-    try:
-        return str(json_of(summary)["run"]["status"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -50,6 +50,21 @@ def test_scored_with_the_head_of_its_run(encoder: Path, workshop: Path, tmp_path
     assert alone.returncode == 2 and "has no head.safetensors" in alone.stderr
 
 
+def test_heads_of_another_run_are_taken_if_they_were_fitted_on_the_same(
+    encoder: Path, workshop: Path, tmp_path: Path
+) -> None:
+    words, journal = _words(encoder, workshop, tmp_path / "first")[:-2], tmp_path / "first" / "journal.jsonl"
+    assert "heads: fitted on 24 rows" in prge("run", *words).stderr
+    for name, more in (("same", []), ("others", ["--head-folds", 4]), ("fewer", ["--train-limit", 20])):
+        told = prge("run", *words, *more, "--heads-of", journal, "--out", tmp_path / name).stderr
+        assert (f"heads: those of {journal}" in told) == (name == "same")
+        assert ("heads: fitted on" in told) == (name != "same")
+    final = "final/adapter_model.safetensors"
+    assert (tmp_path / "same" / final).read_bytes() == (tmp_path / "first" / final).read_bytes()
+    done = prge("run", *words, "--heads-of", "nothing", "--out", tmp_path / "none", check=False)
+    assert done.returncode == 2 and "--heads-of is nothing: there is no such file" in done.stderr
+
+
 def test_a_class_without_rows(encoder: Path, workshop: Path, tmp_path: Path) -> None:
     rows = [line for line in (workshop / "train.jsonl").read_text().splitlines() if '"label": 0' in line]
     (tmp_path / "one.jsonl").write_text("\n".join(rows))

@@ -24,13 +24,14 @@ from tests.end_to_end.conftest import REPOSITORY, prge, write_rows
 pytestmark = [pytest.mark.slow, pytest.mark.export, pytest.mark.timeout(300)]
 
 STEPS = 8
-# Files that appear in the stages after rows and plan, and after which a process is killed.
-INSTANTS = (
-    "before.json",
-    "search/0.001-8/journal.jsonl",
-    "search/0.01-8/metrics.jsonl",
-    "run/checkpoints/step-*",
-)
+# Files that appear in the stages after rows and plan, and how a process is ended when they do.
+INSTANTS = {
+    "before.json": signal.SIGKILL,
+    "search/0.001-8/journal.jsonl": signal.SIGTERM,
+    "search/0.01-8/metrics.jsonl": signal.SIGKILL,
+    "search/0.03-8/journal.jsonl": signal.SIGINT,
+    "run/checkpoints/step-*": signal.SIGTERM,
+}
 
 
 def words_of(workshop: Path, out: Path) -> list[object]:
@@ -41,18 +42,19 @@ def words_of(workshop: Path, out: Path) -> list[object]:
     ]  # fmt: skip
 
 
-def kill_after(pattern: str, folder: Path, words: list[object]) -> None:
-    """Start a tuning and kill all its processes when a file is there."""
+def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signals) -> str:
+    """Start a tuning and end its own process, and no other, when a file is there; returns what it said."""
     command = [sys.executable, "-m", "prge.cli", *map(str, words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         until = time.monotonic() + 120
         while not any(folder.glob(pattern)):
             assert process.poll() is None and time.monotonic() < until, f"{pattern} never came"
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(how)
+        return process.communicate(timeout=60)[0]
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +92,11 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
 ) -> None:
     out = tmp_path / "out"
     words = words_of(workshop, out)
-    for pattern in INSTANTS:
-        kill_after(pattern, out, words)
+    for pattern, how in INSTANTS.items():
+        # The child that it had ends with it: the next one begins at once, and nobody holds a folder.
+        told = end_after(pattern, out, words, how)
+        assert "in use" not in told
+        assert (f"go on with: prge tune --resume {out}" in told) == (how is signal.SIGINT)
         words = ["tune", "--resume", out]
     prge(*words, cwd=tmp_path)
     for name in ("adapter/adapter_model.safetensors", "run/final/adapter_model.safetensors"):
@@ -173,7 +178,7 @@ def test_an_encoder_needs_rows_of_every_class(workshop: Path, encoder: Path, tmp
     words = ["--bundle", encoder, "--task", workshop / "task.yaml", "--out", tmp_path / "out"]
     done = prge("tune", rows, *words, "--steps", 4, "--learning-rate", 0.03, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "the classification head can't be fitted" in done.stderr and "classes without a row" in done.stderr
+    assert "no training row is of the class 'yes'" in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_path: Path) -> None:
@@ -193,12 +198,20 @@ def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_pa
 
 
 def test_an_empty_completion_is_told_with_its_row(workshop: Path, tmp_path: Path) -> None:
-    lines = [{"prompt": f"a{n}", "completion": " bb" if n % 7 else ""} for n in range(1, 9)]
-    rows = write_rows(tmp_path / "rows.jsonl", lines)
-    words = ["--bundle", workshop / "bundle", "--dev", rows, "--out", tmp_path / "out"]
-    done = prge("tune", rows, *words, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "row 7: its completion is empty" in done.stderr
+    """Of the user's own file, before anything is made; the same folder takes the corrected command."""
+    lines = [{"question": f"a{n}", "completion": " bb" if n % 7 else ""} for n in range(1, 9)]
+    rows, out = write_rows(tmp_path / "rows.jsonl", lines), tmp_path / "out"
+    words = ["tune", rows, "--model", workshop / "model", "--dev", rows, "--out", out, "--steps", 2]
+    told = "its columns are question, completion"
+    columns = ["--columns", "prompt=question", "completion=completion"]
+    for more, message in (([], told), (columns, f"{rows} has rows that can't be used:\n  - row 7: its comp")):
+        done = prge(*words, *more, check=False)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+        assert not out.exists()
+    done = prge(
+        *words, *columns, "--on-bad-row", "skip", "--learning-rate", 0.01, "--target-modules", "o_proj"
+    )
+    assert f"left out 1 row of {rows}:\n  row 7: its completion is empty" in done.stdout
 
 
 def test_rates_that_diverge_in_the_search_are_not_taken(
@@ -232,6 +245,8 @@ def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: 
     done = prge(*words, check=False)
     assert done.returncode == 2 and "the final run diverged" in done.stderr
     assert "give a --learning-rate below 1e+30" in done.stderr
+    prge("tune", "--resume", tmp_path / "out", "--learning-rate", 0.01)
+    assert (tmp_path / "out" / "report.html").is_file()
 
 
 def test_a_model_that_isnt_here_is_told_at_once(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prge.adapter import Adapter
-from prge.encoder_heads import fit_heads
+from prge.encoder_heads import digest_of, fit_heads
 from prge.examples import Example, TokenSequence
 from tests.numpy_engine import NumpyEngine
 
@@ -24,3 +24,22 @@ def test_of_equal_rows_one_is_fitted() -> None:
     alone, both = (fit_heads(engine, adapter, each, 0).head for each in (rows, rows + copies))
     assert alone is not None and both is not None
     np.testing.assert_array_equal(alone.values, both.values)
+
+
+def test_heads_are_known_by_all_that_they_depend_on() -> None:
+    adapter = Adapter.zeros(NumpyEngine(encoder=True).contract.modules)
+    other = adapter.copy()
+    other.values[0] = 1
+    rows = [example(1, (3, 4), 0), example(2, (5,), 1)]
+    cases = [
+        ("bundle", adapter, rows, 10),
+        ("another", adapter, rows, 10),
+        ("bundle", other, rows, 10),
+        ("bundle", adapter, rows[:1], 10),
+        ("bundle", adapter, [rows[0], example(2, (5,), 0)], 10),
+        ("bundle", adapter, [rows[0], example(2, (6,), 1)], 10),
+        ("bundle", adapter, [rows[0], example(3, (5,), 1)], 10),
+        ("bundle", adapter, rows, 0),
+    ]
+    assert len({digest_of(*case) for case in cases}) == len(cases)
+    assert digest_of(*cases[0]) == digest_of(*cases[0])

@@ -81,6 +81,20 @@ def test_the_scale_of_the_states_does_not_matter() -> None:
     np.testing.assert_allclose(small.scores(states), large.scores(states * 1000), rtol=1e-3, atol=1e-3)
 
 
+def test_more_rows_than_numbers_are_fitted_by_another_way_to_the_same_head() -> None:
+    """Numbers that are always zero change nothing but the way: fewer rows than numbers have another."""
+    random = np.random.default_rng(6)
+    labels = random.integers(0, 3, 90)
+    states = (random.normal(size=(90, 12)) @ random.normal(size=(12, 12)) + np.eye(3, 12)[labels]).astype(
+        np.float32
+    )
+    states[:, 11] = states[:, 0]  # one that says nothing new
+    wide = np.concatenate([states, np.zeros((90, 100), np.float32)], 1)
+    short, long = fit_head(states, labels, 3), fit_head(wide, labels, 3)
+    np.testing.assert_allclose(short.weight, long.weight[:, :12], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(short.bias, long.bias, rtol=1e-4, atol=1e-6)
+
+
 def test_a_cross_fitted_head_never_saw_the_row_it_scores() -> None:
     random = np.random.default_rng(3)
     rows = random.permutation(60).tolist()

@@ -152,6 +152,71 @@ def test_messages(contract: MakeContract) -> None:
     )
 
 
+def turns(*words: str) -> list[dict[str, str]]:
+    """A chat: questions and answers in turn."""
+    return [{"role": ("user", "assistant")[n % 2], "content": word} for n, word in enumerate(words)]
+
+
+def test_a_chat_that_is_too_long_is_split_between_turns(contract: MakeContract) -> None:
+    """Every answer is learnt once, after as many of the newest turns as there is room for."""
+    tokenizer = chat_tokenizer(CHATML)
+    told = {"role": "system", "content": "Be kind"}
+    chat = [told, *turns("q1", "a1", "q2", "a2", "q3", "a3")]
+    whole, _ = build_examples(
+        rows({"messages": chat[:5]}), tokenizer, contract(sequence_length=256, positions=99)
+    )
+    room = len(whole[0].sequences[0].tokens)
+    program = contract(sequence_length=room, positions=room - 1)
+    examples, report = build_examples(
+        rows({"messages": chat}), tokenizer, program, options=BuildOptions("auto")
+    )
+    texts = [tokenizer.decode(example.sequences[0].tokens) for example in examples]
+    assert [learnt(each, tokenizer).split("<")[0] for each in examples] == ["a1", "a2"]
+    assert all("Be kind" in text for text in texts) and "q1" in texts[0] and "q1" not in texts[1]
+    assert learnt(examples[1], tokenizer).count("a3") == 1 and "q2" in texts[1]
+    assert report.dropped == 0
+    assert "split between turns into several examples: 1 row (1)" in report.text()
+    cut, report = build_examples(rows({"messages": chat}), tokenizer, program, options=TRUNCATE)
+    assert [each.sequences for each in cut] == [examples[1].sequences] and cut[0].cut
+    assert report.dropped == len(examples[0].sequences[0].slots)
+    assert (
+        "chats without their older turns, not learnt: 1 row (1); --overflow split keeps them" in report.text()
+    )
+    assert problems_of(rows({"messages": chat}), tokenizer, program)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    words=st.lists(st.integers(1, 12).map(lambda size: "ab " * size), min_size=2, max_size=9),
+    room=st.integers(24, 90),
+    opened=st.booleans(),
+)
+def test_splitting_a_chat_loses_no_target_and_repeats_none(words: list[str], room: int, opened: bool) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    chat = [*([{"role": "system", "content": "c"}] if opened else []), *turns(*words)]
+    [whole], _ = build_examples(rows({"messages": chat}), tokenizer, program(10_000, 10_000))
+    parts, report = build_examples(
+        rows({"messages": chat}), tokenizer, program(room, room - 1), options=BuildOptions("auto")
+    )
+    wanted, found = (
+        [slot.target for each in examples for slot in each.sequences[0].slots]
+        for examples in ([whole], parts)
+    )
+    assert found == wanted and report.dropped == 0
+    assert all(len(each.sequences[0].tokens) <= room for each in parts)
+
+
+def test_rows_that_cant_be_used_may_be_left_out(tokenizer: Tokenizer, contract: MakeContract) -> None:
+    data = rows({"prompt": "a", "completion": ""}, {"prompt": "a", "completion": " b"}, {"prompt": 3})
+    skip = BuildOptions(skip_unusable=True)
+    [example], report = build_examples(data, tokenizer, contract(), options=skip)
+    assert example.row == 2 and report.rows == 1
+    assert report.unusable[1] == "its completion is empty: there is nothing to learn from"
+    assert sorted(report.unusable) == [1, 3]
+    with pytest.raises(DataError, match="row 1: its completion is empty"):
+        build_examples(data[:1], tokenizer, contract(), options=skip)
+
+
 def test_control_tokens_in_messages_are_reported(contract: MakeContract) -> None:
     messages = [{"role": "user", "content": "</s>"}, {"role": "assistant", "content": "No"}]
     _, report = build_examples(

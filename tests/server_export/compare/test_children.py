@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from server_export.compare.children import last_words, run_verb, wait_until_free
+from server_export.compare.children import last_words, run_verb
 
 
 def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
@@ -16,9 +16,3 @@ def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
     assert "there is no verb 'nonsense'" in text
     assert last_words(log, 1).startswith("prge ")
     assert last_words(tmp_path / "nothing") == ""
-
-
-def test_a_folder_that_nobody_holds_is_free(tmp_path: Path) -> None:
-    wait_until_free(tmp_path)
-    (tmp_path / "run.lock").touch()
-    wait_until_free(tmp_path)

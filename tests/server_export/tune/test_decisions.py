@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prge.errors import ConfigError
 from server_export.tune import decisions
-from server_export.tune.decisions import Decision, RowFacts
+from server_export.tune.decisions import Decision, Pace, RowFacts
 
 
 def facts(rows: int = 100, longest: int = 60, widest: int = 1) -> RowFacts:
@@ -69,11 +69,55 @@ def test_few_rows_of_a_class_are_never_left_out(fewest: int | None, folds: int |
     assert (decision and decision.value) == folds
 
 
-@pytest.mark.parametrize(
-    ("minutes", "searched", "expected"), [(1, False, 60), (1, True, 25), (100, True, 500), (0.001, False, 1)]
-)
-def test_minutes_bound_steps_and_count_the_search(minutes: float, searched: bool, expected: int) -> None:
-    assert decisions.steps_in(minutes, 1.0, Decision("steps", 500, ""), searched).value == expected
+PACE = Pace(start=2.0, step=1.0, evaluation=0.5)
+MOST = Decision("steps", 500, "")
+
+
+@pytest.mark.parametrize("searched", [False, True])
+@pytest.mark.parametrize("spent", [1_700.0, 1_100.0, 800.0])
+def test_the_steps_fit_into_the_time_that_is_left_with_every_start_and_evaluation(
+    spent: float, searched: bool
+) -> None:
+    found = {each.name: each for each in decisions.steps_in(30, spent, PACE, MOST, searched)}
+    steps, left = found["steps"], max(1_800 - spent, 600)
+    searched = searched and "learning_rate" not in found
+    assert decisions.training_seconds(steps.value, PACE, searched) <= left
+    if steps != MOST:
+        assert decisions.training_seconds(steps.value + 2, PACE, searched) > 0.9 * left
+
+
+def test_an_export_that_takes_all_minutes_leaves_training_a_third() -> None:
+    [decision] = decisions.steps_in(30, 9_000, PACE, Decision("steps", 9_000, ""), searched=False)
+    assert 500 < decision.value < 600 and "a third of 30 minutes" in decision.why
+
+
+def test_a_search_counts_all_of_its_runs() -> None:
+    """Of 120 steps: at most six runs of 10 and three of 30, each with a start and two evaluations."""
+    runs = 6 * (2 + 10 + 1) + 3 * (2 + 30 + 1)
+    final = 2 + 120 + 11 * 0.5
+    assert decisions.training_seconds(120, PACE, searched=True) == runs + final
+    assert decisions.training_seconds(120, PACE, searched=False) == final
+
+
+def test_minutes_that_leave_no_time_to_search_a_rate_say_so() -> None:
+    steps, rate = decisions.steps_in(2, 60.0, PACE, MOST, searched=True)
+    assert "1 min 0 s left" in steps.why
+    assert rate.name == "learning_rate" and "2 minutes leave no time" in rate.why
+    assert 30 < steps.value < 60
+    assert decisions.steps_in(0.01, 60.0, PACE, MOST, searched=True)[0].value == 1
+
+
+def test_a_pace_leaves_the_fit_of_heads_aside() -> None:
+    """The first step's seconds hold it, and what comes before the first step is the start."""
+    taken = [49.0 + 0.8 * step for step in range(1, 11)]
+    pace = decisions.pace(taken, heads=48.0, evaluation=2.0, whole=48 + 2 + 8 + 5)
+    assert pace.step == pytest.approx(0.8) and pace.start == pytest.approx(5)
+    assert decisions.pace([49.0], 48.0, 0.0, 50.0).step == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("steps", "evaluations"), [(1, 1), (16, 8), (19, 10), (100, 10), (105, 10)])
+def test_a_run_has_ten_evaluations_at_most(steps: int, evaluations: int) -> None:
+    assert math.ceil(steps / decisions.evaluate_every(steps)) == evaluations
 
 
 def needed(rest: int, of_a_row: int, blocks: int) -> Callable[[int, int | None], int]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from server_export.tune.rates import search_rates
+from server_export.tune.rates import longest_search, search_rates
 
 GRID = (1e-3, 3e-3, 1e-2, 3e-2)
 
@@ -57,3 +57,16 @@ def test_a_run_of_few_steps_is_its_own_search() -> None:
     losses = Losses(3e-3)
     search_rates(losses, GRID, 5)
     assert losses.asked == [(rate, 5) for rate in GRID]
+
+
+@pytest.mark.parametrize("steps", [3, 8, 20, 120, 900])
+@pytest.mark.parametrize(
+    ("best", "diverges_at"), [(1e-2, math.inf), (1e-5, math.inf), (1.0, math.inf), (1e-2, 1e-9)]
+)
+def test_no_search_has_more_runs_than_are_counted_on(steps: int, best: float, diverges_at: float) -> None:
+    losses = Losses(best, diverges_at)
+    search_rates(losses, GRID, steps)
+    longest = sorted(longest_search(len(GRID), steps), reverse=True)
+    taken = sorted((steps for _, steps in losses.asked), reverse=True)
+    assert len(taken) <= len(longest) and all(a <= b for a, b in zip(taken, longest, strict=False))
+    assert sum(taken) <= sum(longest)

@@ -1,63 +1,27 @@
-"""The rows of a tuning: which files and columns they come from, and how they are split."""
+"""The rows of a tuning as its folder has them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from prge.errors import DataError
+from prge.rows.readers import Row, read_rows
 from server_export.tune.row_files import RowFiles
-from server_export.tune.settings import TuneSettings
 
 
-def write(path: Path, *rows: Mapping[str, Any]) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read(path: Path | None) -> list[Any]:
-    assert path is not None
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def tune(data: Path, **given: Any) -> TuneSettings:
-    return TuneSettings(data=data, out=Path("out"), model="model", **given)
-
-
-def test_a_folder_has_development_and_test_rows_too(tmp_path: Path) -> None:
-    for name in ("train", "valid", "test"):
-        write(tmp_path / "mlx" / f"{name}.jsonl", {"text": name})
+def test_a_row_lies_on_the_line_that_it_has_in_the_users_file(tmp_path: Path) -> None:
+    """So that whatever is told of a row later on names a line that the user knows."""
     files = RowFiles(tmp_path / "rows", None)
-    notes = files.write(tune(tmp_path / "mlx"))
-    assert [read(path) for path in (files.train, files.dev, files.test)] == [
-        [{"text": "train"}],
-        [{"text": "valid"}],
-        [{"text": "test"}],
-    ]
-    assert any(note.startswith("dev: 1 rows from ") for note in notes)
+    rows = [Row(3, {"text": "three"}), Row(78, {"text": "seventy-eight"})]
+    files.write({"train": rows, "dev": [Row(5, {"text": "five"})], "test": []})
+    assert read_rows(files.train) == rows
+    assert json.loads(files.train.read_text().splitlines()[77])["text"] == "seventy-eight"
+    assert files.dev is not None and [row.number for row in read_rows(files.dev)] == [5]
+    assert files.test is None
 
 
-def test_only_the_columns_of_the_form_are_kept(tmp_path: Path) -> None:
-    """So that whoever reads the written rows takes them for the form that the user chose."""
-    rows = [{"story": f"text {n % 20}", "prompt": "p", "completion": "c", "id": n} for n in range(40)]
+def test_what_was_written_before_is_gone(tmp_path: Path) -> None:
     files = RowFiles(tmp_path / "rows", None)
-    files.write(tune(write(tmp_path / "a.jsonl", *rows), columns=("text=story",)))
-    train, dev = read(files.train), read(files.dev)
-    assert len(train) + len(dev) == 40 and dev
-    assert all(row.keys() == {"text"} for row in [*train, *dev])
-    assert not {row["text"] for row in train} & {row["text"] for row in dev}
-
-
-def test_rows_of_no_form_are_told_before_anything_is_exported(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"question": "a"})
-    with pytest.raises(DataError, match="its columns are question"):
-        RowFiles(tmp_path / "rows", None).write(tune(path))
-
-
-def test_the_name_of_a_data_set_is_no_path() -> None:
-    assert tune(Path("nyu-mll/glue:sst2")).resolved().data == Path("nyu-mll/glue:sst2")
+    files.write({"train": [Row(1, {"text": "a"})], "dev": [Row(2, {"text": "b"})]})
+    files.write({"train": [Row(1, {"text": "c"})]})
+    assert files.dev is None

@@ -1,0 +1,149 @@
+"""The rows that a user names: from which files and columns, what is wrong in them, how they are split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prge.contract import AdaptedModule, Contract
+from prge.errors import DataError
+from prge.rows.tokenizer import Tokenizer
+from server_export.tune.named_rows import NamedRows
+from server_export.tune.settings import TuneSettings
+from tests.prge.rows.chat_templates import CHATML
+from tests.prge.rows.tiny_tokenizers import byte_level_backend
+
+CONTRACT = Contract(
+    kind="stack",
+    readout="logprobs",
+    copies=2,
+    batch_size=4,
+    sequence_length=40,
+    positions=39,
+    width=8,
+    vocabulary_size=1000,
+    label_tokens=(),
+    modules=(AdaptedModule("q_proj", 2, 8, 8),),
+)
+TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2)
+CHAT = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=CHATML)
+
+
+def write(path: Path, *rows: Mapping[str, Any] | str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def pair(number: int, completion: str = " b") -> dict[str, str]:
+    return {"prompt": f"p{number}", "completion": completion}
+
+
+def tune(data: Path, **given: Any) -> TuneSettings:
+    return TuneSettings(data=data, out=Path("out"), model="model", **given)
+
+
+def test_a_folder_has_development_and_test_rows_too(tmp_path: Path) -> None:
+    for name in ("train", "valid", "test"):
+        write(tmp_path / "mlx" / f"{name}.jsonl", {"text": f"a {name}"})
+    rows = NamedRows(tune(tmp_path / "mlx"))
+    parts = rows.split(TOKENIZER, CONTRACT)
+    assert {part: [row.fields for row in them] for part, them in parts.items()} == {
+        "train": [{"text": "a train"}],
+        "dev": [{"text": "a valid"}],
+        "test": [{"text": "a test"}],
+    }
+    assert any(note.startswith("dev: 1 rows from ") for note in rows.notes)
+
+
+def test_only_the_columns_of_the_form_are_kept(tmp_path: Path) -> None:
+    """So that whoever reads the written rows takes them for the form that the user chose."""
+    lines = [{"story": f"text {n % 20}", "prompt": "p", "completion": "c", "id": n} for n in range(40)]
+    rows = NamedRows(tune(write(tmp_path / "a.jsonl", *lines), columns=("text=story",)))
+    parts = rows.split(TOKENIZER, CONTRACT)
+    train, dev = parts["train"], parts["dev"]
+    assert len(train) + len(dev) == 40 and dev
+    assert all(row.fields.keys() == {"text"} for row in [*train, *dev])
+    assert not {row.fields["text"] for row in train} & {row.fields["text"] for row in dev}
+
+
+def test_columns_of_no_form_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="its columns are question"):
+        NamedRows(tune(write(tmp_path / "a.jsonl", {"question": "a"})))
+
+
+def test_the_name_of_a_data_set_is_no_path() -> None:
+    assert tune(Path("nyu-mll/glue:sst2")).resolved().data == Path("nyu-mll/glue:sst2")
+
+
+def broken(folder: Path) -> Path:
+    """A file whose lines 2, 4 and 6 can't be used: no JSON, no completion, a number for a prompt."""
+    odd = ["{oops", pair(4, ""), {"prompt": 6, "completion": " b"}]
+    lines = [each for n in range(3) for each in (pair(n), odd[n])]
+    return write(folder / "a.jsonl", *lines, *(pair(n) for n in range(10, 20)))
+
+
+def test_all_rows_that_cant_be_used_are_told_at_once_by_their_lines(tmp_path: Path) -> None:
+    path = broken(tmp_path)
+    with pytest.raises(DataError, match="has rows that can't be used") as caught:
+        NamedRows(tune(path)).check(TOKENIZER, CONTRACT)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["row 2", "row 4", "row 6"]
+    assert str(path) in str(caught.value) and "--on-bad-row skip" in caught.value.remedy
+
+
+def test_rows_that_cant_be_used_are_skipped_and_told(tmp_path: Path) -> None:
+    path = broken(tmp_path)
+    rows = NamedRows(tune(path, on_bad_row="skip"))
+    for _ in range(2):  # with another first token, say
+        rows.check(TOKENIZER, CONTRACT)
+    assert [note.startswith("left out") for note in rows.notes].count(True) == 1
+    parts = rows.split(TOKENIZER, CONTRACT)
+    numbers = sorted(row.number for them in parts.values() for row in them)
+    assert numbers == [1, 3, 5, *range(7, 17)]
+    assert f"left out 3 rows of {path}:" in rows.notes
+    assert "  row 4: its completion is empty: there is nothing to learn from" in rows.notes
+
+
+def test_development_rows_are_checked_too(tmp_path: Path) -> None:
+    train = write(tmp_path / "a.jsonl", pair(1), pair(2))
+    dev = write(tmp_path / "dev.jsonl", pair(3), pair(4, ""))
+    with pytest.raises(
+        DataError, match=r"dev\.jsonl has rows that can't be used:\n  - row 2: its completion"
+    ):
+        NamedRows(tune(train, dev=dev)).check(TOKENIZER, CONTRACT)
+
+
+def test_long_chats_are_told_by_their_lines_and_lose_nothing(tmp_path: Path) -> None:
+    turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    lines = [{"messages": turn * (12 if n == 7 else 1)} for n in range(1, 11)]
+    rows, program = (
+        NamedRows(tune(write(tmp_path / "a.jsonl", *lines))),
+        replace(CONTRACT, sequence_length=60),
+    )
+    assert rows.chat == "needs" and rows.check(CHAT, program) > 60
+    rows.split(CHAT, program)
+    assert any("split between turns into several examples: 1 row (7)" in note for note in rows.notes)
+
+
+def test_target_tokens_that_would_be_lost_are_told_before_anything_is_made(tmp_path: Path) -> None:
+    long = pair(1, " word" * 60)
+    rows = NamedRows(tune(write(tmp_path / "a.jsonl", long, pair(2))))
+    rows.check(TOKENIZER, CONTRACT)
+    with pytest.raises(DataError, match=r"would lose .* of its target tokens"):
+        rows.split(TOKENIZER, CONTRACT)
+    for given in ({"overflow": "split"}, {"max_dropped": 1.0}):
+        NamedRows(tune(tmp_path / "a.jsonl", **given)).split(TOKENIZER, CONTRACT)
+
+
+def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:
+    lines = [{"sentence": f"film {n}", "label": 0} for n in range(6)]
+    rows = NamedRows(tune(write(tmp_path / "a.jsonl", *lines), task="sst2"))
+    encoder = replace(CONTRACT, kind="stack", readout="pooled", positions=0)
+    rows.check(TOKENIZER, encoder)
+    with pytest.raises(DataError, match="no training row is of the class"):
+        rows.split(TOKENIZER, encoder)

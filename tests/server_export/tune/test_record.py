@@ -1,0 +1,98 @@
+"""The record of a tuning: what may be corrected when it goes on, and how long it has taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prge.errors import ConfigError
+from server_export.tune.decisions import Decision
+from server_export.tune.record import Record
+from server_export.tune.settings import TuneSettings
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> TuneSettings:
+    return TuneSettings(data=tmp_path / "rows.jsonl", out=tmp_path / "out", model="model")
+
+
+def kept(settings: TuneSettings, *made: str) -> Record:
+    """A record that is kept, in a folder where some files were made."""
+    for name in made:
+        path = settings.out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    settings.out.mkdir(exist_ok=True)
+    record = Record(settings)
+    names = ("quantize", "batch_size", "learning_rate")
+    record.decide(*(Decision(name, 1, "so") for name in names))
+    record.keep()
+    return record
+
+
+def decided(record: Record) -> list[str]:
+    return [each.name for each in record.decisions]
+
+
+def test_nothing_is_written_before_it_is_kept(settings: TuneSettings) -> None:
+    record = Record(settings)
+    record.decide(Decision("quantize", "fp32", "small"))
+    assert record.found("fact", lambda: 3) == 3
+    assert not settings.out.exists() and not record.is_kept
+
+
+def test_before_anything_is_made_every_setting_may_be_corrected(settings: TuneSettings) -> None:
+    kept(settings)
+    record = Record(replace(settings, columns=("text=story",), rank=4))
+    assert not record.is_kept and not decided(record)
+
+
+def test_with_a_bundle_what_runs_depend_on_may_be_corrected(settings: TuneSettings) -> None:
+    kept(settings, "bundle/manifest.json")
+    record = Record(replace(settings, batch_size=4))
+    assert record.is_kept and decided(record) == ["quantize"]
+    assert decided(Record(replace(settings, batch_size=4))) == ["quantize"]
+    assert "batch_size: 4" in (settings.out / "config.yaml").read_text()
+    with pytest.raises(ConfigError) as caught:
+        Record(replace(settings, batch_size=2, rank=4, columns=("text=story",)))
+    assert caught.value.problems == ["columns was [], is ['text=story']", "rank was 8, is 4"]
+    assert f"prge tune --resume {settings.out}" in caught.value.remedy
+
+
+def test_what_runs_were_made_with_stays(settings: TuneSettings) -> None:
+    kept(settings, "search/0.01-8/journal.jsonl")
+    assert decided(Record(replace(settings, learning_rate=0.1))) == ["quantize", "batch_size"]
+    for changes in ({"steps": 7}, {"data": Path("/other")}, {"batch_size": 2}):
+        with pytest.raises(ConfigError, match=f"{next(iter(changes))} was "):
+            Record(replace(settings, learning_rate=0.1, **changes))
+
+
+@pytest.mark.parametrize("status", ["completed", "diverged"])
+def test_a_final_run_that_diverged_may_have_another_rate(settings: TuneSettings, status: str) -> None:
+    kept(settings, "search/0.01-8/journal.jsonl", "run/journal.jsonl")
+    (settings.out / "run" / "run.json").write_text(json.dumps({"run": {"status": status}}))
+    changed = replace(settings, learning_rate=0.1)
+    if status == "diverged":
+        Record(changed)
+        assert not (settings.out / "run").exists()
+    else:
+        with pytest.raises(ConfigError, match=r"learning_rate was None, is 0\.1"):
+            Record(changed)
+
+
+def test_what_went_before_a_kill_counts_and_the_pause_does_not(settings: TuneSettings) -> None:
+    kept(settings, "search/0.01-8/journal.jsonl")
+    path = settings.out / "tune.json"
+    content = json.loads(path.read_text())
+    begun = time.time() - 5000
+    path.write_text(json.dumps(content | {"began": begun, "seconds": 100.0}))
+    for each in settings.out.rglob("*"):
+        os.utime(each, (begun, begun))
+    os.utime(settings.out / "search" / "0.01-8" / "journal.jsonl", (begun + 50, begun + 50))
+    (settings.out / "run.lock").touch()  # by who goes on
+    assert Record(settings).seconds == pytest.approx(150, abs=5)
