@@ -54,7 +54,7 @@ class Access:
                 raise RequestError(403, f"pages of {shown(origin)} may not ask", code="foreign_origin")
         if self.key is not None and scope["path"] != HEALTH:
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip().encode(), self.key.encode())
+            right = hmac.compare_digest(given.strip(" ").encode(), self.key.encode())
             if not right or scheme.lower() != "bearer":
                 raise RequestError(401, "wrong or no API key", code="invalid_api_key")
         if scope["method"] == "POST":

@@ -72,7 +72,9 @@ def make_app(models: Models, worker: Worker, access: Access) -> Starlette:
         Exception: _fail,
     }
     door = Middleware(Door, access=access)
-    return Starlette(routes=routes, middleware=[door], exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=[door], exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
 
 
 _T = TypeVar("_T")

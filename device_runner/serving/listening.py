@@ -124,6 +124,9 @@ class _Protocol(H11Protocol):
         self._await_request()
 
     def send_400_response(self, msg: str) -> None:
+        if not self._is_idle:  # what is asked there has no end, and no answer
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             self.transport.abort()
             return

@@ -13,7 +13,7 @@ from prge.adapter import Adapter
 from prge.bundle import Bundle, open_bundle
 from prge.engine import EngineName
 from prge.errors import BundleError, ConfigError
-from prge.generation.choice import ChoiceSettings
+from prge.generation.choice import MIN_P, ChoiceSettings
 from prge.generation.loop import GenerationSettings, Generator, Overflow
 from prge.peft import find_adapter, read_any, read_peft
 from prge.rows.tokenizer import Tokenizer
@@ -48,8 +48,8 @@ class SpeakingFlags:
     """Draw from so many of the most likely tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the fewest likely tokens that have this share of the probability together."""
-    min_p: float = 0.0
-    """Draw from tokens with at least this share of the most likely one's probability."""
+    min_p: float = MIN_P
+    """Draw from tokens with at least this share of the most likely one's probability; 0: from all."""
     repetition_penalty: float = 1.0
     """More than 1 makes tokens less likely that prompt and answer hold already."""
     seed: int | None = None

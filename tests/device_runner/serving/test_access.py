@@ -106,6 +106,7 @@ def test_what_a_page_can_send_unasked_is_no_json(kind: str, found: int) -> None:
         ("Bearer secre", 401),
         ("Bearer Secret", 401),
         ("Bearer secr\xe9t", 401),
+        ("Bearer secret\xa0", 401),
         ("Bearer " + "secret" * 10_000, 401),
     ],
 )
