@@ -312,16 +312,14 @@ def _beyond(server: _Server, random: Random, note: Send) -> Found:
     path, body = _asked(random, **random.choice(_BEYOND))
     if random.random() < 0.3:
         count = random.choice([1000, 20_000, 200_000, 3_000_000])
-        long: dict[str, Any]
-        path, long = random.choice(
-            [
-                (_CHAT, {"messages": [{"role": "user", "content": "a" * count}]}),
-                (_CHAT, {"messages": [{"role": "user", "content": "a"}] * (count // 30)}),
-                (_COMPLETIONS, {"prompt": "a" * count}),
-                (_COMPLETIONS, {"prompt": [5] * (count // 3)}),
-                (_COMPLETIONS, {"prompt": ["a"] * (count // 5)}),
-            ]
-        )
+        many: list[tuple[str, dict[str, Any]]] = [
+            (_CHAT, {"messages": [{"role": "user", "content": "a" * count}]}),
+            (_CHAT, {"messages": [{"role": "user", "content": "a"}] * (count // 30)}),
+            (_COMPLETIONS, {"prompt": "a" * count}),
+            (_COMPLETIONS, {"prompt": [5] * (count // 3)}),
+            (_COMPLETIONS, {"prompt": ["a"] * (count // 5)}),
+        ]
+        path, long = random.choice(many)
         body = json.dumps({**_ASKED[path], **long}).encode()
         request = server.request(path, body)
         note(request[:500])
