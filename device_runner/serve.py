@@ -19,6 +19,7 @@ from prge.errors import ConfigError
 from prge.rows.tokenizer import bundle_tokenizer, read_chat_template
 from prge.settings import Bytes, parse_settings
 from prge.terminal import best_effort
+from prge.tuned import tuning_at
 
 KEY = "PRGE_API_KEY"
 MOST_KEY_BYTES = 4096
@@ -30,8 +31,8 @@ class ServeSettings:
     """Serve a bundle and its adapters by OpenAI's protocol."""
 
     bundle: Path
-    """Folder that `prge export` wrote. Its own adapter is the model that the folder's name calls; `base` is
-    the model without any."""
+    """Folder that `prge export` or `prge tune` wrote. The adapter that was tuned, or that came with the
+    bundle, is the model that the folder's name calls; `base` is the model without any."""
     adapter: list[str] = field(default_factory=list)
     """Further models: NAME=PATH, or the PATH of a run, checkpoint or PEFT folder that gives its name."""
     host: str = "127.0.0.1"
@@ -108,13 +109,17 @@ def serve(settings: ServeSettings) -> None:
         with Worker(Generator(speaker, bundle_tokenizer(bundle)), settings.queue) as worker:
             host = None if is_reached_by_others else settings.host
             app = make_app(models, worker, Access(key, host))
-            with best_effort(sys.stdout):
-                print(f"models: {', '.join(models.names)}")
-                print(f"listening at http://{address_of(listener)}/v1; Ctrl-C ends it", flush=True)
-                if is_reached_by_others:
-                    whom = "anyone" if key is None else "who has the key"
-                    print(f"{whom} may ask, without encryption, from any machine", flush=True)
-            Server(app, worker).run([listener])
+            lines = [f"models: {', '.join(models.names)}"]
+            lines.append(f"listening at http://{address_of(listener)}/v1; Ctrl-C ends it")
+            if is_reached_by_others:
+                whom = "anyone" if key is None else "who has the key"
+                lines.append(f"{whom} may ask, without encryption, from any machine")
+            Server(app, worker, lambda: _tell(lines)).run([listener])
+
+
+def _tell(lines: Sequence[str]) -> None:
+    with best_effort(sys.stdout):
+        print("\n".join(lines), flush=True)
 
 
 def _read_key(path: Path | None) -> str | None:
@@ -153,8 +158,9 @@ def _check_key(settings: ServeSettings, key: str | None, is_reached_by_others: b
 
 def _adapters(settings: ServeSettings, bundle: Bundle) -> dict[str, Adapter]:
     """Adapters by the names of their models; raises ConfigError, AdapterError, RunError."""
-    own, base = (read_adapter(bundle, name)[1] for name in (BUNDLE, BASE))
-    found = [(bundle.folder.resolve().name, own), (BASE, base)]
+    of_folder = str(settings.bundle) if tuning_at(settings.bundle) else BUNDLE
+    own, base = (read_adapter(bundle, name)[1] for name in (of_folder, BASE))
+    found = [(settings.bundle.resolve().name, own), (BASE, base)]
     for word in settings.adapter:
         name, adapter = read_adapter(bundle, word)
         found.append((Path(word).resolve().name if name == word else name, adapter))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import h11
@@ -55,9 +55,9 @@ def address_of(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Serves an application until a signal, or until its worker has failed."""
+    """Serves an application until a signal, or until its worker has failed; calls `begun` once it does."""
 
-    def __init__(self, app: ASGIApp, worker: Worker) -> None:
+    def __init__(self, app: ASGIApp, worker: Worker, begun: Callable[[], object] = lambda: None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -74,6 +74,12 @@ class Server(uvicorn.Server):
             )
         )
         self._worker = worker
+        self._begun = begun
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; from here on signals end the server, not the process."""
+        await super().startup(sockets)
+        self._begun()
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end now; asked ten times a second."""

@@ -19,6 +19,7 @@ from prge.peft import find_adapter, read_any, read_peft
 from prge.rows.tokenizer import Tokenizer
 from prge.settings import Bytes
 from prge.terminal import best_effort
+from prge.tuned import tuning_at
 
 BUNDLE, BASE = "bundle", "base"
 STDIN = "-"
@@ -29,10 +30,10 @@ class OfBundle:
     """Which model speaks."""
 
     bundle: Path
-    """Folder that `prge export` wrote."""
+    """Folder that `prge export` or `prge tune` wrote."""
     adapter: tuple[str, ...] = ()
     """Runs, checkpoints or PEFT folders, or NAME=PATH; base: the model without an adapter. Default: the
-    adapter that the bundle came with."""
+    adapter that was tuned, or that the bundle came with."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,12 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
     return (name if equals else word), read_any(find_adapter(source), modules, bundle.adapter)
 
 
-def read_adapters(bundle: Bundle, words: Sequence[str]) -> dict[str, Adapter]:
-    """Adapters by name, as `read_adapter`; without words the bundle's own. Names must differ."""
-    return by_name([read_adapter(bundle, word) for word in words or [BUNDLE]])
+def read_adapters(given: OfBundle, bundle: Bundle) -> dict[str, Adapter]:
+    """Adapters by name, as `read_adapter`; without words the tuned one or the bundle's. Names must differ."""
+    tuning = tuning_at(given.bundle)
+    if tuning is not None and not given.adapter:
+        return {tuning.name: read_adapter(bundle, str(tuning.folder))[1]}
+    return by_name([read_adapter(bundle, word) for word in given.adapter or [BUNDLE]])
 
 
 def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
