@@ -68,7 +68,7 @@ class ServeSettings:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge serve --help`."""
-    if any(word.partition("=")[0] == "--api-key" for word in argv):
+    if any(word.partition("=")[0].replace("_", "-") == "--api-key" for word in argv):
         raise ConfigError(
             "a setting can't be used:",
             ["--api-key shows the key to everybody who can list processes"],
@@ -136,7 +136,11 @@ def _read_key(path: Path | None) -> str | None:
         try:
             key = read_document(path, MOST_KEY_BYTES).decode("ascii", "replace")
         except (OSError, DocumentError) as error:
-            raise ConfigError("there is no API key:", [f"{path} can't be read: {error}"]) from None
+            why = getattr(error, "strerror", None) or error
+            remedy = f"give a file, or set {KEY}"
+            raise ConfigError(
+                "there is no API key:", [f"{path} can't be read: {why}"], remedy=remedy
+            ) from None
     key = key.strip()
     if not re.fullmatch("[!-~]+", key):
         problem = "has characters that aren't printable ASCII, or spaces" if key else "is empty"

@@ -47,7 +47,7 @@ def test_a_key_comes_from_a_file_before_the_environment(
     assert serve._read_key(None) is None
 
 
-@pytest.mark.parametrize("words", [["--api-key", ""], ["--api-key="], ["--api-key", "secret"]])
+@pytest.mark.parametrize("words", [["--api-key", ""], ["--api-key="], ["--api_key=secret"]])
 def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
     found = refused(*words)
     assert "give --api-key-file FILE, or set PRGE_API_KEY" in found and "secret" not in found
