@@ -51,12 +51,12 @@ class ChatSettings(ChatFlags, OfBundle):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge chat --help`."""
-    settings = parse_settings(ChatSettings, argv, "prge chat", description=DESCRIPTION)
+    settings = parse_settings(ChatSettings, argv, "prge chat", ["bundle"], DESCRIPTION)
     bundle = open_speaking(settings.bundle)
     tokenizer = bundle_tokenizer(bundle)
     prompts = Prompts(tokenizer)
     is_chat = prompts.chat is not None  # forks its child before the engine is there
-    adapters = read_adapters(bundle, settings.adapter)
+    adapters = read_adapters(settings, bundle)
     generator = open_generator(bundle, tokenizer, settings, SLOTS)
     if not is_chat:
         note(NO_TEMPLATE)

@@ -30,6 +30,7 @@ from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.run_folder import reported
 from prge.settings import Bytes, parse_settings
+from prge.tuned import tuning_at
 
 # Answers that are written at once.
 SLOTS = 8
@@ -41,7 +42,7 @@ class EvaluateSettings:
     """Score an adapter on rows of a file."""
 
     bundle: Path
-    """Folder that `prge export` wrote."""
+    """Folder that `prge export` or `prge tune` wrote."""
     data: Path
     """Rows to score: jsonl, json, csv, tsv or parquet; a folder with a file test; or the name of a data
     set of the hub, of which the split test is read."""
@@ -51,7 +52,7 @@ class EvaluateSettings:
     columns: tuple[str, ...] = ()
     """Names for columns of the rows: prompt=question completion=answer."""
     adapter: Path | None = None
-    """Run, checkpoint or PEFT folder; default: the adapter that the bundle came with."""
+    """Run, checkpoint or PEFT folder; default: the adapter that was tuned, or that the bundle came with."""
     start: int = 0
     """Rows to leave out at the file's beginning, after shuffling."""
     limit: int | None = None
@@ -82,7 +83,7 @@ class EvaluateSettings:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge eval --help`."""
-    settings = parse_settings(EvaluateSettings, argv, "prge eval", description=DESCRIPTION)
+    settings = parse_settings(EvaluateSettings, argv, "prge eval", ["bundle"], DESCRIPTION)
     record = run(settings)
     for name, value in record.items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
@@ -110,7 +111,8 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     source = read_source(settings.data, "test", settings.columns)
     examples, report = load_examples(source, tokenizer, contract, task, selection, options, training=False)
     print(report.text())
-    trained = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
+    named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
+    trained = find_adapter(named)
     adapter = read_peft(trained, contract.modules, bundle.adapter)
     head = None
     if contract.is_encoder:

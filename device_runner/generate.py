@@ -51,7 +51,7 @@ class _Asked:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge generate --help`."""
-    generate(parse_settings(GenerateSettings, argv, "prge generate", description=DESCRIPTION))
+    generate(parse_settings(GenerateSettings, argv, "prge generate", ["bundle"], DESCRIPTION))
     return 0
 
 
@@ -67,7 +67,7 @@ def generate(settings: GenerateSettings) -> None:
         note("the model has a chat template: --chat puts the prompt into it")
     # All prompts before the engine is there: a chat template runs in a forked child.
     asked = _asked(settings, Prompts(tokenizer))
-    adapters = read_adapters(bundle, settings.adapter)
+    adapters = read_adapters(settings, bundle)
     count = len(asked) * len(adapters)
     generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))
     how = settings.generation()

@@ -18,6 +18,7 @@ from prge.costs import KINDS, Outline, bytes_text, memory_table, memory_text, we
 from prge.errors import BundleError, printable
 from prge.settings import parse_settings
 from prge.signatures import DECODE
+from prge.tuned import bundle_at
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
 _SHOWN_ELSEWHERE = {
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     settings = parse_settings(
         InspectSettings, argv, "prge inspect", positional=["bundle"], description="Show what a bundle holds."
     )
-    report = inspect(settings.bundle)
+    report = inspect(bundle_at(settings.bundle))
     print(json.dumps(report, indent=2) if settings.json else printable("\n".join(_text(report))))
     damaged = {name: entry["problem"] for name, entry in report["files"].items() if entry["problem"]}
     if damaged:

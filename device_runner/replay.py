@@ -16,6 +16,7 @@ from prge.peft import read_peft, write_peft
 from prge.regular_files import read_regular
 from prge.run_folder import FINAL, JOURNAL
 from prge.settings import parse_settings
+from prge.tuned import bundle_at
 
 DESCRIPTION = "Make a run's adapter again from its journal alone, and compare it with the run's result."
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     with Journal(path, writable=False) as journal:
         state = replay(journal, settings.step)
     final = settings.run / FINAL
-    template = settings.bundle / "adapter" if settings.bundle else final
+    template = bundle_at(settings.bundle) / "adapter" if settings.bundle else final
     extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
     write_peft(settings.out, state.adapter, template, extra)
     print(f"{settings.out}: step {state.step} of {journal.steps}")

@@ -10,6 +10,7 @@ from prge.atomic import write_file
 from prge.errors import ConfigError
 from prge.run_folder import reported
 from prge.settings import parse_settings
+from prge.tuned import run_at
 
 DESCRIPTION = "Write one HTML page about runs, finished or not. It needs no network and no script to be read."
 
@@ -19,7 +20,7 @@ class ReportSettings:
     """Which runs, and where to."""
 
     runs: tuple[Path, ...]
-    """Run folders of `prge run` or `prge baseline`, finished, going on or killed."""
+    """Run folders of `prge run`, `prge tune` or `prge baseline`, finished, going on or killed."""
     out: Path = Path("report.html")
     """HTML file to write."""
 
@@ -51,6 +52,6 @@ def report(settings: ReportSettings) -> None:
     from device_runner.reporting.reading import read_run
     from prge.pages.rendering import to_html
 
-    blocks, pictures = compose([read_run(run) for run in settings.runs])
+    blocks, pictures = compose([read_run(run_at(run)) for run in settings.runs])
     with reported(settings.out):
         write_file(settings.out, to_html(blocks, pictures).encode(errors="backslashreplace"))

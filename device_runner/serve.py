@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,12 +13,16 @@ from device_runner.session.speaking import BASE, BUNDLE, by_name, open_speaking,
 from prge.adapter import Adapter
 from prge.bounds import bound_problems
 from prge.bundle import Bundle
+from prge.documents import DocumentError, read_document
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.rows.tokenizer import bundle_tokenizer, read_chat_template
 from prge.settings import Bytes, parse_settings
 from prge.terminal import best_effort
+from prge.tuned import tuning_at
 
+KEY = "PRGE_API_KEY"
+MOST_KEY_BYTES = 4096
 DESCRIPTION = "Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."
 
 
@@ -25,16 +31,19 @@ class ServeSettings:
     """Serve a bundle and its adapters by OpenAI's protocol."""
 
     bundle: Path
-    """Folder that `prge export` wrote. Its own adapter is the model that the folder's name calls; `base` is
-    the model without any."""
+    """Folder that `prge export` or `prge tune` wrote. The adapter that was tuned, or that came with the
+    bundle, is the model that the folder's name calls; `base` is the model without any."""
     adapter: list[str] = field(default_factory=list)
     """Further models: NAME=PATH, or the PATH of a run, checkpoint or PEFT folder that gives its name."""
     host: str = "127.0.0.1"
-    """Address to listen at; others than this machine reach 0.0.0.0 or ::."""
+    """Address to listen at; others than this machine reach 0.0.0.0 or ::, which needs an API key."""
     port: int = 8000
     """Port to listen at; 0: a free one. It is printed."""
-    api_key: str | None = None
-    """What clients must send as their API key. Default: any client may ask."""
+    api_key_file: Path | None = None
+    """File with what clients must send as their API key. Default: the environment's PRGE_API_KEY; without
+    that, any program of this machine may ask."""
+    insecure: bool = False
+    """Instead of an API key: anyone who reaches the address may ask. To try things out."""
     chat_template: Path | None = None
     """Jinja file that makes a prompt of messages. Default: the model's own; without one only
     /v1/completions answers."""
@@ -59,6 +68,12 @@ class ServeSettings:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge serve --help`."""
+    if any(word.partition("=")[0].replace("_", "-") == "--api-key" for word in argv):
+        raise ConfigError(
+            "a setting can't be used:",
+            ["--api-key shows the key to everybody who can list processes"],
+            remedy=f"give --api-key-file FILE, or set {KEY}",
+        )
     settings = parse_settings(ServeSettings, argv, "prge serve", ["bundle"], description=DESCRIPTION)
     serve(settings)
     return 0
@@ -71,12 +86,14 @@ def serve(settings: ServeSettings) -> None:
         PrgeError: bad input, or an address that can't be listened at.
     """
     from device_runner.engines.speaking import open_speaker
-    from device_runner.serving.app import LOCAL, make_app
+    from device_runner.serving.access import Access, is_local
+    from device_runner.serving.app import make_app
     from device_runner.serving.listening import Server, address_of, listening
     from device_runner.serving.models import Models
     from device_runner.serving.worker import Worker
     from prge.generation.loop import Generator
 
+    key = _read_key(settings.api_key_file)
     bundle = open_speaking(settings.bundle)
     adapters = _adapters(settings, bundle)
     tokenizer = bundle_tokenizer(bundle)
@@ -84,24 +101,70 @@ def serve(settings: ServeSettings) -> None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
     models = Models(adapters, tokenizer)
     with listening(settings.host, settings.port) as listener:
+        is_reached_by_others = not is_local(listener.getsockname()[0])
+        _check_key(settings, key, is_reached_by_others)
         speaker = open_speaker(
             bundle, settings.threads, settings.engine, settings.memory, settings.slots, settings.context
         )
         with Worker(Generator(speaker, bundle_tokenizer(bundle)), settings.queue) as worker:
-            hosts = LOCAL if settings.host in LOCAL else ()
-            app = make_app(models, worker, settings.api_key, hosts)
-            with best_effort(sys.stdout):
-                print(f"models: {', '.join(models.names)}")
-                print(f"listening at http://{address_of(listener)}/v1; Ctrl-C ends it", flush=True)
-                if not hosts and settings.api_key is None:
-                    print("anyone who reaches this address may ask: --api-key asks for a key", flush=True)
-            Server(app, worker).run([listener])
+            host = None if is_reached_by_others else settings.host
+            app = make_app(models, worker, Access(key, host))
+            lines = [f"models: {', '.join(models.names)}"]
+            lines.append(f"listening at http://{address_of(listener)}/v1; Ctrl-C ends it")
+            if is_reached_by_others:
+                whom = "anyone" if key is None else "who has the key"
+                lines.append(f"{whom} may ask, without encryption, from any machine")
+            Server(app, worker, lambda: _tell(lines)).run([listener])
+
+
+def _tell(lines: Sequence[str]) -> None:
+    with best_effort(sys.stdout):
+        print("\n".join(lines), flush=True)
+
+
+def _read_key(path: Path | None) -> str | None:
+    """The key that clients must send: a file's, else the environment's, else none.
+
+    Raises:
+        ConfigError: the file can't be read, or what is there is no key.
+    """
+    if path is None and KEY not in os.environ:
+        return None
+    where, key, remedy = KEY, os.environ.get(KEY, ""), f"set it, or unset {KEY} to serve without a key"
+    if path is not None:
+        where, remedy = str(path), f"python -c 'import secrets; print(secrets.token_urlsafe())' > {path}"
+        try:
+            key = read_document(path, MOST_KEY_BYTES).decode("ascii", "replace")
+        except (OSError, DocumentError) as error:
+            why = getattr(error, "strerror", None) or error
+            remedy = f"give a file, or set {KEY}"
+            raise ConfigError(
+                "there is no API key:", [f"{path} can't be read: {why}"], remedy=remedy
+            ) from None
+    key = key.strip()
+    if not re.fullmatch("[!-~]+", key):
+        problem = "has characters that aren't printable ASCII, or spaces" if key else "is empty"
+        raise ConfigError("there is no API key:", [f"{where} {problem}"], remedy=remedy)
+    return key
+
+
+def _check_key(settings: ServeSettings, key: str | None, is_reached_by_others: bool) -> None:
+    """Refuse to be open to others by mistake; raises ConfigError."""
+    problems = []
+    if settings.insecure and key is not None:
+        problems.append("give an API key or --insecure, and not both")
+    if is_reached_by_others and key is None and not settings.insecure:
+        problems.append(f"--host {settings.host} lets other machines ask, and there is no API key")
+    if problems:
+        remedy = f"give --api-key-file FILE, or set {KEY}; with --insecure anyone may ask"
+        raise ConfigError("these settings can't be used:", problems, remedy=remedy)
 
 
 def _adapters(settings: ServeSettings, bundle: Bundle) -> dict[str, Adapter]:
     """Adapters by the names of their models; raises ConfigError, AdapterError, RunError."""
-    own, base = (read_adapter(bundle, name)[1] for name in (BUNDLE, BASE))
-    found = [(bundle.folder.resolve().name, own), (BASE, base)]
+    of_folder = str(settings.bundle) if tuning_at(settings.bundle) else BUNDLE
+    own, base = (read_adapter(bundle, name)[1] for name in (of_folder, BASE))
+    found = [(settings.bundle.resolve().name, own), (BASE, base)]
     for word in settings.adapter:
         name, adapter = read_adapter(bundle, word)
         found.append((Path(word).resolve().name if name == word else name, adapter))

@@ -26,6 +26,7 @@ from prge.contract import Contract
 from prge.documents import DocumentError, read_json
 from prge.errors import BundleError, shown
 from prge.signatures import STACK
+from prge.tuned import bundle_at
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -157,8 +158,9 @@ def open_bundle(folder: Path | str) -> Bundle:
     Raises:
         BundleError: the manifest is unusable; a file is missing, changed, outside the folder, or in the place
             of one that is read and not in the manifest.
+        RunError: it is the folder of a tuning that has no bundle yet.
     """
-    folder = Path(folder)
+    folder = bundle_at(Path(folder))
     manifest = read_manifest(folder)
     files = manifest.get("files")
     if not isinstance(files, dict):

@@ -29,6 +29,7 @@ from prge.engine import Array, FloatArray
 from prge.errors import AdapterError, RunError, shown
 from prge.memory import tells_no_memory
 from prge.run_folder import FINAL, JOURNAL
+from prge.tuned import tuning_at
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -95,12 +96,14 @@ def weight_name(module: str, letter: Literal["A", "B"]) -> str:
 
 
 def find_adapter(source: Path) -> Path:
-    """The PEFT folder that a user names by a run, its `final/`, a checkpoint, or the folder itself.
+    """The PEFT folder that a user names by a tuning, a run, its `final/`, a checkpoint, or the folder itself.
 
     Raises:
-        RunError: a run without a result.
+        RunError: a tuning or a run without a result.
         AdapterError: there is no adapter.
     """
+    if tuning := tuning_at(source):
+        source = tuning.adapter
     for folder in (source, source / FINAL):
         if (folder / CONFIG).is_file():
             return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -29,8 +30,10 @@ from prge.bundle import MANIFEST, check_content, open_bundle
 from prge.errors import ConfigError, DeviceError, PrgeError
 from prge.peft import find_adapter
 from prge.rows.sources import Part
+from prge.run_folder import CONFIG, FINAL, JOURNAL
 from prge.settings import parse_settings, settings_to_yaml
 from prge.subverbs import Action, run_action
+from prge.tuned import Tuning, tuning_at
 
 Settings = TypeVar("Settings")
 EARLY_SECONDS = 10.0
@@ -51,7 +54,7 @@ class PushSettings(DeviceSettings):
     """Bring things to a device ahead of a run, which brings by itself all but the runtime."""
 
     paths: tuple[Path, ...] = ()
-    """Runtimes, bundles, and files of rows."""
+    """Runtimes, bundles, folders of `prge tune`, and files of rows."""
     sync: bool = True
     """Send only files that the device lacks or has otherwise, by their hashes; --no-sync sends all."""
     check: bool = False
@@ -186,7 +189,10 @@ def _push(argv: list[str]) -> int:
             sent = phone.send_runtime(item, **how)
             print(f"{item} -> {phone.path('runtime')}: {sent} files sent")
         elif item.is_dir():
-            print(f"{item} -> {_send_bundle(phone, item, **how)}")
+            remote = _send_bundle(phone, item, **how)
+            print(f"{item} -> {remote}")
+            if tuning := tuning_at(item):
+                print(f"{tuning.adapter} -> {_send_run(phone, tuning, remote)}")
         else:
             print(f"{item} -> {phone.send_file(item, everything=not settings.sync)}")
     return 0
@@ -395,11 +401,29 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
 def _send_bundle(phone: Phone, folder: Path, check: bool = False, everything: bool = False) -> str:
     """Bring a bundle, the files that its manifest names alone; its folder there has its hash in the name."""
     bundle = open_bundle(folder)
+    folder = bundle.folder
     for block in bundle.chain.blocks:
         check_content(folder, bundle.manifest, block.weights)
     remote = phone.path("bundles", bundle.sha256[:12])
     names = [MANIFEST, *bundle.manifest["files"]]
     phone.send_folder(folder, remote, names=names, check=check, everything=everything)
+    return remote
+
+
+def _send_run(phone: Phone, tuning: Tuning, bundle: str) -> str:
+    """Bring what a tuning's run ended with, as a run of the tuning's name, for a bundle that is there."""
+    check_name(tuning.name)
+    remote = phone.path("runs", tuning.name)
+    if phone.exists(f"{remote}/{JOURNAL}", "f"):
+        raise DeviceError(
+            f"{phone.adb.serial} has a run {tuning.name} of its own",
+            remedy=f"rename {tuning.folder}, or remove the run with `prge android clean`",
+        )
+    with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
+        folder = Path(name)
+        shutil.copytree(tuning.adapter, folder / FINAL)
+        (folder / CONFIG).write_text(json.dumps({"bundle": bundle}), encoding="utf-8")
+        phone.send_folder(folder, remote)
     return remote
 
 

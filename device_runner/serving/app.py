@@ -8,22 +8,21 @@ A client that goes away takes its sequences along, wherever it goes away.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from device_runner.serving.access import HEALTH, Access, Door, refusal
 from device_runner.serving.models import Models
 from device_runner.serving.protocol import (
     Asked,
@@ -39,33 +38,32 @@ from device_runner.serving.worker import BusyError, Tell, Told, Worker
 from prge.errors import DataError, PrgeError
 from prge.generation.loop import Answer, Reason
 
+# Of a body: for what isn't the prompts, for each token of the context, and in all.
+BYTES_BESIDE = 64 << 10
+BYTES_A_TOKEN = 256
 MOST_BYTES = 4 << 20
-# Of all bodies at once.
+# Of all bodies at once; each may have `BYTES_BESIDE`.
 MOST_HELD = 16 * MOST_BYTES
 # For a client to send its body.
 SECONDS = 60.0
-LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-def make_app(models: Models, worker: Worker, key: str | None = None, hosts: Sequence[str] = ()) -> Starlette:
+def make_app(models: Models, worker: Worker, access: Access) -> Starlette:
     """The server as an ASGI application.
 
     Args:
         models: names, prompts.
         worker: the thread that writes.
-        key: what clients must send as `Authorization: Bearer KEY`.
-        hosts: names that clients may call the server by; any where none is given. A page of the web can make
-            its own name lead here, but not make a browser send another.
+        access: who may ask.
     """
-    server = _Server(models, worker, key)
+    server = _Server(models, worker)
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/models", server.list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", server.one_model, methods=["GET"]),
-        Route("/health", server.health, methods=["GET"]),
+        Route(HEALTH, server.health, methods=["GET"]),
     ]
-    trusted = [Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])] if hosts else []
     handlers = {
         RequestError: _refuse,
         PrgeError: _refuse_failed,
@@ -73,18 +71,22 @@ def make_app(models: Models, worker: Worker, key: str | None = None, hosts: Sequ
         ClientDisconnect: _gone,
         Exception: _fail,
     }
-    return Starlette(routes=routes, middleware=trusted, exception_handlers=handlers)
+    door = Middleware(Door, access=access)
+    app = Starlette(routes=routes, middleware=[door], exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
 
 
+_T = TypeVar("_T")
 Events = asyncio.Queue[tuple[int, Told]]
 _FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
 
 
 class _Server:
-    def __init__(self, models: Models, worker: Worker, key: str | None) -> None:
+    def __init__(self, models: Models, worker: Worker) -> None:
         self.models = models
         self.worker = worker
-        self.key = key
+        self.most_bytes = min(MOST_BYTES, BYTES_BESIDE + BYTES_A_TOKEN * worker.context)
         self.begun = int(time.time())
         # Bytes of bodies that are being read or made prompts of.
         self.held = 0
@@ -96,12 +98,10 @@ class _Server:
 
     async def list_models(self, request: Request) -> Response:
         """Names of all models."""
-        self._check_key(request)
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.models.names]})
 
     async def one_model(self, request: Request) -> Response:
         """One model by its name."""
-        self._check_key(request)
         name = request.path_params["name"]
         self.models.adapter(name)
         return JSONResponse(self._model(name))
@@ -117,29 +117,23 @@ class _Server:
     def _model(self, name: str) -> Json:
         return {"id": name, "object": "model", "created": self.begun, "owned_by": "prge"}
 
-    def _check_key(self, request: Request) -> None:
-        if self.key is not None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.key.encode()):
-                raise RequestError(401, "wrong or no API key", code="invalid_api_key")
-
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         """A request's body, refused as soon as it is known to be too large; what comes then nobody keeps."""
         body = bytearray()
 
         async def read() -> None:
-            if int(request.headers.get("content-length", "0")[:20]) > MOST_BYTES:
+            if int(request.headers.get("content-length", "0")[:20]) > self.most_bytes:
                 raise too_large
             async for part in request.stream():
                 body.extend(part)
                 self.held += len(part)
-                if len(body) > MOST_BYTES:
+                if len(body) > self.most_bytes:
                     raise too_large
-                if self.held > MOST_HELD:
+                if self.held > MOST_HELD and len(body) > BYTES_BESIDE:
                     raise _busy("there are too many large requests: try again later")
 
-        too_large = RequestError(413, f"the body has more than {MOST_BYTES} bytes")
+        too_large = RequestError(413, f"the body has more than {self.most_bytes} bytes")
         try:
             await asyncio.wait_for(read(), SECONDS)
             yield bytes(body)
@@ -149,9 +143,9 @@ class _Server:
             self.held -= len(body)
 
     async def _answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
-        self._check_key(request)
         async with self._body(request) as body:
-            asked, requests = await run_in_threadpool(self.models.requests, body, read, self.worker.context)
+            preparing = self.models.requests(body, read, self.worker.context)
+            asked, requests = await _unless_gone(request, preparing)
         loop = asyncio.get_running_loop()
         events: Events = asyncio.Queue()
 
@@ -238,21 +232,22 @@ class _Stream(StreamingResponse):
             self._close()
 
 
-async def _unless_gone(request: Request, work: Awaitable[Response]) -> Response:
-    """What `work` answers, unless the client goes away before."""
+async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+    """What `work` gives, unless the client goes away before."""
 
-    async def gone() -> Response:
+    async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        raise ClientDisconnect
 
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return (tasks[0] if tasks[0] in done else tasks[1]).result()
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        for task in tasks:
-            task.cancel()
+        working.cancel()
+        leaving.cancel()
 
 
 def _busy(why: str) -> RequestError:
@@ -265,8 +260,7 @@ def _failure(error: PrgeError) -> RequestError:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
-    return JSONResponse(error.body, error.status, headers)
+    return refusal(error)
 
 
 async def _refuse_failed(request: Request, error: Exception) -> Response:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from device_runner.serving.protocol import Asked, RequestError
 from prge.adapter import Adapter
@@ -12,13 +13,19 @@ from prge.generation.loop import GenerationSettings, Request
 from prge.generation.prompts import Prompt, Prompts
 from prge.rows.tokenizer import Tokenizer
 
+# Of a prompt, for each token of the context: longer texts aren't given to the template or the tokenizer.
+MOST_CHARACTERS = 32
+
 
 class Models:
     """Adapters by the names that clients call them, and the prompts of what clients say.
 
+    Bodies and texts are read by one thread and templates rendered by another, one request at a time: neither
+    tokenizers nor memory are for many. What waits there is forgotten with the client that leaves.
+
     Args:
         adapters: by name.
-        tokenizer: of this object alone: several threads can't share one.
+        tokenizer: of this object alone.
 
     Raises:
         BundleError: the tokenizer's chat template is damaged.
@@ -28,9 +35,9 @@ class Models:
     def __init__(self, adapters: Mapping[str, Adapter], tokenizer: Tokenizer) -> None:
         self._adapters = dict(adapters)
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
         self._prompts = Prompts(tokenizer)
         _ = self._prompts.chat  # its process is forked while this one has no other thread
+        self._texts, self._templates = (ThreadPoolExecutor(1, name) for name in ("texts", "templates"))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,7 +55,7 @@ class Models:
             )
         return self._adapters[name]
 
-    def requests(
+    async def requests(
         self, body: bytes, read: Callable[[bytes], Asked], context: int
     ) -> tuple[Asked, list[Request]]:
         """What a body asks for, and the answers to make for it; raises RequestError.
@@ -58,39 +65,64 @@ class Models:
             read: understands it.
             context: most tokens of prompt and answer together.
         """
-        # One at a time: neither a tokenizer nor the memory is for many.
-        with self._lock:
-            return self._requests(read(body), context)
+        loop = asyncio.get_running_loop()
+        asked = await loop.run_in_executor(self._texts, self._read, body, read, context)
+        rendered = self._prompts, ""
+        if asked.is_chat:
+            rendered = await loop.run_in_executor(self._templates, self._rendered, asked)
+        return asked, await loop.run_in_executor(self._texts, self._requests, asked, *rendered, context)
 
-    def _requests(self, asked: Asked, context: int) -> tuple[Asked, list[Request]]:
-        adapter = self.adapter(asked.model)
-        requests = []
-        for prompt in self._prompts_of(asked):
-            tokens = len(prompt.tokens)
-            if tokens >= context:
-                raise RequestError(
-                    400,
-                    f"there are {tokens} tokens to answer, the context is {context} for prompt and "
-                    "answer together",
-                    param="messages" if asked.is_chat else "prompt",
-                    code="context_length_exceeded",
-                )
-            most = context - tokens if asked.most is None else min(asked.most, context)
-            settings = GenerationSettings(most, asked.stop, asked.choice)
-            requests += [Request(prompt, adapter, settings)] * asked.count
-        return asked, requests
+    def _read(self, body: bytes, read: Callable[[bytes], Asked], context: int) -> Asked:
+        asked = read(body)
+        self.adapter(asked.model)
+        texts = [str(message["content"]) for message in asked.messages]
+        sizes = [len(each) if isinstance(each, str) else 0 for each in asked.prompts]
+        longest = max([sum(map(len, texts)), *sizes])
+        if longest > MOST_CHARACTERS * context:
+            raise _too_long(asked, f"{longest} characters", context)
+        if len(texts) > context:
+            raise _too_long(asked, f"{len(texts)} messages", context)
+        return asked
 
-    def _prompts_of(self, asked: Asked) -> list[Prompt]:
+    def _rendered(self, asked: Asked) -> tuple[Prompts, str]:
         try:
-            if asked.is_chat:
-                return [self._prompts.of_messages(asked.messages)]
-            return [
-                self._prompts.of_text(each) if isinstance(each, str) else Prompt(each)
-                for each in asked.prompts
-            ]
+            return self._prompts, self._prompts.rendered(asked.messages)
         except DataError as error:
             raise RequestError(400, str(error)) from None
         except BundleError as error:
             # The template's process has ended with these messages; others get another one.
             self._prompts = Prompts(self._tokenizer)
             raise RequestError(400, error.what) from None
+
+    def _requests(self, asked: Asked, prompts: Prompts, text: str, context: int) -> list[Request]:
+        adapter = self.adapter(asked.model)
+        requests = []
+        for prompt in _prompts_of(asked, prompts, text, context):
+            tokens = len(prompt.tokens)
+            if tokens >= context:
+                raise _too_long(asked, f"at least {tokens} tokens", context)
+            most = context - tokens if asked.most is None else min(asked.most, context)
+            settings = GenerationSettings(most, asked.stop, asked.choice)
+            requests += [Request(prompt, adapter, settings)] * asked.count
+        return requests
+
+
+def _prompts_of(asked: Asked, prompts: Prompts, text: str, context: int) -> list[Prompt]:
+    try:
+        if asked.is_chat:
+            return [prompts.of_rendered(text, most=context)]
+        return [
+            prompts.of_text(each, most=context) if isinstance(each, str) else Prompt(each)
+            for each in asked.prompts
+        ]
+    except DataError as error:
+        raise RequestError(400, str(error)) from None
+
+
+def _too_long(asked: Asked, found: str, context: int) -> RequestError:
+    return RequestError(
+        400,
+        f"there are {found} to answer, the context is {context} tokens for prompt and answer together",
+        param="messages" if asked.is_chat else "prompt",
+        code="context_length_exceeded",
+    )

@@ -14,12 +14,13 @@ from prge.adapter import Adapter
 from prge.bundle import Bundle, open_bundle
 from prge.engine import EngineName
 from prge.errors import BundleError, ConfigError
-from prge.generation.choice import ChoiceSettings
+from prge.generation.choice import MIN_P, ChoiceSettings
 from prge.generation.loop import GenerationSettings, Generator, Overflow
 from prge.peft import find_adapter, read_any, read_peft
 from prge.rows.tokenizer import Tokenizer
 from prge.settings import Bytes
 from prge.terminal import best_effort
+from prge.tuned import tuning_at
 
 BUNDLE, BASE = "bundle", "base"
 STDIN = "-"
@@ -30,10 +31,10 @@ class OfBundle:
     """Which model speaks."""
 
     bundle: Path
-    """Folder that `prge export` wrote."""
+    """Folder that `prge export` or `prge tune` wrote."""
     adapter: tuple[str, ...] = ()
     """Runs, checkpoints or PEFT folders, or NAME=PATH; base: the model without an adapter. Default: the
-    adapter that the bundle came with."""
+    adapter that was tuned, or that the bundle came with."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class SpeakingFlags:
     """Draw from so many of the most likely tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the fewest likely tokens that have this share of the probability together."""
-    min_p: float = 0.0
-    """Draw from tokens with at least this share of the most likely one's probability."""
+    min_p: float = MIN_P
+    """Draw from tokens with at least this share of the most likely one's probability; 0: from all."""
     repetition_penalty: float = 1.0
     """More than 1 makes tokens less likely that prompt and answer hold already."""
     seed: int | None = None
@@ -171,9 +172,12 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
     return (name if equals else word), read_any(find_adapter(source), modules, bundle.adapter)
 
 
-def read_adapters(bundle: Bundle, words: Sequence[str]) -> dict[str, Adapter]:
-    """Adapters by name, as `read_adapter`; without words the bundle's own. Names must differ."""
-    return by_name([read_adapter(bundle, word) for word in words or [BUNDLE]])
+def read_adapters(given: OfBundle, bundle: Bundle) -> dict[str, Adapter]:
+    """Adapters by name, as `read_adapter`; without words the tuned one or the bundle's. Names must differ."""
+    tuning = tuning_at(given.bundle)
+    if tuning is not None and not given.adapter:
+        return {tuning.name: read_adapter(bundle, str(tuning.folder))[1]}
+    return by_name([read_adapter(bundle, word) for word in given.adapter or [BUNDLE]])
 
 
 def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:

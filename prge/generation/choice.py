@@ -25,6 +25,8 @@ from prge.engine import Float64Array, FloatArray, IntArray
 from prge.errors import ConfigError, EngineError, shown
 
 _WHOLE = ("top_k", "seed")
+# Without it a tail of tokens that are rare one by one is drawn from now and then (docs/generation.md).
+MIN_P = 0.05
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class ChoiceSettings:
     """Draw from so many of the most likely tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the fewest likely tokens that have this share of the probability together."""
-    min_p: float = 0.0
+    min_p: float = MIN_P
     """Draw from tokens with at least this share of the most likely one's probability."""
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens that prompt and answer hold already, multiply negative ones."""

@@ -58,13 +58,24 @@ class Prompts:
             ) from None
         return ChatTemplate(source, self._tokenizer.special_tokens)
 
-    def of_text(self, text: str, *, control: bool = False) -> Prompt:
-        """A text as it is, after the model's `begin`; `control` reads control tokens written in it."""
-        tokens = self._tokenizer.ids(text, control=control, before=self._tokenizer.begin)
+    def of_text(self, text: str, *, control: bool = False, most: int | None = None) -> Prompt:
+        """A text as it is, after the model's `begin`; `control` reads control tokens written in it.
+
+        What has more than `most` tokens is read a little further than that.
+        """
+        tokens = self._tokenizer.ids(text, control=control, before=self._tokenizer.begin, most=most)
         return Prompt(tuple(tokens.tolist()))
 
     def of_messages(self, messages: Sequence[Message]) -> Prompt:
         """A conversation up to where the assistant answers; control tokens in messages are read as such.
+
+        Raises:
+            DataError, BundleError: as `rendered`.
+        """
+        return self.of_rendered(self.rendered(messages))
+
+    def rendered(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation in the chat template.
 
         Raises:
             DataError: the model has no chat template, or it refuses the messages.
@@ -76,25 +87,33 @@ class Prompts:
                 ["the model has no chat template"],
                 remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
             )
-        text = self.chat.render(messages, add_generation_prompt=True)
+        _ = self._after_turn  # from here on the template isn't asked
+        return self.chat.render(messages, add_generation_prompt=True)
+
+    def of_rendered(self, text: str, *, most: int | None = None) -> Prompt:
+        """What the template made of a conversation, as tokens; `most` as of texts."""
         # The template writes the special tokens itself.
-        tokens = self._tokenizer.ids(text, control=True)
+        tokens = self._tokenizer.ids(text, control=True, most=most)
         ends, stop = self._end_of_turn
         return Prompt(tuple(tokens.tolist()), continues=False, ends=ends, stop=stop)
 
     @cached_property
-    def _end_of_turn(self) -> tuple[frozenset[int], tuple[str, ...]]:
-        """What the template writes after an assistant's message: its first control token, else its words.
-
-        A model that was trained on messages ends its answers with it, whatever its end-of-sequence token is.
-        """
+    def _after_turn(self) -> str:
+        """What the template writes after an assistant's message."""
         assert self.chat is not None
         turns = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}]
         try:
-            text = self.chat.render(turns)
+            return self.chat.render(turns).rpartition(_WORD)[2]
         except DataError:
-            return frozenset(), ()
-        after = text.rpartition(_WORD)[2]
+            return ""
+
+    @cached_property
+    def _end_of_turn(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """The first control token of what follows an assistant's message, else its words.
+
+        A model that was trained on messages ends its answers with it, whatever its end-of-sequence token is.
+        """
+        after = self._after_turn
         tokens = self._tokenizer.encode(after, control=True)
         known = self._tokenizer.special_ids - {self._tokenizer.unknown_id}
         if special := [token for token in tokens if token in known]:

@@ -140,11 +140,18 @@ class Tokenizer:
         ids: list[int] = self.ids(text, control=control).tolist()
         return [*self.begin, *ids, *self.end] if special else ids
 
-    def ids(self, text: str, *, control: bool = False, before: Sequence[int] = ()) -> Ids:
-        """Token ids of a text of any length, i32, with those of `before` in front."""
+    def ids(
+        self, text: str, *, control: bool = False, before: Sequence[int] = (), most: int | None = None
+    ) -> Ids:
+        """Token ids of a text of any length, i32, with those of `before` in front.
+
+        Of a text with more than `most` there are a few more than these, and the rest isn't read.
+        """
         ids = array("i", before)
         for part in self.parts(text, control=control):
             ids.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
+            if most is not None and len(ids) > most:
+                break
         return np.frombuffer(ids, np.int32)
 
     def parts(self, text: str, *, control: bool = False) -> Iterator[Tokens]:

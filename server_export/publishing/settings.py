@@ -15,7 +15,7 @@ class PublishConfig:
     """Publish a trained adapter."""
 
     source: Path
-    """Run folder, checkpoint or PEFT folder with the trained adapter."""
+    """Folder of a run or of `prge tune`, checkpoint or PEFT folder with the trained adapter."""
 
     out: Path
     """Folder to write."""

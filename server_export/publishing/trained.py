@@ -15,9 +15,10 @@ from prge.bundle import MANIFEST, Bundle, open_bundle
 from prge.checkpoint import HEAD
 from prge.contract import AdaptedModule
 from prge.documents import read_yaml
-from prge.errors import AdapterError, BundleError, ConfigError
+from prge.errors import AdapterError, BundleError, ConfigError, RunError
 from prge.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
+from prge.tuned import bundle_at, tuning_at
 from server_export.model.base import (
     BaseModel,
     base_in_manifest,
@@ -82,7 +83,8 @@ def read_trained(config: PublishConfig) -> Trained:
     """
     folder = find_adapter(Path(config.source))
     run = run_of(folder)
-    bundle = _find_bundle(config.bundle, run)
+    tuning = tuning_at(Path(config.source))
+    bundle = _find_bundle(config.bundle or (tuning.bundle if tuning else None), run)
     modules = bundle.contract.modules if bundle is not None else read_lora(folder).modules
     adapter = read_peft(folder, modules, bundle.adapter if bundle is not None else None)
     settings = read_config(folder)
@@ -204,7 +206,7 @@ def _find_bundle(given: Path | None, run: Path | None) -> Bundle | None:
         return None
     try:
         settings = read_yaml(run / "config.yaml")
-        path = Path(settings["bundle"])
-    except (OSError, ValueError, TypeError, KeyError):
+        path = bundle_at(Path(settings["bundle"]))
+    except (OSError, ValueError, TypeError, KeyError, RunError):
         return None
     return open_bundle(path) if (path / MANIFEST).is_file() else None

@@ -371,12 +371,12 @@ class _Tuning:
 
     def _next(self) -> list[str]:
         """What a user may want to type now, for what the model has learnt."""
-        on = {"bundle": self._folder, "adapter": self._settings.out / "run"}
+        out = str(self._settings.out)
         if self._rows.have_candidates:
-            return ["eval", *flags_of({**on, "task": self._settings.task, "data": "TEST_ROWS"})]
+            return ["eval", out, *flags_of({"task": self._settings.task, "data": "TEST_ROWS"})]
         if self._rows.are_messages and bundle_tokenizer(open_bundle(self._folder)).chat_template:
-            return ["chat", *flags_of(on)]
-        return ["generate", *flags_of({**on, "prompt": "PROMPT"})]
+            return ["chat", out]
+        return ["generate", out, *flags_of({"prompt": "PROMPT"})]
 
 
 def _has_guide(bundle: Path) -> bool:

@@ -79,7 +79,7 @@ def test_it_learns_and_says_what_it_chose(tuned: Path) -> None:
     assert chosen["estimator"]["value"] == "exact" and chosen["steps"]["why"] == "given"
     assert all(decision["why"] for decision in chosen.values())
     assert [each["right"] for each in result["samples"]["after"]] == ["no", "no", "yes"]
-    assert result["next"].startswith("prge eval --bundle ")
+    assert result["next"].startswith(f"prge eval {tuned} --task ")
     assert {each["text"] for part in result["samples"].values() for each in part} <= {"no", "yes"}
     assert result["peak_mb"] > 10 and result["seconds"] > 0
     assert (tuned / "adapter" / "adapter_model.safetensors").is_file()

@@ -41,15 +41,15 @@ def test_it_learns_whole_test_rows(tuned: Path) -> None:
     assert result["chosen"]["chat_template"]["value"] == "plain"
     assert "no chat template" in result["chosen"]["chat_template"]["why"]
     assert "the frozen model's loss" in result["chosen"]["prepend_bos"]["why"]
-    assert result["next"].startswith("prge chat --bundle ")
+    assert result["next"] == f"prge chat {tuned}"
     assert result["samples"]["after"][0]["prompt"][-1]["role"] == "user"
 
 
 def test_an_answer_ends_by_itself_as_it_was_learnt(tuned: Path, tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "What did the dog see?"}]
     (tmp_path / "asked.json").write_text(json.dumps(asked))
-    words = ["--bundle", tuned / "bundle", "--adapter", tuned / "run", "--messages", tmp_path / "asked.json"]
-    answer = json.loads(prge("generate", *words, "--json", "--threads", 1).stdout)
+    words = ["--messages", tmp_path / "asked.json"]
+    answer = json.loads(prge("generate", tuned, *words, "--json", "--threads", 1).stdout)
     assert answer["reason"] == "stop"
     assert answer["text"].startswith("It saw") and answer["text"].endswith("end.")
 

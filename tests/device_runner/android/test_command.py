@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from device_runner.android.adb import Adb, Answer
-from device_runner.android.command import _send_bundle
+from device_runner.android.command import PushSettings, _send_bundle, main
 from device_runner.android.device import Phone
+from device_runner.android.speaking import AndroidChatSettings, chat_words
 from prge.bundle import MANIFEST, open_bundle
-from prge.errors import BundleError
+from prge.documents import parse_yaml
+from prge.errors import BundleError, DeviceError
 from tests.bundles import make_bundle
 
 
@@ -51,3 +53,40 @@ def test_damaged_weights_stay_here(tmp_path: Path, phone: Phone) -> None:
     with pytest.raises(BundleError, match=r"000\.ptd is not the file"):
         _send_bundle(phone, folder)
     assert not (tmp_path / "phone").exists()
+
+
+def tuning_of(folder: Path) -> Path:
+    """A folder as `prge tune` leaves it, of a bundle that isn't real, and an adapter."""
+    make_bundle(folder / "bundle")
+    (folder / "run/final").mkdir(parents=True)
+    (folder / "run/final/adapter_config.json").write_text("{}")
+    (folder / "tune.json").write_text("{}")
+    (folder / "config.yaml").write_text("bundle: null\n")
+    return folder
+
+
+def test_a_tuning_is_a_run_there_that_can_speak(
+    tmp_path: Path, phone: Phone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PushSettings, "phone", lambda self: phone)
+    folder = tuning_of(tmp_path / "mine")
+    assert main(["push", str(folder)]) == 0
+    run = tmp_path / "phone/runs/mine"
+    assert (run / "final/adapter_config.json").is_file()
+    bundle = parse_yaml((run / "config.yaml").read_text())["bundle"]
+    assert open_bundle(bundle).sha256 == open_bundle(folder / "bundle").sha256
+    assert chat_words(phone, AndroidChatSettings(names=("mine",)))[2:] == [
+        "chat", "--bundle", bundle, f"--adapter=mine={run}"
+    ]  # fmt: skip
+
+
+def test_a_run_of_the_same_name_is_not_overwritten(
+    tmp_path: Path, phone: Phone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PushSettings, "phone", lambda self: phone)
+    run = tmp_path / "phone/runs/mine"
+    run.mkdir(parents=True)
+    (run / "journal.jsonl").write_text("{}\n")
+    with pytest.raises(DeviceError, match="has a run mine of its own"):
+        main(["push", str(tuning_of(tmp_path / "mine"))])
+    assert [path.name for path in run.iterdir()] == ["journal.jsonl"]

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from device_runner.serving.app import LOCAL, make_app
+from device_runner.serving.access import Access
+from device_runner.serving.app import make_app
 from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
 from device_runner.serving.worker import Worker
@@ -64,4 +65,4 @@ if __name__ == "__main__":
     generator = Generator(SlowSpeaker(seconds), make_tokenizer())
     with listening("127.0.0.1", 0) as listener, Worker(generator, queue) as worker:
         print(address_of(listener), flush=True)
-        Server(make_app(models, worker, key or None, LOCAL), worker).run([listener])
+        Server(make_app(models, worker, Access(key or None, "127.0.0.1")), worker).run([listener])

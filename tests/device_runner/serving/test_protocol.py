@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from device_runner.serving.protocol import Reply, RequestError, read_chat, read_completion, usage_of
@@ -22,8 +22,10 @@ def refused(content: object, read: Any = read_chat) -> RequestError:
     return caught.value
 
 
-def test_defaults_are_openais() -> None:
+def test_defaults_are_openais_but_for_rare_tokens() -> None:
     chat = read_chat(json.dumps(CHAT).encode())
+    assert chat.choice.min_p == 0.05
+    assert read_chat(json.dumps({**CHAT, "min_p": 0}).encode()).choice.min_p == 0
     assert (chat.most, chat.stop, chat.count, chat.stream, chat.usage) == (None, (), 1, False, False)
     assert chat.choice == ChoiceSettings(temperature=1.0)
     assert read_completion(json.dumps(COMPLETION).encode()).most == 16
@@ -128,6 +130,7 @@ NAMES = st.sampled_from(
 
 
 @given(st.dictionaries(NAMES, JSON), st.sampled_from([CHAT, COMPLETION]))
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_any_json_is_understood_or_refused(changes: dict[str, Any], whole: dict[str, Any]) -> None:
     for read in (read_chat, read_completion):
         try:

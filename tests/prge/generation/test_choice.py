@@ -74,9 +74,16 @@ def test_one_candidate_is_the_greedy_choice() -> None:
     assert set(drawn(logits_of(0, 3, 1, 3), [], top_k=1)) == {1}
 
 
+def test_rare_tokens_are_drawn_only_where_that_was_asked_for() -> None:
+    # Five of them are rare one by one; together they come once in five draws.
+    logits = np.log(np.array([0.8, *[0.04 * 0.99] * 5], np.float32))
+    assert set(drawn(logits, [], 300, temperature=1.0)) == {0}
+    assert len(set(drawn(logits, [], 300, temperature=1.0, min_p=0.0))) == 6
+
+
 def test_tokens_come_as_often_as_their_probability() -> None:
     logits = logits_of(0, 1, 2, 3)
-    counts = np.bincount(drawn(logits, [], 20_000, temperature=2.0), minlength=4) / 20_000
+    counts = np.bincount(drawn(logits, [], 20_000, temperature=2.0, min_p=0.0), minlength=4) / 20_000
     expected = np.exp(logits / 2) / np.exp(logits / 2).sum()
     assert np.abs(counts - expected).max() < 0.015  # more than four standard deviations
 
@@ -185,7 +192,7 @@ def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
         ({"top_p": 0.0}, "--top-p is 0.0, must be more than 0"),
         ({"top_p": 1.5}, "--top-p is 1.5, must be at most 1"),
         ({"min_p": True}, "--min-p is True, must be a number"),
-        ({"repetition_penalty": 0}, "--repetition-penalty is 0, must be more than 0"),
+        ({"repetition_penalty": 0}, "--repetition-penalty is 0, must be at least 0.001"),
         ({"seed": -1}, "--seed is -1, must be at least 0"),
     ],
 )

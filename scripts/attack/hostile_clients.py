@@ -1,0 +1,494 @@
+"""Hostile clients and pages of the web against a real `prge serve`: what they send, and what a server says.
+
+Every call sends a handful of requests to a server that goes on from call to call, and asks it afterwards
+what a normal client would. An answer is a valid one, or an error in OpenAI's form with a status of 4xx; what
+is no request at all may be hung up on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from outcome import Case, Verdict
+from workshop import REPOSITORY, Bench
+
+KEY = "an-api-key-of-the-attack"
+_CASES = 20
+_SECONDS, _PROMPT_SECONDS = 15.0, 5.0
+# Beyond what the server has after its first answers.
+_MOST_GROWTH = 64 << 20
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_ASKED: dict[str, dict[str, Any]] = {
+    _CHAT: {"model": "base", "messages": [{"role": "user", "content": "aa"}], "max_tokens": 2},
+    _COMPLETIONS: {"model": "base", "prompt": "aa", "max_tokens": 2},
+}
+_LOCAL = ["localhost", "127.0.0.1", "127.0.0.1:1", "[::1]:8000", "LOCALHOST", "127.9.9.9"]
+_FOREIGN = ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "evil@localhost", "0.0.0.0",
+            "[::2]", "[::1", "2130706433", "localhost:x", "xn--lclhost-9za", "", "10.0.0.1:8000"]  # fmt: skip
+_STRANGE: list[Any] = [
+    None, True, False, 0, -1, 1.5, 1e308, -1e308, 10**30, 2**64, "", "aa", "a" * 5000, "\0", "\u202e\ufeff",
+    "🎉" * 50, [], [None], [[]], {}, {"a": {}}, [5] * 40, [-1], [10**9], "Infinity", "../../etc/passwd",
+    {"role": "user"}, [{"role": "user", "content": "aa"}],
+]  # fmt: skip
+# Types that a field may have; another is surely wrong.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "model": (str,), "messages": (list,), "prompt": (str, list), "max_tokens": (int,), "n": (int,),
+    "temperature": (int, float), "top_p": (int, float), "top_k": (int,), "min_p": (int, float),
+    "seed": (int,), "stop": (str, list), "stream_options": (dict,), "repetition_penalty": (int, float),
+}  # fmt: skip
+_BEYOND: list[dict[str, Any]] = [
+    {"max_tokens": 10**9}, {"max_tokens": 10**40}, {"n": 10**9}, {"n": 9}, {"logprobs": 10**9},
+    {"best_of": 10**9}, {"logprobs": True, "top_logprobs": 20}, {"stop": ["a"] * 17},
+    {"stop": ["a" * 10_000]}, {"seed": -(10**99)},
+    {"logit_bias": {str(n): 100 for n in range(1000)}}, {"tools": [{"type": "function"}] * 100},
+    {"response_format": {"type": "json_object"}}, {"temperature": 1e-308}, {"top_p": 1e-300}, {"min_p": 1},
+    {"top_k": 10**9}, {"repetition_penalty": 1e-300}, {"model": "a" * 10_000}, {"user": "a" * 50_000},
+]  # fmt: skip
+_PATHS = [
+    "/", "/v1", "/v1/", "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f%2e%2e", "/v1/models/%00",
+    "//v1/models", "/v1/models/base", "/v1/models/" + "a" * 5000, "/v1/chat/completions/", "/V1/MODELS",
+    "/health", "/v1/models?" + "a=b&" * 500, "http://evil.example/v1/models", "/v1/models/%ff%fe", "*",
+    "/.git/config", "/v1/models/\u00e9", "/docs", "/openapi.json", "/v1/models/;base", "/v1/models/base%20",
+]  # fmt: skip
+_METHODS = [b"GET", b"HEAD", b"PUT", b"OPTIONS", b"TRACE", b"CONNECT", b"\xff"]
+_LENGTHS = ["-5", "1e3", "0x10", "9" * 30, "abc"]
+_CHUNKS = [
+    b"zz\r\n", b"-1\r\n\r\n", b"ffffffffffffffffffff\r\n", b"5\r\nab", b"\0" * 50,
+    b"2;" + b"a" * 5000 + b"\r\naa\r\n",
+]  # fmt: skip
+_KEYS = [
+    "Bearer", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY.upper()}", f"Basic {KEY}", KEY,
+    "Bearer " + "a" * 10_000, f"Bearer {KEY}\xa0", "Bearer \xff\xfe", f"Bearer Bearer {KEY}", "",
+]  # fmt: skip
+
+
+@dataclass
+class _Server:
+    """A running server, and what it took after its first answers."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    port: int
+    key: str
+    resident: int = 0
+
+    def peak(self) -> int:
+        """Largest resident bytes so far."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+    def open(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=_SECONDS)
+
+    def head(self, method: str, path: str, **headers: str) -> bytes:
+        """A request's head; an empty value leaves a header out."""
+        given = {"Host": "localhost", "Content-Type": "application/json", **headers}
+        if self.key:
+            given.setdefault("Authorization", f"Bearer {self.key}")
+        lines = [f"{method} {path} HTTP/1.1"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in given.items() if value]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+
+    def request(self, path: str, body: bytes, **headers: str) -> bytes:
+        """A whole request with a body."""
+        return self.head("POST", path, **{"Content-Length": str(len(body)), **headers}) + body
+
+
+def attack_clients(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """Send a handful of hostile requests to a server, then ask as everybody does."""
+    kind = "server with a key" if random.random() < 0.25 else "server"
+    server = bench.results.get(kind)
+    if server is None:
+        server = bench.results[kind] = _started(bench, KEY if "key" in kind else "")
+        bench.closers.append(server.process.kill)
+    begun, cases = server.log.stat().st_size, []
+    for _ in range(_CASES):
+        name = random.choice(list(_ATTACKS))
+        sent: list[bytes] = []
+        try:
+            verdict, told = _ATTACKS[name](server, random, sent.append)
+        except TimeoutError:
+            verdict, told = Verdict.HUNG, f"no answer within {_SECONDS:.0f} s"
+        except ConnectionRefusedError:
+            verdict, told = Verdict.CRASHED, "nobody listens"
+        except (OSError, http.client.HTTPException) as error:
+            is_refusal = isinstance(error, OSError) and name in _MAY_BE_HUNG_UP_ON
+            verdict, told = Verdict.REFUSED if is_refusal else Verdict.UNEXPLAINED, repr(error)
+        cases.append(Case(name, verdict, repr(b"".join(sent)[:2000]), told))
+    cases.append(_afterwards(server, begun))
+    if cases[-1].verdict.is_failure:
+        (folder / "server.log").write_bytes(server.log.read_bytes())
+        server.process.kill()
+        bench.results.pop(kind)
+    return cases, Counter({"server requests": len(cases)})
+
+
+def _started(bench: Bench, key: str) -> _Server:
+    log = bench.folder / f"server-{len(bench.closers)}.log"
+    words = ["serve", bench.workshop.bundle("decoder"), "--port", 0, "--threads", 1]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **({"PRGE_API_KEY": key} if key else {})}
+    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+    while "Ctrl-C" not in log.read_text():
+        if process.poll() is not None:
+            raise RuntimeError(log.read_text())
+        time.sleep(0.05)
+    server = _Server(process, log, int(log.read_text().split("/v1;")[0].rpartition(":")[2]), key)
+    for _ in range(3):
+        for path, asked in _ASKED.items():
+            _judged(server, server.request(path, json.dumps(asked).encode()))
+    server.resident = server.peak()
+    return server
+
+
+def _afterwards(server: _Server, begun: int) -> Case:
+    """Whether the server is as it was: it lives, answers at once, told of no mistake, and is no larger."""
+    name = "a normal request afterwards"
+    start = time.monotonic()
+    try:
+        for path, asked in _ASKED.items():
+            verdict, told = _judged(server, server.request(path, json.dumps(asked).encode()))
+            if verdict is not Verdict.ACCEPTED:
+                return Case(name, Verdict.UNEXPLAINED, path, told)
+    except OSError as error:
+        gone = server.process.poll() is not None
+        return Case(name, Verdict.CRASHED if gone else Verdict.HUNG, "", repr(error))
+    seconds, growth = time.monotonic() - start, server.peak() - server.resident
+    log = server.log.read_bytes()[begun:].decode(errors="replace")
+    if log.strip():
+        return Case(name, Verdict.TRACEBACK, "", log[-3000:])
+    if seconds > _PROMPT_SECONDS:
+        return Case(name, Verdict.HUNG, "", f"it took {seconds:.1f} s")
+    verdict = Verdict.GREEDY if growth > _MOST_GROWTH else Verdict.ACCEPTED
+    return Case(name, verdict, "", f"{growth / 1e6:.0f} MB more than at first")
+
+
+Found = tuple[Verdict, str]
+
+
+class _Bytes:
+    """What `http.client` reads an answer from."""
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self.makefile = lambda *_: stream
+
+
+def _judged(
+    server: _Server, request: bytes, needs: str = "", method: str = "POST", hang_up: bool = False
+) -> Found:
+    """Send a request and judge the answer; `needs`: what it must be refused for."""
+    with contextlib.closing(server.open()) as connection:
+        connection.sendall(request)
+        stream = connection.makefile("rb")
+        if hang_up and not stream.peek(1):
+            return Verdict.REFUSED, "hung up"
+        answer = http.client.HTTPResponse(_Bytes(stream), method=method)  # type: ignore[arg-type]
+        answer.begin()
+        content = answer.read()
+    return _of_answer(answer.status, content, needs, method)
+
+
+def _of_answer(status: int, content: bytes, needs: str, method: str) -> Found:
+    told = f"{status} {content[:500]!r}"
+    if status == 200:
+        if needs:
+            return Verdict.SILENT, f"{needs}: {told}"
+        return (Verdict.ACCEPTED if method == "HEAD" or _is_answer(content) else Verdict.UNEXPLAINED), told
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        if 400 <= status < 500 and (method == "HEAD" or json.loads(content)["error"]["message"]):
+            return Verdict.REFUSED, told
+    return Verdict.UNEXPLAINED, told
+
+
+def _is_answer(content: bytes) -> bool:
+    if content.startswith(b"data: "):
+        events = content.decode().removesuffix("\n\n").split("\n\n")
+        parsed = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+        return events[-1] == "data: [DONE]" and all("choices" in each for each in parsed)
+    found = json.loads(content)
+    return any(name in found for name in ("choices", "data", "id", "status"))
+
+
+def _asked(random: Random, **changes: Any) -> tuple[str, bytes]:
+    path = random.choice(list(_ASKED))
+    return path, json.dumps({**_ASKED[path], **changes}).encode()
+
+
+Send = Callable[[bytes], object]
+
+
+def _page(server: _Server, random: Random, note: Send) -> Found:
+    """A page of the web, which can't choose its Host and Origin, nor say JSON unasked."""
+    path, body = _asked(random)
+    host, needs = random.choice(_LOCAL), ""
+    headers = {"Host": host}
+    which = random.choice(["host", "origin", "origin of its own", "kind", "twice"])
+    if which == "host":
+        headers["Host"] = needs = random.choice(_FOREIGN)
+        needs = needs or "no host"
+    elif which.startswith("origin"):
+        own = which != "origin"
+        name = random.choice(_LOCAL if own else _FOREIGN)
+        headers["Origin"] = random.choice(["http://", "https://"]) + name if name or own else "null"
+        needs = "" if own else headers["Origin"]
+    elif which == "kind":
+        kinds = [
+            "text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "",
+            "multipart/form-data; boundary=application/json", "application/json, text/plain",
+        ]  # fmt: skip
+        headers["Content-Type"] = random.choice(kinds)
+        needs = headers["Content-Type"] or "no content type"
+    else:
+        headers |= {"Origin": "http://localhost", "origin": "http://evil.example"}
+        needs = "two origins"
+    request = server.request(path, body, **headers)
+    note(request)
+    return _judged(server, request, needs)
+
+
+def _garbage(server: _Server, random: Random, note: Send) -> Found:
+    """A body that is no JSON, or no request."""
+    path, body = _asked(random)
+    which = random.randrange(8)
+    if which == 0:
+        changed = bytearray(body)
+        for _ in range(random.randint(1, 8)):
+            changed[random.randrange(len(changed))] = random.randrange(256)
+        request = server.request(path, bytes(changed))
+        note(request)
+        return _judged(server, request)  # it may still be a request
+    bodies = [
+        body[: random.randrange(len(body))],
+        random.randbytes(random.randint(0, 2000)),
+        (b"[" if random.random() < 0.5 else b'{"a":') * random.randint(33, 12_000),
+        body.decode().encode(random.choice(["utf-16", "utf-32"])),
+        json.dumps(random.choice(_STRANGE)).encode(),
+        body[:-1]
+        + b',"temperature":'
+        + random.choice([b"NaN", b"Infinity", b"-Infinity", b"9" * 5000])
+        + b"}",
+        body[:-1] + b',"stop":"\\ud800"}',
+    ]
+    request = server.request(path, bodies[which - 1])
+    note(request)
+    return _judged(server, request, "no request")
+
+
+def _field(server: _Server, random: Random, note: Send) -> Found:
+    """A field with a strange value, and often of a wrong type."""
+    name, value = (
+        random.choice([*_TYPES, "stream", "metadata", "user", "logprobs", "colour"]),
+        random.choice(_STRANGE),
+    )
+    path, body = _asked(random, **{name: value})
+    if name == "messages" or (name == "prompt" and path == _CHAT):
+        path, body = _CHAT, json.dumps({**_ASKED[_CHAT], name: value}).encode()
+    elif name == "prompt":
+        path, body = _COMPLETIONS, json.dumps({**_ASKED[_COMPLETIONS], name: value}).encode()
+    kinds = _TYPES.get(name)
+    wrong = kinds and value is not None and (not isinstance(value, kinds) or isinstance(value, bool))
+    request = server.request(path, body)
+    note(request)
+    return _judged(server, request, f"{name} is {value!r}" if wrong else "")
+
+
+def _beyond(server: _Server, random: Random, note: Send) -> Found:
+    """Numbers, lists and bodies far beyond what anybody needs."""
+    path, body = _asked(random, **random.choice(_BEYOND))
+    if random.random() < 0.3:
+        count = random.choice([1000, 20_000, 200_000, 3_000_000])
+        many: list[tuple[str, dict[str, Any]]] = [
+            (_CHAT, {"messages": [{"role": "user", "content": "a" * count}]}),
+            (_CHAT, {"messages": [{"role": "user", "content": "a"}] * (count // 30)}),
+            (_COMPLETIONS, {"prompt": "a" * count}),
+            (_COMPLETIONS, {"prompt": [5] * (count // 3)}),
+            (_COMPLETIONS, {"prompt": ["a"] * (count // 5)}),
+        ]
+        path, long = random.choice(many)
+        body = json.dumps({**_ASKED[path], **long}).encode()
+        request = server.request(path, body)
+        note(request[:500])
+        return _judged(server, request, "too long")
+    request = server.request(path, body)
+    note(request)
+    return _judged(server, request)
+
+
+def _head(server: _Server, random: Random, note: Send) -> Found:
+    """Half a head, a head of garbage, contradictions."""
+    path, body = _asked(random)
+    whole = server.request(path, body)
+    requests = [
+        whole[: random.randrange(1, whole.index(b"\r\n\r\n"))],
+        random.randbytes(random.randint(1, 500)) + b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + random.randbytes(32),
+        whole.replace(b"HTTP/1.1", random.choice([b"HTTP/9.9", b"HTTP/1.0", b"HTTP/2", b"", b"HTTP/1.1 x"])),
+        server.request(path, body, X="a" * random.choice([1000, 20_000, 200_000])),
+        server.request(path, body, **{f"X-{number}": "a" for number in range(2000)}),
+        server.request(path, body, Transfer_Encoding="chunked"),
+        server.request(path, body, **{"content-length": "5"}),
+        server.request(
+            path, body, **{"Content-Length": random.choice(["-5", "1e3", "0x10", "9" * 30, "abc"])}
+        ),
+        whole.replace(b"Host: localhost\r\n", random.choice([b"", b"Host: localhost\r\nHost: evil\r\n"])),
+        whole.replace(
+            b"POST", random.choice([b"GET", b"HEAD", b"PUT", b"OPTIONS", b"TRACE", b"CONNECT", b"\xff"])
+        ),
+        server.request(path, body, Upgrade="websocket", Connection="Upgrade"),
+        server.request(path, body, Expect=random.choice(["100-continue", "a miracle"])),
+        server.request(path, body, Content_Encoding="gzip"),
+        whole.replace(b"\r\n", b"\n"),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ]
+    request = random.choice(requests)
+    note(request)
+    method = "HEAD" if request.startswith(b"HEAD") else "POST"
+    with contextlib.closing(server.open()) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        stream = connection.makefile("rb")
+        if not stream.peek(1):
+            return Verdict.REFUSED, "hung up"
+        answer = http.client.HTTPResponse(_Bytes(stream), method=method)  # type: ignore[arg-type]
+        answer.begin()
+        return _of_answer(answer.status, answer.read(), "", method)
+
+
+def _slow(server: _Server, random: Random, note: Send) -> Found:
+    """A body that stops on its way; others are answered meanwhile."""
+    path, body = _asked(random)
+    request = server.request(path, body, **{"Content-Length": str(random.choice([len(body), 60_000]))})
+    request = request[: random.randrange(len(request) - len(body), len(request) - 1)]
+    note(request)
+    count = random.choice([1, 5, 30])
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            connection = stack.enter_context(contextlib.closing(server.open()))
+            connection.sendall(request)
+        return _normal(server)
+
+
+def _normal(server: _Server) -> Found:
+    begun = time.monotonic()
+    verdict, told = _judged(server, server.request(_COMPLETIONS, json.dumps(_ASKED[_COMPLETIONS]).encode()))
+    if verdict is Verdict.REFUSED and told.startswith("429"):
+        return verdict, told
+    if time.monotonic() - begun > _PROMPT_SECONDS:
+        return Verdict.HUNG, told
+    return (verdict if verdict is Verdict.ACCEPTED else Verdict.UNEXPLAINED), told
+
+
+def _pipeline(server: _Server, random: Random, note: Send) -> Found:
+    """Several requests at once on a connection, with garbage among them."""
+    kinds = [server.request(*_asked(random)), server.head("GET", "/health"), b"\0\0\r\n\r\n"]
+    requests = random.choices(kinds, [6, 3, 1], k=random.randint(2, 12))
+    request = b"".join(requests) + server.head("GET", "/health", Connection="close")
+    note(request)
+    with contextlib.closing(server.open()) as connection:
+        connection.sendall(request)
+        content = connection.makefile("rb").read()
+    statuses = [part[:3] for part in content.split(b"HTTP/1.1 ")[1:]]
+    is_whole = statuses and all(status in (b"200", b"400", b"429") for status in statuses)
+    return (Verdict.ACCEPTED if is_whole else Verdict.UNEXPLAINED), repr(statuses)
+
+
+def _chunks(server: _Server, random: Random, note: Send) -> Found:
+    """A body in chunks, of which some are none."""
+    path, body = _asked(random)
+    cut = random.randrange(len(body))
+    pieces = [b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:cut], body[cut:]) if part]
+    if random.random() < 0.7:
+        pieces.insert(random.randint(0, len(pieces)), random.choice(_CHUNKS))
+    where = random.choice([path, path, "/nothing"])
+    request = server.head("POST", where, Transfer_Encoding="chunked") + b"".join(pieces) + b"0\r\n\r\n"
+    note(request)
+    with contextlib.closing(server.open()) as connection:
+        for part in (request[: len(request) // 2], request[len(request) // 2 :]):
+            connection.sendall(part)
+            time.sleep(0.01)
+        connection.shutdown(socket.SHUT_WR)
+        stream = connection.makefile("rb")
+        if not stream.peek(1):
+            return Verdict.REFUSED, "hung up"
+        answer = http.client.HTTPResponse(_Bytes(stream), method="POST")  # type: ignore[arg-type]
+        answer.begin()
+        return _of_answer(answer.status, answer.read(), "", "POST")
+
+
+def _leaving(server: _Server, random: Random, note: Send) -> Found:
+    """Clients that leave in the middle of a stream or before an answer."""
+    path, body = _asked(random, stream=random.random() < 0.7, max_tokens=1000, n=random.choice([1, 8]))
+    request = server.request(path, body)
+    note(request)
+    for _ in range(random.choice([1, 4, 20])):
+        with contextlib.closing(server.open()) as connection:
+            connection.sendall(request)
+            if random.random() < 0.5:
+                connection.recv(random.choice([1, 100]))
+            if random.random() < 0.5:  # a reset
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    return _normal(server)
+
+
+def _crowd(server: _Server, random: Random, note: Send) -> Found:
+    """More connections than there are places, all of which wait."""
+    begun = random.choice([b"", b"GET /health HTTP/1.1\r\n", server.head("POST", _CHAT, Content_Length="9")])
+    note(begun)
+    with contextlib.ExitStack() as stack:
+        for _ in range(random.choice([20, 300])):
+            connection = stack.enter_context(contextlib.closing(server.open()))
+            with contextlib.suppress(OSError):
+                connection.sendall(begun)
+        return _normal(server)
+
+
+def _path(server: _Server, random: Random, note: Send) -> Found:
+    """Paths that lead elsewhere."""
+    method = random.choice(["GET", "GET", "POST", "HEAD", "DELETE"])
+    request = server.head(method, random.choice(_PATHS), Content_Length="2" if method == "POST" else "")
+    request += b"{}" if method == "POST" else b""
+    note(request)
+    return _judged(server, request, method=method)
+
+
+def _key(server: _Server, random: Random, note: Send) -> Found:
+    """A key that is none, nearly right, long, or strange."""
+    given = random.choice([*_KEYS, f"Bearer {KEY}"])
+    path, body = _asked(random)
+    request = server.request(path, body, Authorization=given)
+    note(request)
+    needs = f"the key {given!r}" if server.key and given != f"Bearer {KEY}" else ""
+    return _judged(server, request, needs)
+
+
+_ATTACKS: dict[str, Callable[[_Server, Random, Send], Found]] = {
+    "a page of the web": _page,
+    "a body of garbage": _garbage,
+    "a field of a wrong type": _field,
+    "far too much": _beyond,
+    "a strange head": _head,
+    "bodies that stop": _slow,
+    "a pipeline": _pipeline,
+    "broken chunks": _chunks,
+    "clients that leave": _leaving,
+    "a crowd": _crowd,
+    "a strange path": _path,
+    "a wrong key": _key,
+}
+# They are no requests, or go on while they are refused.
+_MAY_BE_HUNG_UP_ON = ("far too much", "a strange head", "a pipeline", "broken chunks")

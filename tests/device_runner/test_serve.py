@@ -1,0 +1,70 @@
+"""`prge serve`: whom it lets ask, told before a model is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from device_runner import serve
+from prge.errors import BundleError, ConfigError
+
+EMPTY = ["", " ", "\n", "\t \r\n"]
+
+
+def refused(*words: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        serve.main(["--bundle", "nothing", *map(str, words)])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", EMPTY)
+def test_a_key_that_is_empty_is_no_key(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text(key)
+    assert f"{tmp_path / 'key'} is empty" in refused("--api-key-file", tmp_path / "key")
+    monkeypatch.setenv("PRGE_API_KEY", key)
+    found = refused()
+    assert "PRGE_API_KEY is empty" in found and "unset PRGE_API_KEY to serve without a key" in found
+
+
+@pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb", "\0"])
+def test_a_key_that_no_header_can_carry(key: str, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(key)
+    assert "aren't printable ASCII" in refused("--api-key-file", tmp_path / "key")
+
+
+def test_a_key_comes_from_a_file_before_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "can't be read" in refused("--api-key-file", tmp_path)
+    (tmp_path / "key").write_text("x" * 5000)
+    assert "at most 4096" in refused("--api-key-file", tmp_path / "key")
+    (tmp_path / "key").write_text("of-the-file\n")
+    monkeypatch.setenv("PRGE_API_KEY", " of-the-environment\n")
+    assert serve._read_key(tmp_path / "key") == "of-the-file"
+    assert serve._read_key(None) == "of-the-environment"
+    monkeypatch.delenv("PRGE_API_KEY")
+    assert serve._read_key(None) is None
+
+
+@pytest.mark.parametrize("words", [["--api-key", ""], ["--api-key="], ["--api_key=secret"]])
+def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
+    found = refused(*words)
+    assert "give --api-key-file FILE, or set PRGE_API_KEY" in found and "secret" not in found
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0"])
+def test_others_may_ask_with_a_key_or_where_that_was_asked_for(host: str) -> None:
+    settings = serve.ServeSettings(Path("nothing"), host=host)
+    with pytest.raises(ConfigError, match=f"--host {host} lets other machines ask, and there is no API key"):
+        serve._check_key(settings, None, True)
+    serve._check_key(settings, "secret", True)
+    serve._check_key(serve.ServeSettings(Path("nothing"), host=host, insecure=True), None, True)
+    with pytest.raises(ConfigError, match="and not both"):
+        serve._check_key(serve.ServeSettings(Path("nothing"), insecure=True), "secret", True)
+
+
+def test_this_machine_needs_no_key() -> None:
+    serve._check_key(serve.ServeSettings(Path("nothing")), None, False)
+    with pytest.raises(BundleError):
+        serve.main(["--bundle", "nothing"])
