@@ -93,9 +93,9 @@ def serve(settings: ServeSettings) -> Path:
                 if coordinator.round:
                     _tell(f"going on after round {coordinator.round} of {coordinator.rounds}")
                 devices = settings.least_answers if coordinator.round else settings.wait_for
-                with link.run() as grid:
+                with link.run() as post:
                     take_rounds(
-                        grid,
+                        post,
                         coordinator,
                         devices,
                         settings.seconds,
