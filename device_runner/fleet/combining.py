@@ -1,4 +1,7 @@
-"""What a round's answers amount to: which count, which are shortened, and their mean or median."""
+"""What a round's answers amount to: which count, which are shortened, and what lies in their middle.
+
+Medians and trimmed means, number by number: Yin et al. 2018, arXiv 1803.01498.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from prge.peft import read_arrays
 LARGEST_VALUE = 1e6
 LARGEST_LOSS = 1e4
 _MOMENTS = "averaging-{:06d}.safetensors"
+_COLUMNS = 1 << 16
 
 
 def checked(answer: Answer, agreement: Agreement, size: int) -> None:
@@ -47,12 +51,13 @@ def checked(answer: Answer, agreement: Agreement, size: int) -> None:
     for name, values, most in (
         ("value", answer.values, LARGEST_VALUE),
         ("loss", answer.losses, LARGEST_LOSS),
-        ("epsilon", np.array([answer.epsilon], np.float32), np.inf),
     ):
         if not np.isfinite(values).all():
             raise RefusedError(f"has a {name} that is not finite")
         if np.abs(values).max() > most:
             raise RefusedError(f"has a {name} of {np.abs(values).max():.3g}, no honest one is above {most:g}")
+    if not 0 <= answer.epsilon <= (plan.most_epsilon or np.inf):
+        raise RefusedError(f"says that it has spent an epsilon of {answer.epsilon:g}")
 
 
 def shortened_answers(answers: Mapping[int, Answer], plan: Plan) -> tuple[dict[int, Answer], list[int]]:
@@ -78,24 +83,39 @@ def combined_scalars(answers: Sequence[Answer], plan: Plan) -> FloatArray:
     table = np.array([answer.values for answer in answers]).reshape(len(answers), plan.local_steps, -1)
     if plan.directions == "own":
         return np.ascontiguousarray(table.swapaxes(0, 1))
-    middle = np.median if plan.combine == "median" else np.mean
-    return np.asarray(middle(table.astype(np.float64), 0)[:, None], np.float32)
+    return middle(table, plan)[:, None]
+
+
+def middle(table: FloatArray, plan: Plan) -> FloatArray:
+    """Of devices' numbers [devices, ...] their mean, trimmed mean or median, f32 [...]."""
+    flat = table.reshape(len(table), -1)
+    found = np.empty(flat.shape[1], np.float32)
+    cut = (len(table) - 1) // 3 if plan.combine == "trimmed" else 0
+    for start in range(0, flat.shape[1], _COLUMNS):
+        part = flat[:, start : start + _COLUMNS].astype(np.float64)
+        if plan.combine == "median":
+            found[start : start + _COLUMNS] = np.median(part, 0)
+        else:
+            kept = np.sort(part, 0)[cut : len(part) - cut] if cut else part
+            found[start : start + _COLUMNS] = kept.mean(0)
+    return found.reshape(table.shape[1:])
 
 
 def combined_change(
     answers: Sequence[Answer], plan: Plan, values: FloatArray, folder: Path, step: int
 ) -> FloatArray:
-    """The common adapter's change, f32 [size], by Flower's strategy of the plan.
+    """The common adapter's change, f32 [size]: Flower's strategy of the plan on what `middle` makes of all.
 
-    What the strategy remembers is read from a file of the step and written into one of the next step.
+    Every device has as many examples, so nobody's weight is larger. What the strategy remembers is read from
+    a file of the step and written into one of the next step.
     """
     from device_runner.fleet.averaging import Averaging
 
     averaging = Averaging(plan)
     if (path := folder / _MOMENTS.format(step)).is_file():
         averaging.arrays = read_arrays(path)
-    dense = [(_dense(answer, len(values)), answer.examples) for answer in answers]
-    change: FloatArray = averaging(values, dense, step + 1) - values
+    common = middle(np.array([_dense(answer, len(values)) for answer in answers]), plan)
+    change: FloatArray = averaging(values, common, step + 1) - values
     if arrays := averaging.arrays:
         write_file(folder / _MOMENTS.format(step + 1), safetensors.numpy.save(arrays))
         (folder / _MOMENTS.format(step - 1)).unlink(missing_ok=True)
