@@ -23,6 +23,9 @@ LARGEST_VALUE = 1e6
 LARGEST_LOSS = 1e4
 _MOMENTS = "averaging-{:06d}.safetensors"
 _COLUMNS = 1 << 16
+# A cosine below this share of the usual one, negative, speaks against a device: in deviations of chance, to
+# which earlier rounds add less and less. The sum of chance alone deviates by 1.7.
+_ASIDE, _MOST_CHANCES, _KEPT, _AGAINST = 0.25, 4.0, 0.8, -3.5
 
 
 def checked(answer: Answer, agreement: Agreement, size: int) -> None:
@@ -76,6 +79,36 @@ def shortened_answers(answers: Mapping[int, Answer], plan: Plan) -> tuple[dict[i
     for node in long:
         cut[node] = replace(answers[node], values=answers[node].values * np.float32(limit / norms[node]))
     return cut, long
+
+
+def opposed_answers(
+    answers: Mapping[int, Answer], plan: Plan, before: Mapping[int, float]
+) -> tuple[list[int], dict[int, float]]:
+    """Whose answers are against the others', less than a third of all, and what speaks for each device.
+
+    Where single numbers are mostly noise, a lie about their sign is not at their edges: it shows in the whole
+    answer, as in Krum (Blanchard et al. 2017, arXiv 1703.02757), and over rounds. An honest device with rows
+    of its own kind is beside the others, seldom against them.
+
+    Args:
+        answers: of a round.
+        plan: of the fleet.
+        before: what spoke for devices until this round.
+    """
+    if plan.combine == "mean" or len(answers) < 4:
+        return [], {}
+    table = np.array([answer.values for answer in answers.values()])
+    table /= np.maximum(np.linalg.norm(table, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    # Of each device with the one in the middle of the others.
+    cosines = [float(np.median(np.delete(row, place))) for place, row in enumerate(table @ table.T)]
+    aside = _ASIDE * float(np.median(cosines))
+    chances = (np.array(cosines) + aside) * np.sqrt(table.shape[1])
+    spoken = {
+        node: _KEPT * before.get(node, 0.0) + float(chance)
+        for node, chance in zip(answers, chances.clip(-_MOST_CHANCES, _MOST_CHANCES), strict=True)
+    }
+    worst = sorted(spoken, key=lambda node: spoken[node])[: (len(answers) - 1) // 3]
+    return [node for node in worst if spoken[node] < _AGAINST], spoken
 
 
 def combined_scalars(answers: Sequence[Answer], plan: Plan) -> FloatArray:

@@ -26,6 +26,7 @@ from device_runner.fleet.combining import (
     checked,
     combined_change,
     combined_scalars,
+    opposed_answers,
     shortened_answers,
 )
 from device_runner.fleet.common import common_settings, pack_state, replayer
@@ -214,7 +215,9 @@ class Coordinator:
         self._introduced: set[int] = set()
         self._seen: set[int] = set()
         self._spent: set[int] = set()
+        self._spoken: dict[int, float] = {}
         for record in self.over:
+            self._spoken |= {int(node): spoken for node, spoken in record.get("spoken", {}).items()}
             self._remember(record["answered"], record["first"])
             self._take_words({int(node): reason for node, reason in record["refused"].items()})
         self._asked: dict[int, int] = {}
@@ -282,6 +285,10 @@ class Coordinator:
             return RoundReport(self.round, self.rounds, [], refused, silent, [], None, 0.0, up, down)
         self._silent_rounds = 0
         number, first = self.round, self.state.step
+        opposed, spoken = opposed_answers(good, self.plan, self._spoken)
+        self._spoken |= spoken
+        refused |= {node: f"is against what the others say ({self._spoken[node]:.1f})" for node in opposed}
+        good = {node: answer for node, answer in good.items() if node not in opposed}
         good, shortened = shortened_answers(good, self.plan)
         records = self._records(good, number)
         after, evaluation, problem = self._tried(records)
@@ -305,6 +312,7 @@ class Coordinator:
         )
         facts = {name: value for name, value in asdict(report).items() if name not in ("number", "rounds")}
         facts["refused"] = {str(node): reason for node, reason in refused.items()}
+        facts["spoken"] = {str(node): each for node, each in spoken.items()}
         done = {"kind": "round", "step": number, "first": first, "time": time.time(), **facts}
         self.journal.append(done)
         self.over.append(done)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from device_runner.fleet.agreement import Plan
-from device_runner.fleet.combining import combined_change, combined_scalars, middle, shortened_answers
+from device_runner.fleet.combining import (
+    combined_change,
+    combined_scalars,
+    middle,
+    opposed_answers,
+    shortened_answers,
+)
 from device_runner.fleet.messages import Answer
 from prge.engine import FloatArray
 
@@ -76,6 +82,35 @@ def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
             assert np.all((honest.min(0) <= found) & (found <= honest.max(0)))
     table = np.concatenate([honest, np.full((3, SIZE), 1e6, np.float32)])
     assert np.all(middle(table, Plan(combine="mean")) > honest.max(0))
+
+
+def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
+    """By its whole, where each number is mostly noise; and nobody honest is."""
+    random, plan = np.random.default_rng(7), Plan(combine="trimmed")
+    spoken: dict[int, float] = {}
+    found = []
+    for _ in range(12):
+        signal = random.normal(size=1280)
+        honest = 0.3 * signal + random.normal(size=(4, 1280))
+        honest[3] *= -1
+        answers = {node: _answer(values.astype(np.float32)) for node, values in enumerate(honest)}
+        opposed, now = opposed_answers(answers, plan, spoken)
+        spoken |= now
+        found.append(opposed)
+    assert found.count([3]) >= 8 and found.count([]) == 12 - found.count([3])
+    assert opposed_answers(answers, Plan(combine="mean"), spoken) == ([], {})
+
+
+def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
+    random, plan = np.random.default_rng(7), Plan(combine="trimmed")
+    spoken: dict[int, float] = {}
+    count = 0
+    for _ in range(100):
+        answers = {node: _answer(random.normal(size=320).astype(np.float32)) for node in range(10)}
+        opposed, now = opposed_answers(answers, plan, spoken)
+        spoken |= now
+        count += len(opposed)
+    assert count < 50  # of 1,000
 
 
 def test_fedadam_remembers_its_moments_between_servers(tmp_path: Path) -> None:
