@@ -16,6 +16,7 @@ from contextlib import suppress
 from socket import SHUT_RDWR, socket
 from typing import Any
 
+import h11
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
@@ -92,6 +93,13 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.more_body:
             self._late.cancel()
 
+    def send_400_response(self, msg: str) -> None:
+        """Say that it is no request, unless another answer was the last word."""
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         self._late.cancel()
@@ -128,8 +136,11 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it and close its connection."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+        # One whose body was no HTTP has its answer already.
+        with suppress(h11.LocalProtocolError):
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         key = self._key(headers)
         length = headers.get("content-length", "")

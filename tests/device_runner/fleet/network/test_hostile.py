@@ -243,6 +243,17 @@ class TestAStranger:
                 connection.sendall(request_.encode())
             assert f" {status} ".encode() in connection.recv(100)
 
+    def test_gets_one_last_word(self, scene: Scene) -> None:
+        """Requests that follow each other, what is none after the last answer, and a body that is none."""
+        request = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        for said in (request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000, request + b"!\r\n"):
+            with self._connect(scene) as connection, contextlib.suppress(OSError):
+                connection.sendall(said)
+                while connection.recv(1 << 16):
+                    continue
+        log = scene.keys.parent / "server" / "flower" / "superlink.log"
+        assert "Traceback" not in log.read_text()
+
     def test_keeps_nobody_out(self, scene: Scene) -> None:
         """Half heads, no heads and no handshakes: the oldest make room."""
         host, port = scene.link.address.split(":")
