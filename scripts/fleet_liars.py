@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import struct
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ from prge.engine import FloatArray
 DATA = Path(__file__).resolve().parent.parent / "server_export" / "demo_data"
 # Of a liar's own honest answer and those of all honest devices.
 Lie = Callable[[Answer, Sequence[Answer]], bytes | None]
-_EXAMPLES_AT = struct.calcsize("<BB16sIIQ")
 
 
 def _values(make: Callable[[FloatArray, FloatArray], Any]) -> Lie:
@@ -44,7 +42,7 @@ def _values(make: Callable[[FloatArray, FloatArray], Any]) -> Lie:
 
 def _noise(own: FloatArray, others: FloatArray) -> FloatArray:
     random = np.random.default_rng(len(own) + int(abs(own[0]) * 1e6))
-    return random.normal(size=own.shape).astype(np.float32) * 4 * np.abs(own).mean()
+    return np.asarray(random.normal(size=own.shape) * 4 * np.abs(own).mean(), np.float32)
 
 
 LIES: dict[str, Lie] = {
@@ -119,7 +117,7 @@ def study(
     found: dict[str, Any] = {}
     for name, way in ways.items():
         found[name] = {}
-        honest: dict[str, tuple[int, Lie]] = {"honest ones alone": (liars, SILENT), "all honest": (0, SILENT)}
+        honest = {"honest ones alone": (liars, SILENT), **({"all honest": (0, SILENT)} if liars else {})}
         for lie, (count, make) in {**honest, **{lie: (liars, make) for lie, make in lies.items()}}.items():
             with tempfile.TemporaryDirectory() as scratch:
                 settings = SimulateSettings(
@@ -138,9 +136,11 @@ def study(
     return found
 
 
-# The rate and the rounds of the demo's fleet; changes need a back program in the bundle.
-SCALARS = {"rounds": 12, "local_steps": 40, "queries": 8, "learning_rate": 0.01}
-CHANGES = {"rounds": 12, "local_steps": 10, "estimator": "exact", "learning_rate": 0.01}
+# Scalars as in the demo's fleet of processes.
+KINDS: dict[str, dict[str, Any]] = {
+    "scalars": {"rounds": 12, "local_steps": 40, "queries": 8, "learning_rate": 0.01},
+    "changes": {"rounds": 12, "local_steps": 10, "estimator": "exact", "learning_rate": 0.01},
+}
 
 
 def main() -> None:
@@ -154,13 +154,13 @@ def main() -> None:
     parser.add_argument("--combine", nargs="+", default=["trimmed"])
     parser.add_argument("--partition", default="even")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
-    parser.add_argument("--kinds", nargs="+", default=["scalars", "changes"])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--lies", nargs="*", default=list(LIES), choices=list(LIES))
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
     ways = {
         f"{kind}, {combine}, seed {seed}": {
-            **{"scalars": SCALARS, "changes": CHANGES}[kind],
+            **KINDS[kind],
             "combine": combine,
             "seed": seed,
             "partition": given.partition,

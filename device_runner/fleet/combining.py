@@ -28,6 +28,13 @@ _COLUMNS = 1 << 16
 _ASIDE, _MOST_CHANCES, _KEPT, _AGAINST = 0.25, 4.0, 0.8, -3.5
 
 
+def values_of(plan: Plan, size: int) -> int:
+    """How many values an answer has, where the adapter has `size`."""
+    if plan.by_scalars:
+        return plan.local_steps * int(np.prod(plan.shape))
+    return max(1, round(plan.largest * size))
+
+
 def checked(answer: Answer, agreement: Agreement, size: int) -> None:
     """Raise RefusedError unless an answer is of this agreement and has finite numbers of the right count.
 
@@ -39,8 +46,7 @@ def checked(answer: Answer, agreement: Agreement, size: int) -> None:
     plan = agreement.plan
     if answer.sha256 != agreement.sha256:
         raise RefusedError("has another agreement: another bundle, task or plan")
-    steps, scalars = plan.local_steps, plan.local_steps * int(np.prod(plan.shape))
-    wanted = scalars if plan.by_scalars else max(1, round(plan.largest * size))
+    steps, wanted = plan.local_steps, values_of(plan, size)
     found = (len(answer.values), len(answer.losses))
     if found != (wanted, steps):
         raise RefusedError(f"has {found[0]} values of {found[1]} steps, must have {wanted} of {steps}")

@@ -28,6 +28,7 @@ from device_runner.fleet.combining import (
     combined_scalars,
     opposed_answers,
     shortened_answers,
+    values_of,
 )
 from device_runner.fleet.common import common_settings, pack_state, replayer
 from device_runner.fleet.local import rates_of
@@ -241,6 +242,14 @@ class Coordinator:
     def rounds(self) -> int:
         """Rounds of the plan."""
         return self.plan.rounds
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the longest answer of the plan."""
+        values, losses = values_of(self.plan, self.state.adapter.size), self.plan.local_steps
+        zeros = np.zeros(max(values, losses), np.float32)
+        places = zeros[:values].astype(np.uint32)
+        return len(Answer(b"", 0, 0, 0, 0, 0.0, zeros[:losses], zeros[:values], places).to_bytes())
 
     @property
     def finished(self) -> bool:
