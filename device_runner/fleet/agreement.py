@@ -62,8 +62,10 @@ class Plan:
     most_epsilon: float = 0.0
     """A device stops where its epsilon would exceed this; 0: no bound but its owner's."""
 
-    combine: Literal["mean", "median"] = "mean"
-    """Of the devices' scalars along common directions; the median withstands devices that lie."""
+    combine: Literal["mean", "trimmed", "median"] = "mean"
+    """Of the devices' scalars or changes, number by number: trimmed leaves out the third of them that is
+    smallest and the third that is largest and takes the mean of the rest. trimmed and median withstand
+    devices that lie while they are less than a third."""
     outlier: float = 4.0
     """Shorten answers that are this many times longer than the median of a round's answers."""
     optimizer: OptimizerName = "adam"
@@ -101,8 +103,8 @@ class Plan:
                 f"--noise with --estimator {self.estimator} needs --examples 1, it is {self.examples}: "
                 "single examples are clipped by tangent and exact alone"
             )
-        if self.combine == "median" and (self.directions == "own" or not self.by_scalars):
-            problems.append("--combine median needs scalars along --directions common")
+        if self.combine != "mean" and (self.directions == "own" or self.largest < 1):
+            problems.append(f"--combine {self.combine} needs --directions common and --largest 1")
         if self.warmup > self.steps:
             problems.append(f"--warmup is {self.warmup}, there are only {self.steps} steps")
         if problems:

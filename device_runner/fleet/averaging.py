@@ -1,4 +1,4 @@
-"""What a server makes of the changes that devices send: Flower's own FedAvg, FedAdam and FedProx.
+"""What a server makes of the change that its devices agree on: Flower's own FedAvg, FedAdam and FedProx.
 
 FedAdam: Reddi et al. 2021, arXiv 2003.00295. FedProx, whose server averages: Li et al. 2020,
 arXiv 1812.06127.
@@ -7,7 +7,6 @@ arXiv 1812.06127.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,19 +43,16 @@ class Averaging:
         for name, array in arrays.items():
             setattr(self._strategy, name, {_NAME: array})
 
-    def __call__(
-        self, values: FloatArray, changes: Sequence[tuple[FloatArray, int]], number: int
-    ) -> FloatArray:
+    def __call__(self, values: FloatArray, change: FloatArray, number: int) -> FloatArray:
         """The adapter's new values, f32 [size].
 
         Args:
             values: where the round began.
-            changes: of every device, f32 [size], with its number of examples.
+            change: of the devices, f32 [size].
             number: of the round, counted from 1.
         """
         self._strategy.current_arrays = {_NAME: values}
-        replies = [_reply(values + change, examples) for change, examples in changes]
-        arrays, _ = self._strategy.aggregate_train(number, replies)
+        arrays, _ = self._strategy.aggregate_train(number, [_reply(values + change)])
         return np.asarray(arrays[_NAME].numpy(), np.float32)
 
 
@@ -71,6 +67,6 @@ class _Reply:
         return False
 
 
-def _reply(values: FloatArray, examples: int) -> _Reply:
-    arrays, metrics = ArrayRecord({_NAME: Array(values)}), MetricRecord({_EXAMPLES: examples})
+def _reply(values: FloatArray) -> _Reply:
+    arrays, metrics = ArrayRecord({_NAME: Array(values)}), MetricRecord({_EXAMPLES: 1})
     return _Reply(RecordDict({"arrays": arrays, "metrics": metrics}))

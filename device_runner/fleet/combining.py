@@ -1,4 +1,7 @@
-"""What a round's answers amount to: which count, which are shortened, and their mean or median."""
+"""What a round's answers amount to: which count, which are shortened, and what lies in their middle.
+
+Medians and trimmed means, number by number: Yin et al. 2018, arXiv 1803.01498.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,17 @@ from prge.peft import read_arrays
 LARGEST_VALUE = 1e6
 LARGEST_LOSS = 1e4
 _MOMENTS = "averaging-{:06d}.safetensors"
+_COLUMNS = 1 << 16
+# A cosine below this share of the usual one, negative, speaks against a device: in deviations of chance, to
+# which earlier rounds add less and less. The sum of chance alone deviates by 1.7.
+_ASIDE, _MOST_CHANCES, _KEPT, _AGAINST = 0.25, 4.0, 0.8, -3.5
+
+
+def values_of(plan: Plan, size: int) -> int:
+    """How many values an answer has, where the adapter has `size`."""
+    if plan.by_scalars:
+        return plan.local_steps * int(np.prod(plan.shape))
+    return max(1, round(plan.largest * size))
 
 
 def checked(answer: Answer, agreement: Agreement, size: int) -> None:
@@ -32,8 +46,7 @@ def checked(answer: Answer, agreement: Agreement, size: int) -> None:
     plan = agreement.plan
     if answer.sha256 != agreement.sha256:
         raise RefusedError("has another agreement: another bundle, task or plan")
-    steps, scalars = plan.local_steps, plan.local_steps * int(np.prod(plan.shape))
-    wanted = scalars if plan.by_scalars else max(1, round(plan.largest * size))
+    steps, wanted = plan.local_steps, values_of(plan, size)
     found = (len(answer.values), len(answer.losses))
     if found != (wanted, steps):
         raise RefusedError(f"has {found[0]} values of {found[1]} steps, must have {wanted} of {steps}")
@@ -47,12 +60,13 @@ def checked(answer: Answer, agreement: Agreement, size: int) -> None:
     for name, values, most in (
         ("value", answer.values, LARGEST_VALUE),
         ("loss", answer.losses, LARGEST_LOSS),
-        ("epsilon", np.array([answer.epsilon], np.float32), np.inf),
     ):
         if not np.isfinite(values).all():
             raise RefusedError(f"has a {name} that is not finite")
         if np.abs(values).max() > most:
             raise RefusedError(f"has a {name} of {np.abs(values).max():.3g}, no honest one is above {most:g}")
+    if not 0 <= answer.epsilon <= (plan.most_epsilon or np.inf):
+        raise RefusedError(f"says that it has spent an epsilon of {answer.epsilon:g}")
 
 
 def shortened_answers(answers: Mapping[int, Answer], plan: Plan) -> tuple[dict[int, Answer], list[int]]:
@@ -73,29 +87,74 @@ def shortened_answers(answers: Mapping[int, Answer], plan: Plan) -> tuple[dict[i
     return cut, long
 
 
+def opposed_answers(
+    answers: Mapping[int, Answer], plan: Plan, before: Mapping[int, float]
+) -> tuple[list[int], dict[int, float]]:
+    """Whose answers are against the others', less than a third of all, and what speaks for each device.
+
+    Where single numbers are mostly noise, a lie about their sign is not at their edges: it shows in the whole
+    answer, as in Krum (Blanchard et al. 2017, arXiv 1703.02757), and over rounds. An honest device with rows
+    of its own kind is beside the others, seldom against them.
+
+    Args:
+        answers: of a round.
+        plan: of the fleet.
+        before: what spoke for devices until this round.
+    """
+    if plan.combine == "mean" or len(answers) < 4:
+        return [], {}
+    table = np.array([answer.values for answer in answers.values()])
+    table /= np.maximum(np.linalg.norm(table, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    # Of each device with the one in the middle of the others.
+    cosines = [float(np.median(np.delete(row, place))) for place, row in enumerate(table @ table.T)]
+    aside = _ASIDE * float(np.median(cosines))
+    chances = (np.array(cosines) + aside) * np.sqrt(table.shape[1])
+    spoken = {
+        node: _KEPT * before.get(node, 0.0) + float(chance)
+        for node, chance in zip(answers, chances.clip(-_MOST_CHANCES, _MOST_CHANCES), strict=True)
+    }
+    worst = sorted(spoken, key=lambda node: spoken[node])[: (len(answers) - 1) // 3]
+    return [node for node in worst if spoken[node] < _AGAINST], spoken
+
+
 def combined_scalars(answers: Sequence[Answer], plan: Plan) -> FloatArray:
     """Scalars of common steps, f32 [steps, 1, scalars]; along own directions [steps, devices, scalars]."""
     table = np.array([answer.values for answer in answers]).reshape(len(answers), plan.local_steps, -1)
     if plan.directions == "own":
         return np.ascontiguousarray(table.swapaxes(0, 1))
-    middle = np.median if plan.combine == "median" else np.mean
-    return np.asarray(middle(table.astype(np.float64), 0)[:, None], np.float32)
+    return middle(table, plan)[:, None]
+
+
+def middle(table: FloatArray, plan: Plan) -> FloatArray:
+    """Of devices' numbers [devices, ...] their mean, trimmed mean or median, f32 [...]."""
+    flat = table.reshape(len(table), -1)
+    found = np.empty(flat.shape[1], np.float32)
+    cut = (len(table) - 1) // 3 if plan.combine == "trimmed" else 0
+    for start in range(0, flat.shape[1], _COLUMNS):
+        part = flat[:, start : start + _COLUMNS].astype(np.float64)
+        if plan.combine == "median":
+            found[start : start + _COLUMNS] = np.median(part, 0)
+        else:
+            kept = np.sort(part, 0)[cut : len(part) - cut] if cut else part
+            found[start : start + _COLUMNS] = kept.mean(0)
+    return found.reshape(table.shape[1:])
 
 
 def combined_change(
     answers: Sequence[Answer], plan: Plan, values: FloatArray, folder: Path, step: int
 ) -> FloatArray:
-    """The common adapter's change, f32 [size], by Flower's strategy of the plan.
+    """The common adapter's change, f32 [size]: Flower's strategy of the plan on what `middle` makes of all.
 
-    What the strategy remembers is read from a file of the step and written into one of the next step.
+    Every device has as many examples, so nobody's weight is larger. What the strategy remembers is read from
+    a file of the step and written into one of the next step.
     """
     from device_runner.fleet.averaging import Averaging
 
     averaging = Averaging(plan)
     if (path := folder / _MOMENTS.format(step)).is_file():
         averaging.arrays = read_arrays(path)
-    dense = [(_dense(answer, len(values)), answer.examples) for answer in answers]
-    change: FloatArray = averaging(values, dense, step + 1) - values
+    common = middle(np.array([_dense(answer, len(values)) for answer in answers]), plan)
+    change: FloatArray = averaging(values, common, step + 1) - values
     if arrays := averaging.arrays:
         write_file(folder / _MOMENTS.format(step + 1), safetensors.numpy.save(arrays))
         (folder / _MOMENTS.format(step - 1)).unlink(missing_ok=True)

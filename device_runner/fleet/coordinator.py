@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,9 @@ from device_runner.fleet.combining import (
     checked,
     combined_change,
     combined_scalars,
+    opposed_answers,
     shortened_answers,
+    values_of,
 )
 from device_runner.fleet.common import common_settings, pack_state, replayer
 from device_runner.fleet.local import rates_of
@@ -58,7 +61,7 @@ from prge.checkpoint import (
 )
 from prge.directions import philox
 from prge.encoder_heads import Heads
-from prge.errors import DivergenceError, RunError
+from prge.errors import RunError
 from prge.guide import Guide
 from prge.head import Head
 from prge.journal import GRADIENT, Journal, Record, encode_array
@@ -78,7 +81,9 @@ _NOTHING = -1
 class RoundReport:
     """What became of a round: devices that answered, refused (and why), or said nothing.
 
-    `shortened`: devices whose answers were too long. `epsilon`: the largest that a device has spent.
+    `shortened`: devices whose answers were too long. `loss`: in the middle of the devices', at the steps'
+    mean; none under noise. `epsilon`: the largest that a device says it has spent. `problem`: of the result;
+    `discarded` says that it changed nothing, for what devices say may cost a round and never the fleet.
     """
 
     number: int
@@ -91,6 +96,8 @@ class RoundReport:
     epsilon: float
     bytes_up: int
     bytes_down: int
+    problem: str = ""
+    discarded: bool = False
     evaluation: Record = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -102,6 +109,8 @@ class RoundReport:
         parts += [f"{node} refused: {reason}" for node, reason in list(self.refused.items())[:3]]
         if self.shortened:
             parts.append(f"{len(self.shortened)} shortened")
+        if self.problem:
+            parts.append(f"discarded: {self.problem}" if self.discarded else self.problem)
         if self.epsilon:
             parts.append(f"epsilon {self.epsilon:.3g}")
         parts.append(f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down")
@@ -205,8 +214,13 @@ class Coordinator:
         self.state = self._state()
         self._known: dict[int, int] = {}
         self._introduced: set[int] = set()
+        self._seen: set[int] = set()
+        self._spent: set[int] = set()
+        self._spoken: dict[int, float] = {}
         for record in self.over:
+            self._spoken |= {int(node): spoken for node, spoken in record.get("spoken", {}).items()}
             self._remember(record["answered"], record["first"])
+            self._take_words({int(node): reason for node, reason in record["refused"].items()})
         self._asked: dict[int, int] = {}
         self._silent_rounds = 0
         self.privacy_is_spent = False
@@ -230,6 +244,14 @@ class Coordinator:
         return self.plan.rounds
 
     @property
+    def most_bytes(self) -> int:
+        """Bytes of the longest answer of the plan."""
+        values, losses = values_of(self.plan, self.state.adapter.size), self.plan.local_steps
+        zeros = np.zeros(max(values, losses), np.float32)
+        places = zeros[:values].astype(np.uint32)
+        return len(Answer(b"", 0, 0, 0, 0, 0.0, zeros[:losses], zeros[:values], places).to_bytes())
+
+    @property
     def finished(self) -> bool:
         """Whether all rounds are over, or no device may spend more of its privacy."""
         return self.round >= self.rounds or self.privacy_is_spent
@@ -240,6 +262,7 @@ class Coordinator:
         Scores what is due first: the start, or a round that was over when the server was killed.
         """
         self._score_if_due()
+        self._seen |= set(nodes)
         chosen = self._chosen(nodes)
         state = pack_state(self.state)
         tasks = {node: self._task(node, state).to_bytes() for node in chosen}
@@ -249,8 +272,9 @@ class Coordinator:
     def receive(self, answers: Mapping[int, bytes]) -> RoundReport:
         """End a round with the answers that came: what is no answer to it is refused by name.
 
+        What makes the common adapter absurd is discarded: devices go on from where they were.
+
         Raises:
-            DivergenceError: the common adapter is no longer finite, or the loss far above the first one.
             RunError: nobody answered, several rounds in a row; or no space left.
         """
         good: dict[int, Answer] = {}
@@ -262,6 +286,7 @@ class Coordinator:
                 refused[node] = str(error).partition("\n")[0]
                 self._introduced.discard(node)
                 self._known[node] = _NOTHING
+        self._take_words(refused)
         silent = sorted(set(self._asked) - set(answers))
         up, down = sum(map(len, answers.values())), sum(self._asked.values())
         if len(good) < self.least_answers:
@@ -269,10 +294,17 @@ class Coordinator:
             return RoundReport(self.round, self.rounds, [], refused, silent, [], None, 0.0, up, down)
         self._silent_rounds = 0
         number, first = self.round, self.state.step
+        opposed, spoken = opposed_answers(good, self.plan, self._spoken)
+        self._spoken |= spoken
+        refused |= {node: f"is against what the others say ({self._spoken[node]:.1f})" for node in opposed}
+        good = {node: answer for node, answer in good.items() if node not in opposed}
         good, shortened = shortened_answers(good, self.plan)
         records = self._records(good, number)
-        for record in records:
-            self._take(record)
+        after, evaluation, problem = self._tried(records)
+        if not problem:
+            self.state = after
+            for record in records:
+                self.journal.append(record)
         report = RoundReport(
             number,
             self.rounds,
@@ -281,19 +313,20 @@ class Coordinator:
             silent,
             shortened,
             None if self.plan.noise else float(np.mean([record["loss"] for record in records])),
-            max(answer.epsilon for answer in good.values()),
+            max((answer.epsilon for answer in good.values() if np.isfinite(answer.epsilon)), default=0.0),
             up,
             down,
+            problem or loss_has_risen(after.progress, common_settings(self.plan).divergence_ratio),
+            bool(problem),
         )
         facts = {name: value for name, value in asdict(report).items() if name not in ("number", "rounds")}
         facts["refused"] = {str(node): reason for node, reason in refused.items()}
+        facts["spoken"] = {str(node): each for node, each in spoken.items()}
         done = {"kind": "round", "step": number, "first": first, "time": time.time(), **facts}
         self.journal.append(done)
         self.over.append(done)
         self._remember(sorted(good), first)
-        if problem := loss_has_risen(self.state.progress, common_settings(self.plan).divergence_ratio):
-            raise DivergenceError(problem, remedy="begin a fleet with a lower learning rate")
-        evaluation = self._score_if_due()
+        evaluation = self._score_if_due(evaluation)
         self._keep()
         return RoundReport(**{**vars(report), "evaluation": evaluation})
 
@@ -304,7 +337,7 @@ class Coordinator:
     def evaluation_after(self, record: Record) -> Record | None:
         """Scores of development rows after a round that is over, if there are any."""
         steps = self.plan.local_steps if self.plan.by_scalars else 1
-        return self.journal.evaluation(record["first"] + steps)
+        return self.journal.evaluation(record["first"] + steps * (not record.get("discarded")))
 
     def best_state(self) -> TrainingState:
         """The common state at the best step, or after the last one without development rows."""
@@ -325,7 +358,7 @@ class Coordinator:
 
     def _chosen(self, nodes: Sequence[int]) -> list[int]:
         """The devices of the round: the same ones of the same nodes, whenever it is asked for."""
-        there = sorted(nodes)
+        there = sorted(set(nodes) - self._spent) or sorted(nodes)
         order = np.argsort(philox(self.plan.seed, self.round, _PICK_STREAM, len(there)), kind="stable")
         return sorted(there[place] for place in order[: self.per_round])
 
@@ -354,8 +387,7 @@ class Coordinator:
         """The rounds' steps, as messages carry them; none where devices send changes."""
         if not self.plan.by_scalars:
             return []
-        while len(self._told) < len(self.over):
-            first = self.over[len(self._told)]["first"]
+        while (first := len(self._told) * self.plan.local_steps) < self.state.step:
             steps = range(first, first + self.plan.local_steps)
             self._told.append(Steps.of_records([self.journal.step(step) or {} for step in steps]))
         return self._told
@@ -385,7 +417,8 @@ class Coordinator:
     def _records(self, answers: Mapping[int, Answer], number: int) -> list[Record]:
         """The journal's step records of a round."""
         plan, step = self.plan, self.state.step
-        losses = np.mean([answer.losses.astype(np.float64) for answer in answers.values()], 0)
+        # By the middle one of the devices: a word of one or two of them is nobody's.
+        losses = np.median([answer.losses.astype(np.float64) for answer in answers.values()], 0)
         if plan.by_scalars:
             rates = rates_of(plan)
             steps = Steps(
@@ -409,26 +442,44 @@ class Coordinator:
             }
         ]
 
-    def _take(self, record: Record) -> None:
-        """Take a common step and write it down."""
-        state = self.state
+    def _tried(self, records: Sequence[Record]) -> tuple[TrainingState, Record | None, str]:
+        """The state after common steps, its scores where they are due, and why it is absurd, if it is."""
+        before = self.state
+        state = replace(
+            before,
+            adapter=before.adapter.copy(),
+            optimizer=deepcopy(before.optimizer),
+            progress=replace(before.progress),
+        )
         with np.errstate(over="ignore", invalid="ignore"):
-            gradient = self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
-            state.apply(record, gradient)
+            for record in records:
+                state.apply(
+                    record,
+                    self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules),
+                )
         if problem := state.overflow():
-            raise DivergenceError(
-                f"step {state.step - 1}: {problem}", remedy="begin a fleet with a lower learning rate"
-            )
-        self.journal.append(record)
+            return state, None, problem
+        if self._score is None or not self._is_due(self.round + 1):
+            return state, None, ""
+        scored = self._score(state)
+        began = self.journal.evaluation(0) or scored
+        most = common_settings(self.plan).divergence_ratio * max(began["loss"], 1.0)
+        if not scored["loss"] <= most:
+            return state, None, f"the development loss would be {scored['loss']:.4g}"
+        return state, scored, ""
 
-    def _score_if_due(self) -> Record:
+    def _is_due(self, rounds: int) -> bool:
+        """Whether development rows are scored after so many rounds."""
+        return self.finished or rounds >= self.rounds or rounds % self._evaluate_every == 0
+
+    def _score_if_due(self, scored: Record | None = None) -> Record:
         """Score development rows if it is time to, unless the journal has that; nothing if it isn't."""
-        if self._score is None or not (self.finished or self.round % self._evaluate_every == 0):
+        if self._score is None or not self._is_due(self.round):
             return {}
         record = self.journal.evaluation(self.state.step)
         if record is None:
-            scored = {"kind": "evaluation", "step": self.state.step, **self._score(self.state)}
-            record = self.journal.append(scored)
+            scored = scored or self._score(self.state)
+            record = self.journal.append({"kind": "evaluation", "step": self.state.step, **scored})
         # A kill may have come between the journal and what follows.
         self.state.judge(record)
         self._keep()
@@ -463,14 +514,24 @@ class Coordinator:
     def _remember(self, nodes: Sequence[int], step: int) -> None:
         """Devices that answered hold the common state of where the round began."""
         self._introduced.update(nodes)
+        self._seen.update(nodes)
+        self._spent.difference_update(nodes)
         self._known.update(dict.fromkeys(nodes, step))
 
+    def _take_words(self, refused: Mapping[int, str]) -> None:
+        """Who has no privacy left to spend says so for itself alone."""
+        self._spent |= {node for node, reason in refused.items() if reason.startswith(SPENT)}
+
     def _count_silence(self, refused: Mapping[int, str]) -> None:
-        if refused and all(reason.startswith(SPENT) for reason in refused.values()):
-            self.privacy_is_spent = True
+        self.privacy_is_spent = bool(self._seen) and self._seen <= self._spent
+        if self.privacy_is_spent:
             return
         self._silent_rounds += 1
         if self._silent_rounds >= MOST_SILENT_ROUNDS:
+            # Those that could go on have gone.
+            self.privacy_is_spent = bool(self._asked) and set(self._asked) <= self._spent
+            if self.privacy_is_spent:
+                return
             reasons = (
                 "; ".join(f"{node}: {reason}" for node, reason in list(refused.items())[:3]) or "no answer"
             )

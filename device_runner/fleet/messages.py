@@ -226,7 +226,7 @@ def parse_answer(content: bytes) -> Answer | Refusal | Behind:
         case _kind if _kind == _REFUSED:
             reader.expect(_REFUSED)
             text = reader.take(min(reader.left, 4 * _LONGEST_TEXT)).decode(errors="replace")
-            return Refusal(printable(text.replace("\n", " ")))
+            return Refusal(shortened(printable(text.replace("\n", " ")), _LONGEST_TEXT))
         case _kind if _kind == _BEHIND:
             reader.expect(_BEHIND)
             (step,) = reader.unpack("<q")

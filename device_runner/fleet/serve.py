@@ -85,7 +85,7 @@ def serve(settings: ServeSettings) -> Path:
     with run_lock(settings.out), open_fleet(settings) as coordinator:
         write_file(settings.out / SETTINGS, settings_to_yaml(with_whole_paths(settings)).encode())
         if not coordinator.finished:
-            with superlink(settings.out, settings.host, settings.port, keys) as link:
+            with superlink(settings.out, settings.host, settings.port, keys, coordinator.most_bytes) as link:
                 whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"
                 _tell(f"listening at {link.address} for {whom}; Ctrl-C ends it")
                 names = link.names()
@@ -93,9 +93,9 @@ def serve(settings: ServeSettings) -> Path:
                 if coordinator.round:
                     _tell(f"going on after round {coordinator.round} of {coordinator.rounds}")
                 devices = settings.least_answers if coordinator.round else settings.wait_for
-                with link.run() as grid:
+                with link.run() as post:
                     take_rounds(
-                        grid,
+                        post,
                         coordinator,
                         devices,
                         settings.seconds,

@@ -43,7 +43,7 @@ DESCRIPTION = "Train a fleet of simulated devices in this process, and count wha
 PRESETS = Path(__file__).parent / "presets"
 _SEED_STREAM = 2**64 - 3
 # What a line of the curve has of a round's record.
-_TOLD = ("answered", "refused", "shortened", "loss", "epsilon", "bytes_up", "bytes_down")
+_TOLD = ("answered", "refused", "shortened", "loss", "problem", "epsilon", "bytes_up", "bytes_down")
 _IDENTITY = "simulation.json"
 
 

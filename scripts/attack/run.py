@@ -51,12 +51,23 @@ class Part:
     needs_torch: bool = False
 
 
+def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """A fleet's server; Flower is imported by the process that needs it, after its environment is set."""
+    from device_runner.fleet.network.home import flower_home
+
+    flower_home(bench.folder)
+    import hostile_devices
+
+    return hostile_devices.attack_a_fleets_server(bench, random, folder)
+
+
 PARTS = {
     "kills": Part(attack_a_run, 0.25),
     "files": Part(attack_a_file, 0.50),
     "inputs": Part(attack_an_input, 0.09),
     "transfers": Part(attack_a_transfer, 0.03),
     "network_clients": Part(attack_clients, 0.05),
+    "network_devices": Part(attack_a_fleets_server, 0.09),
     "torch_kills": Part(attack_a_run_with_torch, 0.04, needs_torch=True),
     "baseline_kills": Part(attack_a_baseline, 0.03, needs_torch=True),
     "workstation_kills": Part(attack_a_workstation, 0.03, needs_torch=True),

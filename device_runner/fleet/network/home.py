@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from prge.atomic import storage_error
 
 NAME = "flower"
+_MOST_LOG_BYTES = 4 << 20
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 # What makes a SuperLink open further ports, and Flower take another account's rights.
 _UNWANTED = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API", "FLWR_OIDC_ENABLED")
@@ -55,7 +57,7 @@ def log_to(path: Path) -> None:
     """Let Flower and its web server write what they log to a file instead of the terminal."""
     from flwr.supercore.logger import FLOWER_LOGGER
 
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = RotatingFileHandler(path, maxBytes=_MOST_LOG_BYTES, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for logger in (FLOWER_LOGGER, logging.getLogger("uvicorn")):
         for old in logger.handlers[:]:

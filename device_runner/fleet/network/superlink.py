@@ -1,54 +1,58 @@
 """Flower's SuperLink within this process: the server that devices reach, and one run on it.
 
 Flower's own command `flower-superlink` is not used, because it gives everyone who reaches its port the right
-to start apps: it would run a stranger's code on the server and let strangers register devices. Here the
-Control API answers nobody, the Runtime API knows only this process's secret, and devices reach nothing but
-the Fleet API. So no app is uploaded either: the run's app is this process.
+to start apps: it would run a stranger's code on the server and let strangers register devices. Here devices
+reach nothing but the Fleet API, through a `Door`, and no app is uploaded: the run's app is this process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import secrets
+import resource
+import sqlite3
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
-from socket import socket
 
 import uvicorn
 from cryptography.hazmat.primitives.asymmetric import ec
+from fastapi import FastAPI
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL as HEARTBEAT_SECONDS
 from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, Status, SubStatus
 from flwr.common.serde import fab_to_proto
 from flwr.proto.control_pb2 import StartRunRequest
 from flwr.server.superlink.linkstate import LinkState
-from flwr.serverapp.grid import Grid
 from flwr.supercore.auth.typing import AccountInfo
+from flwr.supercore.error import http_error_translator
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.run import RunNotRunningException
+from flwr.supercore.protobuf.translation import ProtobufTranslationMiddleware
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
-from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
-from flwr.superlink.config_loader import SuperLinkLifespanConfig
-from flwr.superlink.grid.http_grid import HttpGrid
-from flwr.superlink.main import create_app
+from flwr.superlink.config_loader import get_federation_manager, get_objectstore_linkstate_factories
+from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
+from flwr.superlink.routers.fleet.router import router as fleet_router
 from flwr.superlink.servicer.control import control_handlers
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 
+from device_runner.fleet.network.door import Door, Listener, connections_for
 from device_runner.fleet.network.home import flower_home, last_lines, log_to
 from device_runner.fleet.network.keys import ServerKeys
+from device_runner.fleet.network.post import Post
 from device_runner.serving.listening import address_of, listening
 from prge import __version__
 from prge.errors import RunError
 
 _SECONDS_TO_START = 60.0
 _SECONDS_TO_END = 5.0
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_MOST_HEAD_BYTES = 1 << 14
+# Of files and sockets that this process may have open: half of them are connections at most.
+_MOST_FILES = 1 << 13
 # What Flower calls an app, and devices of ours never open: it has no code, and its components don't exist.
 _APP = f"""\
 [project]
@@ -62,29 +66,12 @@ clientapp = "none:app"
 """
 
 
-class Nobody(NoOpControlAuthnPlugin):
-    """No account may use the Control API."""
-
-    def validate_tokens_in_metadata(
-        self, metadata: Sequence[tuple[str, str | bytes]]
-    ) -> tuple[bool, AccountInfo | None]:
-        """Refuse."""
-        return False, None
-
-    def refresh_tokens(
-        self, metadata: Sequence[tuple[str, str | bytes]]
-    ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
-        """Refuse."""
-        return None, None
-
-
 class SuperLink:
     """A SuperLink that listens; `superlink` opens one."""
 
-    def __init__(self, address: str, keys: ServerKeys | None, state: LinkState) -> None:
+    def __init__(self, address: str, state: LinkState, post: Post) -> None:
         self.address = address
-        self._keys = keys
-        self._state = state
+        self._state, self._post = state, post
 
     def register(self, keys: Mapping[str, ec.EllipticCurvePublicKey]) -> None:
         """Let in the devices with these keys, by name, and no others."""
@@ -99,107 +86,108 @@ class SuperLink:
         """What registered devices are called, by the ids of their nodes."""
         return {node.node_id: node.name for node in self._state.get_node_info() if node.name}
 
-    def stop_runs(self) -> None:
-        """End the runs of a server that was killed, with their messages."""
-        for run in self._state.get_run_info(statuses=[Status.PENDING, Status.STARTING, Status.RUNNING]):
-            self._state.stop_run(run.run_id)
+    def forget_runs(self) -> None:
+        """Remove the runs of earlier servers with their messages."""
+        for run in self._state.get_run_info():
+            if run.status.status != Status.FINISHED:
+                self._state.stop_run(run.run_id)
+            self._state.cleanup_run(run.run_id)
 
     @contextmanager
-    def run(self) -> Iterator[Grid]:
-        """Start a run, and give what sends messages to the devices' nodes.
+    def run(self) -> Iterator[Post]:
+        """Start a run, and give what carries messages to the devices' nodes.
 
         Raises:
-            RunError: Flower has given the run up, as it does when this machine sleeps for a minute.
+            RunError: Flower doesn't start it.
         """
         content = _app()
         request = StartRunRequest(fab=fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {})))
         account = AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name=NOOP_ACCOUNT_NAME)
         run_id = control_handlers.start_run(request, account, self._state, None).run_id
         (task,) = self._state.get_tasks(run_ids=[run_id])
-        token = self._state.claim_task(task.task_id)
-        if token is None or not self._state.activate_task(task.task_id):
+        if self._state.claim_task(task.task_id) is None or not self._state.activate_task(task.task_id):
             raise RunError("Flower doesn't start the run")
         TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, run_id
         TaskIdentity.node_id = self._state.get_node_id()
-        authority = self._keys.authority.read_bytes() if self._keys else None
-        grid = HttpGrid(_reachable(self.address), self._keys is None, authority, token=token)
-        grid.set_run(self._state.get_run_info(run_ids=[run_id])[0])
+        self._post.run_id = run_id
         heartbeat = HeartbeatSender(lambda: self._state.acknowledge_task_heartbeat(task.task_id))
         heartbeat.start()
         try:
-            yield grid
-        except RunNotRunningException:
-            raise RunError(
-                "Flower has given the run up, as it does when this machine sleeps",
-                remedy="go on with it: prge fleet serve --resume FOLDER",
-            ) from None
+            yield self._post
         finally:
             heartbeat.stop()
-            grid.close()
             self._state.finish_task(task.task_id, SubStatus.COMPLETED, "")
 
 
 @contextmanager
-def superlink(folder: Path, host: str, port: int, keys: ServerKeys | None) -> Iterator[SuperLink]:
+def superlink(
+    folder: Path, host: str, port: int, keys: ServerKeys | None, most_bytes: int = 1 << 20
+) -> Iterator[SuperLink]:
     """Listen at an address until the block ends; nodes and runs are kept within `folder`.
 
     Args:
         folder: the fleet's.
         host, port: where devices reach it; port 0 is a free one.
         keys: the server's; devices prove by theirs who they are. None: no encryption, and anyone may join.
+        most_bytes: of a device's answer.
 
     Raises:
         RunError: the address can't be listened at, or Flower doesn't start.
     """
     home = flower_home(folder)
     log_to(home / "superlink.log")
-    with listening(host, port) as listener:
-        address = address_of(listener)
-        config = _config(address, home / "superlink.db", keys)
-        app = create_app(config, SuperLinkLifespan)
-        link = SuperLink(address, keys, app.state.linkstate_factory.state())
-        link.stop_runs()
+    with listening(host, port) as plain:
+        _, state_factory = get_objectstore_linkstate_factories(
+            str(home / "superlink.db"), get_federation_manager()
+        )
+        state = state_factory.state()
+        post, listener = Post(state), Listener(plain, _most_connections())
+        app = FastAPI(
+            openapi_url=None,
+            middleware=[
+                Middleware(BaseHTTPMiddleware, dispatch=http_error_translator),
+                Middleware(ProtobufTranslationMiddleware),
+                Middleware(NodeAuthMiddleware),
+                Middleware(BaseHTTPMiddleware, dispatch=post.admit),
+            ],
+        )
+        app.state.linkstate_factory = state_factory
+        app.state.enable_supernode_auth = keys is not None
+        app.include_router(fleet_router)
+        link = SuperLink(address_of(listener), state, post)
+        link.forget_runs()
+        with closing(sqlite3.connect(home / "superlink.db")) as database:
+            database.execute("VACUUM")
         if keys is not None:
             link.register(keys.devices)
-        with _serving(app, listener, keys, home / "superlink.log"):
+        known = None if keys is None else frozenset(map(public_key_to_bytes, keys.devices.values()))
+        door = Door(app, listener, known, most_bytes)
+        with listener, _serving(door, listener, keys, most_bytes, home / "superlink.log"):
             yield link
 
 
-def _config(address: str, database: Path, keys: ServerKeys | None) -> SuperLinkLifespanConfig:
-    host, _, port = address.rpartition(":")
-    return SuperLinkLifespanConfig(
-        control_address=address,
-        health_server_address=None,
-        host=host,
-        port=int(port),
-        insecure=keys is None,
-        certificates=None,
-        superexec_auth_secret=secrets.token_bytes(32),
-        authn_plugin=Nobody(),
-        event_log_plugin=None,
-        fleet_event_log_plugin=None,
-        enable_event_log=False,
-        artifact_provider=None,
-        enable_supernode_auth=keys is not None,
-        fleet_api_type="grpc-rere",
-        fleet_api_address=None,
-        simulation=False,
-        ssl_ca_certfile=None,
-        ssl_certfile=None,
-        ssl_keyfile=None,
-        database=str(database),
-        isolation="process",
-        runtime_dependency_install=False,
-    )
+def _most_connections() -> int:
+    """How many connections of devices there may be, so that there is a file left for the fleet's own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted // 2
 
 
 @contextmanager
-def _serving(app: object, listener: socket, keys: ServerKeys | None, log: Path) -> Iterator[None]:
+def _serving(
+    app: Door, listener: Listener, keys: ServerKeys | None, most_bytes: int, log: Path
+) -> Iterator[None]:
     """Serve in a thread of this process, so that both end together."""
     server = uvicorn.Server(
         uvicorn.Config(
-            app,  # type: ignore[arg-type]
+            app,
+            http=connections_for(most_bytes),
+            loop="asyncio",  # whose listeners are sockets of Python's
+            h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             ws="none",
+            lifespan="off",
             log_config=None,
             access_log=False,
             proxy_headers=False,
@@ -223,12 +211,6 @@ def _serving(app: object, listener: socket, keys: ServerKeys | None, log: Path) 
     finally:
         server.should_exit = True
         thread.join(_SECONDS_TO_END + 5)
-
-
-def _reachable(address: str) -> str:
-    """Where this machine reaches an address that it listens at."""
-    host, _, port = address.rpartition(":")
-    return f"{_ANY.get(host, host)}:{port}"
 
 
 def _app() -> bytes:

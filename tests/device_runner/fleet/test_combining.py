@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from device_runner.fleet.agreement import Plan
-from device_runner.fleet.combining import combined_change, combined_scalars, shortened_answers
+from device_runner.fleet.combining import (
+    combined_change,
+    combined_scalars,
+    middle,
+    opposed_answers,
+    shortened_answers,
+)
 from device_runner.fleet.messages import Answer
 from prge.engine import FloatArray
 
@@ -25,13 +31,26 @@ def _changes(count: int) -> FloatArray:
     return RANDOM.normal(size=(count, SIZE)).astype(np.float32)
 
 
-@pytest.mark.parametrize("combine", ["mean", "median"])
+@pytest.mark.parametrize("combine", ["mean", "trimmed", "median"])
 def test_common_directions_combine_step_by_step(combine: Any) -> None:
     plan = Plan(local_steps=2, queries=5, share_directions=True, combine=combine)
-    values = RANDOM.normal(size=(3, 10)).astype(np.float32)
+    values = RANDOM.normal(size=(4, 10)).astype(np.float32)
     found = combined_scalars([_answer(own) for own in values], plan)
-    middle = {"mean": np.mean, "median": np.median}[combine]
-    np.testing.assert_allclose(found[:, 0], middle(values, 0).reshape(2, 5), rtol=1e-6)
+    np.testing.assert_allclose(found[:, 0], _expected(values, combine).reshape(2, 5), rtol=1e-6)
+
+
+def _expected(values: FloatArray, combine: str) -> Any:
+    return {
+        "mean": lambda: values.mean(0),
+        "trimmed": lambda: _trimmed(values),
+        "median": lambda: np.median(values, 0),
+    }[combine]()
+
+
+def _trimmed(values: FloatArray) -> Any:
+    """The oracle: of four numbers the two in the middle, of seven the three."""
+    cut = {4: 1, 7: 2}[len(values)]
+    return np.array([np.mean(sorted(column)[cut:-cut]) for column in values.T])
 
 
 def test_own_directions_stay_apart() -> None:
@@ -43,13 +62,55 @@ def test_own_directions_stay_apart() -> None:
 
 
 @pytest.mark.parametrize("average", ["fedavg", "fedprox"])
-def test_averages_are_weighted_by_examples(average: Any, tmp_path: Path) -> None:
-    plan = Plan(estimator="exact", average=average)
-    values, changes = np.ones(SIZE, np.float32), _changes(2)
-    answers = [_answer(changes[0], 1), _answer(changes[1], 3)]
+@pytest.mark.parametrize("combine", ["mean", "trimmed", "median"])
+def test_every_device_has_the_same_say(average: Any, combine: Any, tmp_path: Path) -> None:
+    """Whatever number of examples it claims."""
+    plan = Plan(estimator="exact", average=average, combine=combine)
+    values, changes = np.ones(SIZE, np.float32), _changes(7)
+    answers = [_answer(own, examples) for own, examples in zip(changes, (1, 10**9, *[4] * 5), strict=True)]
     found = combined_change(answers, plan, values, tmp_path, 0)
-    np.testing.assert_allclose(found, (changes[0] + 3 * changes[1]) / 4, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found, _expected(changes, combine), rtol=1e-4, atol=1e-6)
     assert not list(tmp_path.iterdir())
+
+
+def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
+    honest = _changes(7)
+    for combine in ("trimmed", "median"):
+        for lie in (1e6, -1e6, 0.0):
+            table = np.concatenate([honest, np.full((3, SIZE), lie, np.float32)])
+            found = middle(table, Plan(combine=combine))
+            assert np.all((honest.min(0) <= found) & (found <= honest.max(0)))
+    table = np.concatenate([honest, np.full((3, SIZE), 1e6, np.float32)])
+    assert np.all(middle(table, Plan(combine="mean")) > honest.max(0))
+
+
+def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
+    """By its whole, where each number is mostly noise; and nobody honest is."""
+    random, plan = np.random.default_rng(7), Plan(combine="trimmed")
+    spoken: dict[int, float] = {}
+    found = []
+    for _ in range(12):
+        signal = random.normal(size=1280)
+        honest = 0.3 * signal + random.normal(size=(4, 1280))
+        honest[3] *= -1
+        answers = {node: _answer(values.astype(np.float32)) for node, values in enumerate(honest)}
+        opposed, now = opposed_answers(answers, plan, spoken)
+        spoken |= now
+        found.append(opposed)
+    assert found.count([3]) >= 8 and found.count([]) == 12 - found.count([3])
+    assert opposed_answers(answers, Plan(combine="mean"), spoken) == ([], {})
+
+
+def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
+    random, plan = np.random.default_rng(7), Plan(combine="trimmed")
+    spoken: dict[int, float] = {}
+    count = 0
+    for _ in range(100):
+        answers = {node: _answer(random.normal(size=320).astype(np.float32)) for node in range(10)}
+        opposed, now = opposed_answers(answers, plan, spoken)
+        spoken |= now
+        count += len(opposed)
+    assert count < 50  # of 1,000
 
 
 def test_fedadam_remembers_its_moments_between_servers(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def serving(folder: Path, keys: Path | None = None, port: int = 0) -> Iterator[S
 def rounds_of(link: SuperLink, rounds: Rounds, devices: int, seconds: float = SECONDS) -> list[str]:
     """Take all rounds; the lines that were told."""
     lines: list[str] = []
-    with link.run() as grid:
-        take_rounds(grid, rounds, devices, seconds, lines.append)
+    with link.run() as post:
+        take_rounds(post, rounds, devices, seconds, lines.append)
     return lines
 
 

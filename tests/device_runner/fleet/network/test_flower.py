@@ -100,12 +100,12 @@ def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
             lambda: control.ListRuns(ListRunsRequest()),
             lambda: control.RegisterNode(RegisterNodeRequest()),
         ):
-            with pytest.raises(httpx.HTTPStatusError, match="401"):
+            with pytest.raises(httpx.HTTPStatusError, match="404"):
                 ask()
         runtime = RuntimeHttpClient.from_server_address(
             link.address, True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
         )
-        with link.run(), pytest.raises(httpx.HTTPStatusError, match=r"40[13]"):
+        with link.run(), pytest.raises(httpx.HTTPStatusError, match="404"):
             runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
 
 

@@ -1,0 +1,414 @@
+"""A fleet's server among its own hostile devices and strangers: a real process, over TLS, many cases each.
+
+One device is honest, two have keys and lie, the rest have none. After every batch the round must still end
+with the honest answer, the process live within its memory, and its logs hold no error that nobody expected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+import httpx
+import numpy as np
+from outcome import Case, Verdict
+from workshop import REPOSITORY, Bench
+
+from device_runner.fleet.agreement import Agreement
+from device_runner.fleet.messages import Answer, Refusal, Task
+from device_runner.fleet.network.keys import make_keys
+from tests.device_runner.fleet.network.enemy import Asked, Enemy, garbage, object_of
+
+HONEST, LIARS = "honest", ("liar1", "liar2")
+# The resident memory that a server may grow by while it is attacked, and what a case may take.
+MOST_GROWTH = 96 << 20
+_ROUND_SECONDS, _PATIENCE = 6.0, 60.0
+_CASES = 60
+_PATHS = ("/", "/docs", "/openapi.json", "/health", "/v1/control/start-run", "/v1/runtime/acquire-task")
+_FLEET = "/v1/fleet/"
+_VERBS = ("push-object", "push-messages", "pull-messages", "activate-node", "register-node", "get-fab")
+_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "GetRun", "GetFab", "ActivateNode")
+
+
+def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """Serve a fleet, lie to it and pester it; one case for each thing that is said."""
+    cases: list[Case] = []
+    with _served(bench, folder) as server:
+        scene = Scene(server, random, folder)
+        scene.end_a_round({})
+        scene.end_a_round({})
+        before = server.resident()
+        while len(cases) < _CASES:
+            names = [scene.pester(*random.choice(list(STRANGERS.items()))) for _ in range(6)]
+            lies = {liar: random.choice(list(LIES.items())) for liar in scene.liars}
+            problem = scene.end_a_round({liar: lie for liar, (_, lie) in lies.items()})
+            names += [f"a device: {name}" for name, _ in lies.values()]
+            if server.process.poll() is not None:
+                problem = Verdict.CRASHED
+            elif _has_failed(server.told()):
+                problem = Verdict.TRACEBACK
+            elif server.resident() - before > MOST_GROWTH:
+                problem = Verdict.GREEDY
+            tail = server.told()[-3000:] if problem else ""
+            cases += [Case(name, problem or Verdict.REFUSED, "prge fleet serve", tail) for name in names]
+            if problem:
+                break
+        grown = max(0, server.resident() - before) >> 20
+        scene.close()
+    return cases, Counter({"server_rounds": scene.rounds, f"server_grew_by_{grown // 16 * 16}_mb": 1})
+
+
+def _has_failed(text: str) -> bool:
+    return "Traceback" in text or "Exception" in text
+
+
+@dataclass
+class Server:
+    """`prge fleet serve` as a process."""
+
+    folder: Path
+    keys: Path
+    process: subprocess.Popen[bytes]
+    address: str = ""
+
+    def told(self) -> str:
+        """What it has printed and what Flower has logged."""
+        log = self.folder / "fleet" / "flower" / "superlink.log"
+        texts = [
+            path.read_text(errors="replace") for path in (self.folder / "server.txt", log) if path.exists()
+        ]
+        return "\n".join(reversed(texts))
+
+    def resident(self) -> int:
+        """Bytes of memory."""
+        with contextlib.suppress(OSError, IndexError):
+            return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * 4096
+        return 0
+
+
+@contextmanager
+def _served(bench: Bench, folder: Path) -> Iterator[Server]:
+    keys = folder / "keys"
+    make_keys(keys, [], [HONEST, *LIARS])
+    words = ["--bundle", bench.workshop.bundle(bench.workshop.kinds[0]), "--out", folder / "fleet"]
+    words += ["--keys", keys / "server", "--port", 0, "--rounds", 100_000, "--local-steps", 1]
+    words += ["--seconds", _ROUND_SECONDS, "--wait-for", 1, "--combine", "trimmed"]
+    with (folder / "server.txt").open("wb") as console:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prge.cli", "fleet", "serve", *map(str, words)],
+            stdout=console,
+            stderr=console,
+            cwd=REPOSITORY,
+        )
+    server = Server(folder, keys, process)
+    try:
+        deadline = time.monotonic() + _PATIENCE
+        while "listening at" not in (text := (folder / "server.txt").read_text()):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server doesn't start:\n{text}")
+            time.sleep(0.1)
+        server.address = text.partition("listening at ")[2].partition(" ")[0]
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+@dataclass
+class Scene:
+    """The devices and strangers of a server."""
+
+    server: Server
+    random: Random
+    folder: Path
+    rounds: int = 0
+    held: list[socket.socket] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        devices = self.server.keys / "devices"
+        self.honest, *self.liars_nodes = (
+            Enemy(self.server.address, devices / name) for name in (HONEST, *LIARS)
+        )
+        self.liars = list(range(len(self.liars_nodes)))
+        self.agreements: dict[bytes, Agreement] = {}
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        for each in (*self.held, self.honest.client, *(liar.client for liar in self.liars_nodes)):
+            each.close()
+
+    def pester(self, name: str, stranger: Callable[[Scene], None]) -> str:
+        """Let a stranger do something."""
+        with contextlib.suppress(OSError):
+            stranger(self)
+        while len(self.held) > 300:
+            self.held.pop(0).close()
+        return f"a stranger: {name}"
+
+    def end_a_round(self, lies: dict[int, Lie]) -> Verdict | None:
+        """Let liars lie and the honest device answer; what is wrong if the round doesn't end."""
+        before = self._ended()
+        deadline = time.monotonic() + _PATIENCE
+        waiting = {index: lies[index] for index in lies}
+        answered = False
+        while time.monotonic() < deadline:
+            for index in list(waiting):
+                liar = self.liars_nodes[index]
+                with contextlib.suppress(httpx.HTTPError, OSError):
+                    if (asked := liar.pull()) is not None:
+                        lie = waiting.pop(index)
+                        lie(self, liar, asked)
+            try:
+                if (asked := self.honest.pull()) is not None:
+                    self.honest.push(self.honest.reply(asked, self.answer(asked).to_bytes()))
+                    answered = True
+            except httpx.HTTPStatusError:
+                continue  # the round's time was up
+            except (httpx.TransportError, OSError):
+                if self.server.process.poll() is not None:
+                    return Verdict.CRASHED
+            if answered and self._ended() > before:
+                self.rounds += 1
+                return None
+            time.sleep(0.05)
+        return Verdict.HUNG
+
+    def _ended(self) -> int:
+        lines = (self.folder / "server.txt").read_text(errors="replace").splitlines()
+        return sum(line.startswith("round ") and " 0 answers" not in line for line in lines)
+
+    def answer(self, asked: Asked) -> Answer:
+        """What an honest device could say."""
+        task = Task.parse(asked.content)
+        if task.agreement:
+            self.agreements[task.sha256] = Agreement.parse(task.agreement)
+        plan = self.agreements[task.sha256].plan
+        count = plan.local_steps * int(np.prod(plan.shape))
+        values = np.array([self.random.gauss(0, 0.1) for _ in range(count)], np.float32)
+        losses = np.full(plan.local_steps, 0.7, np.float32)
+        examples = plan.examples * plan.local_steps
+        return Answer(task.sha256, task.number, task.step, 1, examples, 0.0, losses, values)
+
+    def open(self) -> socket.socket:
+        """A connection without TLS."""
+        host, port = self.server.address.rsplit(":", 1)
+        return socket.create_connection((host, int(port)), 5)
+
+    def secure(self) -> ssl.SSLSocket:
+        """A connection with TLS."""
+        context = ssl.create_default_context(cafile=str(self.server.keys / "server" / "ca.pem"))
+        return context.wrap_socket(self.open(), server_hostname="127.0.0.1")
+
+    def says(self, content: bytes) -> None:
+        """Say something over TLS, and read a little."""
+        with self.secure() as connection:
+            connection.settimeout(2)
+            connection.sendall(content)
+            connection.recv(100)
+
+    def noise(self, most: int = 4000) -> bytes:
+        """Random bytes."""
+        return self.random.randbytes(self.random.randint(0, most))
+
+
+Lie = Callable[[Scene, Enemy, Asked], None]
+
+
+def _told(change: Callable[[Scene, Answer], bytes | Answer | Refusal]) -> Lie:
+    """A lie in an answer."""
+
+    def lie(scene: Scene, liar: Enemy, asked: Asked) -> None:
+        said = change(scene, scene.answer(asked))
+        liar.push(liar.reply(asked, said if isinstance(said, bytes) else said.to_bytes()))
+
+    return lie
+
+
+def _values(make: Callable[[Random, np.ndarray], object]) -> Lie:
+    def change(scene: Scene, answer: Answer) -> Answer:
+        with np.errstate(over="ignore"):
+            return replace(answer, values=np.asarray(make(scene.random, answer.values), np.float32))
+
+    return _told(change)
+
+
+def _damaged(scene: Scene, answer: Answer) -> bytes:
+    content = bytearray(answer.to_bytes())
+    for _ in range(scene.random.randint(1, 8)):
+        content[scene.random.randrange(len(content))] = scene.random.randrange(256)
+    return bytes(content[: scene.random.choice([len(content), scene.random.randint(0, len(content))])])
+
+
+def _objects(make: Callable[[Scene], Sequence[bytes]]) -> Lie:
+    return lambda scene, liar, asked: liar.push_objects(asked, make(scene))
+
+
+def _call(scene: Scene, liar: Enemy, asked: Asked) -> None:
+    """Garbage for one of Flower's handlers."""
+    name = scene.random.choice(_CALLS)
+    path = "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).strip("-")
+    client = liar.client._client
+    request = client.build_request(
+        "POST",
+        f"https://{scene.server.address}{_FLEET}{path}",
+        content=scene.noise(),
+        headers={"content-type": "application/x-protobuf"},
+    )
+    for interceptor in liar.client._interceptors:
+        context = type("Context", (), {"request": request, "rpc_method": f"/flwr.proto.Fleet/{name}"})
+        interceptor.intercept(context, lambda _: httpx.Response(200))
+    client.send(request)
+    liar.push(liar.reply(asked, b""))
+
+
+def _again(scene: Scene, liar: Enemy, asked: Asked) -> None:
+    message = liar.reply(asked, scene.answer(asked).to_bytes())
+    for _ in range(12):
+        liar.push(message)
+
+
+def _claims(**changes: object) -> Lie:
+    def lie(scene: Scene, liar: Enemy, asked: Asked) -> None:
+        claimed = {name: value(scene) if callable(value) else value for name, value in changes.items()}
+        with contextlib.suppress(httpx.HTTPStatusError):
+            liar.push(liar.reply(asked, scene.answer(asked).to_bytes(), **claimed))
+        liar.push(liar.reply(asked, b""))
+
+    return lie
+
+
+LIES: dict[str, Lie] = {
+    "huge values": _values(lambda random, values: values * 10.0 ** random.randint(1, 38)),
+    "not numbers": _values(
+        lambda random, values: np.full_like(values, random.choice([np.nan, np.inf, -np.inf]))
+    ),
+    "a constant": _values(lambda random, values: np.full_like(values, random.uniform(-1e6, 1e6))),
+    "zeros": _values(lambda random, values: values * 0),
+    "the opposite": _values(lambda random, values: -values),
+    "another count of values": _values(lambda random, values: np.ones(random.randint(0, 5000))),
+    "examples": _told(lambda scene, answer: replace(answer, examples=scene.random.getrandbits(32))),
+    "a loss": _told(
+        lambda scene, answer: replace(
+            answer, losses=np.full_like(answer.losses, scene.random.choice([9999, -9999, np.nan, 1e38]))
+        )
+    ),
+    "an epsilon": _told(
+        lambda scene, answer: replace(answer, epsilon=scene.random.choice([-1, np.inf, np.nan]))
+    ),
+    "places": _told(
+        lambda scene, answer: replace(answer, places=np.arange(len(answer.values), dtype=np.uint32))
+    ),
+    "another round": _told(lambda scene, answer: replace(answer, number=scene.random.getrandbits(32))),
+    "another step": _told(lambda scene, answer: replace(answer, step=scene.random.getrandbits(32))),
+    "another agreement": _told(lambda scene, answer: replace(answer, sha256=scene.random.randbytes(16))),
+    "no privacy left": _told(lambda scene, answer: Refusal("epsilon would be 9 after this round")),
+    "a refusal without end": _told(lambda scene, answer: Refusal("\x1b[2J\r\n\0" * 1000)),
+    "a damaged answer": _told(_damaged),
+    "noise": _told(lambda scene, answer: scene.noise()),
+    "nothing": _told(lambda scene, answer: b""),
+    "a garbage protobuf": _objects(lambda scene: garbage(body=scene.noise(200))),
+    "objects of another kind": _objects(
+        lambda scene: garbage(scene.random.choice(["ArrayRecord", "MetricRecord", "Array", "Message", "x"]))
+    ),
+    "an object without a head": _objects(lambda scene: [scene.noise()]),
+    "a wrong length": _objects(lambda scene: [object_of("Message", b"x") + b"y"]),
+    "Flower's handlers": _call,
+    "one answer twelve times": _again,
+    "a foreign task": _claims(reply_to_message_id=lambda scene: scene.random.randbytes(32).hex()),
+    "another's name": _claims(src_node_id=lambda scene: scene.honest.node.node_id),
+    "another run": _claims(run_id=lambda scene: scene.random.getrandbits(63)),
+    "a time": _claims(created_at=float("nan")),
+    "a time to live": _claims(ttl=1e300),
+    "a group": _claims(group_id="x" * 60_000),
+}
+
+
+def _half_head(scene: Scene) -> None:
+    connection = scene.secure()
+    connection.sendall(f"POST {_FLEET}push-object HTTP/1.1\r\nhost: x\r\nx".encode())
+    scene.held.append(connection)
+
+
+def _slow_body(scene: Scene) -> None:
+    connection = scene.secure()
+    connection.sendall(
+        f"POST {_FLEET}push-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\na".encode()
+    )
+    scene.held.append(connection)
+
+
+def _many(scene: Scene) -> None:
+    for _ in range(scene.random.randint(1, 60)):
+        scene.held.append(scene.open())
+
+
+def _big_body(scene: Scene) -> None:
+    length = scene.random.choice([10**6, 10**7, 10**12, 10**30, -1])
+    head = (
+        f"POST {_FLEET}{scene.random.choice(_VERBS)} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n"
+    )
+    scene.says(head.encode() + bytes(2_000_000))
+
+
+def _chunks(scene: Scene) -> None:
+    verb = scene.random.choice(_VERBS)
+    head = f"POST {_FLEET}{verb} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    scene.says(head.encode() + b"ffff\r\n" + bytes(500_000))
+
+
+def _wrong_key(scene: Scene) -> None:
+    fields = {
+        "flwr-public-key": scene.random.choice(["", "%%%", "QUJD", "A" * 9000]),
+        "flwr-timestamp": scene.random.choice(["", "x", "9999-12-31T23:59:59+00:00", "2020-01-01"]),
+        "flwr-signature": scene.random.choice(["", "QUJD", "\xff"]),
+    }
+    text = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    verb = scene.random.choice(_VERBS)
+    scene.says(
+        f"POST {_FLEET}{verb} HTTP/1.1\r\nhost: x\r\n{text}content-length: 0\r\n\r\n".encode("latin-1")
+    )
+
+
+def _path(scene: Scene) -> None:
+    verb, path = scene.random.choice(["GET", "POST", "PUT", "OPTIONS"]), scene.random.choice(_PATHS)
+    scene.says(f"{verb} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
+
+
+def _plain(scene: Scene) -> None:
+    with scene.open() as connection:
+        connection.settimeout(0.2)
+        connection.sendall(scene.random.choice([b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff", b""]))
+        connection.sendall(scene.noise())
+        connection.recv(100)
+
+
+def _handshake(scene: Scene) -> None:
+    connection = scene.open()
+    connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+    scene.held.append(connection)
+
+
+STRANGERS: dict[str, Callable[[Scene], None]] = {
+    "half a head": _half_head,
+    "a slow body": _slow_body,
+    "many connections": _many,
+    "a big body": _big_body,
+    "chunks without end": _chunks,
+    "a wrong key": _wrong_key,
+    "a wrong path": _path,
+    "no TLS, or garbage of it": _plain,
+    "half a handshake": _handshake,
+    "noise": lambda scene: scene.says(scene.noise(100_000)),
+    "a head without end": lambda scene: scene.says(b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000),
+    "requests in a row": lambda scene: scene.says(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 500),
+}

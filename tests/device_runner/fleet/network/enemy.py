@@ -1,0 +1,190 @@
+"""A device with a key that speaks Flower's protocol by itself: it can say what no SuperNode says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
+from flwr.app.message import make_message, remove_content_from_message
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+)
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    ObjectTree,
+    PullObjectRequest,
+    PushObjectRequest,
+)
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_id,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from device_runner.fleet.network.client import packed, unpacked
+from device_runner.fleet.network.keys import DeviceKeys
+
+SUPERLINK = 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A task that came, and what Flower says of it."""
+
+    content: bytes
+    metadata: Metadata
+
+
+class Enemy:
+    """A device's connection to a fleet's server."""
+
+    def __init__(self, server: str, keys: Path) -> None:
+        files = DeviceKeys.open(keys)
+        key = load_ssh_private_key(files.key.read_bytes(), None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        self.public = public_key_to_bytes(key.public_key())
+        self.client = FleetHttpClient.from_server_address(
+            server,
+            False,
+            str(files.authority),
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                NodeAuthHttpInterceptor(key, key.public_key()),
+            ],
+        )
+        request = ActivateNodeRequest(public_key=self.public, heartbeat_interval=1800)
+        self.node = Node(node_id=self.client.ActivateNode(request).node_id)
+
+    def __enter__(self) -> Enemy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+
+    def leave(self) -> None:
+        """Say goodbye."""
+        self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
+
+    def pull(self) -> Asked | None:
+        """The next task, if there is one."""
+        said = self.client.PullMessages(PullMessagesRequest(node=self.node))
+        if not said.messages_list:
+            return None
+        metadata = message_from_proto(said.messages_list[0]).metadata
+        (tree,) = said.message_object_trees
+        contents = {
+            each.object_id: self.client.PullObject(
+                PullObjectRequest(node=self.node, run_id=metadata.run_id, object_id=each.object_id)
+            ).object_content
+            for each in iterate_object_tree(tree)
+        }
+        message = inflate_object_from_contents(tree.object_id, contents)
+        assert isinstance(message, Message)
+        self.client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(
+                node=self.node, run_id=metadata.run_id, message_object_id=tree.object_id
+            )
+        )
+        return Asked(unpacked(message), metadata)
+
+    def reply(self, asked: Asked, content: bytes | RecordDict | Error, **changes: Any) -> Message:
+        """The message of an answer, whose metadata may be `changes`."""
+        fields: dict[str, Any] = {
+            "run_id": asked.metadata.run_id,
+            "message_id": "",
+            "src_node_id": self.node.node_id,
+            "dst_node_id": SUPERLINK,
+            "reply_to_message_id": asked.metadata.message_id,
+            "group_id": asked.metadata.group_id,
+            "created_at": now().timestamp(),
+            "ttl": 60.0,
+            "message_type": "train",
+        }
+        metadata = Metadata(**{**fields, **changes})
+        if isinstance(content, Error):
+            message = make_message(metadata=metadata, error=content)
+        else:
+            records = packed(content) if isinstance(content, bytes) else content
+            message = make_message(metadata=metadata, content=records)
+        message.metadata.__dict__["_message_id"] = message.object_id
+        return message
+
+    def push(
+        self,
+        message: Message,
+        *,
+        objects: dict[str, bytes] | None = None,
+        tree: ObjectTree | None = None,
+        node: Node | None = None,
+        told: Callable[[Message], Message] = lambda message: message,
+    ) -> None:
+        """Send a message; `told` changes what is said beside its objects.
+
+        Raises:
+            httpx.HTTPStatusError: the server refuses.
+        """
+        objects = objects or {name: each.deflate() for name, each in get_all_nested_objects(message).items()}
+        tree = tree or get_object_tree(message)
+        bare = remove_content_from_message(message) if message.has_content() else message
+        bare.metadata.__dict__["_message_id"] = tree.object_id
+        response = self.client.PushMessages(
+            PushMessagesRequest(
+                node=node or self.node,
+                messages_list=[message_to_proto(told(bare))],
+                message_object_trees=[tree],
+                clientapp_runtime_list=[0.1],
+            )
+        )
+        for name in response.objects_to_push:
+            self.client.PushObject(
+                PushObjectRequest(
+                    node=self.node,
+                    run_id=message.metadata.run_id,
+                    session_id=response.session_id,
+                    object_id=name,
+                    object_content=objects.get(name, b""),
+                )
+            )
+
+    def push_objects(self, asked: Asked, contents: Sequence[bytes]) -> None:
+        """Answer by objects, the message itself first, each the child of the one before."""
+        names = [get_object_id(content) for content in contents]
+        tree = ObjectTree(object_id=names[-1])
+        for name in reversed(names[:-1]):
+            tree = ObjectTree(object_id=name, children=[tree])
+        message = self.reply(asked, b"")
+        self.push(message, objects=dict(zip(names, contents, strict=True)), tree=tree)
+
+
+def object_of(kind: str, body: bytes, children: Sequence[bytes] = ()) -> bytes:
+    """An object as Flower writes it: what it is, whose hashes it has, how long it is, and its body."""
+    names = ",".join(get_object_id(child) for child in children)
+    return f"{kind} {names} {len(body)}".encode() + b"\0" + body
+
+
+def garbage(kind: str = "ConfigRecord", body: bytes = b"\xff" * 40) -> list[bytes]:
+    """Objects of a message whose innermost one no protobuf parser takes."""
+    record = object_of(kind, body)
+    records = RecordDict({"fleet": ConfigRecord({"content": b""})}).deflate().partition(b"\0")[2]
+    middle = object_of("RecordDict", records, [record])
+    return [object_of("Message", b"\xfe" * 30, [middle]), middle, record]

@@ -1,0 +1,307 @@
+"""The server against its own devices and against strangers: nothing that is said ends or fills it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+import httpx
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Error, MetricRecord, RecordDict
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PushObjectRequest
+from flwr.proto.node_pb2 import Node
+
+from device_runner.fleet.network.door import (
+    MOST_CONNECTIONS_OF_A_KEY,
+    MOST_STRANGERS,
+    SMALL_BYTES,
+    Listener,
+)
+from device_runner.fleet.network.keys import ServerKeys, make_keys
+from device_runner.fleet.network.superlink import SuperLink, superlink
+from tests.device_runner.fleet.network.enemy import Asked, Enemy, garbage, object_of
+from tests.device_runner.fleet.network.nodes import Echoes, rounds_of
+
+pytestmark = pytest.mark.slow
+MOST_BYTES = 1 << 20
+SECONDS = 8.0
+
+
+@dataclass
+class Scene:
+    """A server, its keys, two devices of which one is an enemy, and rounds that go on meanwhile."""
+
+    link: SuperLink
+    keys: Path
+    honest: Enemy
+    enemy: Enemy
+    rounds: Echoes
+
+    def task(self) -> Asked:
+        """The enemy's next task."""
+        return _task(self.enemy)
+
+    def goes_on(self) -> None:
+        """Assert that the round ends with the honest device's answer."""
+        asked = _task(self.honest)
+        before = self.rounds.round
+        self.honest.push(self.honest.reply(asked, asked.content))
+        _wait(lambda: self.rounds.round > before)
+        assert self.rounds.received[-1][self.honest.node.node_id] == asked.content
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """One server for all tests: each is another thing that it withstands."""
+    folder = tmp_path_factory.mktemp("hostile")
+    keys = folder / "keys"
+    make_keys(keys, [], ["honest", "enemy"])
+    server = ServerKeys.open(keys / "server")
+    with superlink(folder / "server", "127.0.0.1", 0, server, MOST_BYTES) as link:
+        honest, enemy = (Enemy(link.address, keys / "devices" / name) for name in ("honest", "enemy"))
+        rounds = Echoes(200)
+        thread = threading.Thread(target=lambda: rounds_of(link, rounds, 2, SECONDS))
+        thread.start()
+        with honest, enemy:
+            yield Scene(link, keys, honest, enemy, rounds)
+            rounds.rounds = 0
+            thread.join(2 * SECONDS)
+            assert not thread.is_alive()
+
+
+def _task(device: Enemy) -> Asked:
+    deadline = time.monotonic() + 20
+    while (asked := device.pull()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return asked
+
+
+_RECORD = RecordDict({"fleet": ConfigRecord({"content": b"x"})})
+ANSWERS: dict[str, Callable[[Enemy, Asked], object]] = {
+    "a garbage body": lambda enemy, asked: enemy.push_objects(asked, garbage()),
+    "a body of another kind": lambda enemy, asked: enemy.push_objects(asked, garbage("ArrayRecord")),
+    "a record instead of a message": lambda enemy, asked: enemy.push_objects(
+        asked, [object_of("ConfigRecord", b"\xff" * 9)]
+    ),
+    "children that aren't there": lambda enemy, asked: enemy.push_objects(
+        asked, [object_of("Message", b"", [b"nobody"])]
+    ),
+    "no records": lambda enemy, asked: enemy.push(enemy.reply(asked, RecordDict())),
+    "numbers for bytes": lambda enemy, asked: enemy.push(
+        enemy.reply(asked, RecordDict({"fleet": ConfigRecord({"content": 1.0})}))
+    ),
+    "a record of metrics": lambda enemy, asked: enemy.push(
+        enemy.reply(asked, RecordDict({"fleet": MetricRecord({"content": 1})}))
+    ),
+    "an error without end": lambda enemy, asked: enemy.push(
+        enemy.reply(asked, Error(-(2**31), "\x1b[2J\n" * 5000))
+    ),
+    "a half of an answer": lambda enemy, asked: enemy.client.PushMessages(
+        PushMessagesRequest(
+            node=enemy.node,
+            messages_list=[_bare(enemy, asked)],
+            message_object_trees=[_tree(enemy, asked)],
+        )
+    ),
+}
+REFUSED: dict[str, Callable[[Scene, Asked], object]] = {
+    "an answer to a foreign task": lambda scene, asked: scene.enemy.push(
+        scene.enemy.reply(asked, _RECORD, reply_to_message_id="0" * 64)
+    ),
+    "an answer in another's name": lambda scene, asked: scene.enemy.push(
+        scene.enemy.reply(asked, _RECORD, src_node_id=scene.honest.node.node_id)
+    ),
+    "an answer by another node": lambda scene, asked: scene.enemy.push(
+        scene.enemy.reply(asked, _RECORD), node=scene.honest.node
+    ),
+    "no message": lambda scene, asked: scene.enemy.client.PushMessages(
+        PushMessagesRequest(node=scene.enemy.node)
+    ),
+    "a tree of a thousand": lambda scene, asked: scene.enemy.push(
+        scene.enemy.reply(asked, _RECORD),
+        tree=ObjectTree(
+            object_id="a" * 64, children=[ObjectTree(object_id=f"{index:064x}") for index in range(800)]
+        ),
+    ),
+    "many records": lambda scene, asked: scene.enemy.push(
+        scene.enemy.reply(asked, RecordDict({"a": ArrayRecord([np.zeros(1)])}))
+    ),
+    "more than an answer can have": lambda scene, asked: scene.enemy.client.PushObject(
+        PushObjectRequest(node=scene.enemy.node, object_content=bytes(MOST_BYTES + SMALL_BYTES))
+    ),
+    "a foreign message's receipt": lambda scene, asked: scene.enemy.client.ConfirmMessageReceived(
+        ConfirmMessageReceivedRequest(node=scene.enemy.node, message_object_id="0" * 64)
+    ),
+    "another's goodbye": lambda scene, asked: Enemy.leave(
+        _Named(scene.enemy, Node(node_id=scene.honest.node.node_id))  # type: ignore[arg-type]
+    ),
+}
+
+
+@dataclass
+class _Named:
+    enemy: Enemy
+    node: Node
+
+    @property
+    def client(self) -> object:
+        return self.enemy.client
+
+
+def _bare(enemy: Enemy, asked: Asked) -> object:
+    from flwr.app.message.message import remove_content_from_message
+    from flwr.common.serde import message_to_proto
+
+    message = enemy.reply(asked, b"late")
+    bare = remove_content_from_message(message)
+    bare.metadata.__dict__["_message_id"] = _tree(enemy, asked).object_id
+    return message_to_proto(bare)
+
+
+def _tree(enemy: Enemy, asked: Asked) -> ObjectTree:
+    return ObjectTree(object_id="b" * 64)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_is_no_answer_is_nothing(scene: Scene, name: str) -> None:
+    ANSWERS[name](scene.enemy, scene.task())
+    scene.goes_on()
+    assert not scene.rounds.received[-1].get(scene.enemy.node.node_id)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_device_may_not_say_is_refused(scene: Scene, name: str) -> None:
+    asked = scene.task()
+    with pytest.raises(httpx.HTTPStatusError, match=r"40[13]|413"):
+        REFUSED[name](scene, asked)
+    scene.enemy.push(scene.enemy.reply(asked, b"x"))
+    scene.goes_on()
+    assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"x"
+
+
+def test_an_answer_counts_once(scene: Scene) -> None:
+    asked = scene.task()
+    for content in (b"first", b"second"):
+        with contextlib.suppress(httpx.HTTPStatusError):
+            scene.enemy.push(scene.enemy.reply(asked, content))
+    for _ in range(20):
+        with contextlib.suppress(httpx.HTTPStatusError):
+            scene.enemy.push(scene.enemy.reply(asked, os.urandom(8)))
+    scene.goes_on()
+    assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"first"
+
+
+class TestAStranger:
+    """Without a key."""
+
+    def _connect(self, scene: Scene) -> ssl.SSLSocket:
+        context = ssl.create_default_context(cafile=str(scene.keys / "server" / "ca.pem"))
+        host, port = scene.link.address.split(":")
+        plain = socket.create_connection((host, int(port)), 5)
+        return context.wrap_socket(plain, server_hostname=host)
+
+    def test_fills_no_memory(self, scene: Scene) -> None:
+        path = "/v1/fleet/push-object"
+        before = _resident()
+        for _ in range(20):
+            with self._connect(scene) as connection, contextlib.suppress(OSError):
+                head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 10000000\r\n\r\n"
+                connection.sendall(head.encode() + bytes(10_000_000))
+                assert b" 401 " in connection.recv(100)
+        assert _resident() - before < 10 << 20
+        scene.enemy.push(scene.enemy.reply(scene.task(), b"x"))
+        scene.goes_on()
+
+    @pytest.mark.parametrize(
+        ("request_", "status"),
+        [
+            ("GET / HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+            ("GET /docs HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+            ("POST /v1/control/start-run HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+            ("POST /v1/runtime/acquire-task HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+            ("POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n", 401),
+            ("nonsense\r\n\r\n", 400),
+            ("GET / HTTP/1.1\r\nhost: x\r\nx: " + "y" * 20_000, 400),
+        ],
+    )
+    def test_gets_nothing(self, scene: Scene, request_: str, status: int) -> None:
+        with self._connect(scene) as connection:
+            with contextlib.suppress(OSError):
+                connection.sendall(request_.encode())
+            assert f" {status} ".encode() in connection.recv(100)
+
+    def test_gets_one_last_word(self, scene: Scene) -> None:
+        """Requests that follow each other, what is none after the last answer, and a body that is none."""
+        request = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        for said in (request.replace(b"POST", b"GET") * 500 + b"nonsense\r\n\r\n" * 5000, request + b"!\r\n"):
+            with self._connect(scene) as connection, contextlib.suppress(OSError):
+                connection.sendall(said)
+                while connection.recv(1 << 16):
+                    continue
+        log = scene.keys.parent / "server" / "flower" / "superlink.log"
+        assert "Traceback" not in log.read_text()
+
+    def test_keeps_nobody_out(self, scene: Scene) -> None:
+        """Half heads, no heads and no handshakes: the oldest make room."""
+        host, port = scene.link.address.split(":")
+        with contextlib.ExitStack() as stack:
+            for index in range(MOST_STRANGERS + 100):
+                plain = socket.create_connection((host, int(port)), 5)
+                stack.enter_context(plain)
+                if index % 3 == 0:
+                    plain.sendall(b"\x16\x03\x01\x02\x00\x01")
+            scene.enemy.push(scene.enemy.reply(scene.task(), b"x"))
+            scene.goes_on()
+
+
+def test_half_a_head_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of a connection, and one that follows another request."""
+    monkeypatch.setattr("device_runner.fleet.network.door._SECONDS_TO_ASK", 1.0)
+    with superlink(tmp_path / "server", "127.0.0.1", 0, None, most_bytes=0) as link:
+        host, port = link.address.split(":")
+        for first in (b"", b"POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"):
+            with socket.create_connection((host, int(port)), 10) as connection:
+                connection.sendall(first)
+                assert not first or connection.recv(1000)
+                connection.sendall(b"POST /v1/fleet/pull-messages HTTP/1.1\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(10) == b""
+
+
+def test_a_key_has_its_share_of_connections() -> None:
+    with Listener(socket.create_server(("127.0.0.1", 0)), 100) as listener:
+        clients = []
+        for _ in range(MOST_CONNECTIONS_OF_A_KEY + 4):
+            clients.append(socket.create_connection(listener.getsockname(), 5))
+            _, address = listener.accept()
+            listener.know(address, b"key")
+        assert [client.recv(1) for client in clients[:4]] == [b""] * 4
+        clients[4].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            clients[4].recv(1)
+        for client in clients:
+            client.close()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
