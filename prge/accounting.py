@@ -18,12 +18,15 @@ def epsilon_of(parts: Sequence[tuple[float, int]], delta: float) -> float:
     """Epsilon of Gaussian mechanisms, each (noise, times); infinite where one has no noise.
 
     Gaussian mechanisms one after another are one: their inverse variances add up (Dong, Roth and Su 2019,
-    arXiv 1905.02383, corollary 3.3). Its epsilon is exact (Balle and Wang 2018, theorem 8), not a bound.
+    arXiv 1905.02383, corollary 3.3), also where what came before chooses the next (Smith and Thakurta 2022,
+    arXiv 2210.17520). Its epsilon is exact (Balle and Wang 2018, theorem 8), not a bound.
     """
     counted = [(noise, times) for noise, times in parts if times]
     if any(not noise for noise, _ in counted):
         return math.inf
-    mean = math.sqrt(sum(times / noise**2 for noise, times in counted))
+    mean = math.sqrt(sum(times / noise / noise for noise, times in counted))
+    if math.isinf(mean):
+        return math.inf
     if not mean or _delta_of(0.0, mean) <= delta:
         return 0.0
     low, high = 0.0, mean * mean / 2 + mean * math.sqrt(2 * math.log(1 / delta))

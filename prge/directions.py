@@ -195,15 +195,17 @@ class RankOneDirections:
         return np.broadcast_to(signs, (self.queries, self.examples, width))
 
 
-def on_grid(scalars: Float64Array) -> Float64Array:
+def on_grid(scalars: Float64Array, axis: int | None = None) -> Float64Array:
     """Scalars cut to multiples of one power of two, at most 2^30 of them; what is not finite stays.
+
+    With an `axis`, one power for each place beside it, so that what is said of one depends on no other.
 
     Sums of up to 2^23 such numbers, with any signs, are exact in float64. They are cut towards zero, which
     leaves the largest one its exponent: doing it twice changes nothing.
     """
-    largest = float(np.abs(scalars).max(initial=0.0))
-    if not np.isfinite(largest):
-        return scalars
-    exponent = int(np.frexp(largest)[1]) - GRID_BITS
-    cut: Float64Array = np.ldexp(np.trunc(np.ldexp(scalars, -exponent)), exponent)
-    return cut
+    largest = np.abs(scalars).max(axis, initial=0.0, keepdims=True)
+    finite = np.isfinite(largest)
+    exponent = np.frexp(np.where(finite, largest, 0.0))[1] - GRID_BITS
+    with np.errstate(over="ignore"):
+        cut: Float64Array = np.ldexp(np.trunc(np.ldexp(scalars, -exponent)), exponent)
+    return np.where(finite, cut, scalars)

@@ -57,7 +57,7 @@ class Tangents:
             first += batch.examples
         return Measurement(
             loss / step.examples,
-            on_grid(clipped(scalars, self.clip)),
+            on_grid(clipped(scalars, self.clip), axis=0),
             calls.head_gradient(step.examples),
             calls.seconds,
             self.rows(contract, len(step.batches)),

@@ -23,6 +23,8 @@ from prge.settings import settings_of
 
 MOST_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16
+# Of noise and what it is in units of: whole numbers of its grid fit their words.
+_LEAST, _MOST = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,11 @@ class Plan:
     """Largest norm of an example's gradient: as tangents estimate it, or exact; of the step's with
     antithetic and one-sided. 0: no clipping; noise needs it."""
     noise: float = 0.0
-    """Local differential privacy: every device adds Gaussian noise to what it sends, of this deviation in
-    units of how far one example can change it; 0: none."""
+    """Local differential privacy: every device adds discrete Gaussian noise to what it sends, of this
+    deviation in units of how far one row, or all of them by --unit owner, can change it; 0: none."""
+    unit: Literal["row", "owner"] = "row"
+    """What noise hides: what one row of a device says, or what all of them say together; owner takes
+    --examples times the noise."""
     delta: float = 1e-5
     """Of the (epsilon, delta) that noise amounts to."""
     most_epsilon: float = 0.0
@@ -96,6 +101,9 @@ class Plan:
         problems = bound_problems(self)
         if self.noise and not self.clip:
             problems.append("--noise needs --clip: the noise is in units of what clipping leaves")
+        for flag, value in (("--noise", self.noise), ("--clip", self.clip)):
+            if self.noise and value and not _LEAST <= value <= _MOST:
+                problems.append(f"{flag} is {value:g}, with noise it must be from {_LEAST:g} to {_MOST:g}")
         if self.noise and self.estimator == "tangent" and not self.share_directions:
             problems.append("--noise needs --share-directions: else there is noise for each example")
         if self.noise and self.estimator in ("antithetic", "one-sided") and self.examples != 1:

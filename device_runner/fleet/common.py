@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import MessageError, Steps
 from device_runner.session.inputs import make_estimator, new_state
 from device_runner.session.settings import RunSettings
-from prge.adapter import Adapter, adapter_size
+from prge.adapter import Adapter
 from prge.checkpoint import Progress, TrainingState, optimizer_arrays
 from prge.contract import AdaptedModule
 from prge.encoder_heads import Heads
@@ -28,6 +28,7 @@ ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
 MOST_CLASSES = 10_000
 # Floats hardly shrink; more effort is for nothing.
 _LEVEL = 1
+_MOST_HEADER = 1 << 16
 
 
 def common_settings(plan: Plan) -> RunSettings:
@@ -50,23 +51,32 @@ def replayer(plan: Plan, guide: Guide | None) -> Estimator:
 
 
 def replay_steps(
-    state: TrainingState, missed: Sequence[Steps], plan: Plan, estimator: Estimator, number: int
-) -> None:
-    """Take the steps of rounds that a device missed.
+    state: TrainingState,
+    missed: Iterable[Steps],
+    plan: Plan,
+    estimator: Estimator,
+    number: int,
+    stopped: Callable[[], bool],
+) -> bool:
+    """Take the steps of rounds that a device missed, from where it is; False if it was stopped between two.
 
     Raises:
-        MessageError: they don't begin where the state is, or aren't of the plan.
+        MessageError: a round is missing, isn't of the plan, or leads to what isn't finite.
     """
-    size = int(np.prod(plan.shape))
     for steps in missed:
-        if steps.first != state.step or steps.scalars.shape[2] != size:
-            raise MessageError(
-                f"steps from {steps.first} on with {steps.scalars.shape[2]} scalars each; the state is at "
-                f"step {state.step}, the plan has {size} scalars"
-            )
-        for record in steps.records(number, plan.seed, plan.shape):
-            gradient = estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
-            state.apply(record, gradient)
+        if steps.first < state.step:
+            continue
+        if stopped():
+            return False
+        if steps.first != state.step or bool(steps.seeds) != (plan.directions == "own"):
+            raise MessageError(f"steps from {steps.first} on, the state is at step {state.step}")
+        with np.errstate(over="ignore", invalid="ignore"):
+            for record in steps.records(number, plan.seed, plan.shape):
+                gradient = estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
+                state.apply(record, gradient)
+        if problem := state.overflow():
+            raise MessageError(f"steps from {steps.first} on after which {problem}")
+    return True
 
 
 def start_sha256(state: TrainingState) -> str:
@@ -87,7 +97,13 @@ def pack_state(state: TrainingState) -> bytes:
     return zlib.compress(content, _LEVEL)
 
 
-def unpack_state(content: bytes, plan: Plan, modules: Sequence[AdaptedModule], width: int) -> TrainingState:
+def unpack_state(
+    content: bytes,
+    plan: Plan,
+    modules: Sequence[AdaptedModule],
+    width: int,
+    classes: int | None = None,
+) -> TrainingState:
     """Inverse of `pack_state`.
 
     Args:
@@ -95,34 +111,44 @@ def unpack_state(content: bytes, plan: Plan, modules: Sequence[AdaptedModule], w
         plan: of the fleet.
         modules: of the device's bundle.
         width: of an encoder's states.
+        classes: of its head, 0 without one; any by default.
 
     Raises:
         MessageError: it is no state of this fleet.
     """
     try:
-        content = _unpacked(content, most=8 * 4 * (adapter_size(modules) + MOST_CLASSES * (width + 1)))
+        state = first_state(plan, Adapter.zeros(modules))
+        numbers = (MOST_CLASSES if classes is None else classes) * (width + 1)
+        arrays_of = {ADAPTER: state.adapter.values, **_optimizer(state)}
+        numbers += sum(array.size for array in arrays_of.values())
+        content = _unpacked(content, most=4 * numbers + _MOST_HEADER)
         arrays = safetensors.numpy.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        progress = Progress(**json.loads(header["__metadata__"][PROGRESS]))
+        said = json.loads(header["__metadata__"][PROGRESS])
+        step, losses = said["step"], (said["first_loss"], said["smoothed_loss"])
+        if type(step) is not int or step < 0 or not all(isinstance(loss, float | None) for loss in losses):
+            raise ValueError(f"its step is {step!r}, its losses {losses!r}")
         head = None
         if (table := arrays.pop(HEAD, None)) is not None:
-            if table.ndim != 2 or table.shape[1] != width + 1 or not 0 < len(table) <= MOST_CLASSES:
+            rows = len(table) if classes is None else classes
+            if table.shape != (rows, width + 1) or not 0 < rows <= MOST_CLASSES:
                 raise ValueError(f"a head of shape {table.shape}")
             head = Head(len(table), width)
             head.weight[:], head.bias[:] = table[:, :width], table[:, width]
-        state = first_state(plan, Adapter.zeros(modules), head)
-        targets = {ADAPTER: state.adapter.values, **_optimizer(state)}
+            if not np.isfinite(head.values).all():
+                raise ValueError("its head is not finite")
+        elif classes:
+            raise ValueError("it has no head")
         shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-        if shapes != {name: (target.shape, target.dtype) for name, target in targets.items()}:
+        if shapes != {name: (target.shape, target.dtype) for name, target in arrays_of.items()}:
             raise ValueError(f"arrays {sorted(arrays)} that don't fit")
-        for name, target in targets.items():
+        for name, target in arrays_of.items():
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"{name} is not finite")
             target[:] = arrays[name]
-        state.progress = progress
-        if type(state.step) is not int or state.step < 0:
-            raise ValueError(f"its step is {state.step!r}")
-        return state
+        return replace(
+            state, head=head, progress=Progress(step, first_loss=losses[0], smoothed_loss=losses[1])
+        )
     except (
         *(AttributeError, LookupError, TypeError, ValueError),
         *(safetensors.SafetensorError, zlib.error),

@@ -2,7 +2,7 @@
 
     device.yaml     its owner's settings: bundle, rows, task, policy
     own.json        seeds that nobody else has
-    ledger.jsonl    rounds begun: when, steps, noise; what its privacy has cost follows from it
+    ledger.jsonl    rounds begun and answered; what its privacy has cost follows from it (ledger.py)
     fleets/<hash>/  of one agreement: its text, the common state, the round it is in
 
 A device that is killed goes on in the step where it was; one that is asked twice answers the same bytes.
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from device_runner.fleet.agreement import Agreement, task_sha256
 from device_runner.fleet.common import (
     first_state,
@@ -28,13 +30,13 @@ from device_runner.fleet.common import (
     start_sha256,
     unpack_state,
 )
-from device_runner.fleet.local import Own, open_local
+from device_runner.fleet.ledger import BEGUN, Ledger
+from device_runner.fleet.local import Local, Own, by_row, open_local
 from device_runner.fleet.messages import Behind, MessageError, Refusal, RefusedError, Task
 from device_runner.fleet.policy import Policy
-from device_runner.fleet.privacy import exposure, spent
+from device_runner.fleet.privacy import spent
 from device_runner.session.gates import Gates
 from device_runner.session.settings import RunSettings
-from prge.accounting import epsilon_of
 from prge.atomic import write_file
 from prge.bundle import open_bundle
 from prge.checkpoint import TrainingState
@@ -111,8 +113,6 @@ def answer(folder: Path, content: bytes) -> bytes:
             return _Round(folder, task).answer()
         except (RefusedError, MessageError) as error:
             return Refusal(str(error)).to_bytes()
-        except DivergenceError:
-            return Refusal("its steps diverge: the learning rate is too high").to_bytes()
         except RunError:
             raise
         except PrgeError as error:
@@ -139,41 +139,50 @@ class _Round:
 
     def answer(self) -> bytes:
         """See `answer`."""
-        round_folder = self.fleet / f"{ROUND}-{self.task.number:06d}"
-        said = round_folder / ANSWER
-        if said.is_file():
-            return said.read_bytes()
-        ledger = Journal(self.folder / LEDGER)
-        own = Own(**read_json(self.folder / OWN), taken=self._taken(ledger))
-        self._check(ledger)
-        start = self._common_state()
-        if isinstance(start, Behind):
-            return start.to_bytes()
+        task, ledger = self.task, Ledger(self.folder / LEDGER)
+        folder = self.fleet / f"{ROUND}-{task.number:06d}"
+        line = ledger.line(task.sha256.hex(), task.number)
+        if line is not None and (folder / ANSWER).is_file():
+            # A kill may have come between the file and the line.
+            ledger.answer(line)
+            return (folder / ANSWER).read_bytes()
+        if line is not None and ledger.is_answered(line):
+            raise RefusedError(f"round {task.number + 1} was answered, and what was said is gone")
+        self._check(ledger, line)
+        self._keep_agreement()
+        state = self._known_state()
+        if isinstance(state, Behind):
+            return state.to_bytes()
         for older in self.fleet.glob(f"{ROUND}-*"):
-            if older != round_folder:
+            if older != folder:
                 shutil.rmtree(older, ignore_errors=True)
-        round_folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = self._run_settings(folder)
+        stopped = self._stopper(settings)
         local = open_local(
-            self.plan,
-            self.bundle,
-            self._run_settings(round_folder),
-            self.settings.engine,
-            self.settings.threads,
-            self.settings.memory,
+            *(self.plan, self.bundle, settings),
+            *(self.settings.engine, self.settings.threads, self.settings.memory),
         )
-        epsilon = self._epsilon(ledger, len(local.examples), own.rows_seed)
-        with Journal(round_folder / JOURNAL) as journal:
-            learnt = local.steps(start, journal, own, self._stopper(local.settings))
-        if learnt is None:
-            raise RefusedError(f"out of time after {time.monotonic() - self.began:.0f} s")
-        told = learnt.told(self.agreement, self.task.number, start.step, own, epsilon)
-        content = told.to_bytes()
-        # Counted before it is said: a kill between the two never spends privacy that isn't counted.
-        if not self._is_counted(ledger):
-            ledger.append(self._entry(len(ledger.records), len(local.examples), len(content)))
-        ledger.sync()
-        write_file(said, content)
+        line, epsilon = self._counted(ledger, line, local)
+        if not self._catches_up(state, stopped):
+            raise self._out_of_time()
+        taken = ledger.steps_before(task.sha256.hex(), task.number)
+        own = Own(**read_json(self.folder / OWN), taken=taken)
+        try:
+            with Journal(folder / JOURNAL) as journal:
+                learnt = local.steps(state, journal, own, stopped)
+            if learnt is None:
+                raise self._out_of_time()
+            content = learnt.told(self.agreement, task.number, state.step, own, epsilon).to_bytes()
+        except DivergenceError:
+            # Kept as an answer is: with noise drawn anew it might say something else.
+            content = Refusal("its steps diverge: the learning rate is too high").to_bytes()
+        write_file(folder / ANSWER, content)
+        ledger.answer(line)
         return content
+
+    def _out_of_time(self) -> RefusedError:
+        return RefusedError(f"out of time after {time.monotonic() - self.began:.0f} s")
 
     def _agreed(self) -> Agreement:
         """The agreement that the task names, from the task or from a round before."""
@@ -190,98 +199,97 @@ class _Round:
         if agreement.sha256 != self.task.sha256:
             raise RefusedError("an agreement that doesn't have the hash that it is named by")
         task = load_task(self.settings.task) if self.settings.task else None
+        self.classes = () if task is None else task.classes
         if agreement.bundle != self.bundle.sha256:
             ours = self.bundle.sha256
             raise RefusedError(f"the fleet's bundle is {agreement.bundle[:12]}, mine {ours[:12]}")
         if agreement.task != task_sha256(task):
             raise RefusedError("the fleet's task is another one than mine")
-        self.fleet.mkdir(parents=True, exist_ok=True)
-        if not path.is_file():
-            write_file(path, content)
-            self._forget_old_fleets()
+        first = self.task.number * (agreement.plan.local_steps if agreement.plan.by_scalars else 1)
+        if self.task.number >= agreement.plan.rounds or self.task.step != first:
+            raise RefusedError(f"the plan has no round {self.task.number + 1} from step {self.task.step} on")
         return agreement
 
-    def _forget_old_fleets(self) -> None:
-        """Remove all but the newest fleets' states; the ledger keeps what they cost."""
+    def _keep_agreement(self) -> None:
+        """Make room for a fleet that is new: of the others all but the newest lose their states.
+
+        The ledger keeps what they cost, and which of their rounds were answered.
+        """
+        self.fleet.mkdir(parents=True, exist_ok=True)
+        if (self.fleet / AGREEMENT).is_file():
+            return
+        write_file(self.fleet / AGREEMENT, self.agreement.content)
         fleets = sorted(self.fleet.parent.iterdir(), key=lambda folder: folder.stat().st_mtime)
         for folder in fleets[:-KEPT_FLEETS]:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _check(self, ledger: Journal) -> None:
+    def _check(self, ledger: Ledger, line: Record | None) -> None:
+        """Raise RefusedError for what the owner doesn't allow; a round that goes on isn't another one."""
         now = time.time()
-        today = sum(record["time"] > now - _DAY for record in ledger.records)
+        today = ledger.begun_since(now - _DAY) - (line is not None and line["time"] > now - _DAY)
         if objections := self.policy.objections(self.plan, now, today):
             raise RefusedError("; ".join(objections))
 
-    def _epsilon(self, ledger: Journal, rows: int, seed: int) -> float:
-        """What privacy will have cost after this round; raises RefusedError above a bound."""
-        if not self.plan.noise:
-            return 0.0
-        rounds = [*ledger.records, *([] if self._is_counted(ledger) else [self._entry(0, rows, 0)])]
-        # A round without noise is the owner's own will: no epsilon bounds what it said.
-        fleets = {(record["agreement"], record["noise"], record["examples"]) for record in rounds}
-        parts = []
-        for name, noise, examples in fleets:
-            of_fleet = [record for record in rounds if record["agreement"] == name]
-            fewest = min(record["rows"] for record in of_fleet)
-            taken = sum(record["steps"] for record in of_fleet)
-            if noise:
-                parts.append((noise, exposure(seed, taken, examples, fewest)))
-        epsilon = epsilon_of(parts, self.plan.delta)
-        for bound in (self.policy.most_epsilon or 0.0, self.plan.most_epsilon):
-            if reason := spent(epsilon, bound):
-                raise RefusedError(reason)
-        return epsilon
+    def _counted(self, ledger: Ledger, line: Record | None, local: Local) -> tuple[Record, float]:
+        """The round's line, written before anything is computed, and what privacy has cost with it.
 
-    def _is_counted(self, ledger: Journal) -> bool:
-        """Whether the ledger has this round already, from before a kill."""
-        last = ledger.records[-1] if ledger.records else {}
-        return (last.get("agreement"), last.get("round")) == (self.task.sha256.hex(), self.task.number)
-
-    def _entry(self, number: int, rows: int, size: int) -> Record:
-        """The ledger's line of this round."""
-        return {
-            "kind": "round",
-            "step": number,
+        Raises:
+            RefusedError: it would cost more than is allowed, or the round was begun with other rows.
+        """
+        plan, rows = self.plan, len(by_row(local.examples))
+        entry: Record = {
+            "kind": BEGUN,
             "agreement": self.task.sha256.hex(),
             "round": self.task.number,
             "time": time.time(),
-            "steps": self.plan.local_steps,
-            "examples": self.plan.examples,
+            "steps": plan.local_steps,
+            "examples": min(plan.examples, rows),
             "rows": rows,
-            "noise": self.plan.noise,
-            "bytes": size,
+            "data": local.data,
+            "unit": plan.unit,
+            "noise": plan.noise,
         }
+        if line is not None and {**line, "time": entry["time"]} != entry:
+            raise RefusedError("the round was begun with other rows")
+        told = ledger.epsilon(line or entry, plan.delta, plan.unit, whole=False)
+        most, own = self.policy.most_epsilon, 0.0
+        if most is not None:
+            own = ledger.epsilon(line or entry, plan.delta, self.policy.unit, whole=True)
+        if reason := spent(own, most or 0.0) or spent(told, plan.most_epsilon):
+            raise RefusedError(reason)
+        if line is None:
+            ledger.begin(entry)
+        return line or entry, told
 
-    def _taken(self, ledger: Journal) -> int:
-        ours = self.task.sha256.hex()
-        return sum(record["steps"] for record in ledger.records if record["agreement"] == ours)
-
-    def _common_state(self) -> TrainingState | Behind:
-        """The state where the round begins, by what is kept and what the task brings."""
+    def _known_state(self) -> TrainingState | Behind:
+        """A common state that the missed rounds follow, of what is kept and what the task brings."""
         modules, width = self.bundle.chain.modules, self.bundle.contract.width
         path, task = self.fleet / STATE, self.task
+        classes = len(self.classes) if self.bundle.contract.is_encoder else 0
         state: TrainingState | None = None
         if task.state:
-            state = unpack_state(task.state, self.plan, modules, width)
+            state = unpack_state(task.state, self.plan, modules, width, classes)
             if state.step == 0 and self.agreement.start not in ("", start_sha256(state)):
                 raise RefusedError("the state isn't the one that the fleet agreed to start with")
         elif path.is_file():
-            state = unpack_state(path.read_bytes(), self.plan, modules, width)
+            state = unpack_state(path.read_bytes(), self.plan, modules, width, classes)
         elif not self.agreement.start:
             state = first_state(self.plan, read_peft(self.bundle.adapter, modules, self.bundle.adapter))
-        if state is None or (state.step != task.step and not task.missed):
-            return Behind(-1 if state is None else state.step)
-        missed = [steps for steps in task.missed if steps.first >= state.step]
-        if state.step != task.step:
-            if not missed or missed[0].first != state.step:
-                return Behind(state.step)
-            guide = guide_of(self.bundle) if self.plan.guided else None
-            replay_steps(state, missed, self.plan, replayer(self.plan, guide), task.number)
-        if state.step != task.step:
+        if state is None:
+            return Behind(-1)
+        first = next((steps.first for steps in task.missed), task.step)
+        return state if min(first, task.step) <= state.step <= task.step else Behind(state.step)
+
+    def _catches_up(self, state: TrainingState, stopped: Callable[[], bool]) -> bool:
+        """Take the missed rounds, and keep where that leads; whether there was time for all."""
+        plan, task = self.plan, self.task
+        guide = guide_of(self.bundle) if plan.guided else None
+        missed = task.missed_by(plan.local_steps, int(np.prod(plan.shape)))
+        in_time = replay_steps(state, missed, plan, replayer(plan, guide), task.number, stopped)
+        if in_time and state.step != task.step:
             raise MessageError(f"steps to {state.step}, the round begins at {task.step}")
-        write_file(path, pack_state(state))
-        return state
+        write_file(self.fleet / STATE, pack_state(state))
+        return in_time
 
     def _run_settings(self, folder: Path) -> RunSettings:
         """Which rows; the plan has the rest."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.opening import open_engines
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer, Places
-from device_runner.fleet.privacy import Draw, Reported, system_normals
+from device_runner.fleet.privacy import Draw, Reported, system_noise
 from device_runner.session.inputs import learning_rates, make_estimator, read_inputs
 from device_runner.session.settings import RunSettings, bundle_for
 from prge.bundle import Bundle
@@ -25,7 +26,7 @@ from prge.examples import Example
 from prge.guide import guide_of
 from prge.journal import Journal, Record
 from prge.optimizers import Optimizer, make_optimizer
-from prge.sampling import Sampler, check_batch
+from prge.sampling import Sampler, check_batch, row_order
 from prge.settings import Bytes
 from prge.training import AdapterLearner, TrainingSettings, train
 
@@ -70,7 +71,8 @@ class Learnt:
 class Local:
     """What takes a plan's steps on a device's rows.
 
-    `settings`: of `prge run` for these steps. `engine`: of its contract. `examples`: the device's rows.
+    `settings`: of `prge run` for these steps. `engine`: of its contract. `examples`: the device's rows, of a
+    file with the SHA-256 `data`.
     """
 
     plan: Plan
@@ -79,7 +81,8 @@ class Local:
     engine: Engine
     examples: list[Example]
     pad: int
-    draw: Draw = system_normals
+    draw: Draw = system_noise
+    data: str = ""
 
     def steps(
         self,
@@ -105,7 +108,8 @@ class Local:
         plan = self.plan
         state = self._from(start)
         first, end = state.step, state.step + plan.local_steps
-        sampler = _OwnRows(self.examples, self.engine.contract, own.rows_seed, self.settings.calls, self.pad)
+        order = _Turns if plan.noise else _OwnRows
+        sampler = order(self.examples, self.engine.contract, own.rows_seed, self.settings.calls, self.pad)
         sampler.offset = own.taken - first
         seed = plan.seed if plan.directions == "common" else own.seed
         loop = TrainingSettings(end, seed, checkpoint_every=0)
@@ -174,7 +178,8 @@ def open_local(
     settings, bundle = sized(plan, settings, bundle, inputs.train, memory)
     checkpoints = Checkpoints("float32", settings.out, memory)
     engines = open_engines(bundle, threads, engine, memory, checkpoints=checkpoints)
-    return Local(plan, settings, bundle, engines.step, inputs.train, inputs.tokenizer.pad_id)
+    pad, data = inputs.tokenizer.pad_id, inputs.origin["train"]
+    return Local(plan, settings, bundle, engines.step, inputs.train, pad, data=data)
 
 
 def sized(
@@ -194,6 +199,11 @@ def sized(
     return settings, bundle
 
 
+def by_row(examples: Sequence[Example]) -> list[list[Example]]:
+    """The examples of each row of a file: several where a text was split into windows."""
+    return [list(windows) for _, windows in groupby(examples, lambda example: example.row)]
+
+
 def rates_of(plan: Plan) -> Callable[[int], dict[str, float]]:
     """Learning rates of a step as messages carry them, in float32."""
     rates = learning_rates(plan.run_settings())
@@ -208,6 +218,18 @@ class _OwnRows(Sampler):
     def chosen(self, step: int) -> list[Example]:
         """See Sampler.chosen."""
         return super().chosen(step + self.offset)
+
+
+class _Turns(_OwnRows):
+    """Rows in one order over and over, of which a step has none twice; a row's windows take turns."""
+
+    def chosen(self, step: int) -> list[Example]:
+        """See Sampler.chosen; fewer than that where there are fewer rows."""
+        rows = by_row(self.examples)
+        order, count = row_order(self.seed, 0, len(rows)), min(self.per_step, len(rows))
+        turns = range((step + self.offset) * count, (step + self.offset + 1) * count)
+        windows = [(turn // len(rows), rows[order[turn % len(rows)]]) for turn in turns]
+        return [window[turn % len(window)] for turn, window in windows]
 
 
 class _Proximal:

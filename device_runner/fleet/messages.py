@@ -10,7 +10,7 @@ one checks every length: what comes from elsewhere makes an error with a reason,
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,13 @@ class Steps:
         return head + seeds + b"".join(map(_floats, (self.rates, self.losses, self.scalars)))
 
     @classmethod
-    def read(cls, reader: Reader) -> Steps:
-        """Inverse of `to_bytes`."""
+    def read(cls, reader: Reader, shape: tuple[int, int] | None = None) -> Steps:
+        """Inverse of `to_bytes`; nothing of another `shape`, steps and scalars of a step, is read."""
         first, devices, count, size = reader.unpack("<IIII")
         if devices > MOST_SEEDS:
             raise MessageError(f"a round of {devices} devices")
+        if shape not in (None, (count, size)):
+            raise MessageError(f"a round of {count} steps of {size} scalars; the plan has {shape}")
         seeds = tuple(np.frombuffer(reader.take(8 * devices), "<u8").tolist())
         rates, losses = reader.floats(count), reader.floats(count)
         scalars = reader.floats(count * max(devices, 1) * size)
@@ -114,6 +116,30 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class PackedSteps:
+    """Rounds' steps as a message has them: each is read when it is its turn, and dropped."""
+
+    content: bytes
+    rounds: int
+
+    def __len__(self) -> int:
+        return self.rounds
+
+    def __iter__(self) -> Iterator[Steps]:
+        return self._read()
+
+    def read(self, steps: int, scalars: int) -> Iterator[Steps]:
+        """The rounds in their order; raises MessageError at one with other counts, before it is read."""
+        return self._read((steps, scalars))
+
+    def _read(self, shape: tuple[int, int] | None = None) -> Iterator[Steps]:
+        reader = Reader(self.content)
+        for _ in range(self.rounds):
+            yield Steps.read(reader, shape)
+        reader.end()
+
+
+@dataclass(frozen=True)
 class Task:
     """What a device is asked to do, and what it has to know first.
 
@@ -127,8 +153,12 @@ class Task:
     step: int
     seconds: float
     agreement: bytes = b""
-    missed: tuple[Steps, ...] = ()
+    missed: tuple[Steps, ...] | PackedSteps = ()
     state: bytes = b""
+
+    def missed_by(self, steps: int, scalars: int) -> Iterator[Steps]:
+        """The missed rounds of a plan, of so many steps and scalars of a step; see PackedSteps."""
+        return self.missed.read(steps, scalars) if isinstance(self.missed, PackedSteps) else iter(self.missed)
 
     def to_bytes(self) -> bytes:
         """The message."""
@@ -151,17 +181,9 @@ class Task:
         sha256, number, step, seconds, agreement, missed, state = reader.unpack("<16sIIfIII")
         if agreement > MOST_AGREEMENT_BYTES or not 0 <= seconds < 1e9:
             raise MessageError("a task that no server writes")
-        task = cls(
-            sha256,
-            number,
-            step,
-            seconds,
-            reader.take(agreement),
-            tuple(Steps.read(reader) for _ in range(missed)),
-            reader.take(state),
-        )
-        reader.end()
-        return task
+        text = reader.take(agreement)
+        packed = PackedSteps(reader.take(max(0, reader.left - state)), missed)
+        return cls(sha256, number, step, seconds, text, packed, reader.take(state))
 
 
 @dataclass(frozen=True)

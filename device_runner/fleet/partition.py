@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from device_runner.fleet.local import by_row
 from prge.errors import ConfigError
 from prge.examples import Example
 
@@ -23,12 +24,13 @@ def parts(examples: Sequence[Example], devices: int, how: str, seed: int) -> lis
     Raises:
         ConfigError: another word, fewer examples than devices, or examples without classes.
     """
-    if len(examples) < devices:
-        raise _error(f"there are {len(examples)} rows for {devices} devices", "give fewer --devices")
+    rows = by_row(examples)
+    if len(rows) < devices:
+        raise _error(f"there are {len(rows)} rows for {devices} devices", "give fewer --devices")
     generator = np.random.Generator(np.random.Philox(seed))
-    order = generator.permutation(len(examples))
+    order = generator.permutation(len(rows))
     if how == "even":
-        return [[examples[row] for row in order[device::devices]] for device in range(devices)]
+        return [[each for row in order[device::devices] for each in rows[row]] for device in range(devices)]
     name, _, value = how.partition(":")
     try:
         concentration = float(value)
@@ -38,13 +40,14 @@ def parts(examples: Sequence[Example], devices: int, how: str, seed: int) -> lis
         raise _error(f"--partition is {how!r}", "give even, or dirichlet:0.3") from None
     if any(example.label is None for example in examples):
         raise _error("--partition dirichlet deals out classes, the rows have none", "give --partition even")
+    # A row with a class is one example.
     dealt: list[list[Example]] = [[] for _ in range(devices)]
     for label in sorted({example.label for example in examples if example.label is not None}):
-        rows = [row for row in order if examples[row].label == label]
+        of_class = [row for row in order if examples[row].label == label]
         shares = generator.dirichlet(np.full(devices, concentration))
-        ends = np.round(np.cumsum(shares) * len(rows)).astype(int)
+        ends = np.round(np.cumsum(shares) * len(of_class)).astype(int)
         for device, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            dealt[device] += [examples[row] for row in rows[begin:end]]
+            dealt[device] += [examples[row] for row in of_class[begin:end]]
     for own in dealt:
         if not own:
             own.append(max(dealt, key=len).pop())

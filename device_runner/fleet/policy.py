@@ -38,18 +38,20 @@ class Policy:
     most_queries: int = 64
     """Random directions of a step."""
     most_seconds: float = 3600.0
-    """Of a round; it ends without an answer then."""
+    """Of a round, with the steps that the device missed; it ends without an answer then."""
     most_rounds_a_day: int = 10_000
-    """Rounds that begin within 24 hours."""
+    """Rounds that begin within 24 hours, however they end."""
     hours: str = ""
     """Hours of the device's clock between which rounds may begin, such as 22-6; default: all."""
     most_rows: int | None = None
     """Rows of the training file that a fleet may learn from: the first so many; default: all."""
     least_noise: float = 0.0
     """Refuse plans with less --noise."""
+    unit: Literal["row", "owner"] = "row"
+    """owner: refuse plans whose noise hides single rows alone, and count epsilon for all rows together."""
     most_epsilon: float | None = None
     """Take no part in a round after which epsilon of local differential privacy would be higher; needs noise.
-    Counts all fleets that the device took part in."""
+    Counts all rounds of all fleets that the device ever began; after one without noise it is infinite."""
     most_delta: float = 1e-5
     """Refuse plans with noise whose epsilon is for a larger delta: it would say little."""
     only_charging: bool = False
@@ -82,6 +84,7 @@ class Policy:
             "most_examples": (plan.examples, plan.examples <= self.most_examples),
             "most_queries": (plan.queries, not plan.by_scalars or plan.queries <= self.most_queries),
             "least_noise": (plan.noise, plan.noise >= self.least_noise),
+            "unit": (plan.unit, self.unit == "row" or not plan.noise or plan.unit == "owner"),
             "most_rounds_a_day": (rounds_today + 1, rounds_today < self.most_rounds_a_day),
             "most_delta": (plan.delta, not plan.noise or plan.delta <= self.most_delta),
             "most_epsilon": ("no noise", self.most_epsilon is None or plan.noise > 0),

@@ -1,48 +1,83 @@
 """Local differential privacy: noise on what a device sends, and what it amounts to.
 
-A step's report is a mean over examples, each of which clipping bounds; so one example changes it by at most
-`reach`, in the Euclidean norm, if it is left out. Gaussian noise of deviation noise * reach on every number
-makes the step a Gaussian mechanism. A device takes its rows in permutations, so in n passes over them an
-example takes part in n steps: the mechanism is composed n times, and no luck of sampling is counted.
+Neighbours are two files of which one lacks what one row says: its part is replaced by nothing, wherever it
+comes. How many rows there are is public. With `--unit owner` one of them lacks what all rows say.
 
-prge/accounting.py tells what epsilon that is. For scalars of zeroth-order steps: DP-ZO, Tang et al. 2024,
-arXiv 2401.04343.
+A step's report is a sum over rows. Each row's part is clipped to a norm, cut toward zero to whole numbers of
+a public grid, and added up; so the sum is exact, and one row changes it by at most that norm. Discrete
+Gaussian noise of 2^20 grid units makes the step a mechanism; what is told follows from the noisy sum alone.
+
+A device takes its rows in one order over and over, a step never has one twice: of n steps a row takes part
+in as many as there are passes over the rows, and no luck of sampling is counted. A text of several windows
+is one row: its windows take turns. prge/accounting.py tells what epsilon that is. For scalars of zeroth-order
+steps: DP-ZO, Tang et al. 2024, arXiv 2401.04343.
+
+Why epsilon is that of continuous noise: normals of variance s^2 - 16, rounded to whole numbers at random by
+a discrete Gaussian of deviation 4, are the discrete Gaussian of deviation s but for a factor within 1e-130
+of 1 (Peikert 2010, "An efficient and parallel Gaussian sampler for lattices", theorem 3.1), and move along
+with the whole number that is hidden. So the noise tells at most what normals of that smaller variance do.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from device_runner.fleet.agreement import Plan
 from prge.contract import AdaptedModule, Contract
-from prge.directions import normals
+from prge.discrete_gaussian import discrete_gaussian
 from prge.engine import Engine, FloatArray
-from prge.estimators import Estimator, Measurement, Step
-from prge.sampling import row_order
+from prge.estimators import Estimator, Float64Array, Measurement, Step
 
 SPENT = "epsilon would be"
-Draw = Callable[[int], FloatArray]
+GRID_BITS = 20
+# The deviation of the normals above, as a share of the noise.
+COUNTED = math.sqrt(1 - 16 / 4.0**GRID_BITS)
+# Norms and quotients are rounded by less.
+_ROUNDING = 1e-9
+Whole = NDArray[np.int64]
+Draw = Callable[[int], Whole]
+system_noise: Draw = partial(discrete_gaussian, GRID_BITS)
 
 
-def system_normals(count: int) -> FloatArray:
-    """Standard normals from the system's entropy, f32 [count]: nobody has a seed of them."""
-    return normals(np.frombuffer(os.urandom(8 * (count + count % 2)), np.uint64))[:count]
+def part_norm(plan: Plan) -> float:
+    """Largest norm of an example's part in a step's sum.
+
+    The clipped root mean square of an example's scalars over q queries is at most `clip`, so their norm is
+    clip * sqrt(q); an exact gradient's norm is at most `clip`.
+    """
+    return plan.clip * math.sqrt(plan.queries) if plan.by_scalars else plan.clip
 
 
 def reach(plan: Plan) -> float:
-    """How far one example can change a step's report.
+    """How far the unit, a row or all that the owner has, can change a step's mean over examples."""
+    return part_norm(plan) / (1 if plan.unit == "owner" else plan.examples)
 
-    The clipped root mean square of an example's scalars over q queries is at most `clip`, so their norm is
-    clip * sqrt(q); an exact gradient's norm is at most `clip`. A mean over examples divides either.
+
+def grid(plan: Plan) -> float:
+    """What one whole number stands for in a step's sum: noise has 2^20 of it."""
+    return plan.noise * reach(plan) * plan.examples / 2**GRID_BITS
+
+
+def whole_sum(parts: Float64Array, norm: float, unit: float) -> Whole:
+    """Sum of examples' parts on a grid, i64 [n]; each changes it by at most norm / unit, whatever it is.
+
+    Args:
+        parts: f64 [examples, n]; one with a value that isn't finite counts as nothing.
+        norm: which longer parts are shortened to.
+        unit: of the grid.
     """
-    norm = plan.clip * math.sqrt(plan.queries) if plan.by_scalars else plan.clip
-    return norm / plan.examples
+    parts = np.where(np.isfinite(parts).all(1, keepdims=True), parts, 0.0)
+    with np.errstate(over="ignore"):
+        sizes = np.sqrt((parts * parts).sum(1, keepdims=True))
+    short = parts * (norm * (1 - _ROUNDING) / np.maximum(sizes, norm))
+    return np.trunc(short / unit).astype(np.int64).sum(0)
 
 
 class Reported:
@@ -53,31 +88,39 @@ class Reported:
     message.
     """
 
-    def __init__(self, inner: Estimator, plan: Plan, draw: Draw = system_normals) -> None:
+    def __init__(self, inner: Estimator, plan: Plan, draw: Draw = system_noise) -> None:
         self._inner = inner
         self._plan = plan
         self._draw = draw
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """See Estimator.measure."""
+        if self._plan.noise:
+            return self._with_noise(engine, step)
         measured = self._inner.measure(engine, step)
         if measured.gradient is not None:
-            return self._hidden(replace(measured, gradient=self._noisy(measured.gradient)))
+            return measured
         scalars = measured.scalars
         if self._plan.share_directions and self._plan.estimator == "tangent":
             scalars = scalars.mean(1, keepdims=True)
-        with np.errstate(over="ignore"):
-            told = self._noisy(scalars.astype(np.float32))
-        return self._hidden(replace(measured, scalars=told.astype(np.float64)))
+        return _told(measured, scalars)
 
-    def _noisy(self, values: FloatArray) -> FloatArray:
-        if not self._plan.noise:
-            return values
-        deviation = np.float32(self._plan.noise * reach(self._plan))
-        return values + deviation * self._draw(values.size).reshape(values.shape)
-
-    def _hidden(self, measured: Measurement) -> Measurement:
-        return replace(measured, loss=0.0) if self._plan.noise else measured
+    def _with_noise(self, engine: Engine, step: Step) -> Measurement:
+        """Whatever the rows are, nothing but the noisy sum leaves this, not even a refusal."""
+        plan, unit = self._plan, grid(self._plan)
+        total: Any = 0
+        for batch in step.batches:
+            with np.errstate(all="ignore"):
+                measured = self._inner.measure(engine, replace(step, batches=[batch]))
+            derivatives: Float64Array = np.asarray(measured.derivatives, np.float64)
+            # Scalars are [queries, examples], or [queries] of one example as a gradient is [size].
+            parts = derivatives.T if derivatives.ndim == 2 else derivatives[None]
+            total = total + whole_sum(parts, part_norm(plan), unit)
+        noisy: Float64Array = (total + self._draw(parts.shape[1])) * (unit / plan.examples)
+        hidden = replace(measured, loss=0.0, largest_tangent=None)
+        if measured.gradient is not None:
+            return replace(hidden, gradient=noisy.astype(np.float32))
+        return _told(hidden, noisy.reshape(plan.shape))
 
     def rows(self, contract: Contract, batches: int) -> int:
         """See Estimator.rows."""
@@ -90,23 +133,19 @@ class Reported:
         return self._inner.gradient(learnt, seed, step, modules)
 
 
+def _told(measured: Measurement, scalars: Float64Array) -> Measurement:
+    with np.errstate(over="ignore"):
+        return replace(measured, scalars=scalars.astype(np.float32).astype(np.float64))
+
+
 def spent(epsilon: float, bound: float) -> str:
     """Why a device takes no part any more; empty while it may spend more. A bound of 0 is none."""
     if not bound or epsilon <= bound:
         return ""
-    return f"{SPENT} {epsilon:.3g} after this round, at most {bound:g} is allowed"
+    why = ", for earlier rounds had no noise" if math.isinf(epsilon) else ""
+    return f"{SPENT} {epsilon:.3g} after this round{why}, at most {bound:g} is allowed"
 
 
-def exposure(seed: int, steps: int, examples: int, rows: int) -> int:
-    """How many Gaussian mechanisms a row's part in a device's first steps amounts to, for the worst row.
-
-    A row that comes twice in a step, where one permutation ends and the next begins or because rows are fewer
-    than examples, changes the step by twice the reach: as much as four steps tell of it.
-    """
-    count = steps * examples
-    orders = [row_order(seed, epoch, rows) for epoch in range(-(-count // rows))]
-    if not orders:
-        return 0
-    cells = np.concatenate(orders)[:count] * steps + np.arange(count) // examples
-    places, times = np.unique(cells, return_counts=True)
-    return int(np.bincount(places // steps, weights=times**2).max())
+def exposure(steps: int, examples: int, rows: int) -> int:
+    """In how many of a device's steps one after another a row takes part at most; `examples` <= `rows`."""
+    return -(-steps * examples // rows)

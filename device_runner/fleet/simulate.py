@@ -20,11 +20,11 @@ import numpy as np
 from device_runner.engines.opening import open_engines
 from device_runner.fleet.agreement import plan_of
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.local import Local, Own, sized
+from device_runner.fleet.local import Local, Own, by_row, sized
 from device_runner.fleet.messages import Refusal
 from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
-from device_runner.fleet.privacy import exposure, spent
+from device_runner.fleet.privacy import COUNTED, exposure, spent
 from device_runner.session.inputs import read_inputs
 from device_runner.session.settings import bundle_for
 from prge.accounting import epsilon_of
@@ -190,9 +190,9 @@ class Simulation:
         self._count(device)
         epsilon = 0.0
         if plan.noise:
-            taken = self.own[device].taken
-            times = exposure(own.rows_seed, taken, plan.examples, len(examples))
-            epsilon = epsilon_of([(plan.noise, times)], plan.delta)
+            taken, rows = self.own[device].taken, len(by_row(examples))
+            times = taken if plan.unit == "owner" else exposure(taken, min(plan.examples, rows), rows)
+            epsilon = epsilon_of([(COUNTED * plan.noise, times)], plan.delta)
         if reason := spent(epsilon, plan.most_epsilon):
             return Refusal(reason).to_bytes()
         with tempfile.TemporaryDirectory() as scratch, Journal(Path(scratch) / JOURNAL) as journal:

@@ -40,4 +40,4 @@ def test_epsilons_of_several_fleets_add_up() -> None:
     both = epsilon_of([(1.0, 2), (1.0, 3)], DELTA)
     assert both == pytest.approx(epsilon_of([(1.0, 5)], DELTA))
     assert epsilon_of([], DELTA) == 0.0
-    assert math.isinf(epsilon_of([(0.0, 1)], DELTA))
+    assert math.isinf(epsilon_of([(0.0, 1)], DELTA)) and math.isinf(epsilon_of([(1e-200, 1)], DELTA))

@@ -112,6 +112,11 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line)["record"] for line in lines]
 
 
+def kinds(folder: Path) -> list[str]:
+    """Kinds of the lines that a device's ledger has."""
+    return [record["kind"] for record in ledger(folder)]
+
+
 def same(left: FloatArray, right: FloatArray) -> bool:
     """To the bit."""
     return bool(np.array_equal(left.view(np.uint32), right.view(np.uint32)))

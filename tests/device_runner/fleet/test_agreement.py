@@ -31,6 +31,7 @@ def test_every_setting_of_a_plan_is_in_the_hash(item: Any) -> None:
         "share_directions": True,
         "guided": False,
         "noise": 1.0,
+        "unit": "owner",
     }
     beside = {"clip": 1.0, "share_directions": True} if item.name == "noise" else {}
     value = others.get(item.name) or (getattr(Plan, item.name) or 1) / 2

@@ -20,7 +20,7 @@ from device_runner.replay import main as replay
 from prge.errors import ConfigError, RunError
 from prge.journal import Journal
 from prge.peft import read_peft
-from tests.device_runner.fleet.fleets import NODES, Fleet, ledger, play, same
+from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, play, same
 from tests.device_runner.numpy_device import Killed
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -184,7 +184,7 @@ def test_a_device_that_is_killed_answers_what_it_would_have_answered(
             calls = 1
     fleet.numpy.calls_left = None
     assert said == answer(twin / "device", task)
-    assert len(ledger(folder)) == 1
+    assert kinds(folder) == ["begun", "answered"]
 
 
 def test_one_that_is_asked_twice_answers_once(fleet: Fleet) -> None:
@@ -193,7 +193,7 @@ def test_one_that_is_asked_twice_answers_once(fleet: Fleet) -> None:
     first = fleet.direct(NODES[0], task)
     fleet.numpy.calls_left = 0
     assert fleet.direct(NODES[0], task) == first
-    assert len(ledger(fleet.folder / str(NODES[0]))) == 1
+    assert kinds(fleet.folder / str(NODES[0])) == ["begun", "answered"]
 
 
 def test_rows_of_a_round_go_on_where_the_last_one_ended(fleet: Fleet) -> None:
@@ -539,23 +539,19 @@ class TestWithNoise:
         assert "epsilon would be" in {**reports[0].refused, **reports[1].refused}[NODES[0]]
         assert NODES[1] in reports[-1].answered
 
-    def test_a_device_repeats_its_noise_after_a_kill(self, fleet: Fleet) -> None:
-        """Noise that is drawn again could be averaged away."""
-        with open_fleet(fleet.settings(**NOISE)) as server:
-            task = server.tasks([NODES[0]])[NODES[0]]
-        folder = fleet.folder / str(NODES[0])
-        first = answer(folder, task)
-        (said,) = folder.glob("fleets/*/round-*/answer.bin")
-        said.unlink()  # as killed before it was written
-        assert answer(folder, task) == first
-        assert len(ledger(folder)) == 1
+    def test_an_owners_budget_counts_rounds_without_noise_too(self, fleet: Fleet, tmp_path: Path) -> None:
+        fleet.run(fleet.settings(rounds=1, out=tmp_path / "open"))
+        fleet.join(NODES[0], "most_epsilon: 5\n")
+        _, (report,) = fleet.run(fleet.settings(rounds=1, out=tmp_path / "noisy", name="noisy", **NOISE))
+        assert "epsilon would be inf after this round, for earlier rounds had" in report.refused[NODES[0]]
+        assert report.answered == list(NODES[1:]) and report.epsilon < 20
 
 
 def test_states_of_old_fleets_make_room_and_come_back(fleet: Fleet, tmp_path: Path) -> None:
     for name in "abcdef":
         fleet.run(fleet.settings(rounds=1, out=tmp_path / name, name=name))
     assert len(list((fleet.folder / str(NODES[0]) / FLEETS).iterdir())) == 4
-    assert len(ledger(fleet.folder / str(NODES[0]))) == 6
+    assert kinds(fleet.folder / str(NODES[0])) == ["begun", "answered"] * 6
     with open_fleet(fleet.settings(rounds=3, out=tmp_path / "long", name="a")) as server:
         play(server, fleet.direct)
         assert play(server, fleet.direct).answered == list(NODES)

@@ -12,11 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_runner.fleet.agreement import Plan
-from device_runner.fleet.privacy import Reported, exposure, reach, spent, system_normals
+from device_runner.fleet.local import _Turns
+from device_runner.fleet.privacy import (
+    Reported,
+    exposure,
+    grid,
+    part_norm,
+    reach,
+    spent,
+    system_noise,
+    whole_sum,
+)
 from prge.contract import AdaptedModule
-from prge.estimators import Measurement, clipped
+from prge.estimators import Measurement, Step
 from prge.examples import Example, TokenSequence
-from prge.sampling import Sampler
 from prge.tangents import Tangents
 from tests.bundles import make_contract
 
@@ -40,45 +49,86 @@ def _measured(queries: int = 3, examples: int = 4) -> Measurement:
     return Measurement(0.7, scalars, None, 0.1, 12)
 
 
-@given(st.integers(0, 2**32), st.integers(0, 40), st.integers(1, 12), st.integers(1, 30))
-def test_exposure_is_that_of_the_worst_row(seed: int, steps: int, examples: int, rows: int) -> None:
-    sequence = TokenSequence((1,), ())
-    own = [Example(row, (sequence,), 2, 0) for row in range(rows)]
-    sampler = Sampler(own, make_contract(batch_size=examples), seed)
+@given(
+    st.integers(0, 2**32),
+    st.integers(0, 40),
+    st.integers(1, 12),
+    st.lists(st.integers(1, 4), min_size=1, max_size=30),
+)
+def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
+    seed: int, steps: int, examples: int, windows: list[int]
+) -> None:
+    """Whatever its number of windows is, and wherever in its order a device begins."""
+    sampler = _Turns(_split(windows), make_contract(batch_size=examples), seed)
+    sampler.offset = seed % 7
     seen = [Counter(example.row for example in sampler.chosen(step)) for step in range(steps)]
-    worst = max((sum(each[row] ** 2 for each in seen) for row in range(rows)), default=0)
-    assert exposure(seed, steps, examples, rows) == worst
+    assert all(count == 1 for each in seen for count in each.values())
+    together, rows = sum(seen, Counter[int]()), len(windows)
+    assert max(together.values(), default=0) == exposure(steps, min(examples, rows), rows)
 
 
-def test_a_row_that_comes_once_a_pass_counts_once_a_pass() -> None:
-    assert exposure(7, steps=9, examples=4, rows=12) == 3
-    assert exposure(7, steps=2, examples=4, rows=1) == 32
+def test_windows_of_a_row_take_turns_and_none_is_lost() -> None:
+    sampler = _Turns(_split([3, 1]), make_contract(batch_size=2), seed=4)
+    chosen = [example for step in range(3) for example in sampler.chosen(step)]
+    assert Counter(example.sequences[0].tokens for example in chosen) == {
+        (0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 3
+    }  # fmt: skip
+
+
+def _split(windows: list[int]) -> list[Example]:
+    """Rows of so many windows each; a window's tokens are its row and number."""
+    return [
+        Example(row, (TokenSequence((row, window), ()),), 2, 0)
+        for row, count in enumerate(windows)
+        for window in range(count)
+    ]
 
 
 def test_a_bound_of_zero_is_none() -> None:
     assert spent(100.0, 0.0) == "" and spent(3.0, 4.0) == ""
     assert "at most 4" in spent(4.1, 4.0)
+    assert "inf after this round, for earlier rounds had no noise" in spent(math.inf, 4.0)
 
 
-@given(st.integers(1, 12), st.floats(0.1, 10), st.integers(0, 2**32))
-def test_an_example_changes_a_report_by_no_more_than_its_reach(queries: int, clip: float, seed: int) -> None:
-    plan = Plan(queries=queries, clip=clip, share_directions=True, examples=4)
-    random = np.random.default_rng(seed)
-    scalars = clipped(random.normal(size=(queries, 4)) * random.lognormal(0, 3, 4), clip)
-    without = scalars.copy()
-    without[:, 0] = 0
-    assert np.linalg.norm(scalars.mean(1) - without.mean(1)) <= reach(plan) * (1 + 1e-9)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+anything = st.lists(st.lists(st.floats(), min_size=3, max_size=3), min_size=1, max_size=4)
 
 
-def test_normals_of_the_system_are_normal_and_never_the_same() -> None:
-    drawn = system_normals(20_001)
-    assert drawn.shape == (20_001,) and abs(drawn.mean()) < 0.05 and abs(drawn.std() - 1) < 0.05
-    assert not np.array_equal(drawn, system_normals(20_001))
+@given(anything, st.integers(0, 3), st.floats(1e-3, 1e6), st.floats(1e-6, 1e6))
+def test_a_part_changes_the_sum_by_at_most_its_norm_whatever_it_is(
+    parts: list[list[float]], which: int, noise: float, norm: float
+) -> None:
+    """In whole numbers, so exactly; what others say changes nothing of it."""
+    unit = noise * norm / 2**20
+    whole = np.array(parts)
+    without = whole.copy()
+    without[which % len(parts)] = 0
+    change = whole_sum(whole, norm, unit) - whole_sum(without, norm, unit)
+    assert sum(int(each) ** 2 for each in change) <= (norm / unit) ** 2
+    assert change.tolist() == whole_sum(whole[[which % len(parts)]], norm, unit).tolist()
 
 
-def _report(plan: Plan, measurement: Measurement, draw: Any = system_normals) -> Measurement:
+def test_what_is_short_enough_stays_as_it_is() -> None:
+    assert whole_sum(np.array([[0.5, -0.25], [0.1, 0.0]]), 1.0, 2.0**-20).tolist() == [
+        2**19 - 1 + math.floor(0.1 * 2**20),
+        -(2**18) + 1,
+    ]
+
+
+@pytest.mark.parametrize("unit", ["row", "owner"])
+@pytest.mark.parametrize("estimator", ["tangent", "exact"])
+def test_noise_is_in_units_of_what_the_unit_changes(unit: Any, estimator: Any) -> None:
+    plan = Plan(estimator=estimator, queries=3, clip=2.0, noise=0.5, unit=unit, share_directions=True)
+    norm = 2.0 * math.sqrt(3) if estimator == "tangent" else 2.0
+    assert part_norm(plan) == norm
+    assert reach(plan) == pytest.approx(norm / (4 if unit == "row" else 1))
+    assert grid(plan) * 2**20 / 4 == pytest.approx(0.5 * reach(plan))
+
+
+def _report(plan: Plan, measurement: Measurement, draw: Any = system_noise) -> Measurement:
     nothing: Any = None
-    return Reported(_Measured(measurement), plan, draw).measure(nothing, nothing)
+    step = Step(nothing, [nothing], 0, 0)
+    return Reported(_Measured(measurement), plan, draw).measure(nothing, step)
 
 
 def test_a_mean_over_examples_has_the_gradient_of_them_all() -> None:
@@ -102,8 +152,23 @@ def test_noise_has_the_deviation_that_was_agreed_on_and_hides_the_loss(estimator
     measured = _measured()
     if estimator == "exact":
         measured = Measurement(0.7, np.zeros(0), None, 0.1, 12, gradient=np.zeros(12, np.float32))
-    told = _report(plan, measured, lambda count: np.ones(count, np.float32))
-    added = told.scalars[:, 0] - measured.scalars.mean(1) if told.gradient is None else told.gradient
+    told = _report(plan, measured, lambda count: np.full(count, 2**20))
+    silent = _report(plan, measured, lambda count: np.zeros(count, np.int64))
+    added = (told.derivatives - silent.derivatives).ravel()
     norm = 2.0 * math.sqrt(3) if estimator == "tangent" else 2.0
     np.testing.assert_allclose(added, 0.5 * norm / 4, rtol=1e-5)
-    assert told.loss == 0.0
+    assert told.loss == 0.0 and told.largest_tangent is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("estimator", ["tangent", "exact"])
+def test_with_noise_an_answer_is_finite_whatever_a_row_says(estimator: Any, value: float) -> None:
+    plan = Plan(estimator=estimator, share_directions=True, queries=3, clip=2.0, noise=0.5)
+    measured = _measured()
+    if estimator == "exact":
+        gradient = np.array([value] * 12, np.float32)
+        measured = Measurement(value, np.zeros(0), None, 0.1, 12, gradient=gradient)
+    else:
+        measured.scalars[1, 2] = value
+    told = _report(plan, measured)
+    assert np.isfinite(told.derivatives).all() and told.loss == 0.0

@@ -1,0 +1,301 @@
+"""A device and a server that wants more than it is told: one answer for a line, and each line is counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from device_runner.fleet import device
+from device_runner.fleet.common import pack_state
+from device_runner.fleet.device import FLEETS, LEDGER, answer
+from device_runner.fleet.messages import Answer, Behind, Refusal, Steps, Task, parse_answer
+from device_runner.fleet.opening import open_fleet
+from prge.accounting import epsilon_of
+from prge.engine import FloatArray
+from prge.journal import Journal
+from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, ledger
+from tests.device_runner.numpy_device import Killed
+
+NODE = NODES[0]
+NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 8.0, "queries": 4, "examples": 5}
+ROWS = 14
+
+
+class Server:
+    """Asks one device for whatever it likes."""
+
+    def __init__(self, fleet: Fleet, **changes: Any) -> None:
+        settings = fleet.settings(**{"rounds": 50, "local_steps": 2, "learning_rate": 1e-3, **changes})
+        with open_fleet(settings) as server:
+            self.first = Task.parse(server.tasks([NODE])[NODE])
+            self.agreement, self.state = server.agreement, server.state
+        self.fleet, self.plan = fleet, self.agreement.plan
+        self.folder = fleet.folder / str(NODE)
+
+    def steps(self, number: int, value: float = 0.0) -> Steps:
+        """What a round gave all."""
+        count = self.plan.local_steps
+        scalars = np.full((count, 1, int(np.prod(self.plan.shape))), value, np.float32)
+        few = np.zeros(count, np.float32)
+        return Steps(count * number, (), few, few, scalars)
+
+    def task(self, number: int, **changes: Any) -> bytes:
+        """A round after others of zeros, or what else is said."""
+        missed = tuple(map(self.steps, range(number)))
+        fields = {"number": number, "step": self.plan.local_steps * number, "missed": missed}
+        return replace(self.first, **{**fields, "seconds": 60.0, **changes}).to_bytes()
+
+    def ask(self, number: int, **changes: Any) -> Any:
+        """What the device says."""
+        return parse_answer(answer(self.folder, self.task(number, **changes)))
+
+    def refusal(self, number: int, **changes: Any) -> str:
+        """Why it says no."""
+        said = self.ask(number, **changes)
+        assert isinstance(said, Refusal), said
+        return said.reason
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Rounds that the device has begun."""
+        there = (self.folder / LEDGER).is_file()
+        return [line for line in ledger(self.folder) if line["kind"] == "begun"] if there else []
+
+
+@pytest.fixture
+def server(fleet: Fleet) -> Server:
+    return Server(fleet, **NOISE)
+
+
+def _cost(times: int, noise: float = 8.0) -> float:
+    return epsilon_of([(noise, times)], 1e-5)
+
+
+class TestOneAnswerALine:
+    def test_a_round_before_the_newest_is_never_answered_again(self, server: Server) -> None:
+        assert isinstance(server.ask(0), Answer)
+        assert "out of time" in server.refusal(1, seconds=1e-9)
+        assert server.refusal(0) == "round 1 is over: round 2 was begun"
+        assert [line["round"] for line in server.lines] == [0, 1]
+
+    @pytest.mark.parametrize("lost", ["answer", "fleets"])
+    def test_what_was_said_and_deleted_is_not_said_again(self, server: Server, lost: str) -> None:
+        server.ask(0)
+        if lost == "answer":
+            (said,) = server.folder.glob("fleets/*/round-*/answer.bin")
+            said.unlink()
+        else:
+            shutil.rmtree(server.folder / FLEETS)
+        assert server.refusal(0) == "round 1 was answered, and what was said is gone"
+        assert isinstance(server.ask(1), Answer)
+        assert kinds(server.folder) == ["begun", "answered"] * 2
+
+    def test_fleets_that_make_room_stay_in_the_ledger(self, fleet: Fleet) -> None:
+        servers = [Server(fleet, name=name, out=fleet.folder / name, **NOISE) for name in "abcdef"]
+        for each in servers:
+            assert isinstance(each.ask(0), Answer)
+        assert len(list((servers[0].folder / FLEETS).iterdir())) == 4
+        assert "is gone" in servers[0].refusal(0)
+
+    @pytest.mark.parametrize(
+        "way", [{}, {"estimator": "exact", "optimizer": "sgd"}], ids=["scalars", "changes"]
+    )
+    def test_killed_at_any_instant_it_says_one_thing(
+        self, fleet: Fleet, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever reaches storage is the last thing that does, in one device after another."""
+        server = Server(fleet, **NOISE, **way)
+        task, fsync, rename, append = server.task(0), os.fsync, os.replace, Journal.append
+        instant, was_killed = 0, True
+        while was_killed:
+            twin = shutil.copytree(server.folder, fleet.folder / f"twin-{instant}")
+            left = iter(range(instant))
+
+            def until_killed(call: Any, left: Any = left) -> Any:
+                def counted(*arguments: Any) -> Any:
+                    if next(left, None) is None:
+                        raise Killed
+                    return call(*arguments)
+
+                return counted
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", until_killed(fsync))
+                patch.setattr(os, "replace", until_killed(rename))
+                patch.setattr(Journal, "append", until_killed(append))
+                try:
+                    said, was_killed = {answer(twin, task)}, False
+                except Killed:
+                    said, was_killed = set(), True
+            said |= {answer(twin, task), answer(twin, task)}
+            assert len(said) == 1 and isinstance(parse_answer(said.pop()), Answer)
+            assert kinds(twin) == ["begun", "answered"]
+            instant += 1
+        assert instant > 12
+
+    def test_what_was_begun_with_other_rows_does_not_go_on(self, server: Server) -> None:
+        server.refusal(0, seconds=1e-9)
+        rows = server.fleet.folder / f"{NODE}.jsonl"
+        rows.write_text(rows.read_text().replace("good", "bad"))
+        assert server.refusal(0) == "the round was begun with other rows"
+        assert isinstance(server.ask(1), Answer)
+
+
+class TestCounting:
+    def test_rounds_without_an_answer_count(self, server: Server) -> None:
+        """Two steps of 5 of 14 rows: a row is in 2 steps after six of them at most."""
+        server.fleet.join(NODE, "most_rounds_a_day: 3\n")
+        assert "out of time" in server.refusal(0, seconds=1e-9)
+        assert isinstance(server.ask(0), Answer)
+        assert "out of time" in server.refusal(1, seconds=1e-9)
+        said = server.ask(2)
+        assert said.epsilon == pytest.approx(_cost(-(-6 * 5 // ROWS)), rel=1e-4)
+        assert "most_rounds_a_day 3, the plan asks for 4" in server.refusal(3)
+
+    def test_fewer_rows_than_examples_are_one_mechanism_a_step(self, fleet: Fleet) -> None:
+        server = Server(fleet, **{**NOISE, "examples": 64})
+        assert server.ask(0).epsilon == pytest.approx(_cost(2), rel=1e-4)
+        assert server.lines[0]["examples"] == server.lines[0]["rows"] == ROWS
+
+    def test_other_rows_begin_another_count(self, server: Server) -> None:
+        server.ask(0)
+        rows = server.fleet.folder / f"{NODE}.jsonl"
+        rows.write_text(rows.read_text().replace("good", "bad"))
+        assert server.ask(1).epsilon == pytest.approx(_cost(1 + 1), rel=1e-4)
+
+    def test_the_owner_as_the_unit_counts_every_step(self, fleet: Fleet) -> None:
+        server = Server(fleet, **NOISE)
+        assert server.ask(0).epsilon == pytest.approx(_cost(1), rel=1e-4)
+        fleet.join(NODE, "unit: owner\nmost_epsilon: 20\n")
+        assert "has unit owner, the plan asks for row" in server.refusal(1)
+        owner = Server(fleet, unit="owner", name="owner", out=fleet.folder / "owner", **NOISE)
+        # What was said by row is 5 times as much of the owner.
+        whole = epsilon_of([(8.0 / 5, 2), (8.0, 2)], 1e-5)
+        assert owner.ask(0).epsilon == pytest.approx(whole, rel=1e-4)
+
+    def test_a_round_of_the_first_version_counts_as_one_without_noise(self, server: Server) -> None:
+        with Journal(server.folder / LEDGER) as old:
+            old.append({"kind": "round", "step": 0, "agreement": "ab", "round": 3, "time": 0.0, "steps": 2,
+                        "examples": 4, "rows": 9, "noise": 1.0, "bytes": 9})  # fmt: skip
+        server.fleet.join(NODE, "most_epsilon: 50\n")
+        assert "epsilon would be inf" in server.refusal(0)
+        server.fleet.join(NODE)
+        assert server.ask(0).epsilon == pytest.approx(_cost(1), rel=1e-4)
+
+
+class TestRowsDecideNothing:
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+    @pytest.mark.parametrize("estimator", ["tangent", "exact"])
+    def test_derivatives_that_are_none_are_nothing(self, fleet: Fleet, value: float, estimator: str) -> None:
+        server = Server(fleet, **NOISE, estimator=estimator, optimizer="sgd")
+        fleet.numpy.broken = value
+        said = server.ask(0)
+        assert isinstance(said, Answer) and np.isfinite(said.values).all() and not said.losses.any()
+
+    def test_steps_too_large_are_refused_the_same_way_again(self, fleet: Fleet) -> None:
+        """Noise that is drawn anew would say more."""
+        server = Server(fleet, **NOISE, optimizer="sgd", learning_rate=3e38, local_steps=6, estimator="exact")
+        assert "diverge" in server.refusal(0)
+        fleet.numpy.calls_left = 0
+        assert "diverge" in server.refusal(0)
+        assert kinds(server.folder) == ["begun", "answered"]
+
+
+class TestWhatIsNotOfThePlan:
+    @pytest.mark.parametrize(
+        ("number", "changes", "reason"),
+        [
+            (0, {"step": 2}, "the plan has no round 1 from step 2 on"),
+            (3, {"step": 5}, "the plan has no round 4 from step 5 on"),
+            (50, {}, "the plan has no round 51"),
+        ],
+    )
+    def test_a_round(self, server: Server, number: int, changes: dict[str, Any], reason: str) -> None:
+        assert reason in server.refusal(number, **changes)
+        assert not server.lines
+
+    def test_missed_steps(self, server: Server) -> None:
+        good = server.steps(0)
+        few, wide = np.zeros(1, np.float32), np.zeros((2, 1, 5), np.float32)
+        for missed, reason in (
+            (
+                replace(good, rates=few, losses=few, scalars=good.scalars[:1]),
+                "a round of 1 steps of 4 scalars",
+            ),
+            (replace(good, scalars=wide), "a round of 2 steps of 5 scalars"),
+            (replace(good, seeds=(1,)), "steps from 0 on, the state is at step 0"),
+            (server.steps(0, np.nan), "steps from 0 on after which the adapter has"),
+        ):
+            assert reason in server.refusal(1, missed=(missed,))
+        assert "steps to 2, the round begins at 4" in server.refusal(2, missed=(good,))
+        assert isinstance(server.ask(3, missed=(server.steps(1), server.steps(2))), Behind)
+
+    def test_a_count_of_rounds_that_are_not_there(self, server: Server) -> None:
+        content = bytearray(server.task(1))
+        content[34:38] = (2**32 - 1).to_bytes(4, "little")
+        said = parse_answer(answer(server.folder, bytes(content)))
+        assert isinstance(said, Refusal) and "ends early" in said.reason
+
+    def test_states(self, server: Server) -> None:
+        def state(change: Any) -> bytes:
+            arrays = safetensors.numpy.load(zlib.decompress(pack_state(server.state)))
+            progress = {"step": 0, "first_loss": None, "smoothed_loss": None}
+            change(arrays, progress)
+            return zlib.compress(safetensors.numpy.save(arrays, {"progress": json.dumps(progress)}))
+
+        def values(name: str, array: FloatArray) -> Any:
+            return lambda arrays, progress: arrays.__setitem__(name, array)
+
+        size = server.state.adapter.size
+        bombs = values("adapter", np.zeros(10_000_000, np.float32))
+        for change, reason in (
+            (values("adapter", np.zeros(size + 1, np.float32)), "that don't fit"),
+            (values("adapter", np.full(size, np.nan, np.float32)), "is not finite"),
+            (values("more", np.zeros(1, np.float32)), "that don't fit"),
+            (bombs, "or has more than"),
+            (lambda arrays, progress: progress.update(step=-1), "its step is -1"),
+            (lambda arrays, progress: progress.update(step=True), "its step is True"),
+            (lambda arrays, progress: progress.update(first_loss="0"), "its losses ('0', None)"),
+            (lambda arrays, progress: arrays.pop("adapter"), "that don't fit"),
+        ):
+            assert reason in server.refusal(0, state=state(change))
+        assert not server.lines
+
+    @pytest.mark.parametrize(
+        ("setting", "value"), [("noise", 1e-200), ("noise", 1e9), ("clip", 1e-300), ("clip", 1e30)]
+    )
+    def test_noise_that_has_no_grid(self, server: Server, setting: str, value: float) -> None:
+        said = json.loads(server.agreement.content)
+        said["plan"][setting] = value
+        assert f"--{setting} is {value:g}, with noise it must be from 0.001 to 1e+06" in server.refusal(
+            0, agreement=json.dumps(said).encode()
+        )
+
+
+def test_a_plan_that_is_refused_makes_no_room(fleet: Fleet) -> None:
+    fleet.join(NODE, "most_steps: 2\n")
+    for name in "abcdefg":
+        assert "most_steps" in Server(fleet, name=name, out=fleet.folder / name, local_steps=3).refusal(0)
+    folder = fleet.folder / str(NODE) / FLEETS
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([False] * 3 + [True] * 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(device.Gates, "hold", lambda *_: next(looks))
+        assert "out of time" in server.refusal(6)
+    assert len(server.lines) == 1
+    assert server.ask(6, missed=(), state=b"") == Behind(6)
+    rest = tuple(map(server.steps, (3, 4, 5)))
+    assert isinstance(server.ask(6, missed=rest, state=b""), Answer)
