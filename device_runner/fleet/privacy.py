@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from device_runner.fleet.agreement import Plan
 from prge.contract import AdaptedModule, Contract
 from prge.discrete_gaussian import discrete_gaussian
-from prge.engine import Engine, FloatArray
-from prge.estimators import Estimator, Float64Array, Measurement, Step
+from prge.engine import Engine, Float64Array, FloatArray
+from prge.estimators import Estimator, Measurement, Step
 
 SPENT = "epsilon would be"
 GRID_BITS = 20
