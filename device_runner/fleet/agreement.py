@@ -23,8 +23,8 @@ from prge.settings import settings_of
 
 MOST_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16
-# Of noise and what it is in units of: whole numbers of its grid fit their words.
-_LEAST, _MOST = 1e-3, 1e6
+# Whole numbers of the noise's grid fit their words, and what they stand for a float32.
+_WITH_NOISE = {"noise": (1e-3, 1e6), "clip": (1e-6, 1e6)}
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Plan:
         problems = bound_problems(self)
         if self.noise and not self.clip:
             problems.append("--noise needs --clip: the noise is in units of what clipping leaves")
-        for flag, value in (("--noise", self.noise), ("--clip", self.clip)):
-            if self.noise and value and not _LEAST <= value <= _MOST:
-                problems.append(f"{flag} is {value:g}, with noise it must be from {_LEAST:g} to {_MOST:g}")
+        for name, (least, most) in _WITH_NOISE.items():
+            if self.noise and not least <= (value := getattr(self, name)) <= most and value:
+                problems.append(f"--{name} is {value:g}, with noise it must be from {least:g} to {most:g}")
         if self.noise and self.estimator == "tangent" and not self.share_directions:
             problems.append("--noise needs --share-directions: else there is noise for each example")
         if self.noise and self.estimator in ("antithetic", "one-sided") and self.examples != 1:

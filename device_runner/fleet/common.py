@@ -68,7 +68,8 @@ def replay_steps(
             continue
         if stopped():
             return False
-        if steps.first != state.step or bool(steps.seeds) != (plan.directions == "own"):
+        own = plan.directions == "own"
+        if steps.first != state.step or bool(steps.seeds) != own or not plan.by_scalars:
             raise MessageError(f"steps from {steps.first} on, the state is at step {state.step}")
         with np.errstate(over="ignore", invalid="ignore"):
             for record in steps.records(number, plan.seed, plan.shape):

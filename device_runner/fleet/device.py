@@ -132,6 +132,7 @@ class _Round:
         self.began = time.monotonic()
         self.settings = read_settings(DeviceSettings, folder / DEVICE, "prge fleet join")
         self.policy = _policy(self.settings)
+        self.seconds = min(self.policy.most_seconds, task.seconds or self.policy.most_seconds)
         self.bundle = open_bundle(self.settings.bundle)
         self.fleet = folder / FLEETS / task.sha256.hex()
         self.agreement = self._agreed()
@@ -182,7 +183,8 @@ class _Round:
         return content
 
     def _out_of_time(self) -> RefusedError:
-        return RefusedError(f"out of time after {time.monotonic() - self.began:.0f} s")
+        # Not how long it took, which rows have a say in.
+        return RefusedError(f"out of time: it may take {self.seconds:g} s")
 
     def _agreed(self) -> Agreement:
         """The agreement that the task names, from the task or from a round before."""
@@ -303,8 +305,7 @@ class _Round:
 
     def _stopper(self, settings: RunSettings) -> Callable[[], bool]:
         """Whether to give up: the owner's gates are waited for, the time of a round is not exceeded."""
-        seconds = min(self.policy.most_seconds, self.task.seconds or self.policy.most_seconds)
-        held = _Held(self.began + seconds)
+        held = _Held(self.began + self.seconds)
         gates = Gates(self.policy.gated(settings))
         return lambda: gates.hold(held)
 

@@ -1,0 +1,390 @@
+"""A hostile server against a device: garbage, rounds again and out of order, states and plans that lie.
+
+One process is a device that answers many tasks, by the code that `prge fleet join` uses. What it says must be
+a message, at most one answer for a line of its ledger, and none to what no honest server asks for; it must
+end neither by an error nor by a signal, and stay within bounds of time and memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import struct
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from outcome import Case, Verdict
+from workshop import Bench, Workshop
+
+from device_runner.fleet.agreement import Agreement, Plan, task_sha256
+from device_runner.fleet.common import first_state, pack_state
+from device_runner.fleet.device import LEDGER, DeviceSettings, answer, make_device
+from device_runner.fleet.ledger import BEGUN
+from device_runner.fleet.messages import Answer, Steps, Task, parse_answer
+from prge.adapter import Adapter
+from prge.bundle import open_bundle
+from prge.journal import Journal
+from prge.rows.task import load_task
+
+TASKS = 40
+MOST_SECONDS, MOST_SECONDS_IN_ALL = 20.0, 300.0
+# Of the process beyond its parent: engine, rows and messages.
+MOST_MEMORY = 400 << 20
+PLANS: Sequence[dict[str, Any]] = (
+    {},
+    {"share_directions": True, "clip": 1.0, "noise": 2.0},
+    {"share_directions": True, "clip": 1.0, "noise": 2.0, "unit": "owner", "directions": "own"},
+    {"estimator": "antithetic", "examples": 1, "clip": 0.1, "noise": 1.0},
+    {"estimator": "exact", "optimizer": "sgd"},
+    {"estimator": "exact", "clip": 1e-3, "noise": 8.0, "largest": 0.1},
+)
+
+
+@dataclass
+class Server:
+    """What a hostile server knows: its plan, where the fleet is, and what the device has said."""
+
+    random: Random
+    folder: Path
+    bundle: Any
+    task: str
+    agreement: Agreement = field(init=False)
+    number: int = 0
+    said: dict[tuple[bytes, int], set[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.new_fleet()
+
+    def new_fleet(self) -> None:
+        """Begin another fleet."""
+        plan = Plan(rounds=1000, local_steps=2, **self.random.choice(PLANS))
+        self.agreement = Agreement(str(self.random.random()), plan, self.bundle.sha256, self.task)
+        self.number = 0
+
+    def honest(self, number: int | None = None, **changes: Any) -> Task:
+        """A round's task, of which some is said otherwise."""
+        number, plan = self.number if number is None else number, self.agreement.plan
+        first = number * (plan.local_steps if plan.by_scalars else 1)
+        task = Task(self.agreement.sha256, number, first, 60.0, self.agreement.content)
+        return replace(task, **{"state": self.state(first), **changes})
+
+    def state(
+        self, step: int, change: Callable[[dict[str, Any], dict[str, Any]], object] | None = None
+    ) -> bytes:
+        """A common state, changed before it is packed."""
+        state = first_state(self.agreement.plan, Adapter.zeros(self.bundle.chain.modules))
+        state.progress.step = step
+        packed = pack_state(state)
+        if change is None:
+            return packed
+        content = zlib.decompress(packed)
+        arrays, progress = safetensors.numpy.load(content), asdict(state.progress)
+        change(arrays, progress)
+        return zlib.compress(safetensors.numpy.save(arrays, {"progress": json.dumps(progress)}), 1)
+
+    def steps(self, first: int, **changes: Any) -> Steps:
+        """A round that the device missed."""
+        plan = self.agreement.plan
+        few = np.zeros(plan.local_steps, np.float32)
+        scalars = np.zeros((plan.local_steps, 1, int(np.prod(plan.shape))), np.float32)
+        return replace(Steps(first, (7,) if plan.directions == "own" else (), few, few, scalars), **changes)
+
+
+# Each makes a task's bytes and says whether a device may answer it.
+Lie = Callable[[Server], tuple[bytes, bool]]
+
+
+def _garbage(server: Server) -> tuple[bytes, bool]:
+    return server.random.randbytes(server.random.choice((0, 1, 2, 50, 5000))), False
+
+
+def _torn(server: Server) -> tuple[bytes, bool]:
+    content = server.honest().to_bytes()
+    return (content[: server.random.randrange(len(content))], content + b"!")[
+        server.random.random() < 0.2
+    ], False
+
+
+def _flipped(server: Server) -> tuple[bytes, bool]:
+    content = bytearray(server.honest(seconds=1.0).to_bytes())
+    for _ in range(server.random.randint(1, 4)):
+        content[server.random.randrange(min(len(content), 600))] ^= 1 << server.random.randrange(8)
+    return bytes(content), True
+
+
+def _counts(server: Server) -> tuple[bytes, bool]:
+    """Sizes in the head that are not those of what follows."""
+    content = bytearray(server.honest().to_bytes())
+    at = server.random.choice((30, 34, 38))
+    content[at : at + 4] = struct.pack("<I", server.random.choice((1, 2**16, 2**31, 2**32 - 1)))
+    return bytes(content), False
+
+
+def _again(server: Server) -> tuple[bytes, bool]:
+    return server.honest(max(0, server.number - server.random.randint(0, 1))).to_bytes(), True
+
+
+def _older(server: Server) -> tuple[bytes, bool]:
+    return server.honest(max(0, server.number - server.random.randint(2, 5))).to_bytes(), server.number < 2
+
+
+def _later(server: Server) -> tuple[bytes, bool]:
+    server.number += server.random.randint(1, 3)
+    return server.honest().to_bytes(), True
+
+
+def _no_round(server: Server) -> tuple[bytes, bool]:
+    step = server.honest().step + server.random.choice((1, 7, 2**31))
+    lies = ({"step": step}, {"number": server.number + 5}, {"number": 1000}, {"number": 2**32 - 1})
+    return replace(server.honest(), **server.random.choice(lies)).to_bytes(), False
+
+
+def _hurried(server: Server) -> tuple[bytes, bool]:
+    server.number += 1
+    return server.honest(seconds=server.random.choice((1e-9, 1e-40, 1e-3))).to_bytes(), True
+
+
+def _no_time(server: Server) -> tuple[bytes, bool]:
+    wrong = struct.pack("<f", server.random.choice((-1.0, float("nan"), float("inf"), 1e9)))
+    content = server.honest().to_bytes()
+    return content[:26] + wrong + content[30:], False
+
+
+def _state(server: Server) -> tuple[bytes, bool]:
+    """A state of which the device must take nothing."""
+    size = Adapter.zeros(server.bundle.chain.modules).size
+    step = server.honest().step
+
+    def puts(name: str, array: Any) -> Any:
+        return lambda arrays, progress: arrays.__setitem__(name, array)
+
+    def says(**progress: Any) -> Any:
+        return lambda arrays, said: said.update(progress)
+
+    change = server.random.choice(
+        [
+            puts("adapter", np.full(size, np.nan, np.float32)),
+            puts("adapter", np.full(size, -np.inf, np.float32)),
+            puts("adapter", np.zeros(size + 1, np.float32)),
+            puts("adapter", np.zeros(size, np.float64)),
+            puts("adapter", np.zeros((size, 1), np.float32)),
+            puts("adapter", np.zeros(50_000_000, np.int8)),
+            puts("head", np.zeros((10_000, 65), np.float32)),
+            puts("head", np.zeros((2, 1), np.float32)),
+            puts("x" * 70_000, np.zeros(1, np.float32)),
+            lambda arrays, progress: arrays.clear(),
+            says(step=-1),
+            says(step=step + 10**6),
+            says(step=1.5),
+            says(step="0"),
+            says(step=True),
+            says(smoothed_loss=[1]),
+            says(first_loss="much"),
+        ]
+    )
+    content = server.state(step, change)
+    return server.honest(
+        state=server.random.choice([content, content, content, content[:-9]])
+    ).to_bytes(), False
+
+
+def _far(server: Server) -> tuple[bytes, bool]:
+    """A state of the right form at which everything overflows."""
+    server.number += 1
+    size = Adapter.zeros(server.bundle.chain.modules).size
+    values = np.full(size, server.random.choice((1e9, 1e20, 3e38)), np.float32)
+    state = server.state(server.honest().step, lambda arrays, progress: arrays.update(adapter=values))
+    return server.honest(state=state).to_bytes(), True
+
+
+def _missed(server: Server) -> tuple[bytes, bool]:
+    server.number = max(server.number, 1)
+    good = server.steps(0)
+    wide = np.zeros((*good.scalars.shape[:2], good.scalars.shape[2] + 1), np.float32)
+    none = np.zeros(0, np.float32)
+    wrong = server.random.choice(
+        [
+            replace(good, scalars=wide),
+            replace(good, scalars=np.full_like(good.scalars, np.nan)),
+            replace(good, rates=np.full_like(good.rates, np.inf), scalars=np.ones_like(good.scalars)),
+            replace(good, rates=none, losses=none, scalars=good.scalars[:0]),
+            replace(good, first=1),
+            replace(good, seeds=() if good.seeds else (5,)),
+            replace(
+                good, seeds=tuple(range(300)), scalars=np.zeros((2, 300, good.scalars.shape[2]), np.float32)
+            ),
+        ]
+    )
+    may = bool(good.seeds) and len(wrong.seeds) == 300 and server.number == 1
+    first = server.honest(1) if server.number == 1 else server.honest()
+    return replace(first, state=server.state(0), missed=(wrong,)).to_bytes(), may
+
+
+def _plan(server: Server) -> tuple[bytes, bool]:
+    """An agreement that none is, or asks for too much."""
+    said = json.loads(server.agreement.content)
+    lies = [
+        *({"noise": noise, "clip": 1.0} for noise in (1e-200, 1e300, "2", None)),
+        *({"noise": 1.0, "clip": clip} for clip in (0.0, 1e-300, 1e30, [])),
+        *({"local_steps": count} for count in (0, 10**7, 2**70, "9")),
+        *({"noise": 1.0, "clip": 1.0, "delta": delta} for delta in (0.0, 1.0, 2)),
+        *({"estimator": "all"}, {"unit": "none"}, {"seed": -1}, {"more": 1}, {"learning_rate": 1e400}),
+    ]
+    said["plan"].update(server.random.choice(lies))
+    said = server.random.choice(
+        [said, said, said, {**said, "bundle": "0" * 64}, {**said, "name": 1}, {"plan": said}]
+    )
+    content = json.dumps(said).encode()
+    content = server.random.choice(
+        [content, content, content, b"[" * 9000, b"\xff{}", content + b" " * (1 << 16)]
+    )
+    return replace(server.honest(), agreement=content).to_bytes(), False
+
+
+def _hashed_plan(server: Server) -> tuple[bytes, bool]:
+    """An agreement that asks for more than the owner allows, by its own hash."""
+    asks = server.random.choice(
+        [{"local_steps": 201}, {"examples": 65}, {"queries": 65, "estimator": "tangent"}]
+    )
+    base = {"rounds": 1000, "local_steps": 2, **asks}
+    other = replace(server.agreement, plan=Plan(**base))
+    return Task(other.sha256, 0, 0, 60.0, other.content).to_bytes(), False
+
+
+def _evictions(server: Server) -> tuple[bytes, bool]:
+    """The old round again, after fleets that take its room."""
+    old = server.honest().to_bytes()
+    was = server.agreement, server.number
+    for _ in range(5):
+        server.new_fleet()
+        answer(server.folder, server.honest(seconds=1e-9).to_bytes())
+    server.agreement, server.number = was
+    return old, True
+
+
+LIES: Sequence[Lie] = (
+    *(
+        _garbage,
+        _torn,
+        _flipped,
+        _counts,
+        _again,
+        _again,
+        _older,
+        _later,
+        _later,
+        _no_round,
+        _hurried,
+        _no_time,
+    ),
+    *(_state, _state, _far, _missed, _plan, _hashed_plan, _evictions),
+)
+
+
+def attack_a_device(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """Let one device answer TASKS tasks of a hostile server."""
+    found = folder / "found.jsonl"
+    resident = _resident()
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            _serve(bench.workshop, random, folder, found)
+            code = 0
+        except BaseException:
+            with found.open("a") as stream:
+                stream.write(
+                    json.dumps({"name": "device", "verdict": "tracebacks", "tail": traceback.format_exc()})
+                    + "\n"
+                )
+        finally:
+            os._exit(code)
+    hung = False
+    while not (ended := os.wait4(child, os.WNOHANG))[0]:
+        if time.monotonic() - began > MOST_SECONDS_IN_ALL and not hung:
+            os.kill(child, 9)
+            hung = True
+        time.sleep(0.05)
+    lines = found.read_text().splitlines() if found.is_file() else []
+    cases = [Case(**{**case, "verdict": Verdict(case["verdict"])}) for case in map(json.loads, lines)]
+    if hung or os.WIFSIGNALED(ended[1]):
+        cases.append(Case("device", Verdict.HUNG if hung else Verdict.CRASHED, tail=str(ended[1])))
+    grown = ended[2].ru_maxrss * 1024 - resident
+    if grown > MOST_MEMORY:
+        cases.append(
+            Case("memory of the device", Verdict.GREEDY, tail=f"{grown >> 20} MB more than its parent")
+        )
+    return cases, Counter(network_devices=1)
+
+
+def _serve(workshop: Workshop, random: Random, folder: Path, found: Path) -> None:
+    """The device's process: a line in `found` for each task."""
+    kind = random.choice([kind for kind in workshop.kinds if kind in ("quantized", "decoder")])
+    task = workshop.folder / "task.yaml"
+    policy = folder / "policy.yaml"
+    bound = random.choice(["", "most_epsilon: 50\n"])
+    policy.write_text(f"estimators: [tangent, antithetic, exact]\n{bound}")
+    device = folder / "device"
+    make_device(
+        device,
+        DeviceSettings(workshop.bundle(kind), workshop.folder / "train.jsonl", str(task), policy=policy),
+    )
+    server = Server(random, device, open_bundle(workshop.bundle(kind)), task_sha256(load_task(str(task))))
+    with found.open("a") as stream, open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        for _ in range(TASKS):
+            lie = random.choice(LIES)
+            if random.random() < 0.1:
+                server.new_fleet()
+            case = _judged(server, lie)
+            stream.write(json.dumps(asdict(case)) + "\n")
+            stream.flush()
+
+
+def _judged(server: Server, lie: Lie) -> Case:
+    name = lie.__name__.strip("_").replace("_", " ")
+    begin = time.monotonic()
+    try:
+        content, may = lie(server)
+        answered = answer(server.folder, content)
+        said = parse_answer(answered)
+    except Exception:
+        return Case(name, Verdict.TRACEBACK, tail=traceback.format_exc()[-3000:])
+    if time.monotonic() - begin > MOST_SECONDS * (6 if lie is _evictions else 1):
+        return Case(name, Verdict.GREEDY, tail=f"{time.monotonic() - begin:.1f} s")
+    if not isinstance(said, Answer):
+        return Case(name, Verdict.REFUSED)
+    seen = server.said.setdefault((said.sha256, said.number), set())
+    if not may and answered not in seen:
+        return Case(name, Verdict.SILENT, tail=repr(said)[:500])
+    seen.add(answered)
+    lines = [
+        record
+        for record in Journal(server.folder / LEDGER, writable=False).records
+        if record["kind"] == BEGUN
+    ]
+    rounds = Counter((record["agreement"], record["round"]) for record in lines)
+    if len(seen) > 1 or rounds[said.sha256.hex(), said.number] != 1:
+        return Case(
+            name,
+            Verdict.DIFFERENT,
+            tail=f"{len(seen)} answers, {rounds[said.sha256.hex(), said.number]} lines",
+        )
+    if not (np.isfinite(said.values).all() and np.isfinite(said.losses).all()):
+        return Case(name, Verdict.SILENT, tail="an answer that is not finite")
+    return Case(name, Verdict.ACCEPTED)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

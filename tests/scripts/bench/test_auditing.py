@@ -1,0 +1,52 @@
+"""What an audit proves is true, and is much where there is much to prove."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from auditing import audit, interval
+
+from prge.accounting import epsilon_of
+
+DELTA = 1e-5
+
+
+@pytest.mark.parametrize(("hits", "trials"), [(0, 30), (1, 30), (17, 40), (39, 40), (50, 50)])
+def test_an_interval_has_the_probabilities_that_define_it(hits: int, trials: int) -> None:
+    random = np.random.default_rng(hits)
+    low, high = interval(hits, trials, 0.1)
+    assert 0 <= low < high <= 1
+    if hits:
+        assert (random.binomial(trials, low, 200_000) >= hits).mean() == pytest.approx(0.1, abs=0.004)
+    if hits < trials:
+        assert (random.binomial(trials, high, 200_000) <= hits).mean() == pytest.approx(0.1, abs=0.004)
+
+
+def _counts(random: np.random.Generator, noise: float, trials: int) -> tuple[int, int, int]:
+    """How many normals are nearer to where the row puts them."""
+    inside, outside = random.normal(1 / noise, size=trials), random.normal(size=trials)
+    return int((inside >= 0.5 / noise).sum()), int((outside >= 0.5 / noise).sum()), trials
+
+
+@pytest.mark.parametrize("noise", [0.7, 1.0, 2.0])
+def test_normals_are_proven_to_be_nearly_as_far_apart_as_they_are(noise: float) -> None:
+    found = audit(*_counts(np.random.default_rng(1), noise, 4_000), DELTA)
+    true = epsilon_of([(noise, 1)], DELTA)
+    assert 0.7 * true < found.gaussian <= true
+    assert 0.1 * true < found.epsilon <= found.gaussian
+
+
+def test_it_is_hardly_ever_wrong() -> None:
+    """One time in 20, if at all."""
+    random, true = np.random.default_rng(2), epsilon_of([(1.0, 1)], DELTA)
+    audits = [audit(*_counts(random, 1.0, 200), DELTA) for _ in range(200)]
+    assert sum(found.gaussian > true for found in audits) <= 15
+    assert not any(found.epsilon > true for found in audits)
+
+
+def test_what_never_happens_without_the_row_proves_much_and_nothing_proves_none() -> None:
+    assert audit(100, 0, 2000, DELTA).epsilon > math.log(20)
+    assert audit(2000, 2000, 2000, DELTA).epsilon == audit(0, 0, 2000, DELTA).epsilon == 0.0
+    assert audit(1000, 1000, 2000, DELTA) == audit(0, 2000, 2000, DELTA)
