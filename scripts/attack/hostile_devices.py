@@ -33,7 +33,7 @@ HONEST, LIARS = "honest", ("liar1", "liar2")
 # The resident memory that a server may grow by while it is attacked, and what a case may take.
 MOST_GROWTH = 96 << 20
 _ROUND_SECONDS, _PATIENCE = 6.0, 60.0
-_CASES = 60
+_CASES = 96
 _PATHS = ("/", "/docs", "/openapi.json", "/health", "/v1/control/start-run", "/v1/runtime/acquire-task")
 _FLEET = "/v1/fleet/"
 _VERBS = ("push-object", "push-messages", "pull-messages", "activate-node", "register-node", "get-fab")
@@ -49,7 +49,7 @@ def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> tuple[
         scene.end_a_round({})
         before = server.resident()
         while len(cases) < _CASES:
-            names = [scene.pester(*random.choice(list(STRANGERS.items()))) for _ in range(6)]
+            names = [scene.pester(*random.choice(list(STRANGERS.items()))) for _ in range(10)]
             lies = {liar: random.choice(list(LIES.items())) for liar in scene.liars}
             problem = scene.end_a_round({liar: lie for liar, (_, lie) in lies.items()})
             names += [f"a device: {name}" for name, _ in lies.values()]

@@ -24,7 +24,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("part", "cases"), [("kills", 1), ("files", 40), ("inputs", 20), ("network_clients", 4)]
+    ("part", "cases"),
+    [("kills", 1), ("files", 40), ("inputs", 20), ("network_clients", 4), ("network_devices", 1)],
 )
 def test_nothing_fails(work: Path, part: str, cases: int) -> None:
     words = ["--work", work, "--kinds", "decoder", "--only", part, "--cases", cases, "--processes", 1]
@@ -53,6 +54,8 @@ def test_nothing_fails(work: Path, part: str, cases: int) -> None:
         assert report["kills"] >= 6
     elif part == "network_clients":
         assert report["counts"]["server requests"] >= 20 * cases
+    elif part == "network_devices":
+        assert sum(report["parts"][part]["verdicts"].values()) >= 90
     else:
         assert report[part] >= cases - 1
     assert not (work / "failures").exists()

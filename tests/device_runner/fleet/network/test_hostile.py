@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sqlite3
 import ssl
 import threading
 import time
@@ -279,6 +280,28 @@ def test_half_a_head_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 connection.sendall(b"POST /v1/fleet/pull-messages HTTP/1.1\r\n")
                 with contextlib.suppress(ConnectionResetError):
                     assert connection.recv(10) == b""
+
+
+def test_the_store_holds_one_round(scene: Scene) -> None:
+    for _ in range(3):
+        scene.enemy.push(scene.enemy.reply(scene.task(), os.urandom(100_000)))
+        scene.goes_on()
+    with contextlib.closing(
+        sqlite3.connect(scene.keys.parent / "server" / "flower" / "superlink.db")
+    ) as base:
+        counts = {
+            table: base.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
+            for table in (
+                "message_ins",
+                "message_res",
+                "objects",
+                "run_objects",
+                "object_push_sessions",
+                "object_children",
+            )
+        }
+    # Two tasks and two answers at most, of three objects each.
+    assert max(counts.values()) <= 12, counts
 
 
 def test_a_key_has_its_share_of_connections() -> None:
