@@ -26,7 +26,7 @@ from prge.errors import ConfigError, EngineError, shown
 
 _WHOLE = ("top_k", "seed")
 # Without it a tail of tokens that are rare one by one is drawn from now and then (docs/generation.md).
-MIN_P = 0.05
+MIN_P = 0.1
 
 
 @dataclass(frozen=True)

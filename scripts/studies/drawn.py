@@ -10,6 +10,11 @@ Prints a row for each model, way to draw and `min_p`, in percent but for the per
     perplexity    of the tokens, by that distribution
     unknown       words that no text has; at the end: of the last quarter of the answers
     different     pairs of words among all answers' pairs that are there once
+
+    python scripts/studies/drawn.py --bundle BUNDLE --runs RUN ... --rows train.jsonl
+
+draws from adapters that learnt answers by heart, and prints the percentage of answers that are one of the
+rows' to the letter: what follows where an answer should end is junk.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+from verbs import answers
 
 from prge.generation.choice import Choice, ChoiceSettings
 
@@ -38,15 +44,18 @@ WAYS = {
     "chat, temperature 0.7, top p 0.95": ChoiceSettings(0.7, top_p=0.95),
     "temperature 1": ChoiceSettings(1.0),
 }
-MIN_P = (0.0, 0.02, 0.05, 0.1, 0.2)
+MIN_P = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3)
 _BEGIN = 1
 
 
 def main() -> None:
     """Draw and count; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", type=Path, nargs="+", required=True)
-    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="where known words come from")
+    parser.add_argument("--models", type=Path, nargs="+", default=[])
+    parser.add_argument("--texts", type=Path, nargs="+", default=[], help="where known words come from")
+    parser.add_argument("--bundle", type=Path)
+    parser.add_argument("--runs", type=Path, nargs="+", default=[], help="of the bundle")
+    parser.add_argument("--rows", type=Path, help="messages that the runs learnt")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     known = set(_words(path.read_text() for path in given.texts))
@@ -59,6 +68,13 @@ def main() -> None:
             print(
                 " | ".join(f"{each:.3g}" if isinstance(each, float) else str(each) for each in row.values())
             )
+    for run, (way, settings) in itertools.product(given.runs, WAYS.items()):
+        for min_p in MIN_P if settings.temperature else (0.0,):
+            row = {"run": run.name, "way": way, "min_p": min_p}
+            rows.append(
+                {**row, "whole": whole(given.bundle, run, given.rows, replace(settings, min_p=min_p))}
+            )
+            print(*rows[-1].values(), sep=" | ", flush=True)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -87,6 +103,14 @@ def measure(folder: Path, settings: ChoiceSettings, known: set[str]) -> dict[str
         "unknown_at_end": _unknown(ends, known),
         "different": 100 * sum(n == 1 for n in pairs.values()) / max(1, sum(pairs.values())),
     }
+
+
+def whole(bundle: Path, run: Path, rows: Path, settings: ChoiceSettings) -> float:
+    """The percentage of answers that are the rows' own, or another row's."""
+    learnt = {json.loads(line)["messages"][-1]["content"] for line in rows.read_text().splitlines()}
+    how = {"temperature": settings.temperature, "top_p": settings.top_p, "min_p": settings.min_p}
+    (found,) = answers(bundle=bundle, adapter=f"run={run}", data=rows, max_tokens=64, **how).values()
+    return 100 * sum(each["text"].strip() in learnt for each in found) / len(found)
 
 
 def draw(

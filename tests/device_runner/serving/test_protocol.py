@@ -24,7 +24,7 @@ def refused(content: object, read: Any = read_chat) -> RequestError:
 
 def test_defaults_are_openais_but_for_rare_tokens() -> None:
     chat = read_chat(json.dumps(CHAT).encode())
-    assert chat.choice.min_p == 0.05
+    assert chat.choice.min_p == 0.1
     assert read_chat(json.dumps({**CHAT, "min_p": 0}).encode()).choice.min_p == 0
     assert (chat.most, chat.stop, chat.count, chat.stream, chat.usage) == (None, (), 1, False, False)
     assert chat.choice == ChoiceSettings(temperature=1.0)
