@@ -8,6 +8,7 @@ it the hash of every package. A lock names packages of an earlier runtime by ver
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -31,15 +32,10 @@ SECONDS = 1800
 _WHEEL_MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}
 _KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 # What this machine's own settings may have loosened.
-_STRICT = [
-    word
-    for name in (
-        "Acquire::AllowInsecureRepositories=false",
-        "Acquire::AllowWeakRepositories=false",
-        "APT::Get::AllowUnauthenticated=false",
-    )
-    for word in ("-o", name)
-]
+_STRICT = (
+    "-o Acquire::AllowInsecureRepositories=false -o Acquire::AllowWeakRepositories=false "
+    "-o APT::Get::AllowUnauthenticated=false"
+).split()
 
 DEBIAN = (
     "libc6 libstdc++6 libgcc-s1 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libuuid1 "
@@ -158,19 +154,17 @@ def download_wheels(
     def found() -> dict[Package, Path]:
         packages = {}
         for path in sorted(folder.glob("*.whl")):
-            for line in wanted:
-                name, _, version = line.partition("==")
+            for name, _, version in (line.partition("==") for line in wanted):
                 if _wheel_key(*path.name.split("-")[:2]) == _wheel_key(name, version):
                     package = Package(name, version, file_sha256(path))
                     if package == locked.get(name, package):
                         packages[package] = path
         return packages
 
-    there = found()
-    has = {f"{item.name}=={item.version}" for item in there}
+    has = {f"{item.name}=={item.version}" for item in found()}
     if lacking := [line for line in wanted if line not in has]:
         _pip_download(lacking, machine, folder, locked)
-        there = found()
+    there = found()
     if len(there) < len(wanted):
         raise PrgeError(f"pip brought other packages than {' '.join(lacking)}")
     return there
@@ -194,23 +188,28 @@ def download_debian(
     """
     folder = cache / "debian" / machine
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = None if lock is None else lock.named(names, "debian")
-    files = {} if wanted is None else _cached(wanted, folder)
-    if wanted is not None and len(files) == len(wanted):
+    wanted = [] if lock is None else lock.named(names, "debian")
+    files = _cached(wanted, folder)
+    if wanted and len(files) == len(wanted):
         return files
     with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as place:
         private = Path(place)
         environment = _private_apt(private, machine, archive, is_locked=lock is not None)
         _apt(["apt-get", *_STRICT, "update"], environment)
-        if wanted is None:
-            offered = _offered(["apt-cache", "--no-all-versions", "show", *names], environment)
-            wanted = [package for package in offered if package.name in names]
-            lacking = sorted(set(names) - {package.name for package in wanted})
-        else:
-            offered = _offered(["apt-cache", "show", *names], environment)
-            lacking = [f"{item.name} {item.version}" for item in wanted if item not in offered]
+        offered = _offered(names, environment, every_version=lock is not None)
+        wanted = wanted or [package for package in offered if package.name in names]
+        lacking = [f"{item.name} {item.version}" for item in wanted if item not in offered]
         if lacking:
-            raise _not_offered(lacking, is_locked=lock is not None)
+            raise PrgeError(
+                "the archive doesn't have these packages of the lock: " + ", ".join(lacking),
+                remedy="name a mirror that keeps old versions with --debian-archive, or leave --lock out for "
+                "the newest",
+            )
+        if lacking := sorted(set(names) - {package.name for package in wanted}):
+            raise PrgeError(
+                f"the archive's {RELEASE} lacks packages: " + ", ".join(lacking),
+                remedy="name another archive with --debian-archive",
+            )
         files = _cached(wanted, folder)
         words = [f"{item.name}={item.version}" for item in wanted if item not in files]
         if words:
@@ -219,10 +218,7 @@ def download_debian(
                 # Copied first, for a local archive gives links: no other process sees a part of a file.
                 whole = Path(shutil.copyfile(path, private / "whole"))
                 whole.replace(folder / path.name)
-    files = _cached(wanted, folder)
-    if lacking := [f"{item.name} {item.version}" for item in wanted if item not in files]:
-        raise _not_offered(lacking, is_locked=lock is not None)
-    return {package: files[package] for package in wanted}
+    return _cached(wanted, folder)
 
 
 def unpack_debian(files: Iterable[Path], folder: Path) -> None:
@@ -241,27 +237,15 @@ def _cached(packages: Sequence[Package], folder: Path) -> dict[Package, Path]:
     }
 
 
-def _offered(words: Sequence[str], environment: Mapping[str, str]) -> list[Package]:
-    """What apt-cache shows of packages; those that it doesn't know are left out."""
+def _offered(names: Sequence[str], environment: Mapping[str, str], every_version: bool) -> list[Package]:
+    """What the archive has of packages; those that it doesn't know are left out."""
+    words = ["apt-cache", *([] if every_version else ["--no-all-versions"]), "show", *names]
     packages = []
     for stanza in _apt(words, environment).split("\n\n"):
         fields = dict(re.findall(r"^(Package|Version|SHA256): *(\S+)$", stanza, re.MULTILINE))
         if len(fields) == 3:
             packages.append(Package(fields["Package"], fields["Version"], fields["SHA256"]))
     return packages
-
-
-def _not_offered(lacking: Sequence[str], is_locked: bool) -> PrgeError:
-    if is_locked:
-        return PrgeError(
-            "the archive doesn't have these packages of the lock: " + ", ".join(lacking),
-            remedy="name a mirror that keeps old versions with --debian-archive, or leave --lock out for the "
-            "newest",
-        )
-    return PrgeError(
-        f"the archive's {RELEASE} lacks packages: " + ", ".join(lacking),
-        remedy="name another archive with --debian-archive",
-    )
 
 
 def _private_apt(folder: Path, machine: str, archive: Archive, is_locked: bool) -> dict[str, str]:
@@ -326,6 +310,8 @@ def _pip_download(
         remedy = "is the package index there, and does it have these versions?"
         if locked:
             remedy += " Leave --lock out to take those that prge is tested with"
+        if importlib.util.find_spec("pip") is None:
+            remedy = "this Python has no pip: install it with `python -m ensurepip`"
         _run(words, remedy=remedy)
         for path in Path(place).glob("*.whl"):
             path.replace(folder / path.name)
