@@ -156,13 +156,14 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
     damping = spread[:, None] ** 2 / (spread[:, None] ** 2 + strengths)
     leverages = left**2 @ damping + 1 / rows
     damped = damping[:, :, None] * projected[:, None]
-    fitted = (left @ damped.reshape(len(spread), -1)).reshape(rows, -1, classes)
+    count = len(strengths)
+    fitted = (left @ damped.reshape(len(spread), count * classes)).reshape(rows, count, classes)
 
     # Without its own row the mean of the indicators leans away from that row, which would tell its class.
     lean = (indicators - prior) / max(rows - 1, 1)
     lowest, head = np.inf, Head(classes, states.shape[1])
     # Of equally good strengths the greatest.
-    for index in range(len(strengths)):
+    for index in range(count):
         residual = indicators - prior - fitted[:, index]
         left_out = indicators - residual / np.maximum(1 - leverages[:, index, None], 1e-9) + lean
         weight, bias = _discriminant(left_out, labels, counts / rows)

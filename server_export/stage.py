@@ -20,7 +20,7 @@ class _Parts:
     """Of the stage that runs: how many it has, and how many are done."""
 
     count: int = 0
-    done: int = 0
+    done: float = 0
 
 
 _CURRENT: ContextVar[_Parts | None] = ContextVar("parts", default=None)
@@ -38,7 +38,7 @@ def stage(name: str, stream: TextIO | None = None) -> Iterator[Callable[[str], N
 
     def draw() -> None:
         while not ended.wait(_TERMINAL_SECONDS if is_terminal else _DOT_SECONDS):
-            filled = _BAR * parts.done // max(parts.count, 1)
+            filled = round(_BAR * parts.done / max(parts.count, 1))
             bar = f"|{'#' * filled:<{_BAR}}|" if parts.count else ""
             show(f"{time.monotonic() - begin:6.1f} s  {bar}" if is_terminal else ".")
 
@@ -62,7 +62,7 @@ def count_parts(count: int) -> Callable[..., None]:
     parts = _CURRENT.get() or _Parts()
     parts.count, parts.done = count, 0
 
-    def done(more: int = 1) -> None:
+    def done(more: float = 1) -> None:
         parts.done += more
 
     return done

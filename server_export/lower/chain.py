@@ -81,6 +81,7 @@ def lower_chain(
             bounds,
             is_head,
             cache,
+            lambda share: part(share * _OF_A_KIND),
         )
         place[first] = len(kinds)
         lowered.append(done)
@@ -89,7 +90,6 @@ def lower_chain(
         cached = " (from the cache)" if cache and cache.taken > taken else ""
         tell(f"{name}: {', '.join(done.methods)}{cached}")
         give_back_freed()
-        part(_OF_A_KIND)
     modules = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
     for number, block in enumerate(chain.blocks):

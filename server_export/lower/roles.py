@@ -5,7 +5,7 @@ prge/signatures.py has what these take and answer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ def lower_roles(
     bounds: Bounds,
     is_head: bool,
     cache: ProgramCache | None = None,
+    done: Callable[[float], object] = lambda share: None,
 ) -> LoweredRoles:
     """Lower a kind of block for some roles.
 
@@ -73,6 +74,7 @@ def lower_roles(
         bounds: sizes of one call.
         is_head: whether it is a decoder's head.
         cache: of programs; None: lower in any case.
+        done: is told which further share of this is done.
 
     Raises:
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
@@ -88,10 +90,15 @@ def lower_roles(
             name: attribute(graphs[role], name) for name in _constants(graphs[role]) if name not in shared
         }
     sizes = {role: sizes_of(role, bounds, is_head) for role in graphs}
-    programs = {role: dynamic_program(graph, sizes[role]) for role, graph in graphs.items()}
+    programs = {}
+    for role, graph in graphs.items():
+        programs[role] = dynamic_program(graph, sizes[role])
+        done(0.5 / len(graphs))
     every = {size for of_role in sizes.values() for size in of_role.values()}
     lower = cache.lower if cache else lower_kind
-    return LoweredRoles(lower(programs, every, {DECODE}), methods, constants, programs)
+    lowered = lower(programs, every, {DECODE})
+    done(0.5)
+    return LoweredRoles(lowered, methods, constants, programs)
 
 
 def role_graphs(

@@ -32,6 +32,14 @@ def test_stays_finite_with_fewer_rows_than_features() -> None:
     assert (head.scores(states.astype(np.float32)).argmax(-1) == labels).all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("rows", [4, 16])
+def test_states_that_are_all_equal_tell_how_many_rows_a_class_has(rows: int) -> None:
+    head = fit_head(np.ones((rows, 8), np.float32), np.arange(rows) % 4 // 3, 2)
+    scores = head.scores(np.ones((1, 8), np.float32))
+    assert scores[0, 0] - scores[0, 1] == pytest.approx(np.log(3), rel=0.4)
+
+
 def test_names_a_class_without_rows() -> None:
     with pytest.raises(ValueError, match=r"\[2\]"):
         fit_head(np.ones((4, 3), np.float32), np.array([0, 1, 0, 1]), 3)
