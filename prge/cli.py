@@ -53,6 +53,10 @@ VERBS = {
     "demo": Verb("server_export.demo", "export, train and evaluate a tiny model in one go", "export"),
 }
 
+ABOUT = (
+    "Fine-tune language models on a phone with nothing but an inference engine.\n"
+    "`prge --version` tells the version."
+)
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -73,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        return _guarded("prge", lambda: show_verbs("prge", VERBS, _usage()))
+        helps = {name: verb.help for name, verb in VERBS.items()}
+        return _guarded("prge", lambda: show_verbs("prge", helps, ABOUT))
     if words[0] in ("-V", "--version"):
         return _guarded("prge", lambda: print(f"prge {__version__}"))
     name = words[0]
@@ -160,22 +165,6 @@ def _unknown(name: str) -> None:
     from prge.habits import verb_error
 
     raise verb_error(name, VERBS, "prge")
-
-
-def _usage() -> str:
-    width = max(map(len, VERBS))
-    lines = [f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items()]
-    return "\n".join(
-        [
-            "Fine-tune language models on a phone with nothing but an inference engine.",
-            "",
-            "usage: prge <verb> [flags]",
-            "",
-            *lines,
-            "",
-            "`prge <verb> --help` shows a verb's flags; `prge --version` the version.",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 _ASKED = "_ARGCOMPLETE"
 
@@ -35,8 +35,11 @@ def show_help(parser: argparse.ArgumentParser, text: str = "") -> None:
     print(text or parser.format_help(), end="")
 
 
-def show_verbs(prog: str, verbs: Iterable[str], text: str) -> None:
-    """The same for a list of verbs."""
+def show_verbs(prog: str, helps: Mapping[str, str], about: str) -> None:
+    """The same for verbs, each with its help; `about` is a sentence for the list."""
     parser = argparse.ArgumentParser(prog, add_help=False)
-    parser.add_argument("verb", choices=list(verbs))
-    show_help(parser, f"{text}\n")
+    parser.add_argument("verb", choices=helps)
+    width = max(map(len, helps))
+    lines = [f"  {name:<{width}}  {text}\n" for name, text in helps.items()]
+    end = f"\n`{prog} <verb> --help` shows a verb's flags.\n"
+    show_help(parser, "".join([f"usage: {prog} <verb> [flags]\n\n{about}\n\n", *lines, end]))

@@ -38,16 +38,9 @@ def run_action(
     """
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        show_verbs(prog, actions, _usage(actions, prog, about))
+        show_verbs(prog, {name: action.help for name, action in actions.items()}, about)
         return 0
     if words[0] not in actions:
         raise verb_error(words[0], actions, prog)
     check(words[0])
     return actions[words[0]].main(words[1:])
-
-
-def _usage(actions: Mapping[str, Action], prog: str, about: str) -> str:
-    width = max(map(len, actions))
-    lines = [f"  {name:<{width}}  {action.help}" for name, action in actions.items()]
-    end = f"`{prog} <verb> --help` shows a verb's flags."
-    return "\n".join([f"usage: {prog} <verb> [flags]", "", about, "", *lines, "", end])

@@ -239,14 +239,14 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
 
 
 def _tell_targets(config: ExportConfig, source: _Source) -> None:
-    """Say where all linear layers are adapted for want of a usual choice."""
+    """Say that linear layers of all kinds are adapted for want of a usual choice."""
     from server_export.model.lora_fa import usual_target_modules
 
     is_chosen = config.target_modules or config.adapter
     if not is_chosen and usual_target_modules(source.outline.model) is None:
         print(
-            f"PEFT has no usual target modules for {source.outline.config.model_type}: adapters are on all "
-            f"{len(source.start.lora_a)} linear layers of the blocks; --target-modules chooses others"
+            f"PEFT has no usual target modules for {source.outline.config.model_type}: linear layers of all "
+            f"kinds are adapted, {len(source.start.lora_a)} in all; --target-modules chooses others"
         )
 
 

@@ -24,6 +24,7 @@ from prge.errors import ConfigError, RunError
 from prge.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, read_chat_template
 from server_export.model.base import base_of
+from server_export.publishing.hub import find_repository, push
 from server_export.publishing.model_card import CardFacts, model_card, read_run, read_step
 from server_export.publishing.settings import PublishConfig
 from server_export.publishing.trained import Trained, load_base, load_peft, read_trained
@@ -46,13 +47,11 @@ def main(argv: Sequence[str]) -> int:
     config = parse_settings(
         PublishConfig, argv, "prge publish", positional=["source"], description=DESCRIPTION
     )
-    if config.push is None:
-        print(publish(config))
-        return 0
-    from server_export.publishing.hub import find_repository, push
-
-    repository = find_repository(config.push, public=config.public, overwrite=config.overwrite)
-    print(push(publish(config), repository))
+    repository = None
+    if config.push is not None:
+        repository = find_repository(config.push, config.public, config.overwrite)
+    out = publish(config)
+    print(out if repository is None else push(out, repository))
     return 0
 
 

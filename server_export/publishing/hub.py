@@ -34,7 +34,7 @@ class Repository:
     token: str = field(repr=False)
 
 
-def find_repository(name: str, *, public: bool, overwrite: bool) -> Repository:
+def find_repository(name: str, public: bool, overwrite: bool) -> Repository:
     """Ask the hub for a repository before anything takes time.
 
     Args:

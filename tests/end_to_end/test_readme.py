@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from prge.cli import main
 from tests.end_to_end.conftest import REPOSITORY, prge
 
 
@@ -56,3 +57,20 @@ def test_links_lead_somewhere() -> None:
     ]:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def test_every_command_of_the_documents_has_flags_of_its_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(kind: object, given: object, problems: list[str], prog: str) -> None:
+        wrong = [each for each in problems if "is no flag" in each or "stands alone" in each]
+        raise AssertionError(wrong) if wrong else SystemExit(0)
+
+    monkeypatch.setattr("prge.settings._build", stop)  # nothing runs
+    read = 0
+    for document in [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]:
+        text = document.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^ *(?:\w+=\S+ )*prge (.*)", text, re.MULTILINE):
+            words = shlex.split(re.split(r" [>|#]", line)[0])
+            if len(words) > 2 and not {"--resume", "--preset", "..."} & set(words):
+                read += 1
+                assert main(words) == 0, f"{document.name}: prge {line}"
+    assert read > 50

@@ -87,6 +87,7 @@ def test_a_folder_is_pushed_whole_into_a_repository_that_is_private_unless_told_
         (["me/tuned"], {"HF_TOKEN": ""}, "--push needs a token of the hub, and there is none\n  make one"),
         (["me/tuned"], {"HF_TOKEN": "wrong"}, "the hub answers 401: "),
         (["me/tuned"], {"HF_TOKEN": f"{TOKEN} é"}, "the token of the hub has characters that none has"),
+        ([""], {}, "--push is '', which names no repository"),
         (["tuned"], {}, "--push is 'tuned', which names no repository: the owner is missing"),
         (["me/../etc"], {}, "--push is 'me/../etc', which names no repository"),
         (["me/a b"], {}, "--push is 'me/a b', which names no repository"),
