@@ -49,9 +49,9 @@ from prge.adapter import Adapter
 from prge.bundle import open_bundle
 from prge.directions import normals
 from prge.discrete_gaussian import system_words
-from prge.engine import Array, Engine, FloatArray
+from prge.engine import Array, Engine, Float64Array, FloatArray, Slope
 from prge.errors import DivergenceError
-from prge.estimators import Float64Array, Measurement, Step
+from prge.estimators import Measurement, Step
 from tests.tiny_models import save_model
 
 SHAPE = ("--target-modules", "q_proj", "--adapt-layers", "top:1", "--rank", "1", "--sequence-length", "16")
@@ -85,14 +85,21 @@ class Hiding:
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """See prge.engine.Engine."""
         outputs = dict(self._inner.forward(inputs))
-        rows = [row for row, tokens in enumerate(inputs["tokens"]) if self._is_hidden(tokens.tolist())]
-        for name in outputs if rows else ():
-            if name.startswith("gradient"):
-                outputs[name] = np.zeros_like(outputs[name])
-            elif name.startswith("d"):
-                outputs[name] = outputs[name].copy()
-                outputs[name][:, rows] = 0
+        if rows := self._hidden_rows(inputs):
+            name = f"d{self.contract.answer}"
+            outputs[name] = outputs[name].copy()
+            outputs[name][:, rows] = 0
         return outputs
+
+    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[FloatArray, dict[str, FloatArray]]:
+        """See prge.engine.Engine; a call has one row where examples are clipped."""
+        answers, gradients = self._inner.gradient(inputs, slope)
+        if self._hidden_rows(inputs):
+            gradients = {name: np.zeros_like(array) for name, array in gradients.items()}
+        return answers, gradients
+
+    def _hidden_rows(self, inputs: Mapping[str, Array]) -> list[int]:
+        return [row for row, tokens in enumerate(inputs["tokens"]) if self._is_hidden(tokens.tolist())]
 
     def _is_hidden(self, tokens: list[int]) -> bool:
         return any(tuple(tokens[: len(own)]) == own and not any(tokens[len(own) :]) for own in self._hidden)
@@ -151,7 +158,7 @@ class Server:
         with patch.object(local, "open_engines", self._once(open_engines)):
             made = open_local(*arguments)
         canary = {sequence.tokens for each in made.examples if each.row == 1 for sequence in each.sequences}
-        engine = made.engine if self.has_canary else Hiding(made.engine, canary)
+        engine: Engine = made.engine if self.has_canary else Hiding(made.engine, canary)
         if self.is_silent:
             made = replace(made, draw=_silence)
         return replace(made, engine=engine)
