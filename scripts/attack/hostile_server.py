@@ -241,7 +241,7 @@ def _plan(server: Server) -> tuple[bytes, bool]:
     said = json.loads(server.agreement.content)
     lies: list[dict[str, Any]] = [
         *({"noise": noise, "clip": 1.0} for noise in (1e-200, 1e300, "2", None)),
-        *({"noise": 1.0, "clip": clip} for clip in (0.0, 1e-300, 1e30, [])),
+        *({"noise": 1.0, "clip": clip} for clip in (0.0, 1e-300, 1e30, -1.0)),
         *({"local_steps": count} for count in (0, 10**7, 2**70, "9")),
         *({"noise": 1.0, "clip": 1.0, "delta": delta} for delta in (0.0, 1.0, 2)),
         *({"estimator": "all"}, {"unit": "none"}, {"seed": -1}, {"more": 1}, {"learning_rate": 1e400}),
