@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,18 +47,3 @@ def test_no_text_of_the_repository_asks_pip_for_prge_from_an_index() -> None:
     ]
     asking = [path for path in texts if "pip install 'prge" in path.read_text(encoding="utf-8")]
     assert not [path for path in asking if path.name != "CHANGELOG.md"]
-
-
-@pytest.mark.parametrize("package", ["pyarrow", "datasets"])
-def test_a_missing_package_names_what_brings_it(package: str, tmp_path: Path) -> None:
-    """The real readers, in a Python that can't import the package."""
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    where = {"pyarrow": "rows.parquet", "datasets": "someone/rows"}[package]
-    code = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        f"from prge.rows.sources import read_source\nread_source({where!r})"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False, timeout=60
-    )
-    assert install_extra("data") in child.stderr

@@ -52,7 +52,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 def test_parquet_without_its_library(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"(?s)needs the package pyarrow.*prge\[data\]"):
+    with pytest.raises(DataError, match=r"(?s)needs the package pyarrow.*pip install 'datasets>=4' 'pyarrow"):
         read_rows(write("a.parquet", b"PAR1"))
 
 

@@ -102,7 +102,9 @@ def test_names_of_data_sets(name: str, is_one: bool, tmp_path: Path, monkeypatch
 
 def test_a_data_set_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"(?s)no such file or folder.*package datasets.*prge\[data\]"):
+    with pytest.raises(
+        DataError, match=r"(?s)no such file or folder.*package datasets.*pip install 'datasets"
+    ):
         read_source("nobody/nothing")
 
 
