@@ -7,6 +7,7 @@ present round is deleted.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -187,6 +188,8 @@ class Post:
             sent.node == said.src_node_id == node
             and sent.tries <= _MOST_TRIES
             and said.message_id == tree.object_id
+            # Flower's database keeps what is no number as nothing, and fails over it later.
+            and math.isfinite(said.created_at + said.ttl)
             and not message.content.ListFields()
             and _count(tree) <= _MOST_OBJECTS
         )

@@ -128,6 +128,12 @@ REFUSED: dict[str, Callable[[Scene, Asked], object]] = {
     "an answer by another node": lambda scene, asked: scene.enemy.push(
         scene.enemy.reply(asked, _RECORD), node=scene.honest.node
     ),
+    "a time that is none": lambda scene, asked: scene.enemy.push(
+        scene.enemy.reply(asked, _RECORD, created_at=float("nan"))
+    ),
+    "a time to live that is none": lambda scene, asked: scene.enemy.push(
+        scene.enemy.reply(asked, _RECORD, ttl=float("nan"))
+    ),
     "no message": lambda scene, asked: scene.enemy.client.PushMessages(
         PushMessagesRequest(node=scene.enemy.node)
     ),
