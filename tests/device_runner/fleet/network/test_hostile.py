@@ -199,6 +199,15 @@ def test_what_a_device_may_not_say_is_refused(scene: Scene, name: str) -> None:
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"x"
 
 
+def test_what_flower_fails_over_costs_its_sender_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a time that is none, if nobody refused it."""
+    monkeypatch.setattr("device_runner.fleet.network.post.math.isfinite", lambda value: True)
+    asked = scene.task()
+    scene.enemy.push(scene.enemy.reply(asked, b"x", created_at=float("nan")))
+    scene.goes_on()
+    assert scene.enemy.node.node_id not in scene.rounds.received[-1]
+
+
 def test_an_answer_counts_once(scene: Scene) -> None:
     asked = scene.task()
     for content in (b"first", b"second"):
