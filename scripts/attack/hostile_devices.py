@@ -327,8 +327,8 @@ LIES: dict[str, Lie] = {
     "a foreign task": _claims(reply_to_message_id=lambda scene: scene.random.randbytes(32).hex()),
     "another's name": _claims(src_node_id=lambda scene: scene.honest.node.node_id),
     "another run": _claims(run_id=lambda scene: scene.random.getrandbits(63)),
-    "a time": _claims(created_at=float("nan")),
-    "a time to live": _claims(ttl=1e300),
+    "a time": _claims(created_at=lambda scene: scene.random.choice([float("nan"), float("inf"), -1e300])),
+    "a time to live": _claims(ttl=lambda scene: scene.random.choice([float("nan"), float("inf"), 1e300])),
     "a group": _claims(group_id="x" * 60_000),
 }
 

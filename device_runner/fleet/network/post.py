@@ -7,6 +7,7 @@ present round is deleted.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -121,8 +122,7 @@ class Post:
 
     def replies(self) -> Iterator[Reply]:
         """What has come since it was last asked for."""
-        waited = set(self._out) - set(self._begun)
-        for message in self._state.get_message_res(waited, self.run_id) if waited else []:
+        for message in self._come(set(self._out) - set(self._begun)):
             self._begun[message.metadata.reply_to_message_id] = message
         for name, message in list(self._begun.items()):
             failed = message.has_error()
@@ -131,6 +131,16 @@ class Post:
                 del self._begun[name]
                 self._state.delete_messages({name})
                 yield Reply(self._out.pop(name), content, shown(message.error.reason) if failed else "")
+
+    def _come(self, names: set[str]) -> list[Message]:
+        """Flower's records of answers; one that it fails over is deleted, for it would fail again."""
+        try:
+            return self._state.get_message_res(set(names), self.run_id) if names else []
+        except (LookupError, TypeError, ValueError):
+            if len(names) > 1:
+                return [message for name in names for message in self._come({name})]
+            self._state.delete_messages(names)
+            return []
 
     def late(self) -> Iterator[Sent]:
         """Tasks of earlier rounds that devices wanted to answer."""
@@ -187,6 +197,8 @@ class Post:
             sent.node == said.src_node_id == node
             and sent.tries <= _MOST_TRIES
             and said.message_id == tree.object_id
+            # Flower's database keeps what is no number as nothing, and fails over it later.
+            and math.isfinite(said.created_at + said.ttl)
             and not message.content.ListFields()
             and _count(tree) <= _MOST_OBJECTS
         )

@@ -79,7 +79,7 @@ def test_devices_end_where_their_privacy_is_spent(words: Words, tmp_path: Path) 
     assert len(figures["curve"]) < 40
 
 
-@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"directions": "own"}])
+@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"directions": "own"}, {"combine": "trimmed"}])
 def test_one_that_is_killed_goes_on_to_the_same_figures(
     words: Words, way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

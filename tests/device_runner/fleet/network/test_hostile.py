@@ -128,6 +128,12 @@ REFUSED: dict[str, Callable[[Scene, Asked], object]] = {
     "an answer by another node": lambda scene, asked: scene.enemy.push(
         scene.enemy.reply(asked, _RECORD), node=scene.honest.node
     ),
+    "a time that is none": lambda scene, asked: scene.enemy.push(
+        scene.enemy.reply(asked, _RECORD, created_at=float("nan"))
+    ),
+    "a time to live that is none": lambda scene, asked: scene.enemy.push(
+        scene.enemy.reply(asked, _RECORD, ttl=float("nan"))
+    ),
     "no message": lambda scene, asked: scene.enemy.client.PushMessages(
         PushMessagesRequest(node=scene.enemy.node)
     ),
@@ -191,6 +197,15 @@ def test_what_a_device_may_not_say_is_refused(scene: Scene, name: str) -> None:
     scene.enemy.push(scene.enemy.reply(asked, b"x"))
     scene.goes_on()
     assert scene.rounds.received[-1][scene.enemy.node.node_id] == b"x"
+
+
+def test_what_flower_fails_over_costs_its_sender_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a time that is none, if nobody refused it."""
+    monkeypatch.setattr("device_runner.fleet.network.post.math.isfinite", lambda value: True)
+    asked = scene.task()
+    scene.enemy.push(scene.enemy.reply(asked, b"x", created_at=float("nan")))
+    scene.goes_on()
+    assert scene.enemy.node.node_id not in scene.rounds.received[-1]
 
 
 def test_an_answer_counts_once(scene: Scene) -> None:
