@@ -34,7 +34,8 @@ _PATHS = {path for method, path in PROTOBUF_REQUEST_TYPES if path.startswith(_FL
 _OBJECTS = f"{_FLEET}push-object"
 # Every request but an object's; and an object beside what a device says in it.
 SMALL_BYTES = 1 << 16
-MOST_STRANGERS = 256
+# With TLS each takes a third of a megabyte.
+MOST_STRANGERS = 64
 MOST_CONNECTIONS_OF_A_KEY = 8
 _OBJECTS_AT_ONCE = 4
 _SECONDS_TO_ASK = 60.0
