@@ -120,6 +120,7 @@ class Report:
             "kills": self.counts["kills"],
             "files": sum(n for (part, _), n in self.verdicts.items() if part.endswith("files")),
             "inputs": sum(n for (part, _), n in self.verdicts.items() if part == "inputs"),
+            "network": sum(n for (part, _), n in self.verdicts.items() if part.startswith("network_")),
             **dict(sorted(failed.items())),
             "left_out": self.left_out,
             "parts": {
