@@ -207,8 +207,9 @@ class _Round:
             raise RefusedError(f"the fleet's bundle is {agreement.bundle[:12]}, mine {ours[:12]}")
         if agreement.task != task_sha256(task):
             raise RefusedError("the fleet's task is another one than mine")
-        first = self.task.number * (agreement.plan.local_steps if agreement.plan.by_scalars else 1)
-        if self.task.number >= agreement.plan.rounds or self.task.step != first:
+        # Rounds that the server discarded have no steps.
+        rounds, rest = divmod(self.task.step, agreement.plan.local_steps if agreement.plan.by_scalars else 1)
+        if self.task.number >= agreement.plan.rounds or rest or rounds > self.task.number:
             raise RefusedError(f"the plan has no round {self.task.number + 1} from step {self.task.step} on")
         return agreement
 

@@ -9,8 +9,9 @@ files, network and programs, because the sandbox may have a hole.
 
 from __future__ import annotations
 
+import encodings.unicode_escape  # noqa: F401 (jinja2 asks for these once a template does: the child couldn't)
 import json
-import textwrap  # noqa: F401 (jinja2 imports it, and two below, once a template asks: the child couldn't)
+import textwrap  # noqa: F401
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any

@@ -27,7 +27,6 @@ CONTRACT = Contract(
     positions=39,
     width=8,
     vocabulary_size=1000,
-    label_tokens=(),
     modules=(AdaptedModule("q_proj", 2, 8, 8),),
 )
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2)
