@@ -231,11 +231,13 @@ class TestAStranger:
 
     def test_fills_no_memory(self, scene: Scene) -> None:
         path = "/v1/fleet/push-object"
+        body = b"x" * 10_000_000  # of this process, as the server is
         before = _resident()
         for _ in range(20):
             with self._connect(scene) as connection, contextlib.suppress(OSError):
-                head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 10000000\r\n\r\n"
-                connection.sendall(head.encode() + bytes(10_000_000))
+                head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+                connection.sendall(head.encode())
+                connection.sendall(body)
                 assert b" 401 " in connection.recv(100)
         assert _resident() - before < 10 << 20
         scene.enemy.push(scene.enemy.reply(scene.task(), b"x"))
