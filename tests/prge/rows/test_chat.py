@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,23 +180,33 @@ def test_template_that_is_large_or_nests_is_refused(source: str) -> None:
         ChatTemplate(source, SPECIAL)
 
 
+def children() -> set[str]:
+    """Processes that this one has begun and not waited for; tests before may have some."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(path.parent.name)
+    return found
+
+
 def test_a_child_that_crossed_a_bound_leaves_nothing_behind() -> None:
+    before = children()
     template = ChatTemplate("{{ 'a' * 10**9 if messages | length > 1 else 'b' }}", SPECIAL)
     assert template.render(CONVERSATIONS["question"]) == "b"
     for _ in range(2):
         with pytest.raises(BundleError):
             template.render(CONVERSATIONS["answer"])
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() <= before
 
 
 def test_a_template_that_is_not_needed_any_more_ends_its_child() -> None:
+    before = children()
     template = ChatTemplate(CHATML, SPECIAL)
-    assert os.waitpid(-1, os.WNOHANG) == (0, 0)
+    assert len(children() - before) == 1
     del template
     gc.collect()
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() <= before
 
 
 def test_a_long_conversation_has_the_room_that_it_needs() -> None:
