@@ -31,7 +31,7 @@ from tests.device_runner.fleet.network.enemy import Asked, Enemy, garbage, objec
 
 HONEST, LIARS = "honest", ("liar1", "liar2")
 # The resident memory that a server may grow by while it is attacked, and what a case may take.
-MOST_GROWTH = 128 << 20
+MOST_GROWTH = 96 << 20
 _ROUND_SECONDS, _PATIENCE = 6.0, 60.0
 _CASES = 96
 _PATHS = ("/", "/docs", "/openapi.json", "/health", "/v1/control/start-run", "/v1/runtime/acquire-task")
