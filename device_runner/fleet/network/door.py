@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import datetime
+import gc
 from base64 import b64decode
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -49,12 +50,18 @@ class Listener(socket):
     def __init__(self, listener: socket, most: int) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
         self._most = most
+        self._accepted = 0
+        gc.freeze()  # what serves stays; so looking for circles among connections is quick
         self._strangers: dict[Client, socket] = {}
         self._known: defaultdict[bytes, dict[Client, socket]] = defaultdict(dict)
 
     def accept(self) -> tuple[socket, Any]:
         """The next connection; it may cost the oldest stranger its own."""
         connection, address = super().accept()
+        # An ended connection is a circle of a third of a megabyte. Python counts objects, so it would come late.
+        self._accepted += 1
+        if self._accepted % (MOST_STRANGERS // 4) == 0:
+            gc.collect()
         self._strangers = _bounded({**self._strangers, address[:2]: connection}, MOST_STRANGERS)
         if sum(map(len, self._known.values())) > self._most:
             self._known = defaultdict(dict, {key: _bounded(mine) for key, mine in self._known.items()})
