@@ -58,7 +58,7 @@ class Listener(socket):
     def accept(self) -> tuple[socket, Any]:
         """The next connection; it may cost the oldest stranger its own."""
         connection, address = super().accept()
-        # An ended connection is a circle of a third of a megabyte. Python counts objects, so it would come late.
+        # An ended connection is a circle of a third of a megabyte; Python, counting objects, finds it late.
         self._accepted += 1
         if self._accepted % (MOST_STRANGERS // 4) == 0:
             gc.collect()
