@@ -19,14 +19,14 @@ from device_runner.session.speaking import (
     read_adapter,
     read_adapters,
 )
-from prge.adapter import Adapter
-from prge.bundle import Bundle
 from prge.errors import PrgeError
-from prge.generation.loop import Generator, Request, Ticket
-from prge.generation.prompts import Prompt, Prompts
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.host.terminal import write_text
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.settings import parse_settings
-from prge.terminal import write_text
+from prge.text.loop import Generator, Request, Ticket
+from prge.text.prompts import Prompt, Prompts
+from prge.verbs.settings import parse_settings
 
 DESCRIPTION = "Talk to a bundle's model in the terminal; /help lists what can be said to the program."
 HELP = """\

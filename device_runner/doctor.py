@@ -20,9 +20,9 @@ from typing import Any
 
 from device_runner.requirements import Check
 from prge.cli import VERBS
-from prge.memory import memory_info
-from prge.packages import install, requirement
-from prge.settings import parse_settings
+from prge.host.memory import memory_info
+from prge.host.packages import install, requirement
+from prge.verbs.settings import parse_settings
 
 MIB = 1 << 20
 OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)
@@ -267,7 +267,7 @@ def _check_cache() -> Check:
 
     try:
         from device_runner.engines.packed_files import bytes_in
-        from prge.user_cache import PACKED, cache_path
+        from prge.host.user_cache import PACKED, cache_path
 
         folder = cache_path(PACKED)
     except ImportError as error:

@@ -10,27 +10,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from device_runner.engines.opening import open_engines
-from prge.adapter import Adapter
-from prge.bundle import open_bundle
-from prge.checkpoint import HEAD, read_head
 from prge.engine import EngineName
 from prge.errors import ConfigError, EngineError
-from prge.evaluation import Scores
-from prge.examples import Example
-from prge.generation.loop import Answer, GenerationSettings, Generator, Request
-from prge.generation.loop import Overflow as PromptOverflow
-from prge.generation.prompts import Prompt
-from prge.head import Head
-from prge.peft import find_adapter, read_peft
+from prge.files.adapter import Adapter
+from prge.files.bundle import open_bundle
+from prge.files.peft import find_adapter, read_peft
+from prge.files.run_folder import reported
+from prge.files.tuned import tuning_at
+from prge.learning.checkpoint import HEAD, read_head
+from prge.learning.evaluation import Scores
+from prge.learning.examples import Example
+from prge.learning.head import Head
 from prge.rows.example_building import BuildOptions, Overflow, load_examples
 from prge.rows.readers import Selection
 from prge.rows.scoring import evaluate, extract_answers, text_metrics
 from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import reported
-from prge.settings import Bytes, parse_settings
-from prge.tuned import tuning_at
+from prge.text.loop import Answer, GenerationSettings, Generator, Request
+from prge.text.loop import Overflow as PromptOverflow
+from prge.text.prompts import Prompt
+from prge.verbs.settings import Bytes, parse_settings
 
 # Answers that are written at once.
 SLOTS = 8

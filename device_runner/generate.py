@@ -20,17 +20,17 @@ from device_runner.session.speaking import (
     open_speaking,
     read_adapters,
 )
-from prge.documents import DocumentError, read_json
 from prge.errors import DataError, shown
-from prge.generation.loop import Answer, Generator, Request, Ticket
-from prge.generation.prompts import Prompt, Prompts
+from prge.files.documents import DocumentError, read_json
+from prge.host.terminal import write_text
 from prge.rows.forms import columns_text, find_form
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.sources import read_source
 from prge.rows.task import RowError, load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.settings import parse_settings
-from prge.terminal import write_text
+from prge.text.loop import Answer, Generator, Request, Ticket
+from prge.text.prompts import Prompt, Prompts
+from prge.verbs.settings import parse_settings
 
 DESCRIPTION = "Write what a model answers to prompts: one is streamed, several are made at once."
 MOST_AT_ONCE = 8

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.session.settings import DEFAULT_BATCH, DEFAULT_QUERIES
-from prge.adapter import adapter_size
-from prge.bundle import MANIFEST, check_file, read_chain, read_manifest
-from prge.chain import ROLE_OF, Chain
 from prge.contract import AdaptedModule
-from prge.costs import KINDS, Outline, bytes_text, memory_table, memory_text, weights_of_bundle
 from prge.errors import BundleError, printable
-from prge.settings import parse_settings
-from prge.signatures import DECODE
-from prge.tuned import bundle_at
+from prge.files.adapter import adapter_size
+from prge.files.bundle import MANIFEST, check_file, read_chain, read_manifest
+from prge.files.chain import ROLE_OF, Chain
+from prge.files.signatures import DECODE
+from prge.files.tuned import bundle_at
+from prge.learning.costs import KINDS, Outline, bytes_text, memory_table, memory_text, weights_of_bundle
+from prge.verbs.settings import parse_settings
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
 _SHOWN_ELSEWHERE = {
@@ -110,7 +110,7 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _memory(
     manifest: Mapping[str, Any], chain: Chain, size: Callable[[str], int]
 ) -> list[dict[str, Any]] | None:
-    """What runs take, see prge.costs.memory_table; None for a bundle whose export kept no outline."""
+    """What runs take, see learning.costs.memory_table; None for a bundle whose export kept no outline."""
     if "outline" not in manifest:
         return None
     outline = Outline.from_json(manifest["outline"], chain)

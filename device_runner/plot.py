@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prge.bounds import bound_problems
-from prge.curves import SCORES, Record, labels, series, smooth
 from prge.errors import ConfigError, RunError
-from prge.palette import COLOURS, MARKERS, drawing_library
-from prge.run_folder import read_metrics, reported
-from prge.settings import parse_settings
+from prge.files.curves import SCORES, Record, labels, series, smooth
+from prge.files.run_folder import read_metrics, reported
+from prge.pages.palette import COLOURS, MARKERS, drawing_library
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import parse_settings
 
 AXES = ("step", "rows", "seconds")
 

@@ -25,32 +25,32 @@ from device_runner.session.noise import (
     neighbours_agree,
 )
 from device_runner.session.settings import DEFAULT_QUERIES, batch_for
-from prge.adapter import Adapter
-from prge.bounds import bound_problems
-from prge.bundle import open_bundle
-from prge.chain import Chain
-from prge.checkpoint import HEAD, read_head
 from prge.contract import Contract
-from prge.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
-from prge.directions import RankOneDirections
-from prge.encoder_heads import fit_heads
 from prge.engine import Engine, EngineName, Float64Array
 from prge.errors import ConfigError, EngineError
-from prge.estimators import Step
-from prge.evaluation import score
-from prge.examples import Batch, Example
-from prge.head import Head
-from prge.peft import find_adapter, read_peft
+from prge.files.adapter import Adapter
+from prge.files.bundle import open_bundle
+from prge.files.chain import Chain
+from prge.files.peft import find_adapter, read_peft
+from prge.files.run_folder import reported
+from prge.files.signatures import TANGENT
+from prge.learning.checkpoint import HEAD, read_head
+from prge.learning.encoder_heads import fit_heads
+from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
+from prge.learning.estimators.directions import RankOneDirections
+from prge.learning.estimators.protocol import Step
+from prge.learning.estimators.tangents import Tangents
+from prge.learning.evaluation import score
+from prge.learning.examples import Batch, Example
+from prge.learning.head import Head
+from prge.learning.sampling import Sampler
 from prge.rows.example_building import BuildOptions, Overflow, load_examples
 from prge.rows.readers import Selection
 from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import reported
-from prge.sampling import Sampler
-from prge.settings import Bytes, parse_settings
-from prge.signatures import TANGENT
-from prge.tangents import Tangents
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import Bytes, parse_settings
 
 DESCRIPTION = "Measure on real rows how much signal each estimator and epsilon has, and recommend one."
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from device_runner.session.replaying import replay
-from prge.checkpoint import HEAD, head_arrays
 from prge.errors import RunError
-from prge.journal import Journal
-from prge.peft import read_peft, write_peft
-from prge.regular_files import read_regular
-from prge.run_folder import FINAL, JOURNAL
-from prge.settings import parse_settings
-from prge.tuned import bundle_at
+from prge.files.journal import Journal
+from prge.files.peft import read_peft, write_peft
+from prge.files.run_folder import FINAL, JOURNAL
+from prge.files.tuned import bundle_at
+from prge.host.regular_files import read_regular
+from prge.learning.checkpoint import HEAD, head_arrays
+from prge.verbs.settings import parse_settings
 
 DESCRIPTION = "Make a run's adapter again from its journal alone, and compare it with the run's result."
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prge.atomic import write_file
 from prge.errors import ConfigError
-from prge.run_folder import reported
-from prge.settings import parse_settings
-from prge.tuned import run_at
+from prge.files.run_folder import reported
+from prge.files.tuned import run_at
+from prge.host.atomic import write_file
+from prge.verbs.settings import parse_settings
 
 DESCRIPTION = "Write one HTML page about runs, finished or not. It needs no network and no script to be read."
 

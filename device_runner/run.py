@@ -37,9 +37,24 @@ from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, bundle_for, paced, settled
 from device_runner.session.tracking import check_installed, tracked
-from prge.atomic import write_file
-from prge.bundle import open_bundle
-from prge.checkpoint import (
+from prge.engine import Engine
+from prge.errors import ConfigError, RunError, shown
+from prge.files.bundle import open_bundle
+from prge.files.journal import Journal, Record
+from prge.files.peft import write_peft
+from prge.files.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FINAL,
+    JOURNAL,
+    TRUNK_CACHE,
+    run_lock,
+    with_stored_settings,
+)
+from prge.files.signatures import DECODE, PREFILL
+from prge.host.atomic import write_file
+from prge.host.terminal import best_effort
+from prge.learning.checkpoint import (
     HEAD,
     TrainingState,
     checkpoint_folder,
@@ -50,22 +65,15 @@ from prge.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from prge.encoder_heads import Heads, digest_of, fit_heads
-from prge.engine import Engine
-from prge.errors import ConfigError, RunError, shown
-from prge.exact import check_single_sequences
-from prge.examples import token_count
-from prge.generation.loop import Generator
-from prge.journal import Journal, Record
-from prge.peft import write_peft
+from prge.learning.encoder_heads import Heads, digest_of, fit_heads
+from prge.learning.estimators.exact import check_single_sequences
+from prge.learning.examples import token_count
+from prge.learning.sampling import Sampler, check_batch
+from prge.learning.training import AdapterLearner, Observer, train
 from prge.rows.scoring import evaluate
-from prge.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, TRUNK_CACHE, run_lock, with_stored_settings
-from prge.sampling import Sampler, check_batch
-from prge.settings import parse_settings, settings_to_yaml
-from prge.signatures import DECODE, PREFILL
-from prge.terminal import best_effort
-from prge.training import AdapterLearner, Observer, train
-from prge.watching import Watcher, graceful_stop
+from prge.running.watching import Watcher, graceful_stop
+from prge.text.loop import Generator
+from prge.verbs.settings import parse_settings, settings_to_yaml
 
 DESCRIPTION = "Fine-tune the adapter of a bundle on the stock engine."
 

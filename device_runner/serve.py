@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from device_runner.session.speaking import BASE, BUNDLE, by_name, open_speaking, read_adapter
-from prge.adapter import Adapter
-from prge.bounds import bound_problems
-from prge.bundle import Bundle
-from prge.documents import DocumentError, read_document
 from prge.engine import EngineName
 from prge.errors import ConfigError
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.files.documents import DocumentError, read_document
+from prge.files.tuned import tuning_at
+from prge.host.terminal import best_effort
 from prge.rows.tokenizer import bundle_tokenizer, read_chat_template
-from prge.settings import Bytes, parse_settings
-from prge.terminal import best_effort
-from prge.tuned import tuning_at
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import Bytes, parse_settings
 
 KEY = "PRGE_API_KEY"
 MOST_KEY_BYTES = 4096
@@ -91,7 +91,7 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.listening import Server, address_of, listening
     from device_runner.serving.models import Models
     from device_runner.serving.worker import Worker
-    from prge.generation.loop import Generator
+    from prge.text.loop import Generator
 
     key = _read_key(settings.api_key_file)
     bundle = open_speaking(settings.bundle)

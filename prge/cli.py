@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prge import __version__
-from prge.completion import show_verbs, words_of_help
 from prge.errors import PrgeError, RunError
-from prge.interrupts import ignore_interrupts, one_interrupt
-from prge.memory import GET_MEMORY, tells_no_memory
-from prge.parents import end_with_starter
-from prge.terminal import best_effort, flush, open_standard_files, silence
+from prge.host.interrupts import ignore_interrupts, one_interrupt
+from prge.host.memory import GET_MEMORY, tells_no_memory
+from prge.host.parents import end_with_starter
+from prge.host.terminal import best_effort, flush, open_standard_files, silence
+from prge.verbs.completion import show_verbs, words_of_help
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,19 @@ VERBS = {
     "generate": Verb("device_runner.generate", "write what a model answers to prompts", "device"),
     "chat": Verb("device_runner.chat", "talk to a model and its adapters in the terminal", "device"),
     "serve": Verb("device_runner.serve", "serve a bundle and its adapters by OpenAI's protocol", "serve"),
-    "baseline": Verb("server_export.baselines.command", "train the same model by another method", "export"),
+    "baseline": Verb(
+        "server_export.evidence.baselines.command", "train the same model by another method", "export"
+    ),
     "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", ""),
     "plot": Verb("device_runner.plot", "draw loss and score of runs", "plot"),
     "report": Verb("device_runner.report", "write a page about runs: curves, samples, settings, costs", ""),
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
-    "compare": Verb("server_export.compare.command", "compare training methods at equal quality", "export"),
-    "leak": Verb("server_export.leak.command", "try to read rows from what a fleet sends of them", "export"),
+    "compare": Verb(
+        "server_export.evidence.compare.command", "compare training methods at equal quality", "export"
+    ),
+    "leak": Verb(
+        "server_export.evidence.leak.command", "try to read rows from what a fleet sends of them", "export"
+    ),
     "android": Verb("device_runner.android.command", "train on a phone over adb", ""),
     "fleet": Verb("device_runner.fleet.command", "train one adapter on many devices", "fleet"),
     "cache": Verb("device_runner.cache", "show or empty the cache of packed weights", ""),
@@ -96,7 +102,7 @@ def _start(name: str, argv: list[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "prge", "server_export", "device_runner") or os.environ.get("PRGE_DEBUG"):
             raise
-        from prge.packages import install_extra
+        from prge.host.packages import install_extra
 
         raise PrgeError(
             f"the package {missing} is not installed",
@@ -162,7 +168,7 @@ def _tell(prog: str, message: str, code: int) -> int:
 
 
 def _unknown(name: str) -> None:
-    from prge.habits import verb_error
+    from prge.verbs.habits import verb_error
 
     raise verb_error(name, VERBS, "prge")
 

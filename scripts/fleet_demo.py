@@ -32,9 +32,9 @@ from device_runner.fleet.network.client import client_app
 from device_runner.fleet.network.keys import DeviceKeys
 from device_runner.fleet.network.supernode import Connection, join
 from device_runner.session.replaying import replay
-from prge.bundle import open_bundle
-from prge.journal import Journal
-from prge.run_folder import FINAL, JOURNAL
+from prge.files.bundle import open_bundle
+from prge.files.journal import Journal
+from prge.files.run_folder import FINAL, JOURNAL
 
 DATA = Path(__file__).resolve().parent.parent / "server_export" / "demo_data"
 HONEST, KILLED, LIAR = "honest", "killed", "liar"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from prge import __version__
-from prge.bundle import ADAPTER, FORMAT, MANIFEST, TOKENIZER, file_sha256, manifest_sha256
-from prge.chain import Chain
-from prge.costs import Outline
-from prge.peft import PeftAdapter, write_lora
+from prge.files.bundle import ADAPTER, FORMAT, MANIFEST, TOKENIZER, file_sha256, manifest_sha256
+from prge.files.chain import Chain
+from prge.files.peft import PeftAdapter, write_lora
+from prge.learning.costs import Outline
 from server_export.check.chain import ChainVerification
 from server_export.model.base import base_of
 from server_export.model.files import end_tokens, find_files

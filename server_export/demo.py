@@ -17,7 +17,7 @@ from typing import Any
 from prge.errors import PrgeError, RunError
 from prge.rows.readers import read_rows
 from prge.rows.task import load_task
-from prge.settings import parse_settings
+from prge.verbs.settings import parse_settings
 from server_export.verbs import flags_of, json_of, run_verb, started
 
 DATA = Path(__file__).resolve().parent / "demo_data"

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prge.contract import Contract
-from prge.costs import RUNTIME_BYTES, bytes_text, memory_table, memory_text, run_memory
-from prge.exact import ROWS_OF_A_STEP
-from prge.progress import duration
+from prge.host.progress import duration
+from prge.learning.costs import RUNTIME_BYTES, bytes_text, memory_table, memory_text, run_memory
+from prge.learning.estimators.exact import ROWS_OF_A_STEP
 from server_export.check.estimation import Estimate, estimate
 from server_export.settings import EstimateConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `prge estimate`; returns the exit code."""
-    from prge.settings import parse_settings
+    from prge.verbs.settings import parse_settings
 
     config = parse_settings(
         EstimateConfig,
@@ -87,10 +87,10 @@ def _run(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
 
 def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple[int, list[Contract]]:
     """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
+    from prge.learning.sampling import Sampler
     from prge.rows.example_building import BuildOptions, load_examples
     from prge.rows.sources import read_source
     from prge.rows.task import load_task
-    from prge.sampling import Sampler
     from server_export.model.chat_templates import give_template
     from server_export.model.tokenization import load_tokenizer, on_device
 

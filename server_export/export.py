@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.atomic import new_folder
 from prge.contract import Contract
-from prge.costs import MOST_COMPARED, Outline
 from prge.errors import RunError
+from prge.host.atomic import new_folder
+from prge.learning.costs import MOST_COMPARED, Outline
 from server_export.check.estimation import announce
 from server_export.memory import give_back_freed
 from server_export.settings import ExportConfig
@@ -36,7 +36,7 @@ _SEQUENCES = 1024
 
 def main(argv: Sequence[str]) -> int:
     """Run `prge export`; returns the exit code."""
-    from prge.settings import parse_settings
+    from prge.verbs.settings import parse_settings
 
     config = parse_settings(
         ExportConfig,
@@ -199,7 +199,7 @@ def _compare(config: ExportConfig, chain: Chain) -> None:
 
 def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) -> dict[str, Any]:
     """Fill a bundle's folder; returns its manifest."""
-    from prge import chain as manifest
+    from prge.files import chain as manifest
     from server_export.bundle import write_bundle
     from server_export.check.chain import verify_chain
     from server_export.lower.cache import ProgramCache

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prge.bounds import bound_problems
-from prge.bundle import Bundle, open_bundle
 from prge.errors import ConfigError, DataError
-from prge.guide import Guide, add_guide
-from prge.settings import parse_settings
+from prge.files.bundle import Bundle, open_bundle
+from prge.learning.estimators.guide import Guide, add_guide
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import parse_settings
 
 if TYPE_CHECKING:
-    from server_export.baselines.problem import ModelProblem
+    from server_export.evidence.baselines.problem import ModelProblem
 
 DESCRIPTION = "Give a bundle axes for the directions of its forward-only runs, from gradients of rows."
 
@@ -89,7 +89,7 @@ def axes_of_gradients(problem: ModelProblem, count: int) -> tuple[Guide, dict[st
     """
     import torch
 
-    from server_export.baselines.lora import insert_adapter
+    from server_export.evidence.baselines.lora import insert_adapter
     from server_export.model.principal import Principal
 
     _, _, lora_b = insert_adapter(problem)
@@ -125,7 +125,7 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     from prge.rows.sources import read_source
     from prge.rows.task import load_task
     from prge.rows.tokenizer import bundle_tokenizer
-    from server_export.baselines.problem import open_problem
+    from server_export.evidence.baselines.problem import open_problem
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from prge.atomic import new_folder
-from prge.bundle import MANIFEST, TOKENIZER
-from prge.checkpoint import HEAD
 from prge.errors import ConfigError, RunError
-from prge.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
+from prge.files.bundle import MANIFEST, TOKENIZER
+from prge.files.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
+from prge.host.atomic import new_folder
+from prge.learning.checkpoint import HEAD
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, read_chat_template
 from server_export.model.base import base_of
 from server_export.publishing.hub import find_repository, push
@@ -42,7 +42,7 @@ _PUBLISHED = (CONFIG, "config.json", MANIFEST, GGUF)
 
 def main(argv: Sequence[str]) -> int:
     """Run `prge publish`; returns the exit code."""
-    from prge.settings import parse_settings
+    from prge.verbs.settings import parse_settings
 
     config = parse_settings(
         PublishConfig, argv, "prge publish", positional=["source"], description=DESCRIPTION

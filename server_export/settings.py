@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from prge.bounds import bound_problems
 from prge.errors import ConfigError
-from prge.settings import Bytes
-from prge.signatures import ROLES
+from prge.files.signatures import ROLES
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import Bytes
 
 Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]

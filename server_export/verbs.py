@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import PrgeError, RunError
-from prge.parents import environment_of_child
-from prge.run_folder import LOCK, run_lock
+from prge.files.run_folder import LOCK, run_lock
+from prge.host.parents import environment_of_child
 
 # For what a verb saves when it is told to stop, and when a terminal has told it.
 _SECONDS_TO_END, _SECONDS_TO_OBEY = 30.0, 3.0

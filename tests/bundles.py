@@ -7,10 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prge.bundle import ADAPTER, FORMAT, MANIFEST, TABLES, TOKENIZER, Bundle, file_sha256, manifest_sha256
-from prge.chain import Block, Bounds, Chain, Interface, Kind, Table
 from prge.contract import AdaptedModule, Contract
-from prge.signatures import BACK, STACK, TANGENT
+from prge.files.bundle import (
+    ADAPTER,
+    FORMAT,
+    MANIFEST,
+    TABLES,
+    TOKENIZER,
+    Bundle,
+    file_sha256,
+    manifest_sha256,
+)
+from prge.files.chain import Block, Bounds, Chain, Interface, Kind, Table
+from prge.files.signatures import BACK, STACK, TANGENT
 
 PROGRAM = "programs/block.pte"
 FILES = {

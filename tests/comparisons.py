@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from server_export.compare.settings import CompareSettings, read_command_line
+from server_export.evidence.compare.settings import CompareSettings, read_command_line
 from tests.bundles import make_bundle
 
 SEEDS = (1, 2, 3)
@@ -69,7 +69,7 @@ def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """A stored comparison: backpropagation learns fast and holds much, p-rge less of both, one failed."""
     import yaml
 
-    from prge.settings import settings_to_yaml
+    from prge.verbs.settings import settings_to_yaml
 
     settings = settings_for(tmp_path / "out", "--seeds", *SEEDS)
     backprop = [
@@ -115,7 +115,7 @@ class PretendedVerbs:
         self.diverging = diverging
 
     def __call__(self, words: list[str], log: Path) -> int:
-        """Do as `server_export.compare.children.run_verb` does."""
+        """Do as `server_export.evidence.compare.children.run_verb` does."""
         self.calls.append(words)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prge.examples import Example, Slot, TokenSequence
+from prge.learning.examples import Example, Slot, TokenSequence
 
 
 def completion(row: int, tokens: list[int], prompt: int) -> Example:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.adapter import Adapter
 from prge.contract import AdaptedModule
 from prge.engine import FloatArray
 from prge.errors import EngineError
+from prge.files.adapter import Adapter
 
 MODULES = (AdaptedModule("layer", 2, 8, 6),)
 WIDTH = 12
@@ -25,7 +25,7 @@ def make_adapter(seed: int = 0) -> Adapter:
 
 
 class NumpySpeaker:
-    """Implements prge.generation.speaker.Speaker: a recurrent network, whose states it keeps.
+    """Implements prge.text.speaker.Speaker: a recurrent network, whose states it keeps.
 
     `calls` are the tokens of every feed, and the sequences of every step. A misuse is an AssertionError;
     `failing` tokens are an EngineError.
@@ -51,7 +51,7 @@ class NumpySpeaker:
         return len(self._states)
 
     def open(self, adapter: Adapter) -> int:
-        """See prge.generation.speaker.Speaker.open."""
+        """See prge.text.speaker.Speaker.open."""
         assert len(self._states) < self.slots, "no free slot"
         self._opened += 1
         self._states[self._opened] = [np.zeros(WIDTH)]
@@ -60,26 +60,26 @@ class NumpySpeaker:
         return self._opened
 
     def length(self, sequence: int) -> int:
-        """See prge.generation.speaker.Speaker.length."""
+        """See prge.text.speaker.Speaker.length."""
         return len(self._states[sequence]) - 1
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """See prge.generation.speaker.Speaker.feed."""
+        """See prge.text.speaker.Speaker.feed."""
         self.calls.append(list(tokens))
         return self._fed(sequence, tokens)
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
-        """See prge.generation.speaker.Speaker.step."""
+        """See prge.text.speaker.Speaker.step."""
         self.calls.append(list(tokens))
         return {sequence: self._fed(sequence, [token]) for sequence, token in tokens.items()}
 
     def rewind(self, sequence: int, length: int) -> None:
-        """See prge.generation.speaker.Speaker.rewind."""
+        """See prge.text.speaker.Speaker.rewind."""
         assert 0 <= length <= self.length(sequence)
         del self._states[sequence][length + 1 :]
 
     def close(self, sequence: int) -> None:
-        """See prge.generation.speaker.Speaker.close."""
+        """See prge.text.speaker.Speaker.close."""
         del self._states[sequence], self._adapters[sequence]
 
     def _fed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:

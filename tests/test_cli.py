@@ -17,7 +17,7 @@ import pytest
 from prge import __version__
 from prge.cli import VERBS, Verb, main
 from prge.errors import RunError
-from prge.packages import install_extra
+from prge.host.packages import install_extra
 from tests.bundles import PROGRAM, make_bundle
 
 HEAVY = {"torch", "executorch", "transformers", "torchao", "peft", "matplotlib"}

@@ -26,14 +26,14 @@ from device_runner.android.speaking import (
     generate_words,
 )
 from device_runner.session.settings import RunSettings
-from prge.bundle import MANIFEST, check_content, open_bundle
 from prge.errors import ConfigError, DeviceError, PrgeError
-from prge.peft import find_adapter
+from prge.files.bundle import MANIFEST, check_content, open_bundle
+from prge.files.peft import find_adapter
+from prge.files.run_folder import CONFIG, FINAL, JOURNAL
+from prge.files.tuned import Tuning, tuning_at
 from prge.rows.sources import Part
-from prge.run_folder import CONFIG, FINAL, JOURNAL
-from prge.settings import parse_settings, settings_to_yaml
-from prge.subverbs import Action, run_action
-from prge.tuned import Tuning, tuning_at
+from prge.verbs.settings import parse_settings, settings_to_yaml
+from prge.verbs.subverbs import Action, run_action
 
 Settings = TypeVar("Settings")
 EARLY_SECONDS = 10.0

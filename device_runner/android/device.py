@@ -22,13 +22,13 @@ from typing import Any
 from device_runner.android.adb import Adb, quote
 from device_runner.android.packages import digest
 from device_runner.android.runtime import MANIFEST, driver_hash, files_of
-from prge.bundle import file_sha256
 from prge.cli import INTERRUPTED
-from prge.documents import parse_json
 from prge.errors import DeviceError
+from prge.files.bundle import file_sha256
+from prge.files.documents import parse_json
+from prge.files.run_folder import ENDED
 from prge.rows.readers import PARQUET
 from prge.rows.sources import Part, read_source, rows_file
-from prge.run_folder import ENDED
 
 FOLDER = "/data/local/tmp/prge"
 OWN = "runtime runtime.tree bundles adapters data jobs runs fleets cache tmp".split()

@@ -10,8 +10,8 @@ from device_runner.android.device import FOLDER, Phone, check_name, send_rows
 from device_runner.android.runtime import MANIFEST
 from device_runner.fleet.device import DeviceSettings as JoiningSettings
 from device_runner.fleet.serve import KEYS_REMEDY, keys_problems
-from prge.bounds import flag
 from prge.errors import ConfigError, DeviceError
+from prge.verbs.bounds import flag
 
 # Of a folder of `prge fleet keys` for a device.
 KEY_FILES = ("ca.pem", "device.key")

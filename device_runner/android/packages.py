@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from prge.bundle import file_sha256
-from prge.documents import read_json
 from prge.errors import ConfigError, PrgeError
-from prge.user_cache import private_folder
+from prge.files.bundle import file_sha256
+from prge.files.documents import read_json
+from prge.host.user_cache import private_folder
 
 Machine = Literal["arm64", "amd64"]
 RELEASE = "trixie"

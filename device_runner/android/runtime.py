@@ -38,10 +38,10 @@ from device_runner.android.packages import (
 )
 from device_runner.engines.native.build import LIBRARY, LINKED, build
 from prge import __version__
-from prge.bundle import file_sha256
-from prge.documents import read_json
 from prge.errors import DeviceError, EngineError, PrgeError, RunError
-from prge.user_cache import user_cache
+from prge.files.bundle import file_sha256
+from prge.files.documents import read_json
+from prge.host.user_cache import user_cache
 
 MANIFEST = "runtime.json"
 TREE = "TREE"

@@ -11,9 +11,9 @@ from typing import Any
 from device_runner.android.adb import quote
 from device_runner.android.device import DeviceSettings, Phone, check_name, send_rows
 from device_runner.session.speaking import BASE, STDIN, ChatFlags, GenerateFlags
-from prge.bounds import flag
-from prge.documents import parse_yaml
 from prge.errors import ConfigError, DeviceError
+from prge.files.documents import parse_yaml
+from prge.verbs.bounds import flag
 
 
 @dataclass(frozen=True)

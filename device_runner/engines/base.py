@@ -19,7 +19,7 @@ from device_runner.engines.refusals import explain, lacked_memory
 from prge.contract import Contract, TensorSpec
 from prge.engine import Array, FloatArray, Slope
 from prge.errors import EngineError
-from prge.memory import GET_MEMORY
+from prge.host.memory import GET_MEMORY
 
 Tensors = Sequence["tuple[int, tuple[int, ...]] | None"]
 _Found = TypeVar("_Found")

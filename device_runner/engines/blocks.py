@@ -25,12 +25,12 @@ from device_runner.engines.interfaces import TRIED, Heads, Shapes, problems_of, 
 from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.refusals import RefusedError, captured_stderr, foreign_program, load_error
 from device_runner.engines.tables import Tables
-from prge.bundle import Bundle, check_content
-from prge.chain import TABLE, Interface
 from prge.engine import Array, FloatArray
 from prge.errors import EngineError
-from prge.peft import scaled_lora_a
-from prge.signatures import DECODE, STACK
+from prge.files.bundle import Bundle, check_content
+from prge.files.chain import TABLE, Interface
+from prge.files.peft import scaled_lora_a
+from prge.files.signatures import DECODE, STACK
 
 
 class Blocks:

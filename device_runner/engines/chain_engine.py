@@ -20,10 +20,10 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.head import Asked, Head, slices
 from device_runner.engines.trunk_cache import TrunkCache
-from prge.chain import FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, TABLE, U, V
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.engine import Array, FloatArray, IntArray
-from prge.signatures import BACK, STACK, TANGENT
+from prge.files.chain import FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, TABLE, U, V
+from prge.files.signatures import BACK, STACK, TANGENT
 
 Arrays = dict[str, Array]
 
@@ -51,7 +51,7 @@ class ChainEngine(CheckedEngine):
     """Implements prge.engine.Engine for a contract of a run's own choice.
 
     Args:
-        contract: see prge.chain.Chain.contract.
+        contract: see prge.files.chain.Chain.contract.
         blocks: of the bundle.
         threads: size of the engine's pool.
         cache: keeps the states that enter the lowest adapted block, row by row.

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from device_runner.engines.trunk_cache import Precision
-from prge.atomic import storage_error
 from prge.engine import Array, FloatArray
+from prge.host.atomic import storage_error
 
 # As numpy aligns what the engine reads.
 _ALIGNMENT = 64

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from device_runner.engines.refusals import RefusedError, content, load_error, quoted
-from prge.children import close_all_but
 from prge.errors import BundleError, EngineError
-from prge.memory import GET_MEMORY, tells_no_memory
-from prge.parents import end_with_parent
+from prge.host.children import close_all_but
+from prge.host.memory import GET_MEMORY, tells_no_memory
+from prge.host.parents import end_with_parent
 
 CHECK_SECONDS = 600.0
 

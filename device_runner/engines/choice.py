@@ -11,7 +11,7 @@ from typing import Any
 
 from prge.engine import EngineName
 from prge.errors import EngineError
-from prge.memory import tells_no_memory
+from prge.host.memory import tells_no_memory
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from functools import partial
 import numpy as np
 
 from device_runner.engines.blocks import Blocks
-from prge.chain import FEWEST_TOKENS
 from prge.engine import Array, FloatArray, IntArray
-from prge.signatures import BACK, STACK, TANGENT
-from prge.vocabulary import Reading
+from prge.files.chain import FEWEST_TOKENS
+from prge.files.signatures import BACK, STACK, TANGENT
+from prge.learning.vocabulary import Reading
 
 
 class Asked:

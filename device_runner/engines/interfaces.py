@@ -1,6 +1,6 @@
 """The shapes of what a chain's methods take and answer, and whether its programs have them.
 
-What the manifest says, `prge.chain` with its modules, tables and bounds, fixes all of them but the widths of
+What the manifest says, `prge.files.chain` with its modules, tables and bounds, fixes all but the widths of
 states between blocks: those a program has, and the blocks before and behind it must have the same.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
-from prge.chain import PAST_KEYS, PAST_VALUES, TABLE, Bounds, Chain
-from prge.signatures import DECODE, PREFILL, STACK
+from prge.files.chain import PAST_KEYS, PAST_VALUES, TABLE, Bounds, Chain
+from prge.files.signatures import DECODE, PREFILL, STACK
 
 # Sizes that a method is tried with before it is used.
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4)

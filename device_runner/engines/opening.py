@@ -10,10 +10,10 @@ from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.choice import choose
 from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import TrunkCache
-from prge.bundle import Bundle
-from prge.chain import ROLE_OF
 from prge.engine import Engine, EngineName
-from prge.signatures import STACK
+from prge.files.bundle import Bundle
+from prge.files.chain import ROLE_OF
+from prge.files.signatures import STACK
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,12 @@ from device_runner.engines.native.runtime import (
     without_threads,
 )
 from device_runner.engines.refusals import RefusedError
-from prge.atomic import flush_folder, storage_error, write_file
-from prge.bundle import file_sha256
 from prge.engine import Array
 from prge.errors import BundleError, PrgeError
-from prge.regular_files import open_regular, read_regular
-from prge.user_cache import PACKED, user_cache
+from prge.files.bundle import file_sha256
+from prge.host.atomic import flush_folder, storage_error, write_file
+from prge.host.regular_files import open_regular, read_regular
+from prge.host.user_cache import PACKED, user_cache
 
 _CHECKSUM, _COMPARED = ".checksum", ".weights"
 _LOCK = "lock"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError, EngineError, PrgeError
-from prge.memory import tells_no_memory
+from prge.host.memory import tells_no_memory
 
 # executorch/runtime/core/error.h
 _CODES = {

@@ -17,9 +17,11 @@ import numpy as np
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.choice import choose
-from prge.adapter import Adapter
-from prge.bundle import Bundle
-from prge.chain import (
+from prge.engine import Array, EngineName, FloatArray
+from prge.errors import BundleError, EngineError
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.files.chain import (
     CAUSAL,
     FEWEST_TOKENS,
     KEYS,
@@ -33,9 +35,7 @@ from prge.chain import (
     TABLE,
     VALUES,
 )
-from prge.engine import Array, EngineName, FloatArray
-from prge.errors import BundleError, EngineError
-from prge.signatures import DECODE, PREFILL
+from prge.files.signatures import DECODE, PREFILL
 
 # Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
 # has one with every token of the past.
@@ -78,7 +78,7 @@ class _Step:
 
 
 class ChainSpeaker:
-    """Implements prge.generation.speaker.Speaker for an opened bundle.
+    """Implements prge.text.speaker.Speaker for an opened bundle.
 
     Args:
         blocks: of a bundle with the roles `prefill` and `decode`.

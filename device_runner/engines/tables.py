@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from prge.bundle import TABLES, Bundle
-from prge.chain import MASKED, Chain
 from prge.engine import Array
 from prge.errors import BundleError
-from prge.signatures import DECODE
+from prge.files.bundle import TABLES, Bundle
+from prge.files.chain import MASKED, Chain
+from prge.files.signatures import DECODE
 
 # Tables of one length, of which masks of long rows take megabytes.
 _KEPT = 8

@@ -19,7 +19,7 @@ from device_runner.engines.base import Signature, check_threads
 from device_runner.engines.refusals import RefusedError, captured_stderr
 from prge.engine import Array
 from prge.errors import EngineError
-from prge.memory import GET_MEMORY, tells_no_memory
+from prge.host.memory import GET_MEMORY, tells_no_memory
 
 
 class Program:

@@ -19,9 +19,9 @@ from typing import Literal
 
 import numpy as np
 
-from prge.atomic import storage_error
 from prge.engine import Array, FloatArray
-from prge.regular_files import open_regular, read_regular
+from prge.host.atomic import storage_error
+from prge.host.regular_files import open_regular, read_regular
 
 Precision = Literal["float32", "float16"]
 

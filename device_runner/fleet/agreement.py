@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from device_runner.session.settings import RunSettings
-from prge.bounds import bound_problems
-from prge.documents import parse_json
 from prge.errors import ConfigError
-from prge.optimizers import OptimizerName, ScheduleName
+from prge.files.documents import parse_json
+from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.task import Task
-from prge.settings import settings_of
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import settings_of
 
 MOST_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16

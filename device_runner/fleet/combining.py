@@ -14,9 +14,9 @@ import safetensors.numpy
 
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer, RefusedError
-from prge.atomic import write_file
 from prge.engine import FloatArray
-from prge.peft import read_arrays
+from prge.files.peft import read_arrays
+from prge.host.atomic import write_file
 
 # No honest derivative or change is larger.
 LARGEST_VALUE = 1e6

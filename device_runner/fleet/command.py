@@ -15,8 +15,8 @@ from device_runner.fleet import serve, simulate
 from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_device
 from device_runner.fleet.status import read_status
 from prge.errors import ConfigError, PrgeError, RunError
-from prge.settings import parse_settings
-from prge.subverbs import Action, run_action
+from prge.verbs.settings import parse_settings
+from prge.verbs.subverbs import Action, run_action
 
 # Verbs for which Flower, or what it brings, is imported.
 NETWORKED = ("serve", "join", "keys")

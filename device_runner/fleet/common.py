@@ -15,14 +15,14 @@ from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import MessageError, Steps
 from device_runner.session.inputs import make_estimator, new_state
 from device_runner.session.settings import RunSettings
-from prge.adapter import Adapter
-from prge.checkpoint import Progress, TrainingState, optimizer_arrays
 from prge.contract import AdaptedModule
-from prge.encoder_heads import Heads
 from prge.engine import Array
-from prge.estimators import Estimator, OfDevices
-from prge.guide import Guide
-from prge.head import Head
+from prge.files.adapter import Adapter
+from prge.learning.checkpoint import Progress, TrainingState, optimizer_arrays
+from prge.learning.encoder_heads import Heads
+from prge.learning.estimators.guide import Guide
+from prge.learning.estimators.protocol import Estimator, OfDevices
+from prge.learning.head import Head
 
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
 MOST_CLASSES = 10_000

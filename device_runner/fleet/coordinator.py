@@ -42,13 +42,17 @@ from device_runner.fleet.messages import (
     Task,
     parse_answer,
 )
-from device_runner.fleet.privacy import SPENT
+from device_runner.fleet.privacy.reported import SPENT
 from device_runner.session.inputs import identity_settings, keep_guide
 from device_runner.session.replaying import advance, replay
-from prge.adapter import Adapter
-from prge.atomic import write_file
-from prge.bundle import Bundle
-from prge.checkpoint import (
+from prge.errors import RunError
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.files.journal import GRADIENT, Journal, Record, encode_array
+from prge.files.peft import write_peft
+from prge.files.run_folder import CHECKPOINTS, FINAL, JOURNAL
+from prge.host.atomic import write_file
+from prge.learning.checkpoint import (
     HEAD,
     TrainingState,
     checkpoint_folder,
@@ -59,15 +63,11 @@ from prge.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from prge.directions import philox
-from prge.encoder_heads import Heads
-from prge.errors import RunError
-from prge.guide import Guide
-from prge.head import Head
-from prge.journal import GRADIENT, Journal, Record, encode_array
-from prge.peft import write_peft
-from prge.run_folder import CHECKPOINTS, FINAL, JOURNAL
-from prge.training import loss_has_risen
+from prge.learning.encoder_heads import Heads
+from prge.learning.estimators.directions import philox
+from prge.learning.estimators.guide import Guide
+from prge.learning.head import Head
+from prge.learning.training import loss_has_risen
 
 AGREEMENT = "agreement.json"
 # Rounds in a row that nobody answers.

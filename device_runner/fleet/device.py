@@ -30,27 +30,27 @@ from device_runner.fleet.common import (
     start_sha256,
     unpack_state,
 )
-from device_runner.fleet.ledger import BEGUN, Ledger
 from device_runner.fleet.local import Local, Own, by_row, open_local
 from device_runner.fleet.messages import Behind, MessageError, Refusal, RefusedError, Task
 from device_runner.fleet.policy import Policy
-from device_runner.fleet.privacy import spent
+from device_runner.fleet.privacy.ledger import BEGUN, Ledger
+from device_runner.fleet.privacy.reported import spent
 from device_runner.session.gates import Gates
 from device_runner.session.settings import RunSettings
-from prge.atomic import write_file
-from prge.bundle import open_bundle
-from prge.checkpoint import TrainingState
-from prge.documents import read_json
 from prge.engine import EngineName
 from prge.errors import ConfigError, DivergenceError, PrgeError, RunError
-from prge.guide import guide_of
-from prge.journal import Journal, Record
-from prge.peft import read_peft
+from prge.files.bundle import open_bundle
+from prge.files.documents import read_json
+from prge.files.journal import Journal, Record
+from prge.files.peft import read_peft
+from prge.files.run_folder import JOURNAL, run_lock
+from prge.host.atomic import write_file
+from prge.host.terminal import best_effort
+from prge.learning.checkpoint import TrainingState
+from prge.learning.estimators.guide import guide_of
 from prge.rows.sources import hub_names
 from prge.rows.task import load_task
-from prge.run_folder import JOURNAL, run_lock
-from prge.settings import Bytes, read_settings, settings_to_yaml, with_whole_paths
-from prge.terminal import best_effort
+from prge.verbs.settings import Bytes, read_settings, settings_to_yaml, with_whole_paths
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"

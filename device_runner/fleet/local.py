@@ -14,21 +14,21 @@ from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.opening import open_engines
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer, Places
-from device_runner.fleet.privacy import Draw, Reported, system_noise
+from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
 from device_runner.session.inputs import learning_rates, make_estimator, read_inputs
 from device_runner.session.settings import RunSettings, bundle_for
-from prge.bundle import Bundle
-from prge.checkpoint import TrainingState
 from prge.engine import Engine, EngineName, FloatArray
-from prge.estimators import Measurement
-from prge.exact import check_single_sequences
-from prge.examples import Example
-from prge.guide import guide_of
-from prge.journal import Journal, Record
-from prge.optimizers import Optimizer, make_optimizer
-from prge.sampling import Sampler, check_batch, row_order
-from prge.settings import Bytes
-from prge.training import AdapterLearner, TrainingSettings, train
+from prge.files.bundle import Bundle
+from prge.files.journal import Journal, Record
+from prge.learning.checkpoint import TrainingState
+from prge.learning.estimators.exact import check_single_sequences
+from prge.learning.estimators.guide import guide_of
+from prge.learning.estimators.protocol import Measurement
+from prge.learning.examples import Example
+from prge.learning.optimizers import Optimizer, make_optimizer
+from prge.learning.sampling import Sampler, check_batch, row_order
+from prge.learning.training import AdapterLearner, TrainingSettings, train
+from prge.verbs.settings import Bytes
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Local:
             What to answer; None if it was stopped.
 
         Raises:
-            DivergenceError: see prge.training.
+            DivergenceError: see prge.learning.training.
         """
         plan = self.plan
         state = self._from(start)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from device_runner.fleet.agreement import MOST_AGREEMENT_BYTES
 from prge.engine import FloatArray
 from prge.errors import PrgeError, printable, shortened
-from prge.journal import Record
+from prge.files.journal import Record
 
 Places = NDArray[np.uint32]
 FORM = 1

@@ -12,22 +12,22 @@ from device_runner.fleet.agreement import Agreement, Plan, plan_of, task_sha256
 from device_runner.fleet.common import first_state, start_sha256
 from device_runner.fleet.coordinator import Coordinator, begin_fleet, has_begun
 from device_runner.session.settings import bundle_for
-from prge.bundle import Bundle, open_bundle
-from prge.checkpoint import HEAD, TrainingState, read_head
-from prge.encoder_heads import fit_heads
 from prge.engine import EngineName
 from prge.errors import ConfigError
-from prge.examples import Example
-from prge.head import Head
-from prge.journal import Record
-from prge.peft import find_adapter, read_peft
+from prge.files.bundle import Bundle, open_bundle
+from prge.files.journal import Record
+from prge.files.peft import find_adapter, read_peft
+from prge.learning.checkpoint import HEAD, TrainingState, read_head
+from prge.learning.encoder_heads import fit_heads
+from prge.learning.examples import Example
+from prge.learning.head import Head
 from prge.rows.example_building import load_examples
 from prge.rows.readers import Selection
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.settings import Bytes
+from prge.verbs.settings import Bytes
 
 
 @dataclass(frozen=True, kw_only=True)

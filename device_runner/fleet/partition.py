@@ -8,7 +8,7 @@ import numpy as np
 
 from device_runner.fleet.local import by_row
 from prge.errors import ConfigError
-from prge.examples import Example
+from prge.learning.examples import Example
 
 
 def parts(examples: Sequence[Example], devices: int, how: str, seed: int) -> list[list[Example]]:

@@ -18,8 +18,8 @@ from typing import Literal
 
 from device_runner.fleet.agreement import Plan
 from device_runner.session.settings import RunSettings
-from prge.bounds import bound_problems
 from prge.errors import ConfigError
+from prge.verbs.bounds import bound_problems
 
 EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 

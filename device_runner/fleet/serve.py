@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device_runner.fleet.opening import ServerSettings, open_fleet
-from prge.atomic import write_file
-from prge.bounds import bound_problems
 from prge.errors import ConfigError, RunError
-from prge.run_folder import run_lock
-from prge.settings import parse_settings, read_settings, settings_to_yaml, with_whole_paths
-from prge.terminal import best_effort
+from prge.files.run_folder import run_lock
+from prge.host.atomic import write_file
+from prge.host.terminal import best_effort
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import parse_settings, read_settings, settings_to_yaml, with_whole_paths
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
 KEYS_REMEDY = "`prge fleet keys` makes keys for a server and its devices"

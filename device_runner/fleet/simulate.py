@@ -24,20 +24,20 @@ from device_runner.fleet.local import Local, Own, by_row, sized
 from device_runner.fleet.messages import Refusal
 from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
-from device_runner.fleet.privacy import COUNTED, exposure, spent
+from device_runner.fleet.privacy.reported import COUNTED, exposure, spent
 from device_runner.session.inputs import read_inputs
 from device_runner.session.settings import bundle_for
-from prge.accounting import epsilon_of
-from prge.atomic import write_file
-from prge.bundle import open_bundle
-from prge.checkpoint import TrainingState
-from prge.directions import philox
-from prge.documents import read_json
 from prge.errors import ConfigError, DivergenceError, RunError
-from prge.journal import Journal, Record
-from prge.run_folder import JOURNAL
-from prge.settings import parse_settings
-from prge.terminal import best_effort
+from prge.files.bundle import open_bundle
+from prge.files.documents import read_json
+from prge.files.journal import Journal, Record
+from prge.files.run_folder import JOURNAL
+from prge.host.atomic import write_file
+from prge.host.terminal import best_effort
+from prge.learning.accounting import epsilon_of
+from prge.learning.checkpoint import TrainingState
+from prge.learning.estimators.directions import philox
+from prge.verbs.settings import parse_settings
 
 DESCRIPTION = "Train a fleet of simulated devices in this process, and count what it sends."
 PRESETS = Path(__file__).parent / "presets"

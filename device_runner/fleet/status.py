@@ -7,10 +7,10 @@ from pathlib import Path
 
 from device_runner.fleet.coordinator import agreement_of
 from device_runner.fleet.serve import NAMES
-from prge.documents import DocumentError, read_json
 from prge.errors import RunError
-from prge.journal import Journal
-from prge.run_folder import FINAL, JOURNAL, is_held
+from prge.files.documents import DocumentError, read_json
+from prge.files.journal import Journal
+from prge.files.run_folder import FINAL, JOURNAL, is_held
 
 # Of an evaluation's record: what is no score.
 _NO_SCORES = ("kind", "step", "value", "examples")

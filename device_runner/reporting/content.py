@@ -10,14 +10,14 @@ from typing import Any
 from device_runner.reporting.next_steps import next_steps
 from device_runner.reporting.reading import RunFacts, mapping
 from device_runner.session.settings import RunSettings
-from prge.curves import labels, series, smooth
 from prge.errors import shortened
-from prge.estimators import MEANINGS
+from prge.files.curves import labels, series, smooth
+from prge.files.run_folder import CHECKPOINTS, FINAL, LOG, Record
+from prge.files.signatures import DECODE, PREFILL
+from prge.host.progress import duration
+from prge.learning.estimators.protocol import MEANINGS
 from prge.pages.charts import Line, line_chart
 from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
-from prge.progress import duration
-from prge.run_folder import CHECKPOINTS, FINAL, LOG, Record
-from prge.signatures import DECODE, PREFILL
 
 NONE = "–"
 SMOOTHING = 0.9

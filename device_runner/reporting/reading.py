@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.session.samples import read_samples
-from prge.curves import SCORES
-from prge.documents import DocumentError, read_json, read_yaml
 from prge.errors import RunError
-from prge.run_folder import (
+from prge.files.curves import SCORES
+from prge.files.documents import DocumentError, read_json, read_yaml
+from prge.files.run_folder import (
     CONFIG,
     DECISIONS,
     JOURNAL,

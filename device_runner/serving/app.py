@@ -36,7 +36,7 @@ from device_runner.serving.protocol import (
 )
 from device_runner.serving.worker import BusyError, Tell, Told, Worker
 from prge.errors import DataError, PrgeError
-from prge.generation.loop import Answer, Reason
+from prge.text.loop import Answer, Reason
 
 # Of a body: for what isn't the prompts, for each token of the context, and in all.
 BYTES_BESIDE = 64 << 10

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from device_runner.serving.protocol import Asked, RequestError
-from prge.adapter import Adapter
 from prge.errors import BundleError, DataError
-from prge.generation.loop import GenerationSettings, Request
-from prge.generation.prompts import Prompt, Prompts
+from prge.files.adapter import Adapter
 from prge.rows.tokenizer import Tokenizer
+from prge.text.loop import GenerationSettings, Request
+from prge.text.prompts import Prompt, Prompts
 
 # Of a prompt, for each token of the context: longer texts aren't given to the template or the tokenizer.
 MOST_CHARACTERS = 32

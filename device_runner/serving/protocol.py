@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from prge.documents import DocumentError, parse_json
 from prge.errors import ConfigError, shown
-from prge.generation.choice import ChoiceSettings
+from prge.files.documents import DocumentError, parse_json
 from prge.rows.chat import Message
+from prge.text.choice import ChoiceSettings
 
 Json = dict[str, Any]
 Finish = Literal["stop", "length"]

@@ -9,28 +9,28 @@ from pathlib import Path
 
 from device_runner.session.samples import SamplePrompt, read_prompts
 from device_runner.session.settings import RunSettings
-from prge.adapter import Adapter
-from prge.bundle import Bundle
-from prge.checkpoint import HEAD, TrainingState, read_head
-from prge.differences import Antithetic, Differences, OneSided, Rule
-from prge.encoder_heads import Heads
 from prge.errors import ConfigError
-from prge.estimators import Estimator, InTurn, OfDevices
-from prge.exact import Exact
-from prge.examples import Example
-from prge.generation.prompts import Prompts
-from prge.guide import Guide, guide_of
-from prge.head import Head
-from prge.journal import Journal, Record, encode_array
-from prge.optimizers import make_optimizer, schedule
-from prge.peft import find_adapter, read_peft
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.files.journal import Journal, Record, encode_array
+from prge.files.peft import find_adapter, read_peft
+from prge.learning.checkpoint import HEAD, TrainingState, read_head
+from prge.learning.encoder_heads import Heads
+from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
+from prge.learning.estimators.exact import Exact
+from prge.learning.estimators.guide import Guide, guide_of
+from prge.learning.estimators.protocol import Estimator, InTurn, OfDevices
+from prge.learning.estimators.tangents import Tangents
+from prge.learning.examples import Example
+from prge.learning.head import Head
+from prge.learning.optimizers import make_optimizer, schedule
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
 from prge.rows.sources import read_source
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
-from prge.tangents import Tangents
+from prge.text.prompts import Prompts
 
 # What may differ between the parts of one run: where things lie (hashes tell what they are), how fast it goes
 # and how it looks.

@@ -10,12 +10,12 @@ import numpy as np
 
 from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import RunSettings
-from prge.adapter import Adapter
 from prge.engine import Engine, Float64Array
-from prge.estimators import Estimator, Step
-from prge.examples import Batch
-from prge.head import Classifier
-from prge.sampling import Sampler
+from prge.files.adapter import Adapter
+from prge.learning.estimators.protocol import Estimator, Step
+from prge.learning.examples import Batch
+from prge.learning.head import Classifier
+from prge.learning.sampling import Sampler
 
 # To a smooth loss two epsilons this near are one; rounding falls out differently.
 NEIGHBOUR = math.sqrt(2)

@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from prge.atomic import write_file
-from prge.checkpoint import TrainingState
-from prge.documents import DocumentError, parse_json
 from prge.engine import Engine
 from prge.errors import DataError, shown
-from prge.estimators import Measurement
-from prge.evaluation import score
-from prge.examples import Example
-from prge.generation.loop import GenerationSettings, Generator, Request
-from prge.generation.prompts import Prompt, Prompts
-from prge.journal import Record
-from prge.regular_files import open_regular, read_regular
+from prge.files.documents import DocumentError, parse_json
+from prge.files.journal import Record
+from prge.files.run_folder import SAMPLES, reported
+from prge.host.atomic import write_file
+from prge.host.regular_files import open_regular, read_regular
+from prge.learning.checkpoint import TrainingState
+from prge.learning.estimators.protocol import Measurement
+from prge.learning.evaluation import score
+from prge.learning.examples import Example
 from prge.rows.readers import FORMATS, Row, read_rows, read_text
 from prge.rows.tokenizer import Tokenizer
-from prge.run_folder import SAMPLES, reported
-from prge.watching import Watcher
+from prge.running.watching import Watcher
+from prge.text.loop import GenerationSettings, Generator, Request
+from prge.text.prompts import Prompt, Prompts
 
 MOST_TOKENS = 64
 
@@ -138,7 +138,7 @@ def _asked(example: Example) -> tuple[int, ...]:
 
 
 class Samples:
-    """Implements prge.training.Observer: tells a watcher all, and has answers made every so many steps.
+    """Implements prge.learning.training.Observer: tells a watcher all; has answers made every so many steps.
 
     Args:
         answerer: makes them.
@@ -164,12 +164,12 @@ class Samples:
         self.take_due()
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
-        """See prge.training.Observer."""
+        """See prge.learning.training.Observer."""
         self._watcher.on_step(record, measurement)
         self.take_due()
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
-        """See prge.training.Observer."""
+        """See prge.learning.training.Observer."""
         self._watcher.on_evaluation(record, fresh)
 
     def take_due(self) -> None:

@@ -10,19 +10,19 @@ from typing import Literal
 
 from device_runner.engines.trunk_cache import Precision
 from device_runner.session.tracking import Service
-from prge.bounds import flag
-from prge.bundle import Bundle
-from prge.chain import ROLE_OF
 from prge.contract import Contract
-from prge.directions import Distribution
 from prge.engine import EngineName
 from prge.errors import ConfigError
-from prge.examples import Example
-from prge.optimizers import OptimizerName
-from prge.sampling import Sampler
-from prge.settings import Bytes
-from prge.signatures import DECODE, PREFILL
-from prge.training_flags import TrainingFlags
+from prge.files.bundle import Bundle
+from prge.files.chain import ROLE_OF
+from prge.files.signatures import DECODE, PREFILL
+from prge.learning.estimators.directions import Distribution
+from prge.learning.examples import Example
+from prge.learning.optimizers import OptimizerName
+from prge.learning.sampling import Sampler
+from prge.running.training_flags import TrainingFlags
+from prge.verbs.bounds import flag
+from prge.verbs.settings import Bytes
 
 EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import ClassVar
 
 from device_runner.engines.speaking import open_speaker
-from prge.adapter import Adapter
-from prge.bundle import Bundle, open_bundle
 from prge.engine import EngineName
 from prge.errors import BundleError, ConfigError
-from prge.generation.choice import MIN_P, ChoiceSettings
-from prge.generation.loop import GenerationSettings, Generator, Overflow
-from prge.peft import find_adapter, read_any, read_peft
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle, open_bundle
+from prge.files.peft import find_adapter, read_any, read_peft
+from prge.files.tuned import tuning_at
+from prge.host.terminal import best_effort
 from prge.rows.tokenizer import Tokenizer
-from prge.settings import Bytes
-from prge.terminal import best_effort
-from prge.tuned import tuning_at
+from prge.text.choice import MIN_P, ChoiceSettings
+from prge.text.loop import GenerationSettings, Generator, Overflow
+from prge.verbs.settings import Bytes
 
 BUNDLE, BASE = "bundle", "base"
 STDIN = "-"

@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO, get_args
 
-from prge.atomic import write_file
-from prge.documents import DocumentError, parse_json
 from prge.errors import ConfigError
-from prge.packages import install_extra
-from prge.run_folder import METRICS, Record
+from prge.files.documents import DocumentError, parse_json
+from prge.files.run_folder import METRICS, Record
+from prge.host.atomic import write_file
+from prge.host.packages import install_extra
 
 Service = Literal["tensorboard", "wandb"]
 

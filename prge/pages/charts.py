@@ -9,7 +9,7 @@ from html import escape
 from typing import Literal
 
 from prge.errors import shortened
-from prge.palette import COLOURS
+from prge.pages.palette import COLOURS
 
 Point = tuple[float, float]
 Look = Literal["faint", "line", "marked"]

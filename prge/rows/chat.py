@@ -21,8 +21,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from prge.children import BoundedChild, LimitError
 from prge.errors import BundleError, DataError
+from prge.host.children import BoundedChild, LimitError
 
 ASSISTANT = "assistant"
 # Of a row of up to a few kilobytes; longer ones have proportionally more.

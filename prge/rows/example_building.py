@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from prge.contract import Contract
 from prge.errors import BundleError, DataError
-from prge.examples import Example, Slot, TokenSequence
+from prge.learning.examples import Example, Slot, TokenSequence
 from prge.rows.forms import TEXT, Form, column_names, columns_text, find_form, present_columns
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import ENCODER_CUT, END_CUT, PROMPT_CUT, SPLIT, TURNS_CUT, TURNS_SPLIT, DataReport

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from prge.documents import DocumentError, parse_json
 from prge.errors import LONGEST_LINE, ConfigError, DataError, shortened
-from prge.packages import install_extra
+from prge.files.documents import DocumentError, parse_json
+from prge.host.packages import install_extra
 
 JSON, PARQUET = ".json", ".parquet"
 FORMATS = (".jsonl", ".ndjson", JSON, ".csv", ".tsv", PARQUET)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from prge.examples import Example
+from prge.learning.examples import Example
 from prge.rows.tokenizer import Tokenizer
 
 SHOWN_ROWS = 5

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from prge.adapter import Adapter
-from prge.curves import SCORES
 from prge.engine import Answering
-from prge.evaluation import Scores, score
-from prge.examples import Example, Slot, TokenSequence
-from prge.head import Head
+from prge.files.adapter import Adapter
+from prge.files.curves import SCORES
+from prge.learning.evaluation import Scores, score
+from prge.learning.examples import Example, Slot, TokenSequence
+from prge.learning.head import Head
 from prge.rows.spans import Question, answer_by_span
 from prge.rows.task import TEXT_METRICS, Task
 from prge.rows.text_metrics import accuracy, exact_match, macro_f1, perplexity, rouge_l, token_f1

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from prge.bundle import file_sha256
 from prge.errors import ConfigError, DataError, shown
-from prge.packages import install_extra
+from prge.files.bundle import file_sha256
+from prge.host.packages import install_extra
 from prge.rows.forms import column_names, present_columns
 from prge.rows.readers import FORMATS, Row, plain_value, read_rows
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from prge.examples import Example
+from prge.learning.examples import Example
 from prge.rows.tokenizer import Tokenizer
 
 Question = tuple[Sequence[int], int, int]

@@ -17,9 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from prge.bounds import BOUNDS
-from prge.documents import DocumentError, read_yaml
 from prge.errors import ConfigError, shown
+from prge.files.documents import DocumentError, read_yaml
+from prge.verbs.bounds import BOUNDS
 
 TASKS = Path(__file__).parent / "tasks"
 # What compares texts with the best of a row's answers.

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import Unigram
 
-from prge.bundle import Bundle
-from prge.documents import read_document
 from prge.errors import BundleError, ConfigError, DataError, shown
+from prge.files.bundle import Bundle
+from prge.files.documents import read_document
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from prge.bundle import MANIFEST, file_sha256, manifest_sha256
+from prge.files.bundle import MANIFEST, file_sha256, manifest_sha256
 
 Way = Callable[[Path, Random], object]
 _BLOCK = 4096

@@ -30,11 +30,11 @@ from workshop import Bench, Workshop
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.common import first_state, pack_state
 from device_runner.fleet.device import LEDGER, DeviceSettings, answer, make_device
-from device_runner.fleet.ledger import BEGUN
 from device_runner.fleet.messages import Answer, Steps, Task, parse_answer
-from prge.adapter import Adapter
-from prge.bundle import open_bundle
-from prge.journal import Journal
+from device_runner.fleet.privacy.ledger import BEGUN
+from prge.files.adapter import Adapter
+from prge.files.bundle import open_bundle
+from prge.files.journal import Journal
 from prge.rows.task import load_task
 
 TASKS = 40

@@ -38,11 +38,11 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
     from device_runner.engines.opening import open_engines
     from device_runner.session.inputs import make_estimator
     from device_runner.session.settings import RunSettings, bundle_for, settled
-    from prge.bundle import open_bundle
-    from prge.estimators import Step
-    from prge.examples import Example, Slot, TokenSequence, make_batch
-    from prge.peft import read_peft
-    from prge.settings import parse_settings
+    from prge.files.bundle import open_bundle
+    from prge.files.peft import read_peft
+    from prge.learning.estimators.protocol import Step
+    from prge.learning.examples import Example, Slot, TokenSequence, make_batch
+    from prge.verbs.settings import parse_settings
 
     # Importable without torch.
     from server_export.settings import EstimateConfig

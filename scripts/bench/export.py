@@ -15,7 +15,7 @@ from pathlib import Path
 from reports import circumstances, parser_of, report
 from timing import export, folder_bytes
 
-from prge.signatures import ROLES
+from prge.files.signatures import ROLES
 from server_export.model.random_models import CONFIGURATIONS, save_random_model
 
 

@@ -25,10 +25,10 @@ from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.coordinator import Coordinator, begin_fleet
 from device_runner.fleet.messages import Answer
 from device_runner.session.settings import bundle_for
-from prge.bundle import open_bundle
-from prge.memory import resident_bytes
-from prge.peft import read_peft
-from prge.run_folder import JOURNAL
+from prge.files.bundle import open_bundle
+from prge.files.peft import read_peft
+from prge.files.run_folder import JOURNAL
+from prge.host.memory import resident_bytes
 
 PLANS: Mapping[str, dict[str, Any]] = {
     "scalars, common directions": {"share_directions": True, "queries": 16},

@@ -35,7 +35,7 @@ from reports import circumstances, parser_of, report
 from stock_runner import make_program, stock_runner
 from timing import ROOT, export
 
-from prge.signatures import DECODE, PREFILL, STACK
+from prge.files.signatures import DECODE, PREFILL, STACK
 from server_export.model.random_models import CONFIGURATIONS, save_random_model
 
 _SEQUENCES = 8

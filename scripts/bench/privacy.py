@@ -37,21 +37,22 @@ from reports import circumstances, parser_of, report
 from timing import export
 
 from device_runner.engines.opening import open_engines
-from device_runner.fleet import device, local, privacy
+from device_runner.fleet import device, local
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.common import first_state, pack_state
 from device_runner.fleet.device import DeviceSettings, answer, make_device
-from device_runner.fleet.ledger import Ledger
 from device_runner.fleet.local import Local, open_local
 from device_runner.fleet.messages import Answer, Refusal, Task, parse_answer
-from device_runner.fleet.privacy import Reported
-from prge.adapter import Adapter
-from prge.bundle import open_bundle
-from prge.directions import normals
-from prge.discrete_gaussian import system_words
+from device_runner.fleet.privacy import reported
+from device_runner.fleet.privacy.discrete_gaussian import system_words
+from device_runner.fleet.privacy.ledger import Ledger
+from device_runner.fleet.privacy.reported import Reported
 from prge.engine import Array, Engine, Float64Array, FloatArray, Slope
 from prge.errors import DivergenceError
-from prge.estimators import Measurement, Step
+from prge.files.adapter import Adapter
+from prge.files.bundle import open_bundle
+from prge.learning.estimators.directions import normals
+from prge.learning.estimators.protocol import Measurement, Step
 from tests.tiny_models import save_model
 
 SHAPE = ("--target-modules", "q_proj", "--adapt-layers", "top:1", "--rank", "1", "--sequence-length", "16")
@@ -228,7 +229,7 @@ def refused(server: Server) -> Callable[[], tuple[float, float]]:
     """Whether the device refuses at a state where the canary alone has derivatives that aren't finite."""
     random = np.random.default_rng(0)
     state = first_state(server.agreement.plan, Adapter.zeros(server.modules))
-    with patch.object(privacy, "whole_sum", diverging):
+    with patch.object(reported, "whole_sum", diverging):
         # Near the largest number of float32, where rows differ in what overflows.
         for exponent in random.uniform(118, 127, 500):
             signs = random.choice([-1, 1], state.adapter.size)
@@ -253,7 +254,7 @@ def refused(server: Server) -> Callable[[], tuple[float, float]]:
 def impossible(server: Server) -> Callable[[], tuple[float, float]]:
     """How many numbers of an answer floating-point noise can't make of what there is without the canary."""
     plan = server.agreement.plan
-    deviation = np.float32(plan.noise * privacy.reach(plan))
+    deviation = np.float32(plan.noise * reported.reach(plan))
     without = server.known(has_canary=False).astype(np.float32)
 
     def score() -> tuple[float, float]:
@@ -281,7 +282,7 @@ def diverging(parts: Float64Array, norm: float, unit: float) -> Any:
     return _whole_sum(parts, norm, unit)
 
 
-_whole_sum = privacy.whole_sum
+_whole_sum = reported.whole_sum
 
 
 def floating(self: Reported, engine: Engine, step: Step) -> Measurement:
@@ -291,7 +292,7 @@ def floating(self: Reported, engine: Engine, step: Step) -> Measurement:
     values: FloatArray = (
         measured.scalars.mean(1, keepdims=True) if measured.gradient is None else measured.gradient
     ).astype(np.float32)
-    deviation = np.float32(plan.noise * privacy.reach(plan))
+    deviation = np.float32(plan.noise * reported.reach(plan))
     if self._draw is not _silence:
         drawn = normals(system_words(values.size + values.size % 2))[: values.size]
         values = values + deviation * drawn.reshape(values.shape)
@@ -337,7 +338,7 @@ TRICKS = {
         {kind: {**plan, **LONG} for kind, plan in KINDS.items()},
         LONG_CANARY,
     ),
-    "divergence": Trick(refused, (partial(patch.object, privacy, "whole_sum", diverging),)),
+    "divergence": Trick(refused, (partial(patch.object, reported, "whole_sum", diverging),)),
     "floats": Trick(
         impossible,
         (partial(patch.object, Reported, "_with_noise", floating),),

@@ -20,10 +20,10 @@ from timing import least_memory, timed_step
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prge.chain import GRADIENT, LORA_B
 from prge.engine import Array
-from prge.peft import PeftAdapter, read_lora
-from prge.signatures import BACK
+from prge.files.chain import GRADIENT, LORA_B
+from prge.files.peft import PeftAdapter, read_lora
+from prge.files.signatures import BACK
 from server_export.model.quantization import quantize_layers
 
 Call = tuple[Mapping[str, Array], Mapping[str, Array]]

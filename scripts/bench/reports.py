@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prge.run_folder import environment
+from prge.files.run_folder import environment
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:

@@ -18,11 +18,11 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from device_runner.engines.speaking import ChainSpeaker, open_speaker
-from prge.bundle import open_bundle
-from prge.generation.choice import Choice, ChoiceSettings
-from prge.generation.text import TextStream
-from prge.peft import read_peft
+from prge.files.bundle import open_bundle
+from prge.files.peft import read_peft
 from prge.rows.tokenizer import Tokenizer
+from prge.text.choice import Choice, ChoiceSettings
+from prge.text.decoding import TextStream
 
 
 def generate(

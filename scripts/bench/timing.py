@@ -14,10 +14,10 @@ import numpy as np
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import EstimatorName, RunSettings, bundle_for, settled
-from prge.bundle import open_bundle, read_chain, read_manifest
-from prge.estimators import Estimator, Measurement, Step
-from prge.examples import Example, Slot, TokenSequence, make_batch
-from prge.peft import read_peft
+from prge.files.bundle import open_bundle, read_chain, read_manifest
+from prge.files.peft import read_peft
+from prge.learning.estimators.protocol import Estimator, Measurement, Step
+from prge.learning.examples import Example, Slot, TokenSequence, make_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 

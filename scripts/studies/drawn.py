@@ -35,7 +35,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from verbs import answers
 
-from prge.generation.choice import Choice, ChoiceSettings
+from prge.text.choice import Choice, ChoiceSettings
 
 OPENINGS = ("Once upon a time", "One day, a girl named Lily", "The old man", "Tom and his dog")
 ANSWERS, TOKENS, RARE = 32, 200, 1e-3

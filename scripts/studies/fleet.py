@@ -26,7 +26,7 @@ from typing import Any
 from questions import make_questions
 from verbs import evaluations, prge, summarize
 
-from prge.accounting import epsilon_of
+from prge.learning.accounting import epsilon_of
 
 DEVICES, ROWS, HEAD = 100, 3000, {"questions": 60, "sst2": 400}
 Settings = Mapping[str, Any]

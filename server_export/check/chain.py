@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from prge.chain import TABLE
 from prge.engine import FloatArray
 from prge.errors import BundleError
-from prge.vocabulary import Reading
+from prge.files.chain import TABLE
+from prge.learning.vocabulary import Reading
 from server_export.graph.cutting import TABLE_PREFIX
 from server_export.graph.shapes import with_size
 from server_export.lower.chain import LoweredChain

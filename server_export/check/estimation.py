@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prge.chain import ROLE_OF
 from prge.contract import Contract
-from prge.costs import (
+from prge.errors import ConfigError, PrgeError
+from prge.files.chain import ROLE_OF
+from prge.files.signatures import DECODE, PREFILL, STACK
+from prge.host.memory import memory_info
+from prge.host.progress import duration
+from prge.learning.costs import (
     KINDS,
     Outline,
     Weights,
@@ -16,10 +20,6 @@ from prge.costs import (
     programs_bytes,
     weights_of,
 )
-from prge.errors import ConfigError, PrgeError
-from prge.memory import memory_info
-from prge.progress import duration
-from prge.signatures import DECODE, PREFILL, STACK
 from server_export.settings import EstimateConfig, ExportConfig
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from prge.chain import CAUSAL, OWN, PAST_KEYS, PAST_VALUES, SEEN
 from prge.errors import BundleError
+from prge.files.chain import CAUSAL, OWN, PAST_KEYS, PAST_VALUES, SEEN
 from server_export.graph.modules import as_module, copied
 from server_export.graph.shapes import fill_in_values
 from server_export.graph.softmax_parts import SOFTMAX_PARTS

@@ -3,9 +3,9 @@
     softmax_parts(logits [..., words], shift [..., 1], index i64 [..., 1]) -> [..., 2]
 
 The logit at the index, and the sum of the exponentials of all, both after `shift` is taken from the logits.
-With the sums of all pieces, log p = logit - log(sum); `prge.vocabulary` adds them up. A traced graph keeps
-the operator whole, so that what is made of the graph has a short form of it and needn't look for it: tangents
-(derive/tangent/rules.py), a backward pass (`SoftmaxParts`), operators of the engine (core.py).
+With the sums of all pieces, log p = logit - log(sum); `prge.learning.vocabulary` adds them up. A traced graph
+keeps the operator whole, so that what is made of the graph has a short form of it and needn't look for it:
+tangents (derive/tangent/rules.py), a backward pass (`SoftmaxParts`), operators of the engine (core.py).
 """
 
 from __future__ import annotations

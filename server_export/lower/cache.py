@@ -25,10 +25,10 @@ import torch
 from safetensors import SafetensorError
 from torch.export import ExportedProgram
 
-from prge.atomic import write_file
-from prge.bundle import file_sha256
 from prge.errors import EngineError, RunError
-from prge.user_cache import PROGRAMS, user_cache
+from prge.files.bundle import file_sha256
+from prge.host.atomic import write_file
+from prge.host.user_cache import PROGRAMS, user_cache
 from server_export.lower.kind import (
     LAYOUTS,
     Constants,

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from prge import chain as manifest
-from prge.bundle import PROGRAMS, TABLES, WEIGHTS
-from prge.chain import Bounds
-from prge.signatures import DECODE, PREFILL, STACK, STEP_ROLES
+from prge.files import chain as manifest
+from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
+from prge.files.chain import Bounds
+from prge.files.signatures import DECODE, PREFILL, STACK, STEP_ROLES
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
@@ -48,7 +48,7 @@ def lower_chain(
     Args:
         chain: the model's blocks.
         folder: of the bundle.
-        roles: of prge.chain.ROLES; `stack` is always there.
+        roles: of prge.files.chain.ROLES; `stack` is always there.
         bounds: sizes of one call.
         tell: is told of every kind when its program is written.
         cache: of programs; None: lower in any case.

@@ -1,6 +1,6 @@
 """What a block's program computes: a method for each role, from one graph of the block.
 
-prge/signatures.py has what these take and answer.
+prge/files/signatures.py has what these take and answer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from prge.chain import LORA_A, LORA_B, TABLE, Bounds, Interface
-from prge.signatures import BACK, DECODE, PREFILL, STACK, TANGENT, of_block, of_head
+from prge.files.chain import LORA_A, LORA_B, TABLE, Bounds, Interface
+from prge.files.signatures import BACK, DECODE, PREFILL, STACK, TANGENT, of_block, of_head
 from server_export.derive.backprop.joint import backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.continuing import FROZEN_PREFIX, continued, logits

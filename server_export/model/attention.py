@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.chain import MASKED
+from prge.files.chain import MASKED
 
 NAME, CACHED = "prge", "prge_cached"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.errors import BundleError
-from prge.peft import HASH_MARK
+from prge.files.peft import HASH_MARK
 from server_export.model.files import CONFIG, find_files
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from prge.contract import AdaptedModule
 from prge.errors import BundleError
-from prge.vocabulary import pieces_of
+from prge.learning.vocabulary import pieces_of
 from server_export.graph.cutting import Block, cut, kinds
 from server_export.graph.modules import give_memory
 from server_export.graph.rewriting import rewrite

@@ -11,7 +11,7 @@ import torch
 
 from prge.contract import Contract
 from prge.errors import DataError
-from prge.examples import Example, token_count
+from prge.learning.examples import Example, token_count
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.readers import Selection, read_rows, select_rows
 from prge.rows.task import load_task

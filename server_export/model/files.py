@@ -17,10 +17,10 @@ from typing import Any
 
 import safetensors
 
-from prge.bundle import file_sha256
-from prge.documents import DocumentError, read_json
 from prge.errors import BundleError, shown
-from prge.peft import CONFIG as ADAPTER_CONFIG
+from prge.files.bundle import file_sha256
+from prge.files.documents import DocumentError, read_json
+from prge.files.peft import CONFIG as ADAPTER_CONFIG
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

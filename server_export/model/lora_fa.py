@@ -19,7 +19,7 @@ from torch import nn
 
 from prge.contract import AdaptedModule
 from prge.errors import AdapterError, ConfigError
-from prge.peft import PeftAdapter
+from prge.files.peft import PeftAdapter
 from server_export.model.blocks import block_names
 
 ALL_LINEAR = "all-linear"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from prge.contract import AdaptedModule
-from prge.costs import Layer, Outline
+from prge.learning.costs import Layer, Outline
 from server_export.model.blocks import block_names, blocks_below
 from server_export.model.loading import parameter_count
 from server_export.model.start import StartAdapter

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from prge.peft import PeftAdapter, read_lora
+from prge.files.peft import PeftAdapter, read_lora
 from server_export.model.blocks import in_top_blocks
 from server_export.model.loading import LoadedModel, parameter_count
 from server_export.model.lora_fa import (

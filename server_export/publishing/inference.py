@@ -20,7 +20,7 @@ from torch import nn
 from prge.contract import TensorSpec
 from prge.engine import Array
 from prge.errors import BundleError
-from prge.peft import PeftAdapter
+from prge.files.peft import PeftAdapter
 from server_export.check.engine import loaded_method
 from server_export.lower.program import write_program
 from server_export.model import attention, readout

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prge.checkpoint import STATE, Progress
-from prge.curves import score_of
-from prge.documents import DocumentError, read_json
-from prge.estimators import MEANINGS
+from prge.files.curves import score_of
+from prge.files.documents import DocumentError, read_json
+from prge.files.run_folder import FINAL, SUMMARY
+from prge.learning.checkpoint import STATE, Progress
+from prge.learning.estimators.protocol import MEANINGS
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
-from prge.run_folder import FINAL, SUMMARY
 from server_export.model.base import BaseModel
 
 _USES = {

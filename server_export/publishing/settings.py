@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from prge.bounds import bound_problems
 from prge.errors import ConfigError
+from prge.verbs.bounds import bound_problems
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prge.adapter import Adapter
-from prge.bundle import MANIFEST, Bundle, open_bundle
-from prge.checkpoint import HEAD
 from prge.contract import AdaptedModule
-from prge.documents import read_yaml
 from prge.errors import AdapterError, BundleError, ConfigError, RunError
-from prge.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
+from prge.files.adapter import Adapter
+from prge.files.bundle import MANIFEST, Bundle, open_bundle
+from prge.files.documents import read_yaml
+from prge.files.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
+from prge.files.tuned import bundle_at, tuning_at
+from prge.learning.checkpoint import HEAD
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
-from prge.tuned import bundle_at, tuning_at
 from server_export.model.base import (
     BaseModel,
     base_in_manifest,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from prge.bundle import Bundle
-from prge.chain import ROLE_OF
-from prge.costs import KINDS, Outline, run_memory, weights_of_bundle
+from prge.files.bundle import Bundle
+from prge.files.chain import ROLE_OF
+from prge.learning.costs import KINDS, Outline, run_memory, weights_of_bundle
 from prge.rows.readers import Row
 from prge.rows.sources import Part
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import shown
-from prge.progress import duration
-from prge.run_folder import DECISIONS, reported, with_stored_settings
-from prge.settings import parse_settings
-from prge.terminal import best_effort
+from prge.files.run_folder import DECISIONS, reported, with_stored_settings
+from prge.host.progress import duration
+from prge.host.terminal import best_effort
+from prge.verbs.settings import parse_settings
 from server_export.tune.settings import TuneSettings
 
 DESCRIPTION = "Tune a model on rows: export, choose, find the learning rate, train, score, publish."

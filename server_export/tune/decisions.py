@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prge.costs import bytes_text
 from prge.errors import ConfigError
-from prge.progress import duration
+from prge.host.progress import duration
+from prge.learning.costs import bytes_text
 from server_export.tune.rates import longest_search
 
 # Above so many parameters weights in float32 take more memory than a phone's app should.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prge.contract import Contract
 from prge.errors import DataError
-from prge.examples import Example
+from prge.learning.examples import Example
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, select_rows

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prge.errors import PrgeError
-from prge.run_folder import JOURNAL
+from prge.files.run_folder import JOURNAL
 from server_export.verbs import answer_of, flags_of, run_verb, wait_until_free
 
 

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prge.atomic import write_file
 from prge.errors import ConfigError, RunError
-from prge.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
-from prge.settings import settings_to_yaml
+from prge.files.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
+from prge.host.atomic import write_file
+from prge.verbs.settings import settings_to_yaml
 from server_export.tune.decisions import Decision
 from server_export.tune.settings import TuneSettings
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prge.atomic import new_folder, write_file
 from prge.contract import Contract
+from prge.host.atomic import new_folder, write_file
 from prge.rows.example_building import BuildOptions, Overflow, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, read_rows

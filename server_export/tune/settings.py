@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from prge.bounds import bound_problems
 from prge.errors import ConfigError
 from prge.rows.example_building import Overflow
 from prge.rows.sources import hub_names
-from prge.settings import Bytes, with_whole_paths
-from prge.training_flags import TrainingFlags
+from prge.running.training_flags import TrainingFlags
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import Bytes, with_whole_paths
 from server_export.settings import SCHEMES, EstimatorName, Init, PrependBos
 
 OnBadRow = Literal["stop", "skip"]

@@ -23,16 +23,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prge.bundle import Bundle, open_bundle, read_manifest
 from prge.errors import PrgeError, RunError
-from prge.guide import GUIDE
-from prge.progress import duration
+from prge.files.bundle import Bundle, open_bundle, read_manifest
+from prge.files.run_folder import DECISIONS, ENDED, JOURNAL, SUMMARY, read_metrics, run_lock
+from prge.files.signatures import DECODE
+from prge.host.progress import duration
+from prge.learning.estimators.guide import GUIDE
 from prge.rows.readers import Row, read_rows
 from prge.rows.report import unknown_note
 from prge.rows.sources import Part
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.run_folder import DECISIONS, ENDED, JOURNAL, SUMMARY, read_metrics, run_lock
-from prge.signatures import DECODE
 from server_export.tune import decisions
 from server_export.tune.choosing import GUIDED, Choosing
 from server_export.tune.decisions import Decision, Pace, RowFacts

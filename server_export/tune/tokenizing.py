@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prge.memory import memory_info
+from prge.host.memory import memory_info
 from prge.rows.tokenizer import Tokenizer
 from server_export.settings import PrependBos
 from server_export.tune import decisions

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from device_runner.engines.opening import Engines
-from prge.bundle import ADAPTER, TOKENIZER, Bundle
-from prge.chain import Block, Bounds, Chain, Interface, Kind
 from prge.contract import Contract
 from prge.engine import Array, Engine, Slope
-from prge.signatures import BACK, STACK, TANGENT
+from prge.files.bundle import ADAPTER, TOKENIZER, Bundle
+from prge.files.chain import Block, Bounds, Chain, Interface, Kind
+from prge.files.signatures import BACK, STACK, TANGENT
 from tests.bundles import make_bundle
 from tests.numpy_engine import NumpyEngine, NumpyExactEngine, NumpyTangentEngine
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend

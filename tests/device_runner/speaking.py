@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prge.adapter import Adapter
-from prge.bundle import Bundle, open_bundle
-from prge.generation.loop import Answer, GenerationSettings, Generator, Request
-from prge.generation.prompts import Prompts
-from prge.peft import write_peft
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle, open_bundle
+from prge.files.peft import write_peft
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.text.loop import Answer, GenerationSettings, Generator, Request
+from prge.text.prompts import Prompts
 from tests.device_runner.numpy_device import Device
 from tests.speakers import NumpySpeaker
 

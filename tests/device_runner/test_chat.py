@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from device_runner import chat as verb
-from prge.adapter import Adapter
 from prge.cli import main
-from prge.generation.prompts import Prompts
-from prge.peft import read_peft
+from prge.files.adapter import Adapter
+from prge.files.peft import read_peft
+from prge.text.prompts import Prompts
 from tests.device_runner.speaking import TEMPLATE, Speaking
 from tests.speakers import NumpySpeaker
 

@@ -17,7 +17,7 @@ from device_runner import doctor
 from device_runner.doctor import NEEDS, lacks, main, pip_command
 from device_runner.requirements import Check
 from prge.cli import VERBS
-from prge.packages import install, requirement
+from prge.host.packages import install, requirement
 
 GOOD_ENGINE = {"backends": ["XnnpackBackend"], "threads": 2}
 

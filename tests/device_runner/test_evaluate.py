@@ -11,13 +11,13 @@ import pytest
 from device_runner.evaluate import EvaluateSettings, way_to_answers, write_answers
 from prge.contract import AdaptedModule, Contract
 from prge.errors import ConfigError, DataError
-from prge.examples import Example
-from prge.generation.loop import GenerationSettings, Generator, Request
-from prge.generation.prompts import Prompts
+from prge.learning.examples import Example
 from prge.rows.example_building import build_examples
 from prge.rows.readers import Row
 from prge.rows.task import Generate, load_task, parse_task
 from prge.rows.tokenizer import Tokenizer
+from prge.text.loop import GenerationSettings, Generator, Request
+from prge.text.prompts import Prompts
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from device_runner.inspect_bundle import inspect, main
-from prge.bundle import ADAPTER, open_bundle
-from prge.costs import Layer, Outline
 from prge.errors import BundleError
+from prge.files.bundle import ADAPTER, open_bundle
+from prge.learning.costs import Layer, Outline
 from tests.bundles import make_bundle, make_small_chain
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from device_runner.plot import draw, main
-from prge.curves import SCORES, series
 from prge.errors import ConfigError, PrgeError, RunError
-from prge.palette import COLOURS
-from prge.run_folder import METRICS, RunLog, read_metrics
+from prge.files.curves import SCORES, series
+from prge.files.run_folder import METRICS, RunLog, read_metrics
+from prge.pages.palette import COLOURS
 
 
 def make_run(folder: Path, steps: int = 60, score: str = "accuracy", seed: int = 0) -> Path:

@@ -19,13 +19,13 @@ from device_runner.replay import main as replay
 from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
-from prge.bundle import file_sha256, open_bundle
 from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, RunError
-from prge.guide import Guide, add_guide
-from prge.journal import Journal, encode_array
-from prge.peft import read_peft
-from prge.run_folder import with_stored_settings
-from prge.settings import parse_settings
+from prge.files.bundle import file_sha256, open_bundle
+from prge.files.journal import Journal, encode_array
+from prge.files.peft import read_peft
+from prge.files.run_folder import with_stored_settings
+from prge.learning.estimators.guide import Guide, add_guide
+from prge.verbs.settings import parse_settings
 from tests.bundles import read_json, write_manifest
 from tests.device_runner.numpy_device import BATCH, QUERIES, Device, Killed, write_films
 

@@ -17,10 +17,10 @@ import pytest
 import safetensors.numpy
 
 from device_runner.engines.chain_engine import ChainEngine
-from prge.bundle import file_sha256, manifest_sha256
 from prge.cli import main
-from prge.journal import Journal
-from prge.signatures import BACK
+from prge.files.bundle import file_sha256, manifest_sha256
+from prge.files.journal import Journal
+from prge.files.signatures import BACK
 from tests.end_to_end.conftest import REPOSITORY, write_rows
 
 pytestmark = pytest.mark.export

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from prge.cli import main
-from prge.peft import read_arrays
-from prge.signatures import ROLES
+from prge.files.peft import read_arrays
+from prge.files.signatures import ROLES
 from tests.end_to_end.conftest import prge, write_rows
 from tests.tiny_models import save_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prge.journal import Journal
+from prge.files.journal import Journal
 from tests.end_to_end.conftest import prge, write_rows
 
 pytestmark = pytest.mark.export

@@ -19,8 +19,8 @@ pytest.importorskip("flwr")
 from device_runner.fleet.common import pack_state
 from device_runner.fleet.coordinator import agreement_of
 from device_runner.session.replaying import replay
-from prge.journal import Journal
-from prge.run_folder import FINAL, JOURNAL
+from prge.files.journal import Journal
+from prge.files.run_folder import FINAL, JOURNAL
 from tests.device_runner.fleet.network.nodes import device, free_port
 from tests.end_to_end.conftest import prge
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prge.bundle import open_bundle
-from prge.guide import GUIDE, guide_of
-from prge.peft import read_lora
+from prge.files.bundle import open_bundle
+from prge.files.peft import read_lora
+from prge.learning.estimators.guide import GUIDE, guide_of
 from tests.end_to_end.conftest import prge
 
 pytestmark = pytest.mark.export

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from prge.bundle import open_bundle
-from prge.peft import read_lora
+from prge.files.bundle import open_bundle
+from prge.files.peft import read_lora
 from tests.end_to_end.conftest import Made, export, prge
 from tests.end_to_end.test_generate import expected
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from device_runner.engines.packed_files import files_in
-from prge.journal import Journal
+from prge.files.journal import Journal
 from tests.compilers import needs_compiler
 
 KILLS = {
@@ -113,7 +113,7 @@ AT_INSTANTS = (
 from device_runner.engines import packed_files
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.native.build import library
-from prge import journal
+from prge.files import journal
 
 # Owner and name of a function, and which of its calls are meant.
 INSTANTS = {

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from prge.cli import main
-from prge.peft import read_arrays
+from prge.files.peft import read_arrays
 from tests.end_to_end.conftest import prge
 
 pytestmark = pytest.mark.export

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prge.peft import read_arrays
+from prge.files.peft import read_arrays
 from tests.end_to_end.conftest import REPOSITORY, prge
 
 pytestmark = pytest.mark.export

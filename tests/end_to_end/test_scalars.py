@@ -12,16 +12,16 @@ import pytest
 pytest.importorskip("torch")
 
 from device_runner.engines.opening import open_engines
-from prge.adapter import Adapter
-from prge.bundle import open_bundle
-from prge.differences import Antithetic, Differences, OneSided, Rule
-from prge.directions import Directions
 from prge.engine import Engine, FloatArray
-from prge.estimators import Estimator, Step
-from prge.exact import Exact
-from prge.examples import Example
-from prge.sampling import Sampler
-from prge.tangents import Tangents
+from prge.files.adapter import Adapter
+from prge.files.bundle import open_bundle
+from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
+from prge.learning.estimators.directions import Directions
+from prge.learning.estimators.exact import Exact
+from prge.learning.estimators.protocol import Estimator, Step
+from prge.learning.estimators.tangents import Tangents
+from prge.learning.examples import Example
+from prge.learning.sampling import Sampler
 from tests.compilers import needs_compiler
 from tests.rows import choice, completion
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from prge.settings import parse_settings
+from prge.verbs.settings import parse_settings
 from server_export.tune import decisions
 from server_export.tune.settings import TuneSettings
 from server_export.tune.stages import tune

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from prge.adapter import Adapter
 from prge.contract import AdaptedModule
-from prge.peft import read_lora, write_peft
+from prge.files.adapter import Adapter
+from prge.files.peft import read_lora, write_peft
 
 RANK = 4
 

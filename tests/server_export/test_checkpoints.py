@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines.opening import open_engines
-from prge.bundle import open_bundle
-from prge.peft import read_peft
+from prge.files.bundle import open_bundle
+from prge.files.peft import read_peft
 from server_export.export import ExportConfig, export
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prge.errors import BundleError, ConfigError
-from prge.exact import ROWS_OF_A_STEP
+from prge.learning.estimators.exact import ROWS_OF_A_STEP
 from server_export.check.estimation import announce, estimate
 from server_export.estimate import main
 from server_export.settings import EstimateConfig

@@ -13,9 +13,9 @@ pytest.importorskip("executorch")
 
 import torch
 
-from prge.bundle import open_bundle
 from prge.errors import BundleError, ConfigError, RunError
-from prge.signatures import ROLES
+from prge.files.bundle import open_bundle
+from prge.files.signatures import ROLES
 from server_export.export import ExportConfig, export, main
 from server_export.lower.kind import WeightsFile
 from tests.tiny_models import SHALLOW, save_model

@@ -11,11 +11,11 @@ pytest.importorskip("torch")
 
 import torch
 
-from prge.examples import Example
-from server_export.baselines.lora import insert_adapter
+from prge.learning.examples import Example
+from server_export.evidence.baselines.lora import insert_adapter
 from server_export.guide import axes_of_gradients
 from tests.rows import choice, random_completions
-from tests.server_export.baselines.problems import build_problem, classified_rows
+from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
 
 COMPLETIONS = random_completions(6, 100)
 CHOICES = [choice(row, [5, 6, 7, 8 + row], [10, 11, 12], row % 3) for row in range(1, 7)]

@@ -22,11 +22,11 @@ torch = pytest.importorskip("torch")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from device_runner.engines.opening import open_engines  # noqa: E402
-from prge.adapter import stack  # noqa: E402
-from prge.bundle import Bundle, file_sha256, manifest_sha256, open_bundle  # noqa: E402
-from prge.chain import STACK  # noqa: E402
 from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
-from prge.peft import find_adapter, read_lora, read_peft, run_of, write_peft  # noqa: E402
+from prge.files.adapter import stack  # noqa: E402
+from prge.files.bundle import Bundle, file_sha256, manifest_sha256, open_bundle  # noqa: E402
+from prge.files.chain import STACK  # noqa: E402
+from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_peft  # noqa: E402
 from server_export.publish import main, publish  # noqa: E402
 from server_export.publishing.settings import PublishConfig  # noqa: E402
 from tests.server_export.adapters import RANK, trained_adapter, trained_folder  # noqa: E402

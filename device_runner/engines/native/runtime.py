@@ -25,10 +25,10 @@ import numpy as np
 from device_runner.engines.base import DTYPES, Signature, check_threads
 from device_runner.engines.native.build import library
 from device_runner.engines.refusals import RefusedError, captured_stderr, explain
-from prge.bundle import file_sha256
 from prge.engine import Array
 from prge.errors import EngineError
-from prge.memory import GET_MEMORY, tells_no_memory
+from prge.files.bundle import file_sha256
+from prge.host.memory import GET_MEMORY, tells_no_memory
 
 _TEXT_BYTES = 1 << 14
 _MOST_AXES = 16

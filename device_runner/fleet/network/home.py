@@ -10,7 +10,7 @@ import os
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from prge.atomic import storage_error
+from prge.host.atomic import storage_error
 
 NAME = "flower"
 _MOST_LOG_BYTES = 4 << 20

@@ -24,11 +24,11 @@ import numpy as np
 
 from device_runner.android.packages import Archive, download_debian, unpack_debian
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, default_cache
-from prge.bundle import open_bundle
-from prge.directions import Directions
 from prge.errors import PrgeError
-from prge.journal import Journal
-from prge.peft import find_adapter, read_peft
+from prge.files.bundle import open_bundle
+from prge.files.journal import Journal
+from prge.files.peft import find_adapter, read_peft
+from prge.learning.estimators.directions import Directions
 from tests.device_runner.android.daemons import (
     PORT,
     REPOSITORY,
@@ -272,7 +272,7 @@ def _largest_scalar(run: Path) -> float:
 
 _DIRECTIONS = """
 import hashlib
-from prge.directions import Directions
+from prge.learning.estimators.directions import Directions
 h = hashlib.sha256()
 for kind in ("rademacher", "gaussian"):
     for step in range(8):

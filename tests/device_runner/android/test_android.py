@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prge.bundle import open_bundle
-from prge.peft import find_adapter, read_peft
+from prge.files.bundle import open_bundle
+from prge.files.peft import find_adapter, read_peft
 from tests.device_runner.android.conftest import DEMO
 from tests.device_runner.android.daemons import PHONE, SERIAL, Daemon, wait_for_device
 

@@ -12,9 +12,9 @@ from device_runner.android.adb import Adb, Answer
 from device_runner.android.command import PushSettings, _send_bundle, main
 from device_runner.android.device import Phone
 from device_runner.android.speaking import AndroidChatSettings, chat_words
-from prge.bundle import MANIFEST, open_bundle
-from prge.documents import parse_yaml
 from prge.errors import BundleError, DeviceError
+from prge.files.bundle import MANIFEST, open_bundle
+from prge.files.documents import parse_yaml
 from tests.bundles import make_bundle
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.documents import parse_yaml
+from prge.files.documents import parse_yaml
 from tests.device_runner.android.daemons import REPOSITORY, SERIAL, Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.end_to_end.conftest import export, write_rows

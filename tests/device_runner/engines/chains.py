@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 from torch.func import functional_call
 
 from device_runner.engines.opening import Engines, open_engines
-from prge import vocabulary
-from prge.bundle import Bundle, open_bundle
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.engine import Array, Engine
+from prge.files.bundle import Bundle, open_bundle
+from prge.learning import vocabulary
 from tests.tiny_models import save_model
 
 TOKENS = 16

@@ -17,9 +17,9 @@ pytest.importorskip("executorch")
 import safetensors.numpy
 
 from device_runner.engines import packed_files
-from prge.bundle import TABLES, file_sha256, open_bundle
 from prge.cli import main
 from prge.errors import BundleError, PrgeError
+from prge.files.bundle import TABLES, file_sha256, open_bundle
 from tests.bundles import read_json, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import POSITIONS, computed, inputs_of, opened

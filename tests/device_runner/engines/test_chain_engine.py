@@ -17,9 +17,9 @@ pytest.importorskip("executorch")
 import torch
 
 from device_runner.engines.checkpoints import Checkpoints
-from prge.bundle import Bundle, open_bundle
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.errors import EngineError
+from prge.files.bundle import Bundle, open_bundle
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
     Inputs,

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines.chain_engine import ChainEngine, Part
-from prge.bundle import Bundle, open_bundle
 from prge.contract import LORA_B_PREFIX, Contract
 from prge.engine import Array
-from prge.signatures import BACK, STACK
+from prge.files.bundle import Bundle, open_bundle
+from prge.files.signatures import BACK, STACK
 from server_export.model.quantization import quantize_layers, round_base
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (

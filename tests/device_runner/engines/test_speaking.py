@@ -15,11 +15,11 @@ import torch
 
 from device_runner.engines import speaking
 from device_runner.engines.speaking import ChainSpeaker, open_speaker
-from prge.adapter import Adapter
-from prge.bundle import Bundle, open_bundle
 from prge.engine import FloatArray
 from prge.errors import BundleError, EngineError
-from prge.signatures import DECODE, PREFILL, STACK
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle, open_bundle
+from prge.files.signatures import DECODE, PREFILL, STACK
 from tests.device_runner.engines.chains import POSITIONS, Whole, export_chain
 
 pytestmark = [pytest.mark.export, pytest.mark.slow]

@@ -17,9 +17,9 @@ from device_runner.fleet.coordinator import Coordinator, RoundReport
 from device_runner.fleet.device import FLEETS, LEDGER, OWN, STATE, DeviceSettings, answer, make_device
 from device_runner.fleet.messages import Task
 from device_runner.fleet.opening import ServerSettings, open_fleet
-from prge.bundle import open_bundle
-from prge.checkpoint import TrainingState
 from prge.engine import FloatArray
+from prge.files.bundle import open_bundle
+from prge.learning.checkpoint import TrainingState
 from tests.device_runner.numpy_device import Device, write_films
 
 NODES = (11, 22, 33)

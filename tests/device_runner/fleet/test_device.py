@@ -18,9 +18,9 @@ from device_runner.fleet.common import pack_state
 from device_runner.fleet.device import FLEETS, LEDGER, answer
 from device_runner.fleet.messages import Answer, Behind, Refusal, Steps, Task, parse_answer
 from device_runner.fleet.opening import open_fleet
-from prge.accounting import epsilon_of
 from prge.engine import FloatArray
-from prge.journal import Journal
+from prge.files.journal import Journal
+from prge.learning.accounting import epsilon_of
 from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, ledger
 from tests.device_runner.numpy_device import Killed
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from device_runner.fleet.partition import parts
 from prge.errors import ConfigError
-from prge.examples import Example, TokenSequence
+from prge.learning.examples import Example, TokenSequence
 
 
 def _examples(count: int, classes: int) -> list[Example]:

@@ -13,7 +13,7 @@ from device_runner.fleet import opening, simulate
 from device_runner.fleet.coordinator import Coordinator, RoundReport
 from device_runner.fleet.simulate import PRESETS, SimulateSettings, Simulation, with_preset
 from prge.errors import ConfigError, RunError
-from prge.settings import read_settings
+from prge.verbs.settings import read_settings
 from tests.device_runner.numpy_device import Device, Killed, write_films
 
 Words = Callable[..., list[str]]

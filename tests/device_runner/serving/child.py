@@ -13,11 +13,11 @@ from device_runner.serving.app import make_app
 from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
 from device_runner.serving.worker import Worker
-from prge.adapter import Adapter
 from prge.engine import FloatArray
-from prge.generation.loop import Generator
+from prge.files.adapter import Adapter
 from prge.rows import chat
 from prge.rows.tokenizer import Tokenizer
+from prge.text.loop import Generator
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 

@@ -16,7 +16,7 @@ from device_runner.serving.access import Access
 from device_runner.serving.models import Models
 from device_runner.serving.worker import Worker
 from prge.errors import RunError
-from prge.generation.loop import Generator
+from prge.text.loop import Generator
 from tests.device_runner.serving.child import SlowSpeaker, adapters, make_tokenizer
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from device_runner.serving.app import BYTES_A_TOKEN, BYTES_BESIDE, MOST_HELD
-from prge.generation.loop import GenerationSettings, Generator, Request
-from prge.generation.prompts import Prompts
+from prge.text.loop import GenerationSettings, Generator, Request
+from prge.text.prompts import Prompts
 from tests.device_runner.serving.child import CONTEXT, FAILING, SlowSpeaker, adapters, make_tokenizer
 
 openai = pytest.importorskip("openai")

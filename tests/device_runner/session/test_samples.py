@@ -11,14 +11,14 @@ import pytest
 
 from device_runner.session.samples import SamplePrompt, Samples, Writer, read_prompts
 from device_runner.session.settings import RunSettings
-from prge.checkpoint import TrainingState
 from prge.errors import DataError
-from prge.generation.loop import GenerationSettings, Generator, Request
-from prge.generation.prompts import Prompts
-from prge.optimizers import make_optimizer
+from prge.files.run_folder import SAMPLES
+from prge.learning.checkpoint import TrainingState
+from prge.learning.optimizers import make_optimizer
 from prge.rows.tokenizer import Tokenizer
-from prge.run_folder import SAMPLES
-from prge.watching import Watcher
+from prge.running.watching import Watcher
+from prge.text.loop import GenerationSettings, Generator, Request
+from prge.text.prompts import Prompts
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 

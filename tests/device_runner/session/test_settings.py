@@ -10,13 +10,13 @@ import pytest
 
 from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import RunSettings, bundle_for, paced, settled
-from prge.bundle import Bundle
-from prge.differences import Antithetic, Differences, OneSided
 from prge.errors import ConfigError
-from prge.exact import Exact
-from prge.settings import parse_settings
-from prge.signatures import BACK, STACK, TANGENT
-from prge.tangents import Tangents
+from prge.files.bundle import Bundle
+from prge.files.signatures import BACK, STACK, TANGENT
+from prge.learning.estimators.differences import Antithetic, Differences, OneSided
+from prge.learning.estimators.exact import Exact
+from prge.learning.estimators.tangents import Tangents
+from prge.verbs.settings import parse_settings
 from tests.bundles import make_small_chain, opened_bundle
 from tests.rows import classified, long_choice
 

@@ -17,7 +17,7 @@ import pytest
 
 from device_runner.session.tracking import Service, check_installed, figures, tracked
 from prge.errors import ConfigError
-from prge.run_folder import RunLog
+from prge.files.run_folder import RunLog
 
 TENSORBOARD = """
 import json, os, pathlib

@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers
 
 from prge.contract import AdaptedModule, Contract
 from prge.errors import DataError
-from prge.examples import Example, make_batch
+from prge.learning.examples import Example, make_batch
 from prge.rows.example_building import BuildOptions, build_examples, load_examples
 from prge.rows.readers import Row, Selection
 from prge.rows.report import show_sample

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prge.adapter import Adapter
+from prge.files.adapter import Adapter
 from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.task import parse_task
 from tests.numpy_engine import NumpyEngine

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prge.bundle import file_sha256
 from prge.errors import ConfigError, DataError
+from prge.files.bundle import file_sha256
 from prge.rows.readers import Row
 from prge.rows.sources import is_hub_name, parse_columns, read_source, rows_file, source_sha256
 

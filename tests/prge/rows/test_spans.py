@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from prge.contract import Contract
-from prge.examples import Example
+from prge.learning.examples import Example
 from prge.rows.example_building import build_examples
 from prge.rows.readers import Row
 from prge.rows.spans import Question, answer_by_span, greedy_span, spans_of, stop_tokens

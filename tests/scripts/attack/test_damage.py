@@ -12,9 +12,9 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from prge.bundle import open_bundle
-from prge.documents import DocumentError, parse_json
-from prge.journal import Journal
+from prge.files.bundle import open_bundle
+from prge.files.documents import DocumentError, parse_json
+from prge.files.journal import Journal
 from tests.bundles import PROGRAM, make_bundle
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
-from prge.signatures import BACK, STACK, TANGENT
+from prge.files.signatures import BACK, STACK, TANGENT
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import with_size
 from server_export.lower import roles

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from prge.chain import CAUSAL, MASKED, OWN, PAST_KEYS, PAST_VALUES, SEEN
 from prge.errors import BundleError
-from prge.signatures import DECODE, PREFILL, STACK
+from prge.files.chain import CAUSAL, MASKED, OWN, PAST_KEYS, PAST_VALUES, SEEN
+from prge.files.signatures import DECODE, PREFILL, STACK
 from server_export.derive.continuing import FROZEN_PREFIX, continued
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import fill_in_values, with_size

@@ -13,9 +13,9 @@ pytest.importorskip("executorch")
 import torch
 from safetensors.torch import load_file
 
-from prge.chain import Bounds
 from prge.errors import BundleError
-from prge.signatures import BACK, STACK, TANGENT
+from prge.files.chain import Bounds
+from prge.files.signatures import BACK, STACK, TANGENT
 from server_export.check.chain import FLOAT_TOLERANCE, verify_chain
 from server_export.lower.chain import LoweredChain, lower_chain
 from server_export.model.chain import Chain, build_chain

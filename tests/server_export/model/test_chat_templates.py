@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from prge.contract import AdaptedModule, Contract
 from prge.errors import ConfigError
-from prge.generation.prompts import Prompts
 from prge.rows.example_building import build_examples
 from prge.rows.readers import Row
 from prge.rows.tokenizer import Tokenizer
+from prge.text.prompts import Prompts
 from server_export.model.chat_templates import PLAIN, give_template, plain_template
 from server_export.model.tokenization import on_device
 from server_export.settings import PrependBos

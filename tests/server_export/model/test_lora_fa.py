@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from prge.contract import AdaptedModule
 from prge.errors import AdapterError, ConfigError
-from prge.peft import read_lora, read_peft
+from prge.files.peft import read_lora, read_peft
 from server_export.bundle import write_adapter
 from server_export.model.lora_fa import (
     convert_conv1d,

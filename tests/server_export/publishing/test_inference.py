@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
-from prge.bundle import file_sha256, manifest_sha256, open_bundle  # noqa: E402
 from prge.errors import BundleError  # noqa: E402
+from prge.files.bundle import file_sha256, manifest_sha256, open_bundle  # noqa: E402
 from server_export.bundle import write_manifest  # noqa: E402
 from server_export.check.engine import loaded_method  # noqa: E402
 from server_export.model.loading import LoadedModel, prepare_model  # noqa: E402

@@ -26,9 +26,9 @@ from device_runner.engines.native.runtime import (
     without_threads,
 )
 from device_runner.engines.refusals import RefusedError
-from prge.bundle import file_sha256
 from prge.engine import Array
 from prge.errors import PrgeError
+from prge.files.bundle import file_sha256
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import METHODS, MOST_ROWS, MOST_TOKENS, WIDTH, Kind, example, room
 

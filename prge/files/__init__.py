@@ -1,0 +1,1 @@
+"""What lies on disk between the sides: bundles, adapters, journals, run folders; read within bounds."""

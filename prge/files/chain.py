@@ -1,0 +1,390 @@
+"""A model as a chain: its blocks in order, the kinds whose programs compute them.
+
+    embedding   tokens -> state        block   state -> state        head   state -> parts
+
+A program has a method for each role of its kind; prge/files/signatures.py says what these take and answer. A
+decoder's head is one or more blocks of a kind, each with a piece of the vocabulary. `table.<n>` are a block's
+tables, and `<n>` of an adapter's inputs counts the block's adapted modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from prge.contract import LARGEST_SIZE, AdaptedModule, Contract
+from prge.errors import BundleError, ConfigError, shown
+from prge.files.signatures import (
+    BACK,
+    DECODE,
+    PREFILL,
+    ROLES,
+    STACK,
+    STEP_ROLES,
+    TANGENT,
+    Signature,
+    of_block,
+    of_head,
+)
+
+# The role that a step of each kind of call needs beside `stack`.
+ROLE_OF = {"stack": STACK, "tangent": TANGENT, "exact": BACK}
+TABLES = ("causal", "rotary", "positions", "zeros")
+POOLINGS = ("mean", "first")
+LORA_A, LORA_B, U, V, TABLE, GRADIENT = "lora_a.", "lora_b.", "u.", "v.", "table.", "gradient."
+KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
+SEEN, CAUSAL, OWN = "seen", "causal", "own"
+_MOST_BLOCKS = 1024
+# Of what is wrong with a chain: one mistake can show in every block.
+_SHOWN = 8
+# torch.export takes a size of 1 for another program.
+FEWEST_TOKENS = 2
+# Of a batch in one call, and of a row with as many queries as short ones have.
+_MOST_TOKENS, _SHORT = 512, 256
+# What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
+# overflows.
+MASKED = -3e4
+_REMEDY = "export the bundle again with this version of prge"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The most of each size in one call of a method; `states` is of a decoder's head."""
+
+    copies: int = 8
+    batch: int = 4
+    queries: int = 8
+    tokens: int = 512
+    states: int = 128
+    sequences: int = 16
+    context: int = 2048
+
+    @classmethod
+    def for_rows(cls, tokens: int, context: int = 0) -> Bounds:
+        """What is usual for rows of so many tokens, and texts of `context`.
+
+        Memory is planned for a call of all bounds at once.
+        """
+        return cls(
+            # Programs are traced, and verified, with 2 rows.
+            batch=max(2, min(cls.batch, _MOST_TOKENS // tokens)),
+            queries=cls.queries if tokens <= _SHORT else cls.queries // 2,
+            tokens=tokens,
+            context=max(tokens, context),
+        )
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Names of a method's inputs and outputs, in order."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Blocks of one graph: their program file, and its methods by role."""
+
+    program: str
+    methods: Mapping[str, Interface]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: the number of its kind, its weights file, its tables, its modules among the chain's."""
+
+    kind: int
+    weights: str
+    tables: tuple[int, ...]
+    modules: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What blocks are given beside the state, made for the length of a call.
+
+    `causal`: a mask f32 [members, tokens, tokens], once for each query of a group of heads, that lets a token
+    see itself and `window` - 1 tokens before;
+    `rotary`: f32 [1, tokens, width], rows of the tensor of the table's number in the tables file;
+    `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens].
+    """
+
+    kind: str
+    window: int | None = None
+    first: int = 0
+    members: int = 1
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a manifest says of a model's blocks."""
+
+    readout: str
+    pooling: str
+    width: int
+    vocabulary_size: int
+    modules: tuple[AdaptedModule, ...]
+    bounds: Bounds
+    tables: tuple[Table, ...]
+    kinds: tuple[Kind, ...]
+    blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        if problems := [*self._problems()]:
+            raise BundleError(
+                "the manifest describes no chain that can be run: " + "; ".join(problems[:_SHOWN]),
+                remedy=_REMEDY,
+            )
+        try:
+            self.contract(STACK, 1)
+        except ConfigError as error:
+            # Not a run's choice: with the smallest call, what is wrong is the manifest's.
+            raise BundleError(
+                f"the manifest describes no chain that can be run: {'; '.join(error.problems)}",
+                remedy=_REMEDY,
+            ) from None
+
+    def _problems(self) -> Iterator[str]:
+        if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
+            yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
+        if len({block.weights for block in self.blocks}) < len(self.blocks):
+            yield "blocks share a weights file"
+        if self.pooling not in POOLINGS:
+            yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
+        words, pieces = self.vocabulary_size, len(self.blocks) - self.end
+        if pieces and words % pieces:
+            yield f"its head has {pieces} pieces, of {words} words"
+        if self.width < 1:
+            yield f"width is {shown(self.width)}, must be at least 1"
+        for name, size in asdict(self.bounds).items():
+            least = FEWEST_TOKENS if name in ("tokens", "states") else 1
+            if not least <= size <= LARGEST_SIZE:
+                yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
+        for table in self.tables:
+            window = 1 if table.window is None else table.window
+            if (
+                table.kind not in TABLES
+                or not 0 <= table.first <= LARGEST_SIZE
+                or not 1 <= table.members <= _MOST_BLOCKS
+                or window < 1
+            ):
+                yield f"a table is {shown(table)}"
+        used = sorted(number for block in self.blocks for number in block.modules)
+        if not used:
+            yield "no block has an adapted module: there is nothing to train"
+        if used != list(range(len(self.modules))):
+            yield f"its blocks have the modules {shown(used)}, the chain {len(self.modules)}"
+        if unused := {*range(len(self.kinds))} - {block.kind for block in self.blocks}:
+            yield f"no block is of kind {min(unused)}"
+        for number, block in enumerate(self.blocks):
+            if not 0 <= block.kind < len(self.kinds):
+                yield f"block {number} is of kind {shown(block.kind)}, there are {len(self.kinds)}"
+                continue
+            if any(not 0 <= table < len(self.tables) for table in block.tables):
+                yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
+                continue
+            if block.modules and (number == 0 or self.is_head(number)):
+                yield f"block {number}, the first or a head, has adapted modules"
+            if STACK not in self.kinds[block.kind].methods:
+                yield f"block {number} lacks the role {STACK}"
+            yield from self._interface_problems(number, block)
+
+    def _interface_problems(self, number: int, block: Block) -> Iterator[str]:
+        """What a block's methods ask for, or answer, otherwise than an engine expects."""
+        modules = len(block.modules)
+        for role, method in self.kinds[block.kind].methods.items():
+            if role not in ROLES:
+                yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ROLES)}"
+                continue
+            signature, asked = self.signature(number, role), {*method.inputs}
+            allowed = signature.allowed(modules)
+            if not self.is_head(number):
+                allowed |= {f"{TABLE}{n}" for n in range(len(block.tables))}
+            allowed -= set() if self.is_encoder else {"padding"}
+            if not signature.needed(modules) <= asked <= allowed or len(asked) < len(method.inputs):
+                yield f"block {number} takes {shown(method.inputs)} in the role {role}"
+            if sorted(method.outputs) != sorted(signature.answers(modules)):
+                yield f"block {number} answers {shown(method.outputs)} in the role {role}"
+
+    def signature(self, number: int, role: str) -> Signature:
+        """What a block's method takes and answers, but for its tables."""
+        return of_head(role) if self.is_head(number) else of_block(role, number == 0, self.attends(number))
+
+    def is_head(self, number: int) -> bool:
+        """Whether a block is a decoder's head."""
+        return number >= self.end
+
+    @property
+    def end(self) -> int:
+        """Number of the first block that answers no state: the first piece of a decoder's head."""
+        kinds = [block.kind for block in self.blocks]
+        if self.is_encoder:
+            return len(kinds)
+        return next((n + 1 for n in reversed(range(len(kinds))) if kinds[n] != kinds[-1]), 0)
+
+    def loaded_bytes(self, size: Callable[[str], int]) -> list[int]:
+        """Bytes that each block's weights take while it is loaded, by the size of a file.
+
+        The first block's are tables, whose rows are read where they lie.
+        """
+        return [size(block.weights) if number else 0 for number, block in enumerate(self.blocks)]
+
+    @property
+    def piece_words(self) -> int:
+        """Words of a piece of a decoder's vocabulary."""
+        return self.vocabulary_size // (len(self.blocks) - self.end)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it ends with states instead of log-probabilities."""
+        return self.readout == "pooled"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that all blocks have which need it: those of steps from the lowest adapted one on."""
+        needing = {role: self.blocks[self.lowest_adapted :] for role in STEP_ROLES}
+        if not self.is_encoder:
+            needing |= {PREFILL: self.blocks[: self.end], DECODE: self.blocks}
+        return tuple(
+            role
+            for role, blocks in needing.items()
+            if all(role in self.kinds[block.kind].methods for block in blocks)
+        )
+
+    def causal_table(self, number: int) -> Table | None:
+        """The mask of a block's attention, if it has one."""
+        tables = (self.tables[place] for place in self.blocks[number].tables)
+        return next((table for table in tables if table.kind == "causal"), None)
+
+    def attends(self, number: int) -> bool:
+        """Whether a block looks at the tokens before."""
+        return self.causal_table(number) is not None
+
+    @property
+    def lowest_adapted(self) -> int:
+        """Number of the first block with an adapter."""
+        return next(number for number, block in enumerate(self.blocks) if block.modules)
+
+    def contract(
+        self,
+        kind: str,
+        batch_size: int,
+        *,
+        copies: int = 1,
+        queries: int = 0,
+        length: int = 0,
+    ) -> Contract:
+        """The contract of an engine that answers calls of a run's own choice.
+
+        Args:
+            kind: `stack`, `tangent` or `exact`.
+            batch_size: rows of one copy.
+            copies: of the adapter in a stack.
+            queries: tangents beside every row.
+            length: most tokens of a row; by default what the chain allows.
+
+        Raises:
+            BundleError: the bundle lacks the role.
+        """
+        if ROLE_OF[kind] not in self.roles:
+            raise BundleError(
+                f"the bundle lacks the role {ROLE_OF[kind]}, it has {', '.join(self.roles)}",
+                remedy="choose another estimator, or export it with that role",
+            )
+        tokens = max(length, FEWEST_TOKENS) if length else self.bounds.tokens
+        return Contract(
+            kind=kind,
+            readout=self.readout,
+            copies=copies,
+            batch_size=batch_size,
+            sequence_length=tokens,
+            positions=0 if self.is_encoder else max(tokens - 1, 1),
+            width=self.width,
+            vocabulary_size=self.vocabulary_size,
+            modules=self.modules,
+            queries=queries,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's `chain` block."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, block: Any) -> Chain:
+        """Read a manifest's `chain` block; raises BundleError on anything missing or of another type."""
+        if _get(block, "readout", str) == "verbalizer":
+            raise BundleError(
+                "the bundle answers among label words alone, which version 0.1 could",
+                remedy="export it again without --label-words: tasks compare their words over the vocabulary",
+            )
+        return cls(
+            readout=_get(block, "readout", str),
+            pooling=_get(block, "pooling", str),
+            width=_get(block, "width", int),
+            vocabulary_size=_get(block, "vocabulary_size", int),
+            modules=tuple(
+                AdaptedModule(
+                    _get(m, "name", str),
+                    _get(m, "rank", int),
+                    _get(m, "in_features", int),
+                    _get(m, "out_features", int),
+                )
+                for m in _all(block, "modules", Mapping)
+            ),
+            bounds=Bounds(
+                **{item.name: _get(_get(block, "bounds", Mapping), item.name, int) for item in fields(Bounds)}
+            ),
+            tables=tuple(
+                Table(
+                    _get(t, "kind", str),
+                    None if t.get("window") is None else _get(t, "window", int),
+                    _get(t, "first", int),
+                    _get(t, "members", int),
+                )
+                for t in _all(block, "tables", Mapping)
+            ),
+            kinds=tuple(
+                Kind(
+                    _get(kind, "program", str),
+                    {
+                        role: Interface(_all(method, "inputs", str), _all(method, "outputs", str))
+                        for role, method in _get(kind, "methods", Mapping).items()
+                    },
+                )
+                for kind in _all(block, "kinds", Mapping)
+            ),
+            blocks=tuple(
+                Block(
+                    _get(b, "kind", int),
+                    _get(b, "weights", str),
+                    _all(b, "tables", int),
+                    _all(b, "modules", int),
+                )
+                for b in _all(block, "blocks", Mapping)
+            ),
+        )
+
+
+_IN_WORDS: dict[type, str] = {int: "a whole number", str: "a text", list: "a list", Mapping: "a mapping"}
+
+
+def _get(block: Any, name: str, kind: type) -> Any:
+    """A value of a JSON mapping; raises BundleError if it is missing or of another type."""
+    return _checked(name, block.get(name) if isinstance(block, Mapping) else None, kind)
+
+
+def _all(block: Any, name: str, kind: type) -> tuple[Any, ...]:
+    """The values of a list in a JSON mapping, as `_get`."""
+    return tuple(_checked(f"one of {name}", value, kind) for value in _get(block, name, list))
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    value = [*value] if isinstance(value, tuple) else value
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise BundleError(
+            f"the manifest's chain can't be read: {name} is {shown(value)}, must be {_IN_WORDS[kind]}",
+            remedy=_REMEDY,
+        )
+    return value

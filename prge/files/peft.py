@@ -1,0 +1,588 @@
+"""PEFT folders in and out: `adapter_config.json` and `adapter_model.safetensors`, their names and checks.
+
+    base_model.model.<module>.lora_A.weight   [rank, in]     frozen
+    base_model.model.<module>.lora_B.weight   [out, rank]    trained; prge.files.adapter has [rank, out]
+
+Folders written here carry `hashes.json`; a folder that carries one isn't read when a file differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from prge.contract import AdaptedModule
+from prge.engine import Array, FloatArray
+from prge.errors import AdapterError, RunError, shown
+from prge.files.adapter import Adapter
+from prge.files.bundle import file_sha256
+from prge.files.documents import MOST_JSON_BYTES, DocumentError, parse_json, read_document, read_json
+from prge.files.run_folder import FINAL, JOURNAL
+from prge.files.tuned import tuning_at
+from prge.host.atomic import new_folder
+from prge.host.memory import tells_no_memory
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+HASHES = "hashes.json"
+# How PEFT begins the name of a layer inside its model, in files and in memory.
+PREFIX = "base_model.model."
+# Between the name of a folder's model and the hash of its files, in `base_model_name_or_path`.
+HASH_MARK = "@sha256:"
+_FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# Of expressions; names of modules have dots, which stand for themselves here.
+_EXPRESSION_SIGNS = frozenset("*+?|()[]{}^$\\")
+# Every other initialization of LoRA also changes the base weights.
+_PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """A plain LoRA adapter as PEFT stores it, of any model.
+
+    `lora_a` [rank, in] and `lora_b` [out, rank] are float32 by module name and not scaled by alpha / rank.
+    A module has the rank of its matrices, which may be another than its neighbour's.
+    """
+
+    config: Mapping[str, Any]
+    lora_a: Mapping[str, FloatArray]
+    lora_b: Mapping[str, FloatArray]
+
+    @property
+    def rank(self) -> int:
+        """Rank of the modules that `rank_pattern` doesn't name."""
+        return int(self.config["r"])
+
+    @property
+    def alpha(self) -> float:
+        """What PEFT calls `lora_alpha`: that of the modules that `alpha_pattern` doesn't name."""
+        return float(self.config["lora_alpha"])
+
+    def alpha_of(self, module: str) -> float:
+        """Alpha of a module."""
+        return float(_of_module(self.config, "alpha_pattern", module, self.alpha))
+
+    def scale_of(self, module: str) -> float:
+        """alpha / rank of a module."""
+        return self.alpha_of(module) / len(self.lora_a[module])
+
+    @property
+    def target_modules(self) -> str | list[str]:
+        """An expression, or names in alphabetical order."""
+        targets = self.config["target_modules"]
+        return targets if isinstance(targets, str) else sorted(targets)
+
+    @property
+    def modules(self) -> tuple[AdaptedModule, ...]:
+        """The layers that it adapts, in alphabetical order."""
+        return tuple(
+            AdaptedModule(name, lora_a.shape[0], lora_a.shape[1], self.lora_b[name].shape[0])
+            for name, lora_a in self.lora_a.items()
+        )
+
+
+def weight_name(module: str, letter: Literal["A", "B"]) -> str:
+    """The name of a module's `lora_A` or `lora_B` in the file of weights."""
+    return f"{PREFIX}{module}.lora_{letter}.weight"
+
+
+def find_adapter(source: Path) -> Path:
+    """The PEFT folder that a user names by a tuning, a run, its `final/`, a checkpoint, or the folder itself.
+
+    Raises:
+        RunError: a tuning or a run without a result.
+        AdapterError: there is no adapter.
+    """
+    if tuning := tuning_at(source):
+        source = tuning.adapter
+    for folder in (source, source / FINAL):
+        if (folder / CONFIG).is_file():
+            return folder
+    if (source / JOURNAL).is_file():
+        raise RunError(
+            f"{source} is a run without a result",
+            remedy=f"finish it with `prge run --resume {source}`, or give one of its checkpoints",
+        )
+    raise AdapterError(
+        f"{source} holds no trained adapter:",
+        [f"neither {CONFIG} nor {FINAL}/{CONFIG} is there"],
+        remedy="give a run folder, a checkpoint or a PEFT folder",
+    )
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run folder that a PEFT folder is the result or a checkpoint of."""
+    absolute = folder.resolve()
+    run = absolute.parent if absolute.name == FINAL else absolute.parent.parent
+    return run if (run / JOURNAL).is_file() else None
+
+
+def read_lora(folder: Path | str) -> PeftAdapter:
+    """Read a folder that PEFT or prge wrote, in float32, float16 or bfloat16.
+
+    Raises:
+        AdapterError: it is damaged, or uses a variant of LoRA that a bundle doesn't compute.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    _check_hashes(folder)
+    problems = _variant_problems(config) + _number_problems(config)
+    if problems:
+        raise AdapterError(
+            f"the adapter {folder} can't be used:", problems, remedy="train it as plain LoRA on linear layers"
+        )
+    matrices: dict[str, dict[str, FloatArray]] = {"A": {}, "B": {}}
+    for name, array in _read_floats(folder / WEIGHTS, problems).items():
+        module, letter = _module_of(name)
+        if letter:
+            matrices[letter][module] = array
+        else:
+            problems.append(f"{name} is neither lora_A nor lora_B of a linear layer")
+    lora_a, lora_b = matrices.values()
+    problems += _pair_problems(config, lora_a, lora_b)
+    if problems:
+        raise AdapterError(f"the adapter {folder} can't be used:", problems)
+    return PeftAdapter(config, lora_a, lora_b)
+
+
+def write_lora(folder: Path, adapter: PeftAdapter) -> None:
+    """Write both files of an adapter into a new folder; the same adapter gives the same bytes."""
+    folder.mkdir(parents=True)
+    tensors = {weight_name(module, "A"): matrix for module, matrix in adapter.lora_a.items()}
+    tensors |= {weight_name(module, "B"): matrix for module, matrix in adapter.lora_b.items()}
+    (folder / WEIGHTS).write_bytes(_serialize(tensors))
+    write_config(folder, adapter.config)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write `adapter_config.json`; PEFT takes its own defaults for what isn't there."""
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def read_peft(
+    folder: Path | str, modules: Sequence[AdaptedModule], template_folder: Path | str | None = None
+) -> Adapter:
+    """Read the adapter of a bundle from a PEFT folder.
+
+    Args:
+        folder: holds `adapter_config.json` and `adapter_model.safetensors`, float32.
+        modules: what the bundle adapts.
+        template_folder: the bundle's own adapter. Its `lora_A` and its scale are inside the bundle; an
+            adapter trained with others would silently mean something else, and given this it is refused.
+
+    Raises:
+        AdapterError: every tensor that is missing, unexpected, of another shape or dtype, or not finite;
+            a damaged file; a file that `hashes.json` doesn't name so.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    _check_hashes(folder)
+    problems = _variant_problems(config) + (_number_problems(config) or _rank_problems(config, modules))
+    frozen: Mapping[str, Array] = {}
+    if template_folder is not None:
+        template = Path(template_folder)
+        expected = read_config(template)
+        problems += [
+            f"{CONFIG} has {name} {shown(config.get(name))}, the bundle was exported with "
+            f"{shown(expected.get(name))}"
+            for name in ("lora_alpha", "alpha_pattern")
+            # PEFT writes a pattern without entries.
+            if (config.get(name) or None) != (expected.get(name) or None)
+        ]
+        problems += _base_problems(config, expected)
+        frozen = read_arrays(template / WEIGHTS)
+    others: list[str] = []
+    with _open_weights(folder / WEIGHTS) as weights:
+        bad = _tensor_problems(weights, modules)
+        problems += bad.values()
+        for module in modules:
+            name = weight_name(module.name, "B")
+            if name not in bad:
+                problems += _infinite(name, weights.get_tensor(name))
+            name = weight_name(module.name, "A")
+            if name not in bad:
+                lora_a = weights.get_tensor(name)
+                problems += _infinite(name, lora_a)
+                if template_folder is not None and not np.array_equal(lora_a, frozen.get(name, ())):
+                    others.append(name)
+        if others:
+            problems.append(
+                f"lora_A of {len(others)} of {len(modules)} modules differs from the one inside the bundle, "
+                f"which is frozen there; the first is {others[0]}"
+            )
+        if problems:
+            raise AdapterError(
+                f"the adapter {folder} doesn't fit the bundle",
+                problems,
+                remedy="give an adapter of this bundle, or export a bundle from it with --adapter",
+            )
+        # Only now: the modules are a manifest's, and their sizes are those of the file.
+        adapter = Adapter.zeros(modules)
+        for module_name, view in adapter.named().items():
+            view[...] = weights.get_tensor(weight_name(module_name, "B")).T
+    return adapter
+
+
+def read_any(folder: Path | str, modules: Sequence[AdaptedModule], template_folder: Path | str) -> Adapter:
+    """Read an adapter of a bundle's model from any PEFT folder, to write text with it.
+
+    Args:
+        folder: of plain LoRA, in float32, float16 or bfloat16; of the bundle's modules or some of them, and
+            of its rank or a lower one.
+        modules: what the bundle adapts.
+        template_folder: the bundle's own adapter.
+
+    Returns:
+        The adapter, with a `lora_a` if its own isn't the bundle's.
+
+    Raises:
+        AdapterError: it is damaged or a variant of LoRA; it was trained on another model, as far as hash or
+            commit tell; or its rank is higher, or its modules are others or of other sizes.
+    """
+    found, frozen = read_lora(folder), scaled_lora_a(template_folder)
+    problems = _base_problems(found.config, read_config(Path(template_folder)))
+    known = {module.name: module for module in modules}
+    strangers = [name for name in found.lora_a if name not in known]
+    if strangers:
+        problems.append(
+            f"it adapts {len(strangers)} modules that the bundle doesn't, the first is {strangers[0]}"
+        )
+    for module in found.modules:
+        wanted = known.get(module.name, module)
+        if module.rank > wanted.rank:
+            problems.append(f"{module.name} has rank {module.rank}, the bundle has {wanted.rank}")
+        sizes, expected = ((each.in_features, each.out_features) for each in (module, wanted))
+        if sizes != expected:
+            problems.append(f"{module.name} is a layer from {sizes[0]} to {sizes[1]}, not {expected}")
+    if problems:
+        raise AdapterError(
+            f"the adapter {folder} doesn't fit the bundle",
+            problems,
+            remedy="export a bundle from it with --adapter, or give one of this model and these modules",
+        )
+    adapter = Adapter.zeros(modules)
+    lora_a = {name: np.zeros_like(frozen[name]) for name in known}
+    for name, view in adapter.named().items():
+        if name in found.lora_a:
+            rank = len(found.lora_a[name])
+            view[:rank] = found.lora_b[name].T
+            lora_a[name][:rank] = found.lora_a[name] * np.float32(found.scale_of(name))
+    is_own = all(np.array_equal(lora_a[name], frozen[name]) for name in found.lora_a)
+    return adapter if is_own else Adapter(adapter.modules, adapter.values, lora_a)
+
+
+def scaled_lora_a(folder: Path | str) -> dict[str, FloatArray]:
+    """A PEFT folder's `lora_A` f32 [rank, in] by module name, times alpha / rank; raises AdapterError."""
+    found = read_lora(folder)
+    return {name: matrix * np.float32(found.scale_of(name)) for name, matrix in found.lora_a.items()}
+
+
+def write_peft(
+    folder: Path | str,
+    adapter: Adapter,
+    template_folder: Path | str,
+    extra: Mapping[str, Mapping[str, Array] | bytes] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write the adapter of a bundle as a PEFT folder, whole or not at all; equal arrays give equal bytes.
+
+    Args:
+        folder: the new folder; it appears by one rename after everything is on storage.
+        adapter: the `lora_b` to write.
+        template_folder: the bundle's adapter; its configuration and `lora_A` are copied unchanged.
+        extra: further files by name: arrays become safetensors, bytes are written as they are.
+        overwrite: whether an existing folder is replaced, by exchanging the two.
+
+    Raises:
+        AdapterError: the adapter has values that are not finite; the template is damaged or not of these
+            modules.
+        RunError: the folder exists, or the storage is full or refuses.
+    """
+    if problem := _infinite("lora_b", adapter.values):
+        raise AdapterError(
+            f"the adapter is not written to {folder}",
+            problem,
+            remedy="train again with a lower learning rate",
+        )
+    template = Path(template_folder)
+    config = _read_bytes(template / CONFIG)
+    tensors: dict[str, Array] = {}
+    with _open_weights(template / WEIGHTS) as weights:
+        problems = _tensor_problems(weights, adapter.modules)
+        if problems:
+            raise AdapterError(
+                f"the adapter {template} is not of these modules",
+                problems.values(),
+                remedy="give the bundle's own adapter",
+            )
+        for module, view in adapter.named().items():
+            tensors[weight_name(module, "A")] = weights.get_tensor(weight_name(module, "A"))
+            tensors[weight_name(module, "B")] = view.T
+    files = {CONFIG: config, WEIGHTS: _serialize(tensors)}
+    for name, content in (extra or {}).items():
+        if Path(name).name != name or name in (CONFIG, WEIGHTS, HASHES):
+            raise ValueError(f"{name!r} can't be the name of an extra file")
+        files[name] = content if isinstance(content, bytes) else _serialize(content)
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
+    files[HASHES] = json.dumps(hashes, indent=1).encode() + b"\n"
+    with new_folder(Path(folder), overwrite=overwrite) as partial:
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+
+
+def read_arrays(path: Path | str) -> dict[str, Array]:
+    """Every array of a safetensors file, such as `optimizer.safetensors` or `head.safetensors`.
+
+    Raises:
+        AdapterError: the file is missing, damaged, or holds a dtype that numpy lacks.
+    """
+    path = Path(path)
+    _check_hashes(path.parent, only=path.name)
+    with _open_weights(path) as weights:
+        try:
+            return {name: weights.get_tensor(name) for name in sorted(weights.keys())}
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise AdapterError(
+                f"{path} can't be read", [f"{error}"], remedy="give a file that prge wrote"
+            ) from None
+
+
+def _serialize(tensors: Mapping[str, Array]) -> bytes:
+    # "pt" names the layout for transformers and PEFT, which refuse a safetensors file without it.
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    return bytes(safetensors.numpy.save(contiguous, metadata={"format": "pt"}))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return read_document(path, MOST_JSON_BYTES)
+    except (OSError, DocumentError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise AdapterError(
+            f"{path.parent} is not a PEFT adapter",
+            [f"{path.name}: {reason}"],
+            remedy=f"give a folder with {CONFIG} and {WEIGHTS}",
+        ) from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of `adapter_config.json`; raises AdapterError where it is missing or damaged."""
+    content = _read_bytes(folder / CONFIG)
+    try:
+        config = parse_json(content)
+    except DocumentError as error:
+        raise AdapterError(
+            f"{folder / CONFIG} is damaged", [str(error)], remedy="copy the folder again"
+        ) from None
+    if not isinstance(config, dict):
+        raise AdapterError(
+            f"{folder / CONFIG} is damaged", ["it holds no JSON object"], remedy="copy the folder again"
+        )
+    return config
+
+
+def _open_weights(path: Path) -> Any:
+    """Open a safetensors file: header checked, arrays read when asked for."""
+    if not path.is_file():
+        raise AdapterError(
+            f"{path.parent} is not a PEFT adapter",
+            [f"{path.name} is missing"],
+            remedy=f"give a folder with {CONFIG} and {WEIGHTS}",
+        )
+    try:
+        return safetensors.safe_open(str(path), framework="numpy")
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        if tells_no_memory(error):
+            raise MemoryError(f"{path} can't be read") from None
+        raise AdapterError(f"{path} is damaged", [f"{error}"], remedy="copy the folder again") from None
+
+
+def _check_hashes(folder: Path, only: str | None = None) -> None:
+    """Compare the folder's files with its `hashes.json`, where it has one."""
+    path = folder / HASHES
+    if not path.is_file():
+        return
+    try:
+        hashes = read_json(path)
+    except DocumentError as error:
+        raise AdapterError(f"{path} is damaged", [str(error)], remedy="copy the folder again") from None
+    if not isinstance(hashes, dict):
+        raise AdapterError(f"{path} is damaged", ["it holds no JSON object"], remedy="copy the folder again")
+    problems = []
+    present = {each.name for each in folder.iterdir() if each.is_file()}
+    for name, expected in hashes.items():
+        if only is not None and name != only:
+            continue
+        if Path(name).name != name:
+            problems.append(f"{HASHES} names a file outside the folder: {shown(name)}")
+        elif name not in present:
+            problems.append(f"{name} is missing")
+        elif file_sha256(folder / name) != expected:
+            problems.append(f"{name} was changed after it was written: its SHA-256 differs")
+    if problems:
+        raise AdapterError(
+            f"{folder} is damaged",
+            problems,
+            remedy=f"copy the folder again; if the change was meant, delete its {HASHES}",
+        )
+
+
+def _variant_problems(config: Mapping[str, Any]) -> list[str]:
+    """What of a configuration changes the formula base(x) + alpha / rank * lora_b(lora_a(x))."""
+    problems = []
+    if str(config.get("peft_type", "LORA")).upper() != "LORA":
+        problems.append(f"{CONFIG} has peft_type {shown(config['peft_type'])}, must be 'LORA'")
+    for name in ("use_dora", "use_rslora", "use_qalora", "lora_bias", "alora_invocation_tokens"):
+        if config.get(name):
+            problems.append(f"{name} is set: the bundle computes plain LoRA with the scale alpha / rank")
+    for name in ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices"):
+        if config.get(name):
+            problems.append(f"{name} is set: the bundle adapts linear layers only")
+    if config.get("bias", "none") != "none":
+        problems.append(f"bias is {shown(config['bias'])}: the bundle's biases are frozen")
+    if config.get("init_lora_weights", True) not in _PLAIN_INITIALIZATIONS:
+        problems.append(
+            f"init_lora_weights is {shown(config['init_lora_weights'])}: it changes the base weights, "
+            "which are exported as they are"
+        )
+    return problems
+
+
+def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:
+    """Whether an adapter was trained on another model than its bundle's, as far as hash or commit tell."""
+    named, expected = (each.get("base_model_name_or_path") for each in (config, template))
+    if not isinstance(named, str) or not isinstance(expected, str):
+        return []
+    commits = [each.get("revision") for each in (config, template)]
+    hashes = [each.partition(HASH_MARK)[2] for each in (named, expected)]
+    if (all(hashes) and hashes[0] != hashes[1]) or (
+        named == expected and all(isinstance(each, str) for each in commits) and commits[0] != commits[1]
+    ):
+        given, wanted = (
+            f"{shown(name)}{f' of {shown(commit)}' if commit else ''}"
+            for name, commit in zip((named, expected), commits, strict=True)
+        )
+        return [f"{CONFIG} names the base model {given}, the bundle was exported from {wanted}"]
+    return []
+
+
+def _number_problems(config: Mapping[str, Any]) -> list[str]:
+    """What of rank, alpha and targets is missing or no such value."""
+    problems = []
+    rank, alpha, targets = (config.get(name) for name in ("r", "lora_alpha", "target_modules"))
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        problems.append(f"r is {shown(rank)}, must be a whole number of at least 1")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+        problems.append(f"lora_alpha is {shown(alpha)}, must be a number above 0")
+    for name, kind in (("rank_pattern", int), ("alpha_pattern", int | float)):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict) or not all(
+            isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
+            for value in pattern.values()
+        ):
+            problems.append(f"{name} is {shown(pattern)}, must map modules to numbers above 0")
+        elif any(_EXPRESSION_SIGNS.intersection(key) for key in pattern):
+            problems.append(f"{name} is {shown(pattern)}, must have names of modules, no expressions")
+    is_names = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+    if not (is_names or isinstance(targets, str)) or not targets:
+        problems.append(f"target_modules is {shown(targets)}, must be names or an expression")
+    return problems
+
+
+def _of_module(config: Mapping[str, Any], pattern: str, module: str, otherwise: float) -> float:
+    """What a pattern says of a module: of its whole name or the end of it, the first that fits."""
+    values: Mapping[str, float] = config.get(pattern) or {}
+    fits = (value for key, value in values.items() if module == key or module.endswith(f".{key}"))
+    return next(fits, otherwise)
+
+
+def _module_of(name: str) -> tuple[str, str]:
+    """Module and letter of a tensor's name; no letter if it is no matrix of LoRA."""
+    plain = name.removeprefix(PREFIX).replace(".default.weight", ".weight")
+    for letter in ("A", "B"):
+        if plain.endswith(f".lora_{letter}.weight"):
+            return plain.removesuffix(f".lora_{letter}.weight"), letter
+    return plain, ""
+
+
+def _rank_problems(config: Mapping[str, Any], modules: Sequence[AdaptedModule]) -> list[str]:
+    """Whether a configuration says other ranks than modules have."""
+    said = {module: _of_module(config, "rank_pattern", module.name, config["r"]) for module in modules}
+    others = [module for module, rank in said.items() if rank != module.rank]
+    return [
+        f"{CONFIG} has rank {said[first]} for {first.name}, the bundle has {first.rank}; {len(others)} of "
+        f"{len(modules)} modules have others"
+        for first in others[:1]
+    ]
+
+
+def _pair_problems(
+    config: Mapping[str, Any], lora_a: Mapping[str, FloatArray], lora_b: Mapping[str, FloatArray]
+) -> list[str]:
+    """Modules with one matrix, or with matrices that aren't of the rank that the configuration says."""
+    problems = [
+        f"{module} has only one of lora_A and lora_B" for module in sorted(lora_a.keys() ^ lora_b.keys())
+    ]
+    for name, matrices, axis in (("lora_A", lora_a, 0), ("lora_B", lora_b, 1)):
+        problems += [
+            f"{module}.{name} is {list(matrix.shape)}, the adapter says rank {rank}"
+            for module, matrix in matrices.items()
+            for rank in [_of_module(config, "rank_pattern", module, config["r"])]
+            if matrix.ndim != 2 or matrix.shape[axis] != rank
+        ]
+    return problems if lora_a else [*problems, "it holds no lora_A"]
+
+
+def _read_floats(path: Path, problems: list[str]) -> dict[str, FloatArray]:
+    """Every array of a file as float32; what is no float, or not finite, is added to `problems`."""
+    _open_weights(path)
+    deserialize: Any = safetensors.deserialize  # numpy has no bfloat16, so safetensors' own reader refuses it
+    arrays = {}
+    for name, stored in sorted(deserialize(path.read_bytes())):
+        if stored["dtype"] not in _FLOATS:
+            problems.append(f"{name} is {stored['dtype']}, must be one of {', '.join(_FLOATS)}")
+            continue
+        array = np.frombuffer(stored["data"], _FLOATS[stored["dtype"]]).reshape(stored["shape"])
+        if stored["dtype"] == "BF16":  # the upper half of a float32
+            array = (array.astype(np.uint32) << 16).view(np.float32)
+        arrays[name] = array.astype(np.float32)
+        problems += _infinite(name, arrays[name])
+    return arrays
+
+
+def _infinite(name: str, array: Array) -> list[str]:
+    count = int(array.size - np.count_nonzero(np.isfinite(array)))
+    return [f"{name} {list(array.shape)} has {count} values that are not finite"] if count else []
+
+
+def _tensor_problems(weights: Any, modules: Sequence[AdaptedModule]) -> dict[str, str]:
+    """By tensor name, everything in which a file's header differs from what the modules need."""
+    expected: dict[str, list[int]] = {}
+    for module in modules:
+        expected[weight_name(module.name, "A")] = [module.rank, module.in_features]
+        expected[weight_name(module.name, "B")] = [module.out_features, module.rank]
+    held = set(weights.keys())
+    problems = {
+        name: f"{name} is missing, must be F32 {shape}"
+        for name, shape in expected.items()
+        if name not in held
+    }
+    for name in sorted(held):
+        tensor = weights.get_slice(name)
+        shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
+        if name not in expected:
+            problems[name] = f"{name} {dtype} {shape} is unexpected: the bundle doesn't adapt it"
+        elif shape != expected[name] or dtype != "F32":
+            problems[name] = f"{name} is {dtype} {shape}, must be F32 {expected[name]}"
+    return problems

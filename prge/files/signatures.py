@@ -1,0 +1,152 @@
+"""What a block's program takes and answers in each role: the one table of it.
+
+The exporter names a method's outputs by it, a manifest is checked against it, and so are the tensors of its
+programs. `name[sizes]` is a tensor, int64 for `tokens` and `targets`, else float32; `name.*` one for each
+adapted module of the block; what has a `?` is taken only if the block's graph uses it.
+
+    copies, batch, queries, tokens, sequences, states, context   what a call chooses, up to the chain's bounds
+    entering, leaving        widths of the state before and behind the block
+    rank, in, out            of an adapted module
+    heads, key, value        heads of keys of the block's attention, widths of a key and a value
+    members                  queries that share a head of keys
+    past                     tokens before, and one that stands for none of them: 1 + context
+    words                    of a piece of the vocabulary
+
+`seen`, `causal` and `own` are added to the scores of the tokens before, of the call's own, and of the one
+token. `padding` is added to an encoder's attention. A head takes picked states, `targets` as its piece counts
+them and a `shift`, and answers `parts` for prge.learning.vocabulary to add up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+STACK, TANGENT, BACK, PREFILL, DECODE = "stack", "tangent", "back", "prefill", "decode"
+STEP_ROLES = (STACK, TANGENT, BACK)
+ROLES = (*STEP_ROLES, PREFILL, DECODE)
+
+_BLOCK = {
+    STACK: "state[copies batch tokens entering] lora_b.*[copies rank out]? padding[copies batch 1 1 tokens]?"
+    " ones[1 tokens 1]? -> state[copies*batch tokens leaving]",
+    TANGENT: "state[batch tokens entering] d_state[queries batch tokens entering] lora_b.*[rank out]?"
+    " u.*[queries batch rank]? v.*[queries batch out]? padding[batch 1 1 tokens]? ones[1 tokens 1]?"
+    " -> state[batch tokens leaving] d_state[queries batch tokens leaving]",
+    BACK: "state[batch tokens entering] slope[batch tokens leaving] lora_b.*[rank out]?"
+    " padding[batch 1 1 tokens]? ones[1 tokens 1]? -> slope[batch tokens entering] gradient.*[rank out]",
+    PREFILL: "state[1 tokens entering] lora_a.*[1 rank in]? lora_b.*[1 rank out]? ones[1 tokens 1]?"
+    " -> state[1 tokens leaving]",
+    DECODE: "state[sequences 1 entering] lora_a.*[sequences rank in]? lora_b.*[sequences rank out]?"
+    " ones[1 1 1]? -> state[sequences 1 leaving]",
+}
+# What a block that looks at the tokens before has besides.
+_ATTENTION = {
+    PREFILL: "past_keys[heads past key] past_values[heads past value] seen[members*tokens past]"
+    " causal[members*tokens tokens] -> keys[heads tokens key] values[heads tokens value]",
+    DECODE: "past_keys[sequences*heads past key] past_values[sequences*heads past value]"
+    " seen[sequences*heads 1 past] own[1 1 past]"
+    " -> keys[sequences*heads 1 key] values[sequences*heads 1 value]",
+}
+# The first block takes these in place of a state.
+_TOKENS = {
+    STACK: "tokens[copies batch tokens] -> ",
+    TANGENT: "tokens[batch tokens] -> ",
+    BACK: "tokens[batch tokens] -> ",
+    PREFILL: "tokens[1 tokens] -> ",
+    DECODE: "tokens[sequences 1] -> ",
+}
+_HEAD = {
+    STACK: "state[1 states entering] targets[1 states] shift[1 states 1] -> parts[1 states 2]",
+    TANGENT: "state[1 states entering] d_state[queries 1 states entering] targets[1 states] shift[1 states 1]"
+    " -> parts[1 states 2] d_parts[queries 1 states 2]",
+    BACK: "state[1 states entering] targets[1 states] shift[1 states 1] slope[1 states 2]"
+    " -> slope[1 states entering]",
+    DECODE: "state[sequences 1 entering] -> logits[sequences 1 words]",
+}
+_STATES = ("state", "d_state", "slope")
+_INTEGERS = ("tokens", "targets")
+_TENSOR = re.compile(r"(?P<name>\w+)(?P<each>\.\*)?\[(?P<sizes>[\w* ]+)\](?P<optional>\??)")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the table; `each` says whether it is one for each adapted module."""
+
+    name: str
+    sizes: tuple[str, ...]
+    each: bool = False
+    optional: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Its numpy name."""
+        return "int64" if self.name in _INTEGERS else "float32"
+
+    def names(self, modules: int) -> list[str]:
+        """Its name, or one for each of so many modules."""
+        return [f"{self.name}.{number}" for number in range(modules)] if self.each else [self.name]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape where sizes have these numbers."""
+        return tuple(math.prod(_number(word, sizes) for word in size.split("*")) for size in self.sizes)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a method takes and answers."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Signature:
+        """Read a line of the table."""
+        before, _, behind = text.partition("->")
+        return cls(tuple(_tensors(before)), tuple(_tensors(behind)))
+
+    def __add__(self, other: Signature) -> Signature:
+        return Signature(self.inputs + other.inputs, self.outputs + other.outputs)
+
+    def needed(self, modules: int) -> set[str]:
+        """Inputs that a method must have, by so many adapted modules."""
+        return {name for item in self.inputs if not item.optional for name in item.names(modules)}
+
+    def allowed(self, modules: int) -> set[str]:
+        """Inputs that a method may have."""
+        return {name for item in self.inputs for name in item.names(modules)}
+
+    def answers(self, modules: int) -> list[str]:
+        """Outputs that it has, in order."""
+        return [name for item in self.outputs for name in item.names(modules)]
+
+    def tensor(self, name: str, is_output: bool = False) -> Tensor:
+        """The tensor of a name, such as `state` or `lora_b.0`."""
+        plain = name.partition(".")[0]
+        return next(item for item in (self.outputs if is_output else self.inputs) if item.name == plain)
+
+
+def of_block(role: str, is_first: bool = False, attends: bool = False) -> Signature:
+    """The signature of a block with a state, in a role."""
+    found = Signature.parse(_BLOCK[role])
+    if is_first:
+        rest = tuple(item for item in found.inputs if item.name not in _STATES)
+        found = Signature(Signature.parse(_TOKENS[role]).inputs + rest, found.outputs)
+    return found + Signature.parse(_ATTENTION[role]) if attends and role in _ATTENTION else found
+
+
+def of_head(role: str) -> Signature:
+    """The signature of a piece of a decoder's head; of a role that it lacks an empty one."""
+    return Signature.parse(_HEAD.get(role, "->"))
+
+
+def _tensors(text: str) -> Iterator[Tensor]:
+    for match in _TENSOR.finditer(text):
+        yield Tensor(
+            match["name"], tuple(match["sizes"].split()), bool(match["each"]), bool(match["optional"])
+        )
+
+
+def _number(word: str, sizes: Mapping[str, int]) -> int:
+    return int(word) if word.isdigit() else sizes[word]

@@ -1,0 +1,448 @@
+"""What a bundle costs, by arithmetic alone: numbers of a model and of a call in; bytes out.
+
+    files      weights as they are stored, and what the engine packs of them
+    memory     of a run: runtime, weights, planned values, workspace, states between blocks, adapter
+
+Weights follow from shapes. The rest is modelled on what the engine was measured to take;
+`scripts/bench/estimate.py` holds all of it against the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from prge.contract import AdaptedModule, Contract
+from prge.errors import BundleError, shown
+from prge.files.adapter import adapter_size
+from prge.files.chain import Bounds, Chain
+from prge.files.signatures import BACK, DECODE, PREFILL, STACK, STEP_ROLES, TANGENT
+from prge.learning.vocabulary import pieces_of
+
+MIB = 1 << 20
+# Estimators and their kinds of calls, the best first.
+KINDS = {"exact": "exact", "tangent": "tangent", "antithetic": "stack"}
+# The most of a number that an outline is made of.
+_LARGEST_NUMBER = 1 << 44
+GROUP_SIZE = 32
+# Parameters of a model that an export holds as a whole against its blocks.
+MOST_COMPARED = 1 << 28
+
+# Memory of a process with the driver and an engine, before it loads a block, and pages of its libraries:
+# Python 3.11 and ExecuTorch 1.5.1 on Linux x86_64.
+RUNTIME_BYTES = {"native": 25 * MIB, "torch": 147 * MIB}
+_LIBRARY_BYTES = {"native": 28 * MIB, "torch": 83 * MIB}
+# Of a block's method in the engine's own tables.
+_METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000}
+# Of a kind's method in its program.
+_PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 60_000, PREFILL: 14_000, DECODE: 14_000}
+_PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 10_000, PREFILL: 0, DECODE: 3_000}
+# What the system reads of a file around a row of a table.
+_READ_AROUND = 64 << 10
+
+# Of an export: resident memory besides arrays, and seconds of two idle cores of an x86 server.
+_EXPORT_BYTES, _EXPORT_BYTES_OF_ROLE = 480 * 10**6, 85 * 10**6
+_SECONDS, _SECONDS_OF_ROLE, _SECONDS_OF_BLOCK, _SECONDS_OF_NUMBER = 10.0, 11.0, 0.2, 4.5e-8
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Linear layers of one shape: `count` of them below the first adapted block, or from it on."""
+
+    inputs: int
+    outputs: int
+    count: int
+    bias: bool = False
+    below: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Weights of all of them."""
+        return self.inputs * self.outputs * self.count
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model in numbers, as an export would use it.
+
+    `layers` are the frozen linear layers without the vocabulary head, which is `head`; `key_width` is that
+    of a token's keys; `gelu` tells whether blocks activate with GELU, whose derivative is made of many
+    operators; `table_numbers` the entries of the token embedding, `other_numbers` what stays float32: norms,
+    biases, other tables. `parameters` counts all, tied ones once. `blocks_below` lie under the first adapted
+    layer, one of `modules`. `longest` are the tokens of the longest row.
+    """
+
+    width: int
+    blocks: int
+    blocks_below: int
+    heads: int
+    head_width: int
+    key_width: int
+    gelu: bool
+    layers: tuple[Layer, ...]
+    head: Layer | None
+    modules: tuple[AdaptedModule, ...]
+    table_numbers: int
+    other_numbers: int
+    parameters: int
+    longest: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A manifest's `outline` block, without what its chain has: modules and the longest row."""
+        return {name: value for name, value in asdict(self).items() if name not in ("modules", "longest")}
+
+    @classmethod
+    def from_json(cls, block: Any, chain: Chain) -> Outline:
+        """Read a manifest's `outline` block; raises BundleError on anything missing or of another type."""
+        names = [field.name for field in fields(cls) if field.type == "int" and field.name != "longest"]
+        try:
+            return cls(
+                **{name: _number(block[name], name in ("width", "blocks")) for name in names},
+                gelu=bool(block["gelu"]),
+                layers=tuple(_layer(layer) for layer in block["layers"]),
+                head=None if block["head"] is None else _layer(block["head"]),
+                modules=chain.modules,
+                longest=chain.bounds.tokens,
+            )
+        except (KeyError, TypeError, ValueError):
+            raise BundleError(
+                f"the manifest's outline can't be read: {shown(block)}", remedy="export the bundle again"
+            ) from None
+
+    @property
+    def inner(self) -> int:
+        """Width of the widest layer of a block."""
+        return max((max(layer.inputs, layer.outputs) for layer in self.layers), default=self.width)
+
+    @property
+    def inner_values(self) -> int:
+        """How many values of that width a block holds at once: those layers' results, and one more."""
+        wide = sum(layer.count for layer in self.layers if layer.outputs == self.inner)
+        return round(wide / self.blocks) + 1
+
+    @property
+    def pieces(self) -> int:
+        """Blocks of the head, each with a piece of the vocabulary; an encoder has none."""
+        return pieces_of(self.head.outputs, self.head.inputs) if self.head else 0
+
+    @property
+    def adapted_blocks(self) -> int:
+        """Blocks from the lowest adapted one on."""
+        return self.blocks - self.blocks_below
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the weights files: frozen layers, the same transposed for the way back, the table of
+    embeddings, which is read where it lies, and what stays float32; of both kinds of layers also what the
+    engine packs; and bytes of the largest block's file, the least bound of a run's memory."""
+
+    layers: int
+    transposed: int
+    table: int
+    other: int
+    packed: int
+    packed_transposed: int
+    largest: int
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all weights files."""
+        return self.layers + self.transposed + self.table + self.other
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Bytes of a run while it takes steps, by cause.
+
+    `libraries` and `mapped` are pages of files, which the system takes back where memory lacks; `weights` are
+    held. `methods` are the engine's tables of loaded methods, `arena` what programs planned, `workspace`
+    XNNPACK's.
+    """
+
+    runtime: int
+    libraries: int
+    mapped: int
+    weights: int
+    methods: int
+    arena: int
+    workspace: int
+    states: int
+    adapter: int
+    directions: int
+
+    @property
+    def total(self) -> int:
+        """All that is resident."""
+        return sum(asdict(self).values())
+
+    @property
+    def anonymous(self) -> int:
+        """What no file can give back."""
+        return self.total - self.libraries - self.mapped
+
+    def to_json(self) -> dict[str, int]:
+        """Parts and their sums, each with `_bytes` after its name."""
+        sums = {"anonymous": self.anonymous, "total": self.total}
+        return {f"{name}_bytes": value for name, value in {**asdict(self), **sums}.items()}
+
+
+def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collection[str]) -> Weights:
+    """Bytes of the weights of a bundle in a scheme (`fp32`, `8da8w`, `8da4w`) with some roles."""
+    head = [outline.head] if outline.head else []
+    of_head = "8da8w" if scheme == "8da4w" else scheme
+    schemes = [(layer, scheme) for layer in outline.layers] + [(layer, of_head) for layer in head]
+    # The way back has the weights above the first adapter transposed, in int8 at least.
+    back = [
+        (Layer(layer.outputs, layer.inputs, layer.count), of_head)
+        for layer, _ in schemes
+        if BACK in roles and not layer.below
+    ]
+    lora_a = sum(module.rank * module.in_features for module in outline.modules)
+    stored = sum(_stored(layer, scheme) for layer, scheme in schemes)
+    transposed = sum(_stored(layer, scheme) for layer, scheme in back)
+    of_heads = sum(_stored(layer, of_head) for layer in head) * (2 if BACK in roles else 1)
+    biases = sum(layer.outputs * layer.count for layer, _ in schemes if layer.bias)
+    table = outline.table_numbers + 4 * (outline.table_numbers // outline.width)
+    return Weights(
+        layers=stored,
+        transposed=transposed,
+        table=table if int8_table else 4 * outline.table_numbers,
+        other=4 * (outline.other_numbers + biases + lora_a * (2 if BACK in roles else 1)),
+        packed=sum(_packed(layer, scheme) for layer, scheme in schemes),
+        packed_transposed=sum(_packed(layer, scheme) for layer, scheme in back),
+        largest=max(of_heads // max(outline.pieces, 1), (stored + transposed - of_heads) // outline.blocks),
+    )
+
+
+def weights_of_bundle(
+    outline: Outline, chain: Chain, size: Callable[[str], int], scheme: str | None
+) -> Weights:
+    """Those of a bundle that is there; `size` tells the bytes of its files by their names."""
+    is_int8 = size(chain.blocks[0].weights) < 4 * outline.table_numbers
+    weights = weights_of(outline, scheme or "fp32", is_int8, chain.roles)
+    return replace(weights, largest=max(chain.loaded_bytes(size)))
+
+
+def programs_bytes(outline: Outline, roles: Collection[str]) -> int:
+    """Bytes of the programs: of the embedding, of blocks below and above the adapter, of a head."""
+    of_all = {STACK, *(role for role in roles if role not in STEP_ROLES)}
+    below = sum(_PROGRAM_BYTES[role] for role in of_all) if outline.blocks_below else 0
+    head = sum(_PROGRAM_BYTES_OF_HEAD[role] for role in roles) if outline.head else 0
+    return 2_000 + below + sum(_PROGRAM_BYTES[role] for role in roles) + head
+
+
+def run_memory(
+    outline: Outline,
+    contract: Contract,
+    weights: Weights,
+    roles: Collection[str],
+    engine: str,
+    memory: int | None = None,
+) -> RunMemory:
+    """Memory of a run on an engine (`native`, `torch`) while it takes steps.
+
+    Args:
+        outline: the model.
+        contract: of a call, `sequence_length` the tokens of its longest row.
+        weights: of the bundle.
+        roles: of the bundle.
+        engine: which way of calling the runtime.
+        memory: bytes of weights that may stay loaded; by default all may.
+    """
+    bounds = Bounds.for_rows(outline.longest)
+    role = BACK if contract.is_exact else TANGENT if contract.is_tangent else STACK
+    loaded = {STACK, BACK} if contract.is_exact else {role}
+    kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
+    if memory is not None:
+        # The bound counts whole files, of which a run maps what its roles need.
+        kept = round(kept * min(1, memory / (weights.layers + weights.transposed)))
+    # Rows that pass a block together, and questions that the head is asked together.
+    rows = min(contract.copies, bounds.copies) * min(contract.batch_size, bounds.batch)
+    queries = min(contract.queries, bounds.queries)
+    asked = min(contract.rows * contract.positions, bounds.states // (1 + queries))
+    length = contract.sequence_length
+    state = 4 * contract.rows * length * (1 + contract.queries) * outline.width
+    block, head = _block_arena(outline, role, rows, queries, length), _head_arena(outline, queries, asked)
+    # Both begin where the arena does, and spread over what is planned for the largest call.
+    arena = max(block, head) + min(block, head) // 2
+    if engine == "torch":
+        # Each method has memory of its own for the largest call, all of it written to, and opening a program
+        # takes that of its largest method.
+        largest = {
+            name: _block_arena(outline, name, *sizes, outline.longest)
+            for name, sizes in _largest_rows(bounds).items()
+        }
+        arena = outline.blocks_below * largest[STACK]
+        arena += outline.adapted_blocks * sum(largest[name] for name in loaded)
+        arena += max(largest[name] for name in roles if name in STEP_ROLES)
+        arena += _head_arena(outline, bounds.queries if role == TANGENT else 0, bounds.states)
+    forward = max(
+        _workspace(outline, TANGENT if queries else STACK, rows, queries, length),
+        _head_logits(outline, asked),
+    )
+    workspace = forward
+    if contract.is_exact and (back := _workspace(outline, BACK, rows, 0, length)) > forward:
+        # One that grows has the smaller one beside it for a moment.
+        workspace += back
+    checkpoints = (outline.adapted_blocks + 1) * state if contract.is_exact else 0
+    in_file = memory is not None and checkpoints > memory
+    mapped = checkpoints if in_file else 0
+    # What no adapter changes is computed once for all copies.
+    table = min(weights.table, contract.batch_size * length * _READ_AROUND)
+    width = sum(module.rank + module.out_features for module in outline.modules)
+    return RunMemory(
+        runtime=RUNTIME_BYTES[engine],
+        libraries=_LIBRARY_BYTES[engine],
+        mapped=mapped + (kept + table if engine == "native" else 0),
+        weights=0 if engine == "native" else kept + table,
+        methods=outline.blocks * sum(_METHOD_BYTES[name] for name in loaded),
+        arena=arena,
+        workspace=workspace,
+        # In and out, collected, and beside it what entered; then what an exact call keeps.
+        states=3 * state + (0 if in_file else checkpoints),
+        adapter=contract.copies * adapter_size(outline.modules) * 4,
+        # Float32 inputs of the call, and the signs that they are filled from.
+        directions=contract.queries * contract.rows * width * (4 + 1),
+    )
+
+
+def memory_table(
+    outline: Outline, contracts: Mapping[str, Contract], weights: Weights, roles: Collection[str]
+) -> list[dict[str, Any]]:
+    """Memory of runs on the native engine, a row for each estimator's call and bound of loaded weights.
+
+    `memory_bytes` is the bound, None or the least that it may be; `anonymous_bytes` what no file can give
+    back, `resident_bytes` the peak with pages of files.
+    """
+    rows = []
+    for estimator, contract in contracts.items():
+        for bound in (None, weights.largest):
+            found = run_memory(outline, contract, weights, roles, "native", bound)
+            sizes = {"anonymous_bytes": found.anonymous, "resident_bytes": found.total}
+            rows.append({"estimator": estimator, "memory_bytes": bound, **sizes})
+    return rows
+
+
+def memory_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines of a `memory_table`."""
+    yield f"  {'estimator':<12}{'--memory':<14}{'anonymous':>12}{'resident':>12}"
+    for row in rows:
+        bound = "all weights" if row["memory_bytes"] is None else str(row["memory_bytes"])
+        sizes = "".join(f"{bytes_text(row[name]):>12}" for name in ("anonymous_bytes", "resident_bytes"))
+        yield f"  {row['estimator']:<12}{bound:<14}{sizes}"
+
+
+def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
+    """Peak memory of an export.
+
+    While blocks are compared, the model lies in memory beside the files that it was read from. While they are
+    verified, the engine has room for the largest call of a block, and the table of embeddings, the largest
+    tensor, is there several times.
+    """
+    bounds = Bounds.for_rows(outline.longest)
+    sizes = _largest_rows(bounds)
+    arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in sizes if role in roles)
+    verified = arena + (16 if scheme == "fp32" else 11) * outline.table_numbers
+    compared = 6 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
+    return _EXPORT_BYTES + max(compared, _EXPORT_BYTES_OF_ROLE * len(roles) + verified)
+
+
+def export_seconds(outline: Outline, roles: Collection[str]) -> float:
+    """Time of an export on two idle cores of an x86 server; a guess elsewhere."""
+    lowering = _SECONDS_OF_ROLE * (len(roles) + (1 if outline.blocks_below else 0))
+    return _SECONDS + lowering + _SECONDS_OF_BLOCK * outline.blocks + _SECONDS_OF_NUMBER * outline.parameters
+
+
+def bytes_text(count: object) -> str:
+    """A number of bytes as a reader wants it: `3.4 MiB`; `unknown` for what is no number."""
+    if not isinstance(count, int | float):
+        return "unknown"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _number(value: Any, least: int = 1) -> int:
+    if type(value) is not int or not least <= value < _LARGEST_NUMBER:
+        raise ValueError
+    return value
+
+
+def _layer(block: Any) -> Layer:
+    inputs, outputs, count = (_number(block[name]) for name in ("inputs", "outputs", "count"))
+    return Layer(inputs, outputs, count, bool(block["bias"]), bool(block["below"]))
+
+
+def _stored(layer: Layer, scheme: str) -> int:
+    """Bytes of layers in the files: values and their scales."""
+    if scheme == "fp32":
+        return 4 * layer.numbers
+    if scheme == "8da4w" and layer.inputs % GROUP_SIZE == 0:
+        # Half a byte for a value, two for the scale of a group.
+        return layer.numbers // 2 + 2 * layer.numbers // GROUP_SIZE
+    return layer.numbers + 4 * layer.outputs * layer.count
+
+
+def _packed(layer: Layer, scheme: str) -> int:
+    """Bytes of layers as the engine packs them: beside each output's values a bias, and sums of integers."""
+    if scheme == "fp32":
+        return 4 * layer.numbers + 4 * layer.outputs * layer.count
+    in_groups = scheme == "8da4w" and layer.inputs % GROUP_SIZE == 0
+    sums = 4 * (layer.numbers // GROUP_SIZE if in_groups else layer.outputs * layer.count)
+    return _stored(layer, scheme) + sums + 4 * layer.outputs * layer.count
+
+
+def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
+    """By role: rows and queries of the largest call of a block."""
+    return {
+        STACK: (bounds.copies * bounds.batch, 0),
+        TANGENT: (bounds.batch, bounds.queries),
+        BACK: (bounds.batch, 0),
+    }
+
+
+def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
+    """Bytes that a block's program plans outside the backend, between its delegates.
+
+    Queries, states and keys, as many as lie there at once; of tangents also scores and two halves of their
+    derivative; on the way back the scores with their slopes, and what the activation's slope is made of.
+    """
+    width, keys, scores = outline.heads * outline.head_width, outline.key_width, outline.heads * length
+    numbers = {
+        STACK: 3 * width + 5 * keys,
+        TANGENT: (1 + queries) * (3 * width + 5 * keys // 2) + 3 * queries * scores,
+        BACK: 7 * width + (6 if outline.gelu else 1) * outline.inner + 2 * scores,
+    }
+    return 4 * rows * length * numbers[role]
+
+
+def _head_logits(outline: Outline, asked: int) -> int:
+    """Bytes of the logits of a piece of the head."""
+    return 4 * asked * outline.head.outputs // outline.pieces if outline.head is not None else 0
+
+
+def _head_arena(outline: Outline, queries: int, asked: int) -> int:
+    """Bytes that the program of a head's piece plans: logits and their exponentials, and tangents of both."""
+    return 2 * (1 + queries) * _head_logits(outline, asked)
+
+
+def _workspace(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
+    """Bytes of XNNPACK's workspace: of what the largest delegate of a block holds at once.
+
+    That is around the activation: results of the wide layers and one more; a tangent of one less, or of the
+    parts of GELU's derivative; on the way back slopes of two beside them, less a quarter for what is
+    quantized.
+    """
+    inside = outline.inner_values * outline.inner
+    if role == TANGENT:
+        inside += queries * (5 if outline.gelu else outline.inner_values - 1) * outline.inner
+    elif role == BACK:
+        inside += 7 * outline.inner // 4
+    else:
+        inside = max(inside, 2 * outline.heads * length)
+    return 4 * rows * length * inside

@@ -1,0 +1,1 @@
+"""How a step gets its gradient: differences of losses, tangents along directions, or exactly."""

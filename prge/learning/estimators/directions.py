@@ -1,0 +1,211 @@
+"""Random directions of the adapter space from (seed, step, query) alone.
+
+Counter-based: the Philox 4x64-10 generator (Salmon et al. 2011, "Parallel random numbers: as easy as
+1, 2, 3") keyed by (seed, step) with the query in the counter. Nothing is stored and nothing is sequential:
+any direction of a run can be made again from its journal.
+
+    Directions          one direction a query, a sign or a normal for every value of the adapter
+    GuidedDirections    the same for every axis of a guide instead
+    RankOneDirections   one direction a query and example, a product u v^T of signs in every module
+
+With a guide (prge/learning/estimators/guide.py) v are random sums of its axes instead of signs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule
+from prge.engine import Array, Float64Array, FloatArray, IntArray
+from prge.learning.estimators.guide import Guide
+
+Distribution = Literal["rademacher", "gaussian"]
+SignArray = NDArray[np.int8]
+
+GRID_BITS = 30
+
+
+def philox(seed: int, step: int, stream: int, count: int) -> NDArray[np.uint64]:
+    """`count` random words of one stream, u64 [count]; numpy fixes raw generator output across versions."""
+    key = np.array([seed, step], np.uint64)
+    counter = np.array([0, 0, 0, stream], np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+def rademacher(seed: int, step: int, query: int, size: int) -> FloatArray:
+    """Independent signs, f32 [size] of -1 and 1: one random bit each, bit-identical on every machine."""
+    words = philox(seed, step, query, -(-size // 64)).astype("<u8")
+    bits = np.unpackbits(words.view(np.uint8), count=size, bitorder="little")
+    signs = bits.astype(np.float32)
+    signs *= 2
+    signs -= 1
+    return signs
+
+
+def gaussian(seed: int, step: int, query: int, size: int) -> FloatArray:
+    """Independent standard normals, f32 [size], by Box and Muller's transformation.
+
+    The same on every numpy version; logarithm and cosine come from the machine's mathematics library,
+    so machines may differ in the last bit.
+    """
+    return normals(philox(seed, step, query, size + size % 2))[:size]
+
+
+def normals(words: NDArray[np.uint64]) -> FloatArray:
+    """As many independent standard normals as random words, an even number: f32 [words]."""
+    half = len(words) // 2
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    radius = np.sqrt(-2.0 * np.log(uniform[:half]))
+    angle = 2.0 * np.pi * uniform[half:]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)]).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The directions of one step, made when asked for."""
+
+    distribution: Distribution
+    seed: int
+    step: int
+    size: int
+
+    def __call__(self, query: int) -> FloatArray:
+        """Direction of one query, f32 [size]."""
+        make = {"rademacher": rademacher, "gaussian": gaussian}[self.distribution]
+        return make(self.seed, self.step, query, self.size)
+
+
+@dataclass(frozen=True)
+class GuidedDirections:
+    """The directions of one step that a guide keeps to its axes, made when asked for."""
+
+    distribution: Distribution
+    seed: int
+    step: int
+    modules: tuple[AdaptedModule, ...]
+    guide: Guide
+
+    def __call__(self, query: int) -> FloatArray:
+        """Direction of one query, f32 [size of the adapter]; the same bits on every machine for signs."""
+        widths = [module.rank * self.guide.width(module) for module in self.modules]
+        numbers = Directions(self.distribution, self.seed, self.step, sum(widths))(query)
+        parts, start = [], 0
+        for module, width in zip(self.modules, widths, strict=True):
+            own = numbers[start : start + width].reshape(module.rank, -1)
+            parts.append(self.guide.spread(module, own).ravel())
+            start += width
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class RankOneDirections:
+    """The directions of one step that are a product u v^T in every module, made when asked for.
+
+    The signs of a query are one stream, example after example, so an example's don't depend on how many
+    follow it. `shared`: all examples of a query have the same direction. `guide`: v are sums of its axes with
+    random signs instead of signs.
+    """
+
+    seed: int
+    step: int
+    queries: int
+    examples: int
+    modules: tuple[AdaptedModule, ...]
+    shared: bool = False
+    guide: Guide | None = None
+
+    def __call__(self, query: int, example: int = 0) -> FloatArray:
+        """Direction of one query and example, f32 [size of the adapter]."""
+        products = [
+            np.outer(u[query, example], self._outputs(module, v[query, example]))
+            for module, u, v in self.factors()
+        ]
+        return np.concatenate([product.ravel() for product in products]).astype(np.float32)
+
+    def factors(self) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
+        """Every module with the signs of its u [queries, examples, rank] and v [queries, examples, width].
+
+        `width` is that of its outputs, or as many as the guide has axes for it.
+        """
+        return self._cut(self._signs)
+
+    def fill(self, inputs: Mapping[str, FloatArray], owner: IntArray) -> None:
+        """Write the directions of a call's rows into its inputs `u.<module>` and `v.<module>`.
+
+        Args:
+            inputs: f32 [queries, rows, width] by input name, written in place.
+            owner: i64 [rows], the example of the step that a row belongs to; the rows of -1 become zeros.
+        """
+        rows = self._signs[:, np.maximum(owner, 0)]
+        rows[:, owner < 0] = 0
+        for module, u, v in self._cut(rows):
+            inputs[U_PREFIX + module.name][...] = u
+            inputs[V_PREFIX + module.name][...] = self._outputs(module, v)
+
+    def gradient(self, scalars: Float64Array) -> FloatArray:
+        """Mean of scalar * u v^T over queries and examples, f32 [size of the adapter].
+
+        The same bits on every machine: signs times scalars on one grid have exact sums in any order.
+
+        Args:
+            scalars: f64 [queries, examples]; `on_grid` is applied to them.
+        """
+        scalars = on_grid(scalars)
+        means = []
+        for module, u, v in self.factors():
+            left = (u * scalars[..., None]).reshape(-1, module.rank)
+            total = left.T @ v.reshape(-1, v.shape[-1]).astype(np.float64)
+            # Adding 0 makes -0 and 0, which depend on the order, one number.
+            mean = self._outputs(module, (total + 0.0) / scalars.size)
+            means.append(mean.astype(np.float32).ravel())
+        return np.concatenate(means)
+
+    def _outputs(self, module: AdaptedModule, v: Array) -> Array:
+        """What random signs of a module, or means of such, are in its outputs: [..., out_features]."""
+        if self.guide is None:
+            return v
+        return self.guide.spread(module, v if v.dtype == np.float64 else v.astype(np.float32))
+
+    def _width(self, module: AdaptedModule) -> int:
+        """Signs of a v."""
+        return module.out_features if self.guide is None else self.guide.width(module)
+
+    def _cut(self, signs: SignArray) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
+        """Every module with the signs of its u and v in rows of all modules' signs."""
+        start = 0
+        for module in self.modules:
+            middle = start + module.rank
+            end = middle + self._width(module)
+            yield module, signs[..., start:middle], signs[..., middle:end]
+            start = end
+
+    @cached_property
+    def _signs(self) -> SignArray:
+        width = sum(module.rank + self._width(module) for module in self.modules)
+        count = 1 if self.shared else self.examples
+        signs = np.empty((self.queries, count, width), np.int8)
+        for query in range(self.queries):
+            signs[query] = rademacher(self.seed, self.step, query, count * width).reshape(count, width)
+        return np.broadcast_to(signs, (self.queries, self.examples, width))
+
+
+def on_grid(scalars: Float64Array, axis: int | None = None) -> Float64Array:
+    """Scalars cut to multiples of one power of two, at most 2^30 of them; what is not finite stays.
+
+    With an `axis`, one power for each place beside it, so that what is said of one depends on no other.
+
+    Sums of up to 2^23 such numbers, with any signs, are exact in float64. They are cut towards zero, which
+    leaves the largest one its exponent: doing it twice changes nothing.
+    """
+    largest = np.abs(scalars).max(axis, initial=0.0, keepdims=True)
+    finite = np.isfinite(largest)
+    exponent = np.frexp(np.where(finite, largest, 0.0))[1] - GRID_BITS
+    with np.errstate(over="ignore"):
+        cut: Float64Array = np.ldexp(np.trunc(np.ldexp(scalars, -exponent)), exponent)
+    return np.where(finite, cut, scalars)

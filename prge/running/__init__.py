@@ -1,0 +1,1 @@
+"""What every run has whoever trains: its common settings, and who watches its loop."""

@@ -1,0 +1,117 @@
+"""What every training has settings for, whatever trains: its rows, steps, learning rate and evaluations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from prge.learning.optimizers import ScheduleName
+from prge.learning.training import TrainingSettings
+from prge.rows.example_building import Overflow
+from prge.rows.sources import hub_names
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import with_whole_paths
+
+Flags = TypeVar("Flags", bound="TrainingFlags")
+# Settings that name rows, which need be no path.
+_ROWS = ("train", "dev", "test")
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Settings that `prge run` and `prge baseline` both have, and that mean the same in both."""
+
+    bundle: Path
+    """Folder that `prge export` wrote."""
+    train: Path
+    """Training rows: jsonl, json, csv, tsv or parquet; a folder with files train, valid and test; or the
+    name of a data set of the hub."""
+    out: Path
+    """Run folder to make."""
+    dev: Path | None = None
+    """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
+    valid, of a data set the split validation."""
+    task: str | None = None
+    """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
+    messages, Alpaca's or ShareGPT's."""
+    columns: list[str] = field(default_factory=list)
+    """Names for columns of the rows: prompt=question completion=answer."""
+    resume: Path | None = None
+    """Run folder to go on with, from its own settings."""
+
+    seed: int = 42
+    """Seed of row order and of random directions."""
+    steps: int = 1000
+    """Optimizer steps."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    schedule: ScheduleName = "constant"
+    """Learning rate over the steps after warm-up."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+
+    train_start: int = 0
+    """Training rows to leave out at the file's beginning, after shuffling."""
+    train_limit: int | None = None
+    """Most training rows."""
+    dev_start: int = 0
+    """Development rows to leave out, after shuffling."""
+    dev_limit: int | None = None
+    """Most development rows."""
+    shuffle_seed: int | None = None
+    """Shuffle the training and development files before start and limit; the same rows on every machine."""
+    overflow: Overflow = "auto"
+    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
+    and chats, truncate all else. What is cut is reported."""
+    max_dropped: float = 0.05
+    """Largest share of target tokens that may be left out because rows are too long."""
+    append_eos: bool = True
+    """End completions with the tokenizer's end-of-sequence token, where it has one."""
+
+    evaluate_every: int = 100
+    """Steps between evaluations on development rows; 0: only at the end."""
+    evaluate_at: list[int] = field(default_factory=list)
+    """Further steps to evaluate after, such as 1 2 4 8 16; 0 is the start."""
+    select: Literal["metric", "loss"] = "metric"
+    """What makes a step the best: the task's metric (perplexity without a task), or the loss."""
+    patience: int = 0
+    """Stop after this many evaluations without a better one; 0: never."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0: none."""
+    divergence_ratio: float = 3.0
+    """Stop when the smoothed loss exceeds this multiple of the first one (and of 1)."""
+
+    head_folds: int = 10
+    """Encoders: score each training row by a head fitted without its fold; 0: by the head itself."""
+
+    threads: int | None = None
+    """Threads that compute; default: performance cores on the engine, PyTorch's own choice there."""
+    quiet: bool = False
+    """Print no progress."""
+
+    def resolved(self: Flags) -> Flags:
+        """The same settings with absolute paths, for whoever resumes from another folder."""
+        return with_whole_paths(self, leave=hub_names(self, _ROWS))
+
+    @property
+    def of_loop(self) -> TrainingSettings:
+        """The part of the settings that the loop needs."""
+        return TrainingSettings(**{item.name: getattr(self, item.name) for item in fields(TrainingSettings)})
+
+    def shared_problems(self, steps: int | None) -> list[str]:
+        """What can't be used of the settings above; `steps` of the training, if they are known."""
+        problems = bound_problems(self)
+        if steps is not None:
+            problems += [
+                f"--evaluate-at has {step}, there are only {steps} --steps"
+                for step in self.evaluate_at
+                if step > steps
+            ]
+        if self.head_folds == 1:
+            problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
+        if steps is not None and self.warmup > steps:
+            problems.append(f"--warmup is {self.warmup}, --steps only {steps}")
+        if self.patience and not self.dev:
+            problems.append("--patience needs --dev rows to judge by")
+        return problems

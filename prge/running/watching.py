@@ -1,0 +1,289 @@
+"""Who watches the loop of a run: progress on the terminal, metrics and summary in the run folder."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import TracebackType
+
+import numpy as np
+
+from prge.errors import DivergenceError, PrgeError
+from prge.files.curves import score_of
+from prge.files.journal import Journal, Record, decode_array
+from prge.files.run_folder import RunLog, write_summary
+from prge.host.interrupts import ignore_interrupts
+from prge.host.memory import proportional_memory
+from prge.host.progress import Progress
+from prge.learning.estimators.protocol import Measurement
+from prge.rows.scoring import METRIC_NAMES
+from prge.running.training_flags import TrainingFlags
+
+
+class Watcher:
+    """Implements prge.learning.training.Observer; `stopped` is set when the user asks for an end.
+
+    Args:
+        settings: of the run.
+        taken: steps that it has taken before.
+        rows: how many rows the first so many steps computed.
+        describe: the blocks `run` and `train` of run.json, as far as whoever trains knows them.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingFlags,
+        taken: int,
+        rows: Callable[[int], int],
+        describe: Callable[[], tuple[Record, Record]],
+    ) -> None:
+        self.settings = settings
+        self.steps = taken
+        self.rows = rows
+        self.describe = describe
+        self.stopped = False
+        self.log = RunLog(settings.out, keep_through=taken)
+        self.progress = Progress(settings.steps, quiet=settings.quiet)
+        self.progress.skip(taken)
+        self._written = {(record["event"], record["step"]) for record in self.log.records}
+        last = self.log.records[-1] if self.log.records else {}
+        self._earlier = float(last.get("seconds") or 0.0)
+        self._evaluating = float(last.get("evaluation_seconds") or 0.0)
+        tangents = [record.get("largest_tangent") for record in self.log.records]
+        self._largest_tangent = max(filter(None, tangents), default=None)
+        self._before: Record | None = None
+        self._best: Record | None = None
+        self._final: int | None = None
+        for record in self.log.records:
+            if record["event"] == "evaluation":
+                self._judge(record)
+        self._evaluation = _evaluation(self.log.last("evaluation") or {}) or None
+        self._paused = 0.0
+        self._memory: Record | None = None
+        self._examples = int(describe()[1].get("training_rows") or 0)
+        self.start_clock()
+
+    def __enter__(self) -> Watcher:
+        self._summarize("running")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.close()
+        if error is None:
+            self._summarize("completed" if self.steps == self.settings.steps else "stopped early")
+        else:
+            status = "diverged" if isinstance(error, DivergenceError) else "failed"
+            self._summarize("interrupted" if isinstance(error, KeyboardInterrupt) else status)
+            if isinstance(error, PrgeError):
+                self.log.text(f"error: {error}")
+        self.log.close()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run, without pauses."""
+        return self._earlier + time.perf_counter() - self._begin
+
+    def start_clock(self) -> None:
+        """Count the seconds of this part of the run from now on, and its memory beyond what is loaded."""
+        self.log.memory.start()
+        self._begin = self._last = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """Training is over: what comes now counts neither as seconds nor as memory of the run."""
+        self._earlier, self._memory = self.seconds, self.log.memory.report()
+        self.start_clock()
+
+    def say(self, text: str) -> None:
+        """Tell the user, and the log."""
+        self.progress.note(text)
+        for line in text.splitlines():
+            self.log.text(line)
+
+    def on_pause(self, seconds: float) -> None:
+        """Leave a pause out of the seconds of the run."""
+        self.progress.set_aside(seconds, recurring=False)
+        self._paused += seconds
+        self._begin += seconds
+        self._last = time.perf_counter()
+
+    def catch_up(self, journal: Journal) -> None:
+        """Write the metrics of what the journal holds and the process before had no time to tell."""
+        for record in journal.records:
+            with journal.reading(record):
+                if record["kind"] == "step" and ("step", record["step"] + 1) not in self._written:
+                    self._write_step(record, None)
+                elif record["kind"] == "evaluation":
+                    self._write_evaluation(record)
+
+    def on_step(self, record: Record, measurement: Measurement | None) -> None:
+        """See prge.learning.training.Observer."""
+        self.steps = max(self.steps, record["step"] + 1)
+        if measurement is not None:
+            self._write_step(record, measurement)
+            self.progress.update(self.steps, record["tokens"], **self._shown(record))
+        self._last = time.perf_counter()
+
+    def on_evaluation(self, record: Record, fresh: bool) -> None:
+        """See prge.learning.training.Observer."""
+        self.on_samples()
+        self._evaluation = _evaluation(record)
+        if fresh:
+            self._write_evaluation(record)
+            self.say(f"step {record['step']}: development rows: {_figures_text(record)}")
+        self._last = time.perf_counter()
+
+    def on_samples(self) -> None:
+        """Prompts were answered, which counts as an evaluation."""
+        now = time.perf_counter()
+        self._evaluating += now - self._last
+        self.progress.set_aside(now - self._last)
+        self._last = now
+
+    def say_final(self, step: int, evaluation: Record) -> None:
+        """Say which step the result is of, and how development rows were scored before, at best and last."""
+        self._final = step
+        figures = f": {_figures_text(evaluation)}" if evaluation else ""
+        self.say(f"final: step {step} of {self.steps}{figures}")
+        found: dict[str, Record] = {}
+        for name, record in (("before", self._before), ("best", self._best), ("last", self._evaluation)):
+            if record and record["step"] not in {each["step"] for each in found.values()}:
+                found[name] = record
+        if len(found) > 1:
+            self.say(evaluation_table(found, step))
+
+    def _judge(self, record: Record) -> None:
+        """Take note of an evaluation: whether it is of the start, or the best so far."""
+        if record.get("value") is None:  # not finite, or of a run that was begun without it
+            return
+        if record["step"] == 0:
+            self._before = record
+        if self._best is None or record["value"] > self._best["value"]:
+            self._best = record
+
+    def _shown(self, record: Record) -> dict[str, float | str | None]:
+        """What the bar tells of a step."""
+        shown: dict[str, float | str | None] = {"loss": record["loss"]}
+        if self._best is not None:
+            # What steps are judged by, which may be another than the metric.
+            by_loss = self.settings.select == "loss"
+            shown["best"] = self._best["loss"] if by_loss else score_of(self._best)[1]
+        if self._examples and "rows" in record:
+            shown["epoch"] = f"{self.steps * len(record['rows']) / self._examples:.2f}"
+        peak = self.log.memory.peak
+        shown["memory"] = None if peak is None else f"{peak / 1e6:,.0f} MB"
+        return shown
+
+    def _write_step(self, record: Record, measurement: Measurement | None) -> None:
+        self._write("step", record["step"] + 1, {**_figures(record), **self._of_engine(measurement)})
+
+    def _write_evaluation(self, record: Record) -> None:
+        self._judge(record)
+        last = self.log.last("evaluation")
+        if last is not None and last["step"] >= record["step"]:  # a loss of power took it from the journal
+            return
+        figures = {"split": "dev", **_evaluation(record), "value": record["value"]}
+        self._write("evaluation", record["step"], figures)
+
+    def _write(self, event: str, step: int, figures: Record) -> None:
+        if (event, step) not in self._written:
+            counts = {
+                "rows": self.rows(step),
+                "seconds": self.seconds,
+                "evaluation_seconds": self._evaluating,
+            }
+            self.log.metric({"event": event, "step": step, **figures, **counts})
+
+    def _of_engine(self, measurement: Measurement | None) -> Record:
+        """A step's seconds in the engine and around it, and its largest derivative where there is one."""
+        if measurement is None:
+            return {"engine_seconds": None, "host_seconds": None}
+        tangent, inside = measurement.largest_tangent, measurement.engine_seconds
+        times = {"engine_seconds": inside, "host_seconds": time.perf_counter() - self._last - inside}
+        if tangent is None:
+            return times
+        self._largest_tangent = max(tangent, self._largest_tangent or 0.0)
+        return {**times, "largest_tangent": tangent}
+
+    def _summarize(self, status: str) -> None:
+        run, train = self.describe()
+        settings = {name: None if v is None else str(v) for name, v in asdict(self.settings).items()}
+        memory = self._memory or self.log.memory.report()
+        write_summary(
+            self.settings.out,
+            run={"status": status, "settings": settings, **run},
+            train={
+                "steps": self.steps,
+                "seconds": self._earlier if self._memory else self.seconds,
+                "evaluation_seconds": self._evaluating,
+                "paused_seconds": self._paused,
+                "rows": self.rows(self.steps),
+                "largest_tangent": self._largest_tangent,
+                "last_evaluation": self._evaluation,
+                "before": _evaluation(self._before or {}) or None,
+                "best": _evaluation(self._best or {}) or None,
+                "final_step": self._final,
+                **train,
+                "memory": {**memory, "proportional": proportional_memory(), **train.get("memory", {})},
+            },
+        )
+
+
+@contextmanager
+def graceful_stop(watcher: Watcher) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after its step, a second one at once."""
+
+    def stop(number: int, frame: object) -> None:
+        if watcher.stopped:
+            ignore_interrupts()
+            raise KeyboardInterrupt
+        watcher.stopped = True
+        watcher.say("stopping after this step; once more to stop at once")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handler)
+
+
+def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:
+    """Evaluations by what they are called, a line each; the step `final` is marked."""
+    name = score_of(next(iter(records.values())))[0]
+    columns = ("loss",) if name == "loss" else ("loss", name)
+    lines = ["".join([f"{'development rows':<18}{'step':>8}", *(f"{column:>12}" for column in columns)])]
+    for called, record in records.items():
+        cells = (f"{'-' if record.get(each) is None else f'{record[each]:.4g}':>12}" for each in columns)
+        mark = "  in final/" if record["step"] == final else ""
+        lines.append("".join([f"{called:<18}{record['step']:>8}", *cells, mark]))
+    return "\n".join(lines)
+
+
+def _figures_text(record: Record) -> str:
+    """Loss and metric of a record, for a person."""
+    figures = {name: value for name, value in _evaluation(record).items() if name != "step"}
+    return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+
+
+def _evaluation(record: Record) -> Record:
+    """Step, loss and metric of a record."""
+    return {name: record[name] for name in ("step", "loss", *METRIC_NAMES) if name in record}
+
+
+def _figures(record: Record) -> Record:
+    """Loss, learning rate and tokens of a step, and the size of its derivatives."""
+    kept = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
+    return {**kept, **_size(record)}
+
+
+def _size(record: Record) -> Record:
+    """How large the derivatives of a step are, where the record has them."""
+    if "gradient" in record:
+        return {"gradient_norm": float(np.linalg.norm(decode_array(record["gradient"])))}
+    return {"scalar_deviation": float(np.std(record["scalars"]))} if "scalars" in record else {}

@@ -1,0 +1,405 @@
+"""Many answers at once: requests come and go between rounds, every round gives each answer a token.
+
+    submit -> waiting -> fed piece by piece -> a token a round -> ended; its sequence stays open, idle
+
+An idle sequence whose tokens begin as a new request's do is rewound to where they part, and only what is new
+is computed: the next turn of a conversation, or rows that share their beginning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from typing import Literal
+
+from prge.engine import FloatArray
+from prge.errors import ConfigError, DataError, PrgeError, shown
+from prge.files.adapter import Adapter
+from prge.rows.tokenizer import Tokenizer
+from prge.text.choice import Choice, ChoiceSettings
+from prge.text.decoding import TextStream
+from prge.text.prompts import Prompt
+from prge.text.speaker import Speaker
+from prge.verbs.bounds import bound_problems
+
+Reason = Literal["stop", "length", "context", "cancelled"]
+Overflow = Literal["error", "truncate"]
+
+# Prompt tokens of one round, so that answers go on and can be cancelled while a long prompt is read.
+FED_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How an answer is made; raises ConfigError for what can't be."""
+
+    max_tokens: int = 128
+    """Most tokens of the answer."""
+    stop: tuple[str, ...] = ()
+    """Words that the answer ends before; a control token's name ends it at that token."""
+    choice: ChoiceSettings = field(default_factory=ChoiceSettings)
+    """How each token is chosen."""
+    overflow: Overflow = "error"
+    """What is longer than the context: `error`, or `truncate` the prompt's beginning, so that the answer has
+    room; half of the context stays the prompt's."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if type(self.max_tokens) is not int:
+            problems.append(f"--max-tokens is {shown(self.max_tokens)}, must be a whole number")
+        if not all(isinstance(word, str) and word for word in self.stop):
+            problems.append(f"--stop is {shown(self.stop)}, must be words that aren't empty")
+        problems = problems or bound_problems(self)
+        if problems:
+            raise ConfigError("no text can be generated so:", problems)
+
+
+@dataclass(frozen=True)
+class Request:
+    """An answer that somebody wants, from an adapter that doesn't change meanwhile."""
+
+    prompt: Prompt
+    adapter: Adapter
+    settings: GenerationSettings = field(default_factory=GenerationSettings)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request."""
+
+    text: str
+    tokens: tuple[int, ...]
+    """All tokens that were chosen, without the one that ended the answer."""
+    reason: Reason
+    """`stop`: an end token or a stop word; `length`: max_tokens; `context`: no room; or `cancelled`."""
+    prompt_tokens: int
+    fed_tokens: int
+    """Tokens of the prompt that were computed; the others were there from an earlier request."""
+    cut_tokens: int
+    """Tokens of the prompt that were left out, see `overflow`."""
+    prefill_seconds: float
+    """Time of the engine for the prompt."""
+    steps: int
+    decode_seconds: float
+    """Time of the engine for the tokens after the first one, `steps` calls, others' answers with them."""
+
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        """Prompt tokens computed in a second; None if none was timed."""
+        return self.fed_tokens / self.prefill_seconds if self.prefill_seconds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of this answer in a second; None if there was the first one at most."""
+        return self.steps / self.decode_seconds if self.decode_seconds else None
+
+
+class Ticket:
+    """A submitted request: `answer` is there once it has ended, or `error` if the engine failed."""
+
+    def __init__(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        on_text: Callable[[str], object] | None,
+        on_end: Callable[[Ticket], object] | None,
+    ) -> None:
+        self.request = request
+        self.tokens = tuple(tokens)
+        self.answer: Answer | None = None
+        self.error: PrgeError | None = None
+        self.cancelled = False
+        self._on_text, self._on_end = on_text, on_end
+        self._ended = Event()
+
+    def wait(self, seconds: float | None = None) -> Answer:
+        """The answer, once another thread has worked for it; raises its error, or TimeoutError."""
+        if not self._ended.wait(seconds):
+            raise TimeoutError(f"no answer within {seconds} seconds")
+        if self.error is not None:
+            raise self.error
+        assert self.answer is not None
+        return self.answer
+
+    def tell(self, text: str) -> None:
+        """Hand over a piece of the answer."""
+        if self._on_text is not None and text:
+            self._on_text(text)
+
+    def end(self) -> None:
+        """Let who waits know that the answer or the error is there."""
+        self._ended.set()
+        if self._on_end is not None:
+            self._on_end(self)
+
+
+@dataclass
+class _Open:
+    """A sequence of the speaker, and the tokens that it holds."""
+
+    number: int
+    adapter: Adapter
+    held: list[int]
+
+
+@dataclass
+class _Answering:
+    """An answer in the making: tokens of the prompt that the sequence lacks, then tokens of the answer."""
+
+    ticket: Ticket
+    open: _Open
+    rest: list[int]
+    choice: Choice
+    stream: TextStream
+    ends: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    fed: int = 0
+    prefill_seconds: float = 0.0
+    steps: int = 0
+    decode_seconds: float = 0.0
+
+
+class Generator:
+    """Answers requests with a speaker, as many at once as it has slots.
+
+    One thread calls `work`, `generate` and `close`; any may submit and cancel. Callbacks are called by the
+    thread that works, after a round; the round after one that raises goes on where it was.
+    """
+
+    def __init__(self, speaker: Speaker, tokenizer: Tokenizer) -> None:
+        self.speaker = speaker
+        self.tokenizer = tokenizer
+        self._lock = Lock()
+        self._waiting: deque[Ticket] = deque()
+        self._answering: list[_Answering] = []
+        # The one that was used last is last.
+        self._idle: list[_Open] = []
+        self._told: deque[Callable[[], None]] = deque()
+
+    def submit(
+        self,
+        request: Request,
+        on_text: Callable[[str], object] | None = None,
+        on_end: Callable[[Ticket], object] | None = None,
+    ) -> Ticket:
+        """Let a request wait for its turn; `on_text` is called with every piece of text, `on_end` at last.
+
+        Raises:
+            DataError: the prompt is empty, not of this model, or leaves no room in the context.
+        """
+        ticket = Ticket(request, self._fitted(request), on_text, on_end)
+        with self._lock:
+            self._waiting.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End an answer before the next round, with what there is of it; one that has ended stays."""
+        ticket.cancelled = True
+
+    def work(self) -> bool:
+        """One round: take in what waits, feed prompts, a token for every answer; False with nothing left."""
+        for answering in [each for each in self._answering if each.ticket.cancelled]:
+            self._finish(answering, "cancelled")
+        self._take_in()
+        speaking = [each for each in self._answering if not each.rest]
+        self._feed()
+        if speaking:
+            self._step(speaking)
+        while self._told:
+            self._told.popleft()()
+        with self._lock:
+            return bool(self._answering or self._waiting)
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answers to requests, in their order.
+
+        Raises:
+            DataError: a prompt can't be taken, see `submit`; nothing is generated then.
+            EngineError: the engine failed at one of them.
+        """
+        for request in requests:
+            self._fitted(request)
+        tickets = [self.submit(request) for request in requests]
+        while not all(ticket.answer or ticket.error for ticket in tickets):
+            self.work()
+        return [ticket.wait() for ticket in tickets]
+
+    def close(self) -> None:
+        """Forget all idle sequences."""
+        for each in self._idle:
+            self.speaker.close(each.number)
+        self._idle = []
+
+    def _fitted(self, request: Request) -> tuple[int, ...]:
+        """The prompt's tokens, cut if that was asked for; raises DataError."""
+        tokens, context = request.prompt.tokens, self.speaker.context
+        what = "the prompt can't be used"
+        if not tokens:
+            raise DataError(what, ["it is empty: nothing predicts the answer"], remedy="give a text")
+        if max(tokens) >= self.speaker.vocabulary_size:
+            raise DataError(
+                what,
+                [
+                    f"it has the token {self.tokenizer.token(max(tokens))!r} ({max(tokens)}), "
+                    f"the bundle knows {self.speaker.vocabulary_size}: the tokenizer is not this bundle's"
+                ],
+            )
+        if request.settings.overflow == "truncate":
+            room = context - min(request.settings.max_tokens, context // 2)
+            begin = self.tokenizer.begin
+            begin = begin if tokens[: len(begin)] == begin and len(begin) < room else ()
+            if len(tokens) > room:
+                return (*begin, *tokens[len(tokens) - room + len(begin) :])
+        elif len(tokens) >= context:
+            raise DataError(
+                what,
+                [f"it has {len(tokens)} tokens, the context is {context} for prompt and answer together"],
+                remedy="shorten it, open the model with a longer context, or set overflow to truncate",
+            )
+        return tokens
+
+    def _take_in(self) -> None:
+        """Begin answers for requests that wait, as far as there are slots."""
+        while True:
+            with self._lock:
+                while self._waiting and self._waiting[0].cancelled:
+                    self._end(self._waiting.popleft(), Answer("", (), "cancelled", 0, 0, 0, 0.0, 0, 0.0))
+                if not self._waiting or len(self._answering) >= self.speaker.slots:
+                    return
+                ticket = self._waiting.popleft()
+            try:
+                opened = self._opened(ticket)
+            except PrgeError as error:
+                self._fail(ticket, error)
+                continue
+            request, prompt = ticket.request, ticket.request.prompt
+            names = {word: self.tokenizer.control_id(word) for word in request.settings.stop}
+            ends = {token for token in names.values() if token is not None}
+            self._answering.append(
+                _Answering(
+                    ticket,
+                    opened,
+                    list(ticket.tokens[len(opened.held) :]),
+                    Choice(request.settings.choice),
+                    TextStream(
+                        self.tokenizer,
+                        [*prompt.stop, *(word for word, token in names.items() if token is None)],
+                        ticket.tokens if prompt.continues else None,
+                    ),
+                    self.tokenizer.stop_ids | prompt.ends | ends,
+                )
+            )
+
+    def _opened(self, ticket: Ticket) -> _Open:
+        """A sequence for a ticket, which holds as much of its prompt as an idle one does."""
+        adapter, tokens = ticket.request.adapter, ticket.tokens
+        # One token at least is fed: its logits are the answer's first.
+        shared = [(_common(each.held, tokens[:-1]), each) for each in self._idle if each.adapter is adapter]
+        common, best = max(shared, key=lambda pair: pair[0], default=(0, None))
+        # What has little in common is another conversation, which would be lost.
+        if best is not None and common and 2 * common >= min(len(best.held), len(tokens)):
+            self._idle.remove(best)
+            if common < len(best.held):
+                self.speaker.rewind(best.number, common)
+                del best.held[common:]
+            return best
+        if len(self._idle) + len(self._answering) >= self.speaker.slots:
+            self.speaker.close(self._idle.pop(0).number)
+        return _Open(self.speaker.open(adapter), adapter, [])
+
+    def _feed(self) -> None:
+        """Feed prompts, the oldest first, and choose the first token of those that are whole."""
+        left = FED_AT_ONCE
+        for each in [each for each in self._answering if each.rest]:
+            part, each.rest = each.rest[:left], each.rest[left:]
+            start = time.perf_counter()
+            try:
+                logits = self.speaker.feed(each.open.number, part)
+            except PrgeError as error:
+                self._drop(each, error)
+                continue
+            each.prefill_seconds += time.perf_counter() - start
+            each.fed += len(part)
+            each.open.held += part
+            if not each.rest:
+                self._choose(each, logits)
+            left -= len(part)
+            if not left:
+                return
+
+    def _step(self, speaking: Sequence[_Answering]) -> None:
+        start = time.perf_counter()
+        try:
+            logits = self.speaker.step({each.open.number: each.tokens[-1] for each in speaking})
+        except PrgeError as error:
+            for each in speaking:
+                self._drop(each, error)
+            return
+        seconds = time.perf_counter() - start
+        for each in speaking:
+            each.open.held.append(each.tokens[-1])
+            each.steps += 1
+            each.decode_seconds += seconds
+            self._choose(each, logits[each.open.number])
+
+    def _choose(self, each: _Answering, logits: FloatArray) -> None:
+        """Choose the token that follows what a sequence holds, tell its text, and end what has ended."""
+        try:
+            token = each.choice.choose(logits, each.open.held)
+        except PrgeError as error:
+            self._drop(each, error)
+            return
+        if token in each.ends:
+            self._finish(each, "stop")
+            return
+        each.tokens.append(token)
+        self._tell(each, each.stream.push(token))
+        if each.stream.stopped:
+            self._finish(each, "stop")
+        elif len(each.tokens) >= each.ticket.request.settings.max_tokens:
+            self._finish(each, "length")
+        elif len(each.open.held) + 1 >= self.speaker.context:
+            self._finish(each, "context")
+
+    def _finish(self, each: _Answering, reason: Reason) -> None:
+        self._tell(each, each.stream.finish())
+        self._answering.remove(each)
+        self._idle.append(each.open)
+        answer = Answer(
+            each.stream.text,
+            tuple(each.tokens),
+            reason,
+            len(each.ticket.tokens),
+            each.fed,
+            len(each.ticket.request.prompt.tokens) - len(each.ticket.tokens),
+            each.prefill_seconds,
+            each.steps,
+            each.decode_seconds,
+        )
+        self._end(each.ticket, answer)
+
+    def _drop(self, each: _Answering, error: PrgeError) -> None:
+        """End an answer that the engine failed at; nobody knows what its sequence holds."""
+        self._answering.remove(each)
+        self.speaker.close(each.open.number)
+        self._fail(each.ticket, error)
+
+    def _tell(self, each: _Answering, text: str) -> None:
+        self._told.append(lambda: each.ticket.tell(text))
+
+    def _end(self, ticket: Ticket, answer: Answer) -> None:
+        ticket.answer = answer
+        self._told.append(ticket.end)
+
+    def _fail(self, ticket: Ticket, error: PrgeError) -> None:
+        ticket.error = error
+        self._told.append(ticket.end)
+
+
+def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    pairs = enumerate(zip(held, tokens, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(held), len(tokens)))

@@ -1,0 +1,453 @@
+"""Settings of a verb: one frozen dataclass gives its flags, its YAML keys, their types and their help.
+
+    @dataclass(frozen=True)
+    class RunSettings:
+        bundle: Path
+        '''Folder that `prge export` wrote.'''
+        learning_rate: float = 1e-3
+        '''Step size of the optimizer.'''
+
+    settings = parse_settings(RunSettings, argv, "prge run")
+
+gives `--bundle`, `--learning-rate`, `--config FILE` (a YAML mapping with the keys bundle and learning_rate;
+flags win over it), `--print-config` and `--help`. The string under a field is its help; a field without a
+default is required; a bool field is set by its bare flag and cleared by `--no-<flag>`; a list or tuple field
+takes several values, after one flag or several. Of the names in each entry of `ONE_OF` one must be given.
+Other checks across fields go into `__post_init__` and raise ConfigError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import textwrap
+import types
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from prge.errors import ConfigError, shortened, shown
+from prge.files.documents import DocumentError, parse_yaml, read_yaml
+from prge.verbs.bounds import bound_problems, flag
+from prge.verbs.completion import show_help
+from prge.verbs.habits import setting_meant
+
+Settings = TypeVar("Settings")
+# A number of bytes, which may be given with a unit: 200MB.
+Bytes = NewType("Bytes", int)
+
+_OWN_KINDS = {"config": Path, "print_config": bool, "help": bool}
+_SWITCH = {"true": True, "false": False}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kMG])(i?)B|B?)", re.IGNORECASE)
+_MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)")
+# What may be the name of a model or data set of the hub.
+_OF_HUB = ("model", "data", "train", "dev", "test", "push")
+# Texts that may name a file or folder.
+_PLACES = ("model", "task", "adapter", "chat_template", "push")
+# The value of a setting that is known by a name of others alone, which is a problem of its own.
+_MISNAMED = object()
+
+
+class _Type(NamedTuple):
+    """What a type of values is called in messages and in help, and what may stand for it."""
+
+    words: str
+    metavar: str
+    accepted: tuple[type[Any], ...]
+
+
+_TYPES = {
+    int: _Type("a whole number", "N", (int, str)),
+    Bytes: _Type("a number of bytes, such as 200MB", "BYTES", (int, str)),
+    float: _Type("a number", "X", (int, float, str)),
+    bool: _Type("true or false", "", (bool,)),
+    str: _Type("a text", "TEXT", (str,)),
+    Path: _Type("a path", "PATH", (str,)),
+    types.NoneType: _Type("null", "", ()),
+}
+
+
+def parse_settings(
+    settings_type: type[Settings],
+    argv: Sequence[str],
+    prog: str,
+    positional: Sequence[str] = (),
+    description: str = "",
+) -> Settings:
+    """Read settings from a command line and the YAML files that it names.
+
+    Args:
+        settings_type: a dataclass as in the module's docstring.
+        argv: the words after the verb.
+        prog: what the user typed before them, such as `prge run`.
+        positional: fields that may be given without their flag, in this order; a list field takes the rest.
+        description: one sentence for `--help`.
+
+    Raises:
+        ConfigError: names every unknown key or flag, wrong value and missing setting at once.
+        SystemExit: code 0, after `--help` or `--print-config`.
+    """
+    kinds = _kinds(settings_type)
+    problems: list[str] = []
+    words = _read_words(argv, {**kinds, **_OWN_KINDS}, positional, problems)
+    own = {entry.key for entry in words}
+    if "help" in own:
+        show_help(_parser(settings_type, prog, positional, description))
+        raise SystemExit(0)
+    files = [Path(entry.value) for entry in words if entry.key == "config"]
+    given = [entry for path in files for entry in _read_file(path, kinds, problems)]
+    given += [entry for entry in words if entry.key in kinds]
+    settings = _build(settings_type, given, problems, prog)
+    if "print_config" in own:
+        print(settings_to_yaml(settings, comments=True), end="")
+        raise SystemExit(0)
+    return settings
+
+
+def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Settings:
+    """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError as above."""
+    problems: list[str] = []
+    given = _read_file(path, _kinds(settings_type), problems)
+    return _build(settings_type, given, problems, prog)
+
+
+def settings_of(settings_type: type[Settings], fields: Mapping[str, Any], where: str) -> Settings:
+    """Settings from a mapping that came from elsewhere, such as a message; raises ConfigError as above."""
+    problems: list[str] = []
+    given = _given_by(fields, where, _kinds(settings_type), problems)
+    return _build(settings_type, given, problems, "prge")
+
+
+def with_whole_paths(
+    settings: Settings,
+    leave: Iterable[str] = (),
+    texts: Iterable[str] = ("task",),
+    places: Iterable[str] = (),
+) -> Settings:
+    """The same settings with absolute paths, for whoever reads them in another folder.
+
+    Args:
+        settings: of any verb.
+        leave: names of paths that stay as they are.
+        texts: names of texts that are paths where there is such a file.
+        places: names of texts that are paths where there is such a file or folder.
+    """
+    paths: dict[str, Any] = {
+        item.name: value.resolve()
+        for item in dataclasses.fields(settings)  # type: ignore[arg-type]
+        if isinstance(value := getattr(settings, item.name), Path) and item.name not in leave
+    }
+    for name in (*texts, *places):
+        path = Path(getattr(settings, name, None) or "")
+        if path.is_file() or (name in places and path.name and path.exists()):
+            paths[name] = str(path.resolve())
+    return dataclasses.replace(settings, **paths)  # type: ignore[type-var]
+
+
+def settings_to_yaml(settings: Any, comments: bool = False) -> str:
+    """All settings as YAML that `--config` reads back as equal; `comments` adds each field's help."""
+    import yaml
+
+    helps = field_help(type(settings)) if comments else {}
+    text = ""
+    for item in dataclasses.fields(settings):
+        # By way of JSON, so that paths become texts and tuples lists.
+        value = json.loads(json.dumps(getattr(settings, item.name), default=str))
+        text += "".join(f"# {line}\n" for line in helps.get(item.name, "").splitlines())
+        text += yaml.safe_dump({item.name: value}, default_flow_style=False, sort_keys=False, width=110)
+    return text
+
+
+def field_help(settings_type: type[Any]) -> dict[str, str]:
+    """The string under each field of a dataclass, bases included."""
+    helps: dict[str, str] = {}
+    for base in reversed(settings_type.__mro__[:-1]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for statement, below in itertools.pairwise(ast.iter_child_nodes(definition)):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    helps[name] = inspect.cleandoc(text)
+    return helps
+
+
+class _Given(NamedTuple):
+    """One setting as somebody wrote it: `where` is what a message calls it."""
+
+    where: str
+    key: str
+    value: Any
+
+
+def _kinds(settings_type: type[Any]) -> dict[str, Any]:
+    """Type of each field, in order."""
+    hints = get_type_hints(settings_type)
+    return {item.name: hints[item.name] for item in dataclasses.fields(settings_type)}
+
+
+def _read_words(
+    argv: Sequence[str], kinds: Mapping[str, Any], positional: Sequence[str], problems: list[str]
+) -> list[_Given]:
+    """Take a command line apart."""
+    given, loose, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            loose += words
+            break
+        if not _is_flag(word):
+            loose.append(word)
+            continue
+        name, equals, value = ("--help" if word == "-h" else word).partition("=")
+        key = name.lstrip("-").replace("-", "_")
+        is_negated = key not in kinds and kinds.get(key.removeprefix("no_")) is bool
+        key = key.removeprefix("no_") if is_negated else key
+        meant = key
+        if key not in kinds:
+            meant, hint = setting_meant(key, kinds, flag)
+            problems.append(f"{shortened(name, 100)} is no flag of this verb{hint}")
+        kind = kinds.get(meant)
+        values = [value] if equals else list(itertools.takewhile(lambda word: not _is_flag(word), words))
+        if kind is None:
+            used = int(not positional)  # its value is not a second problem
+        elif kind is bool:
+            used = int(not is_negated and (equals == "=" or "".join(values[:1]).lower() in _SWITCH))
+        else:
+            used = len(values) if _is_list(kind) else 1
+        if not equals:
+            del words[: min(used, len(values))]
+        if key not in kinds:
+            given += [_Given(name, meant, _MISNAMED)] if meant and meant not in _OWN_KINDS else []
+        elif kind is bool:
+            given.append(
+                _Given(name, key, _SWITCH.get(values[0].lower(), values[0]) if used else not is_negated)
+            )
+        elif _is_list(kind):
+            earlier = [entry.value for entry in given if entry.key == key and isinstance(entry.value, list)]
+            given.append(_Given(name, key, [*(earlier[-1] if earlier else ()), *values]))
+        elif values:
+            given.append(_Given(name, key, values[0]))
+        else:
+            problems.append(f"{name} needs a value: {_describe(kind)}")
+    for key in positional[: len(loose)]:
+        taken = loose[:] if _is_list(kinds[key]) else loose[:1]
+        given.append(_Given(key.upper(), key, taken if _is_list(kinds[key]) else taken[0]))
+        del loose[: len(taken)]
+    problems += [f"{shown(word)} stands alone: which flag does it belong to?" for word in loose]
+    return given
+
+
+def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> list[_Given]:
+    try:
+        content = read_yaml(path)
+    except (OSError, DocumentError) as error:
+        problems.append(f"{path} can't be read: {getattr(error, 'strerror', None) or error}")
+        return []
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        problems.append(f"{path} holds a {type(content).__name__}, not a mapping of settings")
+        return []
+    return _given_by(content, str(path), kinds, problems)
+
+
+def _given_by(
+    content: Mapping[Any, Any], where: str, kinds: Mapping[str, Any], problems: list[str]
+) -> list[_Given]:
+    given = []
+    for key, value in content.items():
+        if key in kinds:
+            given.append(_Given(f"{where}: {key}", key, value))
+        else:
+            meant, hint = setting_meant(str(key).replace("-", "_"), kinds, str)
+            problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
+            given += [_Given(where, meant, _MISNAMED)] if meant else []
+    return given
+
+
+def _build(
+    settings_type: type[Settings], given: Collection[_Given], problems: list[str], prog: str
+) -> Settings:
+    """Check every value against its field's type, tell all problems, make the object."""
+    kinds = _kinds(settings_type)
+    values: dict[str, Any] = {}
+    for entry in given:
+        values.setdefault(entry.key, None)
+        if entry.value is _MISNAMED:
+            continue
+        if url := _url_in(entry, kinds[entry.key]):
+            problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url, entry.key)}")
+            continue
+        try:
+            values[entry.key] = _converted(entry.value, kinds[entry.key])
+        except _MISFITS:
+            problems.append(f"{entry.where} must be {_describe(kinds[entry.key])}, not {shown(entry.value)}")
+    problems += [
+        f"{flag(item.name)} is missing: {_describe(kinds[item.name])}"
+        for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
+        if _is_required(item) and item.name not in values
+    ]
+    chosen = {entry.key for entry in given if entry.value not in (None, "null", [])}
+    for names in getattr(settings_type, "ONE_OF", ()):
+        given_of = [flag(name) for name in names if name in chosen]
+        if not given_of:
+            problems.append(f"{' or '.join(map(flag, names))} is missing")
+        elif len(given_of) > 1:
+            problems.append(f"{' and '.join(given_of)}: give one of them")
+    if not problems:
+        settings = settings_type(**values)
+        problems = bound_problems(settings)
+        if not problems:
+            return settings
+    count = "a setting" if len(problems) == 1 else f"{len(problems)} settings"
+    raise ConfigError(f"{count} can't be used:", problems, remedy=f"`{prog} --help` lists all settings")
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """A value from a flag or from YAML as its field's type; raises one of `_MISFITS`."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if len(_members(kind)) > 1:
+        if types.NoneType in arguments and value in (None, "null"):
+            return None
+        for member in arguments:
+            with suppress(*_MISFITS):
+                return _converted(value, member)
+        raise TypeError
+    if origin is Literal and value in arguments:
+        return value
+    if origin in (list, tuple) and isinstance(value, list):
+        return origin(_converted(each, arguments[0]) for each in value)
+    if origin is dict:
+        entries = (parse_yaml(value) if isinstance(value, str) else value).items()
+        return {_converted(name, arguments[0]): _converted(each, arguments[1]) for name, each in entries}
+    if kind not in _TYPES or not isinstance(value, _TYPES[kind].accepted):
+        raise TypeError
+    if isinstance(value, bool) != (kind is bool):  # True is an int, too
+        raise TypeError
+    if kind is Path and not value:  # which would be the folder that one stands in
+        raise TypeError
+    return _bytes_of(str(value)) if kind is Bytes else kind(value)
+
+
+def _url_in(entry: _Given, kind: Any) -> str:
+    """The URL that stands where a path or a name of the hub is wanted; empty where there is none."""
+    words = entry.value if isinstance(entry.value, list) else [entry.value]
+    urls = [word for word in words if isinstance(word, str) and _URL.match(word)]
+    return urls[0] if urls and (entry.key in _PLACES or _takes_paths(kind)) else ""
+
+
+def _takes_paths(kind: Any) -> bool:
+    return kind is Path or any(map(_takes_paths, get_args(kind)))
+
+
+def _instead_of(url: str, key: str) -> str:
+    """What to give in the place of a URL."""
+    if key in _OF_HUB and (page := _HUB_PAGE.match(url)):
+        return f"give the hub's name, {page[1]}"
+    if url.lower().startswith("file://"):
+        return f"give the path, {url[7:]}"
+    return "nothing is read from one; download it, for example with curl -LO, and give the file"
+
+
+def _bytes_of(text: str) -> int:
+    """Bytes of a number with a unit: kB is 1,000 bytes, KiB 1,024; raises ValueError."""
+    match = _BYTES.fullmatch(text)
+    if match is None:
+        return int(text)
+    number, prefix, binary = match.groups()
+    power = " kmg".index((prefix or " ").lower())
+    return int(float(number) * (1024 if binary else 1000) ** power) if prefix else int(number)
+
+
+def _parser(
+    settings_type: type[Any], prog: str, positional: Sequence[str], description: str
+) -> argparse.ArgumentParser:
+    """What writes help and completes words; it reads none."""
+    kinds = _kinds(settings_type)
+    helps = field_help(settings_type)
+    shown = [f"{key.upper()}..." if _is_list(kinds[key]) else key.upper() for key in positional]
+    parser = argparse.ArgumentParser(
+        prog,
+        usage=" ".join([prog, *shown, "[flags]"]),
+        description=description or None,
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=110),
+    )
+    group = parser.add_argument_group("settings")
+    for item in dataclasses.fields(settings_type):
+        kind = kinds[item.name]
+        text = f"{helps.get(item.name, '')} {_note(item)}".strip().replace("%", "%%")
+        if kind is bool:
+            action = argparse.BooleanOptionalAction if item.default else "store_true"
+            group.add_argument(flag(item.name), action=action, help=text)
+        else:
+            count = "+" if _is_list(kind) else None
+            choices = [
+                each for part in _members(kind) if get_origin(part) is Literal for each in get_args(part)
+            ]
+            group.add_argument(
+                flag(item.name), metavar=_metavar(kind), nargs=count, choices=choices or None, help=text
+            )
+    own = parser.add_argument_group("where settings come from")
+    own.add_argument("--config", metavar="FILE", help="YAML file with settings; flags win over it")
+    own.add_argument("--print-config", action="store_true", help="print all settings as YAML and stop")
+    own.add_argument("-h", "--help", action="store_true", help="show this and stop")
+    return parser
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word is a flag rather than a value: negative numbers and a lone dash are values."""
+    return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
+
+
+def _is_required(item: dataclasses.Field[Any]) -> bool:
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the type alone."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _is_list(kind: Any) -> bool:
+    return any(get_origin(member) in (list, tuple) for member in _members(kind))
+
+
+def _describe(kind: Any) -> str:
+    """A type in words."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if len(_members(kind)) > 1:
+        return " or ".join(map(_describe, arguments))
+    if origin is Literal:
+        return "one of " + ", ".join(arguments)
+    if origin in (list, tuple):
+        return f"a list of {_describe(arguments[0]).removeprefix('a ')}s"
+    return _TYPES[kind].words if kind in _TYPES else "a mapping"
+
+
+def _metavar(kind: Any) -> str:
+    """What stands for a value in help."""
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    if len(_members(kind)) > 1 or _is_list(kind):
+        return _metavar(get_args(kind)[0])
+    return _TYPES[kind].metavar if kind in _TYPES else "VALUE"
+
+
+def _note(item: dataclasses.Field[Any]) -> str:
+    """What help says of a field beside its text: that it is required, or its default if that is something."""
+    if _is_required(item):
+        return "(required)"
+    default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    if isinstance(default, (list, tuple)):
+        default = " ".join(map(str, default))
+    if default in ("", {}) or default is None or default is False:
+        return ""
+    return f"(default: {'true' if default is True else default})"

@@ -1,0 +1,283 @@
+"""LoRA-FA by ExecuTorch's own training module: forward and backward as one program on the stock engine.
+
+`executorch.extension.training` runs the joint graph that torch.export makes of a loss; its SGD changes the
+parameters in the engine's memory. The program is exported here, in this process, with the layers, the
+attention and the loss of a bundle's programs, for the widest of the training rows. Its SGD has a velocity
+that can't be read, so it runs without.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from prge.contract import Contract
+from prge.errors import ConfigError, EngineError
+from prge.files.adapter import Adapter
+from prge.files.peft import write_peft
+from prge.learning.estimators.exact import ROWS_OF_A_STEP
+from prge.learning.examples import Batch, Example, make_batch
+from server_export.evidence.baselines.method import Problem, StepResult
+from server_export.evidence.baselines.problem import ModelProblem
+from server_export.evidence.baselines.settings import BaselineSettings
+from server_export.model import attention, readout
+from server_export.model.lora_fa import replace_module
+from server_export.model.rotary import ConstantRotary, make_rotary_constant
+from server_export.quiet import quiet_engine
+
+_METHOD = "forward"
+# As a score, exp of it is exactly 0 beside any other.
+_NO_CANDIDATE = -1e4
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer with `lora_b` [out, rank] to train over a frozen `lora_a` [rank, in]."""
+
+    lora_a: torch.Tensor
+
+    def __init__(self, base: nn.Linear, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
+        super().__init__()
+        self.base = base
+        self.register_buffer("lora_a", lora_a)
+        self.lora_b = nn.Parameter(lora_b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+class LossProgram(nn.Module):
+    """A decoder's mean loss of a step; all shapes are fixed, as a program's are.
+
+    With R rows, E examples of at most C candidates and S positions a row, it takes
+
+        tokens i64 [R, length]; positions, targets i64 [R, S]
+        weights f32 [E * C, R * S]   what of the log-probabilities makes up the score of a candidate
+        absent f32 [E, C]            0, or a very low score where an example has fewer candidates
+        chosen f32 [E, C]            1 for the right candidate
+        compared f32 [E]             1 for candidates, 0 for a completion, whose score has no normalizer
+    """
+
+    def __init__(self, problem: ModelProblem, contract: Contract) -> None:
+        super().__init__()
+        self.model = problem.model
+        self.accepted = problem.accepted
+        self.register_buffer("position_ids", problem.positions[:, : contract.sequence_length])
+        self.asked: torch.Tensor | None = None
+        self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        absent: torch.Tensor,
+        chosen: torch.Tensor,
+        compared: torch.Tensor,
+    ) -> torch.Tensor:
+        """The mean loss, f32 []."""
+        self.asked = positions
+        more = {"position_ids": self.position_ids} if "position_ids" in self.accepted else {}
+        logits = self.model(input_ids=tokens, use_cache=False, return_dict=True, **more).logits
+        self.asked = None
+        logprobs = readout.log_probabilities(logits, targets)
+        scores = (weights @ logprobs.reshape(-1, 1)).reshape(absent.shape) + absent
+        highest = scores.detach().amax(1, keepdim=True)
+        normalizer = highest[:, 0] + (scores - highest).exp().sum(1).log()
+        return (compared * normalizer - (chosen * scores).sum(1)).mean()
+
+    def _keep_asked(self, head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return inputs if self.asked is None else (readout.at_positions(inputs[0], self.asked),)
+
+
+class ExecutorchTraining:
+    """Implements `Method`; its parameters are copies of those in the engine's memory."""
+
+    prior_rows = 0
+
+    def __init__(self, problem: ModelProblem) -> None:
+        if problem.contract.is_encoder:
+            raise ConfigError(
+                "the method doesn't fit the bundle:",
+                ["executorch-training learns log-probabilities, the bundle is of an encoder"],
+                remedy="take another method, such as backprop-lora-fa",
+            )
+        self.problem = problem
+        counts = {len(example.sequences) for example in problem.train}
+        most = max(counts)
+        if len(counts) > 1:
+            raise ConfigError(
+                "the method doesn't fit the rows:",
+                [f"rows have from {min(counts)} to {most} sequences, executorch-training needs one number"],
+                remedy="take another method, such as backprop-lora-fa",
+            )
+        self._examples = problem.contract.batch_size // most
+        self._rows = self._examples * most
+        self._candidates = max(example.candidates for example in problem.train)
+        sequences = [sequence for example in problem.train for sequence in example.sequences]
+        self._contract = replace(
+            problem.contract,
+            sequence_length=max(len(sequence.tokens) for sequence in sequences),
+            positions=max(len(sequence.slots) for sequence in sequences),
+        )
+        self._parameters: dict[str, nn.Parameter] = {}
+        for module in problem.modules:
+            layer = AdaptedLinear(
+                problem.model.get_submodule(module.name),
+                problem.lora_a[module.name] * problem.scales[module.name],
+                problem.lora_b[module.name].clone(),
+            )
+            replace_module(problem.model, module.name, layer)
+            self._parameters[f"model.{module.name}.lora_b"] = layer.lora_b
+        example = self.inputs(problem.train[: self._examples])
+        # The engine reads the program where it lies.
+        self._buffer, self._planned = _export(LossProgram(problem, self._contract), example)
+        from executorch.extension.training import _load_for_executorch_for_training_from_buffer
+
+        with quiet_engine(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._module = _load_for_executorch_for_training_from_buffer(self._buffer)
+        self._started = False
+
+    @property
+    def activation_bytes(self) -> int:
+        """The arena that ExecuTorch plans for one forward and backward."""
+        return self._planned
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The adapter's lora_B, in the order of the modules."""
+        return list(self._parameters.values())
+
+    def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
+        """One run of the joint program and a step of ExecuTorch's SGD."""
+        from executorch.extension.training import get_sgd_optimizer
+
+        inputs = self.inputs(examples)
+        if not self._started:
+            # Its parameters can be reached after a first run only.
+            self._module.forward_backward(_METHOD, inputs)
+            for name, inside in self._module.named_parameters().items():
+                inside.copy_(self._parameters[name].detach())
+            self._started = True
+        (loss,) = self._module.forward_backward(_METHOD, inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Without velocity an optimizer has no state: a new one can have another rate.
+            get_sgd_optimizer(self._module.named_parameters(), learning_rate).step(self.named_gradients())
+        with torch.no_grad():
+            for name, inside in self._module.named_parameters().items():
+                self._parameters[name].copy_(inside)
+        return StepResult(float(loss), ROWS_OF_A_STEP * self.problem.rows(examples))
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter as a run on a device does."""
+        adapter = Adapter.zeros(self.problem.modules)
+        for view, parameter in zip(adapter.named().values(), self.parameters(), strict=True):
+            view[...] = parameter.detach().numpy().T
+        write_peft(folder, adapter, self.problem.bundle.adapter, overwrite=True)
+
+    def named_gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients of the newest step by parameter name."""
+        gradients: dict[str, torch.Tensor] = self._module.named_gradients()
+        return gradients
+
+    def inputs(self, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
+        """What the program takes for a step's examples; see `LossProgram`."""
+        if len(examples) != self._examples:
+            raise EngineError(f"a step has {len(examples)} examples, the program takes {self._examples}")
+        return loss_inputs(examples, self._contract, self._rows, self._candidates, self.problem.pad)
+
+
+def prepare(problem: Problem, settings: BaselineSettings) -> ExecutorchTraining:
+    """Export the joint program and load it."""
+    assert isinstance(problem, ModelProblem)
+    return ExecutorchTraining(problem)
+
+
+def loss_inputs(
+    examples: Sequence[Example], contract: Contract, rows: int, candidates: int, pad: int
+) -> tuple[torch.Tensor, ...]:
+    """Examples as the inputs of a `LossProgram` of `rows` rows and `candidates` candidates."""
+    batch = make_batch(examples, contract, rows=rows, pad=pad)
+    scores = np.zeros((batch.examples, candidates), np.float32)
+    absent = np.where(np.arange(candidates) < batch.candidates[:, None], scores, np.float32(_NO_CANDIDATE))
+    chosen = scores.copy()
+    chosen[np.arange(batch.examples), np.maximum(batch.labels, 0)] = 1
+    arrays = (
+        batch.tokens,
+        batch.positions,
+        batch.targets,
+        _weights(batch, candidates),
+        absent,
+        chosen,
+        (batch.labels >= 0).astype(np.float32),
+    )
+    return tuple(torch.from_numpy(array) for array in arrays)
+
+
+def _weights(batch: Batch, candidates: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    rows, positions = batch.weights.shape
+    weights = np.zeros((batch.examples * candidates, rows * positions), np.float32)
+    row, slot = np.nonzero(batch.weights)
+    cell = batch.owner[row] * candidates + batch.candidate[row, slot]
+    weights[cell, row * positions + slot] = batch.weights[row, slot]
+    return weights
+
+
+def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> tuple[bytes, int]:
+    """The joint program of a loss, and the bytes that it plans for what lies between its operators."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from torch.export.experimental import _export_forward_backward
+
+    attention.register()
+    implementation = program.model.config._attn_implementation
+    program.model.set_attn_implementation(attention.NAME)
+    make_rotary_constant(program.model)
+    for parameter in program.model.parameters():
+        parameter.requires_grad_(False)
+    for layer in program.model.modules():
+        if isinstance(layer, AdaptedLinear):
+            layer.lora_b.requires_grad_(True)
+    with torch.no_grad():
+        program(*inputs)  # position tables are those of the first call
+    with quiet_engine(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        joint = _export_forward_backward(torch.export.export(program, inputs))
+        _fill_at_once(joint)
+        lowered = to_edge_transform_and_lower(joint, partitioner=[XnnpackPartitioner()]).to_executorch()
+    # Rows to score may be longer than a step's.
+    program.model.set_attn_implementation(implementation)
+    for name, module in list(program.model.named_modules()):
+        if isinstance(module, ConstantRotary):
+            replace_module(program.model, name, module.rotary)
+    plans = {plan.name: plan.non_const_buffer_sizes for plan in lowered.executorch_program.execution_plan}
+    return lowered.buffer, int(sum(plans[_METHOD]))
+
+
+def _fill_at_once(joint: Any) -> None:
+    """Write `full_like(empty_permuted(shape), value)`, of SiLU's backward, as `full`: edge has no other."""
+    aten, graph = torch.ops.aten, joint.graph
+    for node in list(graph.nodes):
+        if node.target is aten.full_like.default and node.args[0].target is aten.empty_permuted.default:
+            value = node.meta["val"]
+            with graph.inserting_before(node):
+                whole = graph.call_function(
+                    aten.full.default, (list(value.shape), node.args[1]), {"dtype": value.dtype}
+                )
+            whole.meta = dict(node.meta)
+            node.replace_all_uses_with(whole)
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.target is aten.empty_permuted.default and not node.users:
+            graph.erase_node(node)
+    joint.graph_module.recompile()

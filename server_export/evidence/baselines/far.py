@@ -1,0 +1,125 @@
+"""Freeze and reconfigure (FAR): only the feed-forward nodes that a short priming moves most are trained.
+
+Vucetic et al., "Efficient Fine-Tuning of BERT Models on the Edge", arXiv 2205.01541. A node is an output row
+of a feed-forward linear layer, with its bias. Priming fine-tunes the whole model for a few percent of the
+steps; a node's score is the L1 norm of what its weights moved by. The top share of the nodes learns: every
+feed-forward linear layer becomes a learner and a frozen layer whose outputs are concatenated and put back in
+order.
+
+Chosen here, since summaries of the paper leave it open: scores are compared within a layer, so that layers of
+one kind keep one shape; the down projection is split by its output rows like the first ones; biases don't
+count in scores; attention, norms, embeddings and head are frozen. The initial values come back after the
+priming, so that the training starts where all others do; in the paper priming seems to be the training's own
+beginning, which `keep_primed` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from server_export.evidence.baselines.layers import (
+    feed_forward_linears,
+    require_trainable_weights,
+    shuffled_batches,
+)
+from server_export.evidence.baselines.method import Backpropagation, Problem
+from server_export.evidence.baselines.settings import BaselineSettings
+from server_export.model.lora_fa import replace_module
+
+
+class SplitLinear(nn.Module):
+    """A linear layer as a learner and a frozen one, for some of its output rows each.
+
+    The learner saves the layer's whole input for its gradient, however few rows it has.
+
+    Args:
+        layer: the layer to split; its values are copied.
+        learning: i64 [k], the output rows that learn, 1 <= k <= out.
+    """
+
+    order: torch.Tensor
+
+    def __init__(self, layer: nn.Linear, learning: torch.Tensor) -> None:
+        super().__init__()
+        learning = learning.to(layer.weight.device)
+        rest = torch.ones(layer.out_features, dtype=torch.bool, device=learning.device)
+        rest[learning] = False
+        frozen = rest.nonzero().flatten()
+        self.learner = _rows(layer, learning, learns=True)
+        self.frozen = _rows(layer, frozen, learns=False)
+        self.register_buffer("order", torch.argsort(torch.cat([learning, frozen])), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        return torch.cat([self.learner(x), self.frozen(x)], dim=-1).index_select(-1, self.order)
+
+
+def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
+    """Choose the nodes, reconfigure the problem's model, and train the learners.
+
+    Raises:
+        ConfigError: the model's feed-forward networks can't be found, or their weights can't be trained.
+    """
+    layers = {name: layer for block in feed_forward_linears(problem.model) for name, layer in block.items()}
+    require_trainable_weights(list(layers.values()))
+    prior_rows = 0
+    if settings.nodes == "primed":
+        scores, prior_rows = prime(problem, layers, settings)
+    else:
+        draw = torch.Generator().manual_seed(problem.seed)
+        scores = {name: torch.rand(layer.out_features, generator=draw) for name, layer in layers.items()}
+    learners = reconfigure(problem.model, scores, settings.retention)
+    return Backpropagation(problem, learners, settings.chosen_optimizer, prior_rows)
+
+
+def prime(
+    problem: Problem, layers: Mapping[str, nn.Linear], settings: BaselineSettings
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Fine-tune the whole model for a moment and put it back, unless its values are to be kept.
+
+    Returns:
+        How far the nodes of every layer moved, f32 [out] by its name, and the rows that it took.
+    """
+    parameters = [parameter for parameter in problem.model.parameters() if parameter.is_floating_point()]
+    initial = [parameter.detach().clone() for parameter in parameters]
+    training = Backpropagation(problem, parameters, settings.chosen_optimizer)
+    batches = shuffled_batches(problem.train, problem.batch_size, problem.seed)
+    rows = 0
+    for _ in range(max(1, round(settings.priming_share * settings.steps))):
+        rows += training.step(next(batches), settings.priming_learning_rate).rows
+    begun = {id(parameter): value for parameter, value in zip(parameters, initial, strict=True)}
+    scores = {
+        name: (layer.weight.detach() - begun[id(layer.weight)]).abs().sum(dim=1)
+        for name, layer in layers.items()
+    }
+    with torch.no_grad():
+        for parameter, value in zip(parameters, initial, strict=True):
+            if not settings.keep_primed:
+                parameter.copy_(value)
+            parameter.grad = None
+    return scores, rows
+
+
+def reconfigure(model: nn.Module, scores: Mapping[str, torch.Tensor], retention: float) -> list[nn.Parameter]:
+    """Split the layers that `scores`, f32 [out] by name, has; returns the learners' parameters."""
+    parameters: list[nn.Parameter] = []
+    for name, score in scores.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        learning = score.topk(math.ceil(retention * layer.out_features)).indices.sort().values
+        split = SplitLinear(layer, learning)
+        replace_module(model, name, split)
+        parameters.extend(split.learner.parameters())
+    return parameters
+
+
+def _rows(layer: nn.Linear, rows: torch.Tensor, *, learns: bool) -> nn.Linear:
+    part = nn.Linear(layer.in_features, len(rows), bias=layer.bias is not None, device="meta")
+    part.weight = nn.Parameter(layer.weight.detach()[rows].clone(), requires_grad=learns)
+    if layer.bias is not None:
+        part.bias = nn.Parameter(layer.bias.detach()[rows].clone(), requires_grad=learns)
+    return part

@@ -1,0 +1,78 @@
+"""What the baselines change of a model, found by structure: the linear layers of its blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from prge.errors import ConfigError
+from prge.learning.examples import Example
+from server_export.model.blocks import block_names
+from server_export.model.lora_fa import convert_conv1d
+
+
+def block_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
+    """The linear layers of every block by path, blocks from bottom to top, layers in module order.
+
+    GPT-2's Conv1D layers are turned into linear ones first, in place.
+
+    Raises:
+        ConfigError: the model has no list of blocks.
+    """
+    convert_conv1d(model)
+    return [
+        {
+            f"{block}.{name}": module
+            for name, module in model.get_submodule(block).named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        for block in block_names(model)
+    ]
+
+
+def feed_forward_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
+    """The linear layers of every block's feed-forward network by path: all that aren't below an attention.
+
+    Raises:
+        ConfigError: the model has no blocks, or a block has no feed-forward network.
+    """
+    blocks = [
+        # Widths don't tell them apart: an attention's may be wider than the model.
+        {name: layer for name, layer in layers.items() if "att" not in name.rpartition(".")[0].lower()}
+        for layers in block_linears(model)
+    ]
+    if not all(len(layers) > 1 for layers in blocks):
+        raise ConfigError(
+            "the model's feed-forward networks can't be found:",
+            [f"a block of {type(model).__name__} has fewer than two linear layers outside its attention"],
+            remedy="compare with another method",
+        )
+    return blocks
+
+
+def require_trainable_weights(layers: Sequence[nn.Linear]) -> None:
+    """Refuse weights that hold no gradient.
+
+    Raises:
+        ConfigError: a weight isn't of a floating-point type, for example still quantized.
+    """
+    unfit = sorted({str(layer.weight.dtype) for layer in layers if type(layer.weight) is not nn.Parameter})
+    if unfit:
+        raise ConfigError(
+            "these weights can't be trained:",
+            [f"a linear layer's weight is a quantized tensor ({', '.join(unfit)})"],
+            remedy="give the model with its weights as floats (quantization.dequantize)",
+        )
+
+
+def shuffled_batches(examples: Sequence[Example], batch_size: int, seed: int) -> Iterator[Sequence[Example]]:
+    """Batches of some examples without end, in a new order on every pass; of all where they are fewer."""
+    order = list(range(len(examples)))
+    draw = random.Random(seed)
+    size = min(batch_size, len(order))
+    while True:
+        draw.shuffle(order)
+        for start in range(0, len(order) - size + 1, size):
+            yield [examples[index] for index in order[start : start + size]]

@@ -1,0 +1,225 @@
+"""The model and rows of a bundle as a `Problem`: the driver's objectives, in PyTorch.
+
+The model is the one that transformers has. Where the bundle is quantized, its frozen layers hold the values
+that the same quantization leaves of the weights, as floats; activations are not quantized.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prge.contract import AdaptedModule, Contract
+from prge.engine import Array
+from prge.errors import BundleError
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.files.peft import read_lora
+from prge.files.signatures import STACK
+from prge.learning.encoder_heads import Heads, fit_heads
+from prge.learning.examples import Batch, Example, make_batch
+from server_export.model import readout
+from server_export.model.base import content_problems, model_problems
+from server_export.model.loading import LoadedModel, load_model
+from server_export.model.lora_fa import convert_conv1d
+from server_export.model.positions import position_numbers
+from server_export.model.quantization import round_base
+
+
+class ModelProblem:
+    """A bundle's model with its training rows; implements `Problem`, and the engine that scores with it.
+
+    Args:
+        bundle: gives the adapter, the quantization, and what its programs read of a row.
+        loaded: the model that it was exported from; it is changed in place.
+        train: training rows as examples of the bundle's `contract`.
+        pad: token to fill rows up with.
+        batch_rows: sequences of a step at most, and of a scoring call.
+        seed: of the run.
+        head_folds: encoders: folds of the heads for the training rows.
+
+    Raises:
+        BundleError: it is another model.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        loaded: LoadedModel,
+        train: Sequence[Example],
+        pad: int,
+        batch_rows: int,
+        seed: int,
+        head_folds: int = 10,
+    ) -> None:
+        _check_model(bundle, loaded)
+        # Evaluations take no more rows at once than steps, so that none of them is what memory peaks at.
+        self.contract = bundle.chain.contract(STACK, batch_rows)
+        self.positions = position_numbers(loaded, self.contract.sequence_length)
+        convert_conv1d(loaded.model)
+        round_base(loaded.model, bundle.quantization or "fp32")
+        start = read_lora(bundle.adapter)
+        self.bundle = bundle
+        self.model: nn.Module = loaded.model
+        self.modules: tuple[AdaptedModule, ...] = bundle.contract.modules
+        self.lora_a = {module.name: torch.from_numpy(start.lora_a[module.name]) for module in self.modules}
+        self.lora_b = {module.name: torch.from_numpy(start.lora_b[module.name]) for module in self.modules}
+        self.scales = {module.name: start.scale_of(module.name) for module in self.modules}
+        self.train = train
+        self.batch_size = batch_rows
+        self.seed = seed
+        self.pad = pad
+        self.heads = Heads()
+        self._head_folds = head_folds
+        self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
+        self._asked: torch.Tensor | None = None
+        self._pool = readout.pooling_of(bundle.pooling)
+        if not self.contract.is_encoder:
+            self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
+
+    def rows(self, examples: Sequence[Example]) -> int:
+        """Rows that one forward of these examples computes."""
+        return sum(len(example.sequences) for example in examples)
+
+    def loss(self, examples: Sequence[Example]) -> torch.Tensor:
+        """Mean loss of training examples as prge/learning/objectives.py has it, f64 []."""
+        batch = make_batch(examples, self.contract, rows=self.rows(examples), pad=self.pad)
+        scores = self._class_scores(batch) if self.contract.is_encoder else self._candidate_scores(batch)
+        labels = torch.from_numpy(batch.labels)
+        chosen = scores.gather(1, labels.clamp_min(0)[:, None])[:, 0]
+        normalizer = torch.where(labels < 0, 0.0, torch.logsumexp(scores, 1))
+        return (normalizer - chosen).mean()
+
+    def engine(self) -> ModelEngine:
+        """The model as an engine; the adapter is the one inside the model, whatever is given."""
+        return ModelEngine(self)
+
+    def prepare_heads(self) -> Heads:
+        """Fit an encoder's heads on the training rows with the model as it is, unless they are there."""
+        if self.contract.is_encoder and self.heads.head is None:
+            zeros = Adapter.zeros(self.modules)
+            self.heads = fit_heads(self.engine(), zeros, self.train, self.pad, self._head_folds)
+        return self.heads
+
+    def merge_adapter(self) -> None:
+        """Add the bundle's adapter to the weights, for methods that have no place for it."""
+        with torch.no_grad():
+            for name, lora_b in self.lora_b.items():
+                self.model.get_submodule(name).weight += self.scales[name] * (lora_b @ self.lora_a[name])
+
+    def pooled(self, tokens: Array, mask: Array) -> torch.Tensor:
+        """States of an encoder's rows, f32 [rows, width], of tokens and mask i64 [rows, length]."""
+        longest = int(mask.sum(1).max())
+        seen = torch.from_numpy(mask[:, :longest])
+        output = self._call(tokens[:, :longest], attention_mask=seen)
+        return self._pool(output.last_hidden_state, seen.to(torch.float32))
+
+    def log_probabilities(self, tokens: Array, row: Array, position: Array, target: Array) -> torch.Tensor:
+        """log p(target) at some positions of some rows, f32 [asked]; `row`, `position`, `target` i64 [asked].
+
+        The vocabulary head sees each position once that is asked for, and no other.
+        """
+        longest = int(position.max()) + 1
+        asked, where = np.unique(row * longest + position, return_inverse=True)
+        self._asked = torch.from_numpy(asked)
+        try:
+            logits = self._call(tokens[:, :longest]).logits[0]
+        finally:
+            self._asked = None
+        logprobs = torch.log_softmax(logits, -1)
+        return logprobs[torch.from_numpy(where), torch.from_numpy(target)]
+
+    def _call(self, tokens: Array, **more: torch.Tensor) -> Any:
+        arguments: dict[str, Any] = {"use_cache": False, "position_ids": self.positions[:, : tokens.shape[1]]}
+        taken = {name: value for name, value in arguments.items() if name in self.accepted}
+        return self.model(input_ids=torch.from_numpy(tokens), return_dict=True, **taken, **more)
+
+    def _keep_asked(self, head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if self._asked is None:
+            return inputs
+        states = inputs[0]
+        return (states.reshape(-1, states.shape[-1]).index_select(0, self._asked)[None],)
+
+    def _candidate_scores(self, batch: Batch) -> torch.Tensor:
+        """Score of every candidate, f64 [examples, candidates]; -inf where an example has fewer."""
+        most = int(batch.candidates.max())
+        row, slot = np.nonzero(batch.weights != 0)
+        cell = torch.from_numpy(batch.owner[row] * most + batch.candidate[row, slot])
+        weights = torch.from_numpy(batch.weights[row, slot])
+        logprobs = self.log_probabilities(
+            batch.tokens, row, batch.positions[row, slot], batch.targets[row, slot]
+        )
+        empty = torch.zeros(batch.examples * most, dtype=torch.float64)
+        scores = empty.index_add(0, cell, weights * logprobs.double()).reshape(batch.examples, most)
+        missing = np.arange(most) >= batch.candidates[:, None]
+        return scores.masked_fill(torch.from_numpy(missing), -torch.inf)
+
+    def _class_scores(self, batch: Batch) -> torch.Tensor:
+        """Class scores by the heads of the training rows, constants of the loss; f64 [examples, classes]."""
+        with torch.no_grad():
+            heads = self.prepare_heads()
+        folds = heads.cross_fitted.heads if heads.cross_fitted else (heads.head,)
+        own = [head for row in batch.rows for head in [folds[row % len(folds)]] if head is not None]
+        weight = torch.from_numpy(np.stack([head.weight for head in own])).double()
+        bias = torch.from_numpy(np.stack([head.bias for head in own])).double()
+        states = self.pooled(batch.tokens, batch.attention_mask).double()
+        return torch.bmm(weight, states[..., None])[..., 0] + bias
+
+
+class ModelEngine:
+    """A problem's model behind `prge.engine.Engine`, so that rows are scored by the driver's own code."""
+
+    def __init__(self, problem: ModelProblem) -> None:
+        self._problem = problem
+
+    @property
+    def contract(self) -> Contract:
+        """One copy of as many rows as a step has."""
+        return self._problem.contract
+
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Answers of the model as it is; `lora_b` inputs are not read."""
+        problem, tokens = self._problem, inputs["tokens"]
+        with torch.no_grad():
+            if self.contract.is_encoder:
+                return {"pooled": problem.pooled(tokens, inputs["attention_mask"]).numpy()}
+            positions, targets = inputs["positions"], inputs["targets"]
+            row = np.repeat(np.arange(len(tokens)), positions.shape[1])
+            logprobs = problem.log_probabilities(tokens, row, positions.ravel(), targets.ravel())
+        return {"logprobs": logprobs.numpy().reshape(positions.shape)}
+
+
+def open_problem(
+    bundle: Bundle,
+    model: str,
+    train: Sequence[Example],
+    pad: int,
+    batch_rows: int,
+    seed: int,
+    head_folds: int = 10,
+) -> ModelProblem:
+    """Load the model that a bundle was exported from; arguments as for `ModelProblem`.
+
+    Raises:
+        BundleError: there is no such model, or it is another one.
+    """
+    recorded = bundle.manifest.get("model", {})
+    revision = recorded.get("revision") if recorded.get("name_or_path") == model else None
+    loaded = load_model(model, pooled=bundle.contract.is_encoder, revision=revision)
+    return ModelProblem(bundle, loaded, train, pad, batch_rows, seed, head_folds)
+
+
+def _check_model(bundle: Bundle, loaded: LoadedModel) -> None:
+    """Raise BundleError if the model can't be the bundle's."""
+    block = bundle.manifest.get("model", {})
+    problems = model_problems(loaded, block) or content_problems(loaded, block.get("sha256"))
+    if problems:
+        raise BundleError(
+            f"{loaded.name_or_path} is not the model of the bundle: " + "; ".join(problems),
+            remedy="give the model that the bundle was exported from with --model",
+        )

@@ -1,0 +1,354 @@
+"""Sparse update: biases of the top blocks and some input channels of some weights, chosen by what they yield.
+
+Lin et al., "On-Device Training Under 256KB Memory", arXiv 2206.15472. Its contribution analysis asks how much
+updating the biases of the last k layers alone gains, and how much a share r of the channels of one layer's
+weight alone. The scheme is the choice of k, layers and shares with the largest sum of gains that fits into
+memory. As in the published code, the channels are the input channels of the largest norms, and a layer whose
+weight is updated has its bias updated too.
+
+Chosen here: k counts blocks; a gain is the fall of the loss on held-out training rows after a few steps,
+where the paper takes accuracy after a training; memory is what autograd saves at and above the deepest
+updated block, as measured, with the gradients, and its limit a share of a full update's. The choice is
+searched greedily, by gain per byte for every deepest block, or by evolution, as in the paper
+(allocation.py). Where nothing gains, what loses least is taken. Norms, embeddings and head stay
+frozen. A model without biases, as Llama, has none to update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from prge.errors import ConfigError
+from prge.learning.examples import Example
+from server_export.evidence.baselines.allocation import Depth, Option, Part, Question, choose
+from server_export.evidence.baselines.layers import block_linears, require_trainable_weights, shuffled_batches
+from server_export.evidence.baselines.method import Backpropagation, Problem
+from server_export.evidence.baselines.settings import BaselineSettings, SearchName
+from server_export.model.blocks import block_names
+from server_export.model.lora_fa import replace_module
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What is updated: biases of the blocks from `depth` up, and `weights`, a share of channels by layer."""
+
+    depth: int
+    weights: Mapping[str, float] = field(default_factory=dict)
+    biases: bool = True
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a step keeps, in bytes.
+
+    `blocks` is what autograd saves in every block and `above` what after the last, weights and the inputs of
+    linear layers whose weights learn not counted; `biases` the gradients of every block's biases; `tokens`
+    how many vectors each linear layer reads.
+    """
+
+    above: int
+    blocks: tuple[int, ...]
+    biases: tuple[int, ...]
+    tokens: Mapping[str, int]
+
+    def from_block(self, depth: int) -> int:
+        """Bytes of a backward that ends at a block and updates the biases from there."""
+        return self.above + sum(self.blocks[depth:]) + sum(self.biases[depth:])
+
+    def of_weight(self, name: str, layer: nn.Linear, fraction: float) -> int:
+        """Bytes of a share of a layer's input and weight gradient, f32."""
+        return 4 * kept_channels(layer, fraction) * (self.tokens[name] + layer.out_features)
+
+
+class _SparseProduct(torch.autograd.Function):
+    """x [..., in] times a weight of which `kept` [out, k] learns and `frozen` [out, in] is zero there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, kept: torch.Tensor, frozen: torch.Tensor, channels: torch.Tensor
+    ) -> torch.Tensor:
+        chosen = x.index_select(-1, channels)
+        ctx.save_for_backward(chosen, kept, frozen, channels)
+        return F.linear(x, frozen) + F.linear(chosen, kept)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        chosen, kept, frozen, channels = ctx.saved_tensors
+        to_input = to_kept = None
+        if ctx.needs_input_grad[0]:
+            to_input = gradient @ frozen
+            to_input.index_add_(-1, channels, gradient @ kept)
+        if ctx.needs_input_grad[1]:
+            to_kept = gradient.flatten(0, -2).T @ chosen.flatten(0, -2)
+        return to_input, to_kept, None, None
+
+
+class SparseLinear(nn.Module):
+    """A linear layer of which some input channels learn; no other channel is saved for the backward.
+
+    Args:
+        layer: the layer; its weight is copied, its bias shared.
+        channels: i64 [k], the input channels that learn, in rising order.
+    """
+
+    frozen: torch.Tensor
+    channels: torch.Tensor
+
+    def __init__(self, layer: nn.Linear, channels: torch.Tensor) -> None:
+        super().__init__()
+        weight = layer.weight.detach()
+        self.kept = nn.Parameter(weight[:, channels].clone())
+        self.bias = layer.bias
+        self.register_buffer("frozen", weight.index_fill(1, channels, 0.0))
+        self.register_buffer("channels", channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        product = _SparseProduct.apply(x, self.kept, self.frozen, self.channels)
+        return product if self.bias is None else product + self.bias
+
+
+def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
+    """Analyse the problem's model, choose what to update, and train that.
+
+    Raises:
+        ConfigError: the model has no list of blocks, its weights can't be trained, there are too few rows to
+            hold some out, or nothing fits into the memory limit.
+    """
+    scheme, rows = choose_scheme(problem, settings)
+    return Backpropagation(problem, apply_scheme(problem.model, scheme), settings.chosen_optimizer, rows)
+
+
+def choose_scheme(problem: Problem, settings: BaselineSettings) -> tuple[Scheme, int]:
+    """The scheme that the contribution analysis finds, and the rows that this took."""
+    blocks = block_linears(problem.model)
+    require_trainable_weights([layer for layers in blocks for layer in layers.values()])
+    if len(problem.train) < 2:
+        raise ConfigError(
+            "no contributions can be measured:",
+            [f"there are {len(problem.train)} training rows, must be 2 or more"],
+            remedy="one part of them trains, the other measures",
+        )
+    problem.model.requires_grad_(False)
+    lowest = max(0, len(blocks) - settings.top_blocks) if settings.top_blocks else 0
+    example_batch = problem.train[: problem.batch_size]
+    memory = measure_memory(problem, example_batch)
+    analysis = _Analysis(problem, settings)
+    has_biases = any(memory.biases)
+    bias_gains = [
+        analysis.gain(Scheme(depth)) if has_biases and depth >= lowest else 0.0
+        for depth in range(len(blocks))
+    ]
+    parts = [
+        Part(
+            name,
+            depth,
+            tuple(
+                Option(
+                    fraction,
+                    analysis.gain(Scheme(depth, {name: fraction}, biases=False)),
+                    (memory.of_weight(name, layer, fraction),),
+                )
+                for fraction in settings.channel_fractions
+            ),
+        )
+        for depth, layers in enumerate(blocks)
+        if depth >= lowest
+        for name, layer in layers.items()
+    ]
+    full = memory.from_block(0) + sum(
+        memory.of_weight(name, layer, 1.0) for layers in blocks for name, layer in layers.items()
+    )
+    limit = int(settings.memory_share * full)
+    question = Question(
+        tuple(Depth(gain, (memory.from_block(depth),)) for depth, gain in enumerate(bias_gains)),
+        tuple(parts),
+        (limit,),
+        lowest,
+    )
+    with_biases = [any(memory.biases[depth:]) for depth in range(len(blocks))]
+    scheme = select(question, with_biases, settings.search, settings.seed)
+    return scheme, analysis.rows + problem.rows(example_batch)
+
+
+def select(
+    question: Question, with_biases: Sequence[bool], search: SearchName = "greedy", seed: int = 0
+) -> Scheme:
+    """The scheme of the largest sum of gains that fits; where nothing gains, the one that loses least.
+
+    Args:
+        question: gains and bytes of the biases from every block up, and of shares of each layer's channels.
+        with_biases: whether there are biases from each block up.
+        search: how it is searched.
+        seed: of an evolutionary search.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    choice = choose(question, search, seed)
+    if choice is not None:
+        return Scheme(choice.depth, choice.levels)
+    return _least_bad(question, with_biases)
+
+
+def _least_bad(question: Question, with_biases: Sequence[bool]) -> Scheme:
+    """The one share of a layer, or the biases from one block up, of the largest gain that fits."""
+    (limit,) = question.limits
+    bytes_of = [depth.costs[0] for depth in question.depths]
+    fitting = [
+        (option.gain, Scheme(part.block, {part.name: option.level}))
+        for part in question.parts
+        for option in part.options
+        if bytes_of[part.block] + option.costs[0] <= limit
+    ]
+    fitting += [
+        (question.depths[depth].gain, Scheme(depth))
+        for depth in range(question.lowest, len(bytes_of))
+        if with_biases[depth] and bytes_of[depth] <= limit
+    ]
+    if not fitting:
+        raise ConfigError(
+            "there is nothing to update:",
+            [f"no bias or weight fits into {limit} bytes"],
+            remedy="raise --memory-share or have smaller --channel-fractions",
+        )
+    return max(fitting, key=lambda option: option[0])[1]
+
+
+def apply_scheme(model: nn.Module, scheme: Scheme) -> list[nn.Parameter]:
+    """Put sparse layers where the scheme has them, in place; returns the parameters that it updates."""
+    parameters: list[nn.Parameter] = []
+    for layers in block_linears(model)[scheme.depth :]:
+        for name, layer in layers.items():
+            fraction = scheme.weights.get(name)
+            if fraction == 1.0:
+                parameters.append(layer.weight)
+            elif fraction is not None:
+                sparse = SparseLinear(layer, largest_channels(layer, fraction))
+                replace_module(model, name, sparse)
+                parameters.append(sparse.kept)
+            if scheme.biases and layer.bias is not None:
+                parameters.append(layer.bias)
+    return parameters
+
+
+def kept_channels(layer: nn.Linear, fraction: float) -> int:
+    """How many input channels of a layer a share is, at least one."""
+    return max(1, int(fraction * layer.in_features))
+
+
+def largest_channels(layer: nn.Linear, fraction: float) -> torch.Tensor:
+    """The input channels of the largest weights by L2 norm, i64 [k] in rising order."""
+    norms = layer.weight.detach().norm(dim=0)
+    return norms.topk(kept_channels(layer, fraction)).indices.sort().values
+
+
+def measure_memory(problem: Problem, examples: Sequence[Example]) -> Memory:
+    """What a step on some examples keeps where every block takes part in the backward."""
+    model = problem.model
+    layers = {name: layer for block in block_linears(model) for name, layer in block.items()}
+    blocks = [model.get_submodule(name) for name in block_names(model)]
+    constants = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    place = 0
+    tokens: dict[str, int] = {}
+    saved: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in constants:
+            # What several blocks share belongs to the topmost: it is there wherever the backward ends.
+            saved[address] = (place, tensor)
+        return tensor
+
+    def enter(depth: int) -> Any:
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal place
+            place = depth
+            if depth > 0:
+                return None
+            if args:
+                return (args[0].detach().requires_grad_(), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": kwargs["hidden_states"].detach().requires_grad_()}
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        nonlocal place
+        place = len(blocks)
+
+    def count(name: str) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            tokens[name] = args[0].numel() // args[0].shape[-1]
+
+        return hook
+
+    hooks = [
+        block.register_forward_pre_hook(enter(depth), with_kwargs=True) for depth, block in enumerate(blocks)
+    ]
+    hooks.append(blocks[-1].register_forward_hook(leave))
+    hooks += [layer.register_forward_pre_hook(count(name)) for name, layer in layers.items()]
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            problem.loss(examples)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sizes = [0] * (len(blocks) + 1)
+    for depth, tensor in saved.values():
+        sizes[depth] += tensor.untyped_storage().nbytes()
+    biases = [
+        sum(4 * layer.out_features for layer in block.values() if layer.bias is not None)
+        for block in block_linears(model)
+    ]
+    return Memory(sizes[-1], tuple(sizes[:-1]), tuple(biases), tokens)
+
+
+class _Analysis:
+    """Gains of schemes, each trained alone on the same few batches from the model's initial values."""
+
+    def __init__(self, problem: Problem, settings: BaselineSettings) -> None:
+        self.problem = problem
+        self.settings = settings
+        held_out = min(settings.held_out, len(problem.train) // 2)
+        self._held_out = problem.train[-held_out:]
+        batches = shuffled_batches(problem.train[:-held_out], problem.batch_size, problem.seed)
+        self._batches = [next(batches) for _ in range(settings.analysis_steps)]
+        self.rows = 0
+        self._before = self._loss()
+
+    def gain(self, scheme: Scheme) -> float:
+        """By how much a scheme lowers the held-out loss, -inf where it diverges; no trace is left."""
+        model = self.problem.model
+        layers = {
+            name: layer for block in block_linears(model)[scheme.depth :] for name, layer in block.items()
+        }
+        if not scheme.biases:
+            layers = {name: layers[name] for name in scheme.weights}
+        initial = {
+            name: [parameter.detach().clone() for parameter in layer.parameters()]
+            for name, layer in layers.items()
+        }
+        training = Backpropagation(self.problem, apply_scheme(model, scheme), self.settings.chosen_optimizer)
+        for batch in self._batches:
+            self.rows += training.step(batch, self.settings.analysis_learning_rate).rows
+        after = self._loss()
+        with torch.no_grad():
+            for name, layer in layers.items():
+                replace_module(model, name, layer)
+                for parameter, value in zip(layer.parameters(), initial[name], strict=True):
+                    parameter.copy_(value).requires_grad_(False)
+                    parameter.grad = None
+        return self._before - after if math.isfinite(after) else -math.inf
+
+    def _loss(self) -> float:
+        self.rows += self.problem.rows(self._held_out)
+        with torch.no_grad():
+            return self.problem.loss(self._held_out).item()

@@ -1,0 +1,122 @@
+"""TinyTL on transformers: biases learn, and small branches beside the blocks; weights stay as they are.
+
+Cai et al., "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", arXiv 2007.11622: the
+gradient of a bias needs no input of its layer, so that the inputs of frozen linear layers aren't saved. What
+nonlinear layers save (attention, softmax, activations, norms) is saved as ever, which convolutional networks
+with ReLU have less of.
+
+    tinytl-biases          the biases of linear layers and norms
+    tinytl-lite-residual   these and, beside every block, a branch of few channels on few tokens
+
+The paper's branch: pooling by 2, a convolution in 2 groups, ReLU, a convolution of width 1, a norm whose
+weight begins at zero, upsampling. Chosen here for transformers: tokens are pooled; the bottleneck is narrow
+instead of grouped, since there is no reason to save its many channels; the last projection begins at zero in
+place of the norm; linear layers of the blocks that have no bias get one of zeros, as Llama's. The head stays
+frozen, as it does in all methods compared here, where the paper trains it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from server_export.evidence.baselines.layers import block_linears
+from server_export.evidence.baselines.method import Backpropagation, Problem
+from server_export.evidence.baselines.settings import BaselineSettings
+from server_export.model.blocks import block_names
+
+
+class LiteResidual(nn.Module):
+    """A bottleneck on pooled tokens that gives zeros until it is trained.
+
+    Args:
+        channels: width of the model.
+        bottleneck: width of the branch.
+        pool: tokens that become one.
+        seed: of the first projection's values.
+    """
+
+    def __init__(self, channels: int, bottleneck: int, pool: int, seed: int) -> None:
+        super().__init__()
+        self.pool = pool
+        self.reduce = nn.Linear(channels, bottleneck, bias=False)
+        self.expand = nn.Linear(bottleneck, channels, bias=False)
+        nn.init.kaiming_uniform_(
+            self.reduce.weight, nonlinearity="relu", generator=torch.Generator().manual_seed(seed)
+        )
+        nn.init.zeros_(self.expand.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, length, channels] -> the same shape."""
+        reduced = self.expand(F.relu(self.reduce(pool_tokens(x, self.pool))))
+        return reduced.repeat_interleave(self.pool, dim=1)[:, : x.shape[1]]
+
+    def add(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """A forward hook: the block's output with the branch's added."""
+        states = args[0] if args else kwargs["hidden_states"]
+        if isinstance(output, tuple):
+            return (output[0] + self(states), *output[1:])
+        return output + self(states)
+
+
+def pool_tokens(x: torch.Tensor, pool: int) -> torch.Tensor:
+    """Means of tokens [rows, length, channels] -> [rows, ceil(length / pool), channels], none of later ones.
+
+    Group j speaks for the tokens from j x pool on and is the mean of the `pool` tokens that end there, so
+    that a decoder's tokens don't see those to come, nor any token the padding behind it. The first token
+    stands in for those before it.
+    """
+    if pool == 1:
+        return x
+    rows, length, channels = x.shape
+    groups = -(-length // pool)
+    padded = torch.cat([x[:, :1].expand(-1, pool - 1, -1), x], dim=1)[:, : groups * pool]
+    return padded.reshape(rows, groups, pool, channels).mean(dim=2)
+
+
+def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
+    """Add what is missing to the problem's model, in place, and train it.
+
+    Raises:
+        ConfigError: the model has no list of blocks.
+    """
+    trained = train_biases(problem.model)
+    if settings.method == "tinytl-lite-residual":
+        trained += add_branches(problem.model, settings, problem.seed)
+    return Backpropagation(problem, trained, settings.chosen_optimizer)
+
+
+def train_biases(model: nn.Module) -> list[nn.Parameter]:
+    """All biases but the head's, with new ones of zeros for linear layers of the blocks that have none."""
+    for layers in block_linears(model):
+        for layer in layers.values():
+            if layer.bias is None:
+                zeros = torch.zeros(layer.out_features, device=layer.weight.device, dtype=layer.weight.dtype)
+                layer.bias = nn.Parameter(zeros)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    frozen = set() if head is None else {id(parameter) for parameter in head.parameters()}
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[2] == "bias" and id(parameter) not in frozen
+    ]
+
+
+def add_branches(model: nn.Module, settings: BaselineSettings, seed: int) -> list[nn.Parameter]:
+    """Put a branch beside every block, in place; returns the branches' parameters."""
+    channels: int = model.config.hidden_size
+    parameters: list[nn.Parameter] = []
+    for depth, name in enumerate(block_names(model)):
+        block = model.get_submodule(name)
+        branch = LiteResidual(
+            channels, max(1, round(settings.branch_width * channels)), settings.branch_pool, seed + depth
+        )
+        branch.to(next(block.parameters()).device)
+        block.add_module("lite_residual", branch)
+        # A hook instead of a wrapper: models read attributes of their blocks.
+        block.register_forward_hook(branch.add, with_kwargs=True)
+        parameters.extend(branch.parameters())
+    return parameters

@@ -1,0 +1,82 @@
+"""`prge compare`: training methods on one model, one frozen base and the same rows, at equal quality."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from prge.files.run_folder import environment, reported, run_lock
+from prge.host.atomic import write_file
+from prge.verbs.settings import settings_to_yaml
+from server_export.evidence.compare.children import run_verb
+from server_export.evidence.compare.comparison import Comparison, Verb
+from server_export.evidence.compare.idle import idle_memory
+from server_export.evidence.compare.settings import CompareSettings, read_command_line
+
+RESULT, MARKDOWN, PAGE, FIGURES = "result.json", "report.md", "report.html", "figures"
+FAILED = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; returns 1 where a method failed. See `prge compare --help`."""
+    settings = read_command_line(argv)
+    result = compare(settings, f"prge compare {shlex.join(argv)}")
+    write_report(result, settings.out, settings.json)
+    failed = [name for name, method in result["methods"].items() if method["failures"]]
+    print(settings.out / PAGE)
+    if failed:
+        print(f"failed, in full or in part: {', '.join(failed)}; the report says why")
+    return FAILED if failed else 0
+
+
+def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> dict[str, Any]:
+    """Do all that isn't done yet, and write result.json; returns its content.
+
+    Raises:
+        PrgeError: settings, data or folder can't be used. A method's failure raises nothing: it is recorded.
+    """
+    comparison = Comparison(settings, verb)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with run_lock(settings.out):
+        comparison.prepare()
+        idle = idle_memory()
+        methods = comparison.measure()
+        counts = {split: path.read_bytes().count(b"\n") for split, path in comparison.rows.items()}
+        result = {
+            "command": command,
+            "model_name": settings.preset or Path(settings.model or "").name or str(settings.model),
+            "settings": yaml.safe_load(settings_to_yaml(settings)),
+            "idle_bytes": idle,
+            "row_counts": counts,
+            "test_rows": counts["test"],
+            "methods": methods,
+            "hashes": comparison.hashes(),
+            "meta": environment(),
+        }
+        write_file(settings.out / RESULT, (json.dumps(result, indent=1) + "\n").encode())
+    return result
+
+
+def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = None) -> None:
+    """Write report.md, report.html and the figures of a result; its figures as JSON where asked for."""
+    from prge.pages.rendering import to_html, to_markdown
+    from server_export.evidence.compare.content import compose
+    from server_export.evidence.compare.figures import draw_all, for_file
+    from server_export.evidence.compare.outcome import judge, to_json
+
+    outcome = judge(result)
+    pictures = draw_all(result, outcome)
+    blocks = compose(result, outcome, pictures)
+    (out / FIGURES).mkdir(parents=True, exist_ok=True)
+    for name, svg in pictures.items():
+        write_file(out / FIGURES / f"{name}.svg", for_file(svg).encode())
+    write_file(out / MARKDOWN, to_markdown(blocks, FIGURES).encode())
+    write_file(out / PAGE, to_html(blocks, pictures).encode())
+    if json_file is not None:
+        with reported(json_file):
+            json_file.write_text(json.dumps(to_json(result, outcome), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,260 @@
+"""The methods that can be compared: what each is, and the command lines that export, train and score it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from prge.errors import ConfigError
+from prge.learning.estimators.exact import ROWS_OF_A_STEP
+from server_export.evidence.compare.settings import CompareSettings
+from server_export.settings import ExportConfig
+
+Family = Literal["engine", "pytorch"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train.
+
+    `forward_only` says whether its gradients come from forward passes. An engine method has an `estimator`
+    of `prge run` and the number of `queries` of a step, which share the batch: batch_size / queries
+    examples a step; `directions` where a step has another number of them; `copies` of the adapter in a call,
+    where not all are. `export` and `run` are flags of its own: with some for `prge export` it has a bundle of
+    its own. `learning_rate` is the centre of its search, `optimizer` the only one that it has.
+    `title` says in a report what the method is.
+    """
+
+    name: str
+    family: Family
+    forward_only: bool
+    title: str
+    learning_rate: float
+    estimator: str = ""
+    queries: int = 1
+    copies: int | None = None
+    directions: int | None = None
+    export: Mapping[str, Any] | None = None
+    run: Mapping[str, Any] | None = None
+    optimizer: str | None = None
+
+    def examples(self, batch_size: int) -> int:
+        """Training examples of a step."""
+        return max(1, batch_size // self.queries)
+
+    def rows(self, batch_size: int) -> int:
+        """Rows that a step computes; a backward counts as two forwards."""
+        examples = self.examples(batch_size)
+        if not self.forward_only:
+            return ROWS_OF_A_STEP * examples
+        if self.estimator == "tangent":
+            return (1 + self.queries) * examples
+        return 2 * self.queries * examples
+
+
+def _antithetic(queries: int, name: str) -> Method:
+    pairs = f"{queries} pairs" if queries > 1 else "a pair"
+    title = f"P-RGE: differences between the losses of {pairs} of perturbed adapters, all in one call"
+    return Method(name, "engine", True, title, 5e-3, estimator="antithetic", queries=queries)
+
+
+def _tangent(queries: int, name: str) -> Method:
+    title = f"forward-mode differentiation: exact derivatives of the loss along {queries} random directions"
+    return Method(name, "engine", True, title, 5e-3, estimator="tangent", queries=queries)
+
+
+def _pytorch(name: str, title: str, learning_rate: float, **more: Any) -> Method:
+    return Method(name, "pytorch", more.pop("forward_only", False), title, learning_rate, **more)
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        _antithetic(4, "p-rge"),
+        _antithetic(1, "p-rge-q1"),
+        _antithetic(2, "p-rge-q2"),
+        _antithetic(16, "p-rge-q16"),
+        _tangent(4, "tangent"),
+        _tangent(16, "tangent-q16"),
+        # The scalars of p-rge-q1: its two copies in calls of their own.
+        Method(
+            "mezo-lora-fa", "engine", True,
+            "MeZO on the same adapter: a pair of perturbed adapters, one in a call", 5e-3,
+            estimator="antithetic", queries=1, copies=1,
+        ),
+        # Seven perturbed copies and a clean one: as many as p-rge has.
+        Method(
+            "fzoo", "engine", True,
+            "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation", 5e-3,
+            estimator="one-sided", queries=4, directions=7, run={"normalize": True},
+        ),
+        Method(
+            "exact", "engine", False,
+            "backpropagation through the same adapter, as a graph that the engine runs", 1e-2,
+            estimator="exact",
+        ),
+        Method(
+            "exact-top2", "engine", False,
+            "backpropagation on the engine, top 2 blocks alone; what lies below is computed once a row", 1e-2,
+            estimator="exact", export={"adapt-layers": "top:2", "roles": ["stack", "back"]},
+            run={"trunk-cache-bytes": 1 << 30},
+        ),
+        _pytorch("backprop-lora-fa", "backpropagation through the same adapter", 1e-2),
+        _pytorch("backprop-lora", "backpropagation through a whole LoRA: lora_A learns too", 3e-3),
+        _pytorch("backprop-full", "backpropagation through all weights", 3e-4),
+        _pytorch(
+            "mezo", "MeZO: the difference between two perturbations of all weights", 3e-4,
+            forward_only=True, optimizer="sgd",
+        ),
+        _pytorch("executorch-training", "ExecuTorch's training of the same adapter", 1.0, optimizer="sgd"),
+        _pytorch("far", "FAR: 40 % of the nodes of the feed-forward networks", 1e-2),
+        _pytorch("tinytl-biases", "TinyTL: biases of linear layers and norms", 3e-3),
+        _pytorch("tinytl-lite-residual", "TinyTL: biases, and a narrow branch beside every block", 3e-3),
+        _pytorch("sparse-bp", "sparse update: biases and channels that an analysis chose", 1e-3),
+        _pytorch("quantized-training", "int8 weights of the blocks, trained as codes", 1e-3, optimizer="sgd"),
+    )
+}  # fmt: skip
+
+
+def chosen_methods(names: Iterable[str], batch_size: int) -> list[Method]:
+    """The methods of some names, in their order, each once.
+
+    Raises:
+        ConfigError: unknown ones, with the nearest that there is; or a batch that their queries don't divide.
+    """
+    names = list(dict.fromkeys(names))
+    problems = []
+    for name in names:
+        if name not in METHODS:
+            nearest = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.4)
+            problems.append(f"{name!r} is unknown" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        elif batch_size % METHODS[name].queries:
+            queries = METHODS[name].queries
+            problems.append(f"{name}: its {queries} queries share a batch, and {batch_size} is no multiple")
+    if problems:
+        remedy = f"methods: {', '.join(METHODS)}"
+        raise ConfigError("these methods can't be compared:", problems, remedy=remedy)
+    return [METHODS[name] for name in names]
+
+
+def export_flags(method: Method, settings: CompareSettings) -> dict[str, Any]:
+    """Flags of `prge export` for the bundle that a method runs on, but for its folder.
+
+    All methods without flags of their own share one; PyTorch's read its frozen base and lora_a.
+    """
+    flags: dict[str, Any] = {
+        "model": settings.model_path,
+        "quantize": settings.quantize,
+        "prepend-bos": settings.prepend_bos,
+    }
+    if settings.sequence_length is not None:
+        flags["sequence-length"] = settings.sequence_length
+    own = method.export or {}
+    if settings.adapter is not None and "adapt-layers" not in own:
+        flags["adapter"] = settings.adapter
+    else:
+        flags |= {"rank": settings.rank, "alpha": settings.alpha}
+        # Modules of one block needn't be in those that are adapted: the architecture's usual ones are.
+        by_block = any("." in name for name in settings.target_modules)
+        if settings.target_modules and not (by_block and "adapt-layers" in own):
+            flags["target-modules"] = settings.target_modules
+    return {**flags, **own}
+
+
+def check_exports(methods: Iterable[Method], settings: CompareSettings) -> None:
+    """Check the export of every method before any is begun; raises ConfigError as `prge export` does."""
+    for method in methods:
+        flags = {name.replace("-", "_"): value for name, value in export_flags(method, settings).items()}
+        ExportConfig(out=Path(), **flags)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run is to do; `share` is its part of a reported run's budget."""
+
+    steps: int
+    learning_rate: float
+    seed: int
+    evaluate_at: tuple[int, ...] = ()
+    share: float = 0.0
+    with_test: bool = False
+
+    @property
+    def checkpoint_every(self) -> int:
+        """A period with one checkpoint, in the second half and right before an evaluation, 0 for none.
+
+        Its time is told as the evaluation's, so that no step seems to have taken it.
+        """
+        return next((step for step in self.evaluate_at if 2 * step > self.steps), 0)
+
+
+def run_words(
+    method: Method, settings: CompareSettings, plan: Plan, bundle: Path, rows: Mapping[str, Path], out: Path
+) -> list[str]:
+    """Words after `prge` that train a method into the folder `out`; `rows` are files by split."""
+    flags: dict[str, Any] = {
+        "bundle": bundle,
+        "train": rows["train"],
+        "out": out,
+        "steps": plan.steps,
+        "optimizer": method.optimizer or settings.optimizer,
+        "learning-rate": repr(plan.learning_rate),
+        "schedule": settings.schedule,
+        "seed": plan.seed,
+        "evaluate-every": 0,
+        "evaluate-at": plan.evaluate_at,
+        "checkpoint-every": plan.checkpoint_every,
+        "select": "loss" if settings.quality == "loss" else "metric",
+        "threads": settings.threads,
+    }
+    if plan.evaluate_at:
+        flags["dev"] = rows["dev"]
+    if settings.task_path:
+        flags["task"] = settings.task_path
+    flags |= _overflow(settings)
+    if method.family == "pytorch":
+        flags |= {"method": method.name, "model": settings.model_path, "batch-size": settings.batch_size}
+        if plan.with_test:
+            flags["test"] = rows["test"]
+        return ["baseline", *words_of(flags)]
+    flags |= {
+        "estimator": method.estimator,
+        "batch-size": method.examples(settings.batch_size),
+        "engine": settings.engine,
+        **(method.run or {}),
+    }
+    if method.estimator != "exact":
+        flags["queries"] = method.directions or method.queries
+    if method.copies:
+        flags["copies"] = method.copies
+    return ["run", *words_of(flags)]
+
+
+def resume_words(method: Method, run: Path) -> list[str]:
+    """Words after `prge` that go on with a run."""
+    return ["run" if method.family == "engine" else "baseline", "--resume", str(run)]
+
+
+def test_words(settings: CompareSettings, bundle: Path, rows: Path, run: Path, out: Path) -> list[str]:
+    """Words after `prge` that score an engine run's result on rows, into a JSON file."""
+    flags: dict[str, Any] = {"bundle": bundle, "data": rows, "adapter": run, "json": out}
+    if settings.task_path:
+        flags["task"] = settings.task_path
+    flags |= {"engine": settings.engine, "threads": settings.threads, **_overflow(settings)}
+    return ["eval", *words_of(flags)]
+
+
+def _overflow(settings: CompareSettings) -> dict[str, Any]:
+    return {} if settings.overflow == CompareSettings.overflow else {"overflow": settings.overflow}
+
+
+def words_of(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as words of a command line; True stands alone."""
+    words: list[str] = []
+    for name, value in flags.items():
+        values = [] if value is True else value if isinstance(value, list | tuple) else [value]
+        words += [f"--{name}", *map(str, values)]
+    return words

@@ -1,0 +1,58 @@
+"""`prge leak`: an adversary who knows all but the rows tries to read them from what a device sends.
+
+rows -> gradients -> report -> attack -> guess -> score, beside that of a guess without the report
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import yaml
+
+from prge.files.run_folder import environment, reported
+from prge.host.atomic import write_file
+from prge.verbs.settings import settings_to_yaml
+from server_export.evidence.leak.settings import LeakSettings, read_command_line
+
+_WARNING = (
+    "A row that is not found here is not safe: --guesses bounds these attacks, and others may do better."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; see `prge leak --help`."""
+    settings = read_command_line(argv)
+    found = leak(settings, lambda line: print(line, flush=True))
+    found = {"command": f"prge leak {shlex.join(argv)}", **found}
+    if settings.json is not None:
+        with reported(settings.json):
+            settings.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if settings.out is not None:
+        from server_export.evidence.leak.figure import draw
+
+        write_file(settings.out, draw(found, settings.out.suffix[1:]))
+        print(settings.out)
+    print(_WARNING)
+    return 0
+
+
+def leak(settings: LeakSettings, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Attack all that the settings ask for; returns what `--json` holds, but for the command.
+
+    Args:
+        settings: what to attack.
+        tell: is given a line about every case.
+
+    Raises:
+        PrgeError: model, bundle, rows or settings can't be used.
+    """
+    from server_export.evidence.leak.opening import open_target
+    from server_export.evidence.leak.study import run_study
+    from server_export.quiet import quiet_libraries
+
+    quiet_libraries()
+    found = run_study(open_target(settings), tell)
+    return {**found, "settings": yaml.safe_load(settings_to_yaml(settings)), "meta": environment()}

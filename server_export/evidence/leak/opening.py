@@ -1,0 +1,141 @@
+"""What an attack needs: the model with its adapter, and rows as a device reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from prge.contract import AdaptedModule, Contract
+from prge.errors import ConfigError, DataError
+from prge.files.bundle import Bundle, open_bundle
+from prge.files.peft import read_lora
+from prge.learning.examples import Example
+from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.sources import read_source
+from prge.rows.task import load_task
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from server_export.evidence.leak.rows import Form, Rows, known_form, unknown_part
+from server_export.evidence.leak.settings import LeakSettings
+from server_export.evidence.leak.victim import Victim
+from server_export.model.base import content_problems, model_problems
+from server_export.model.loading import LoadedModel, load_model
+from server_export.model.lora_fa import convert_conv1d
+from server_export.model.quantization import round_base
+from server_export.model.start import start_adapter
+from server_export.model.tokenization import load_tokenizer, on_device
+
+# Far longer than what is attacked.
+_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is attacked: settings with a bundle, if there is one, and all rows with their tokenizer."""
+
+    settings: LeakSettings
+    bundle: Bundle | None
+    tokenizer: Tokenizer
+    examples: list[Example]
+
+    def victim(self, rank: int, seed: int) -> Victim:
+        """The model with an adapter of that rank and seed, or with the bundle's.
+
+        Raises:
+            PrgeError: model or adapter can't be used.
+        """
+        loaded, settings = _load(self.settings, self.bundle), self.settings
+        if self.bundle is None:
+            start = start_adapter(replace(settings.export, rank=rank, seed=seed), loaded, False)
+            lora_b = {name: matrix.T.contiguous() for name, matrix in start.lora_b.items()}
+            return Victim(loaded, start.scaled_lora_a(), lora_b)
+        adapter = read_lora(settings.adapter or self.bundle.adapter)
+        names = [module.name for module in self.bundle.contract.modules]
+        scaled = {name: torch.from_numpy(adapter.lora_a[name]) * adapter.scale_of(name) for name in names}
+        lora_b = {name: torch.from_numpy(adapter.lora_b[name]).T.contiguous() for name in names}
+        return Victim(loaded, scaled, lora_b)
+
+    def reports(self, length: int, batch: int, seed: int) -> tuple[Form, list[Rows]]:
+        """Rows of so many unknown tokens, in batches, chosen by a seed.
+
+        Raises:
+            DataError: there aren't enough rows that long.
+        """
+        form = known_form(self.examples, len(self.tokenizer.begin), length)
+        long = [example for example in self.examples if len(unknown_part(example, form)) >= length]
+        needed = self.settings.limit * batch
+        if len(long) < needed:
+            raise DataError(
+                "there are too few rows:",
+                [f"{needed} of {length} unknown tokens are needed, {len(long)} have as many"],
+                remedy="give more rows, or a smaller --limit, --lengths or --batches",
+            )
+        order = torch.randperm(len(long), generator=torch.Generator().manual_seed(seed))[:needed]
+        chosen = [long[index] for index in order.tolist()]
+        tokens = torch.tensor([unknown_part(example, form)[:length] for example in chosen])
+        labels = torch.tensor([example.label or 0 for example in chosen])
+        rows = Rows(tokens, labels)
+        return form, [rows[slice(start, start + batch)] for start in range(0, needed, batch)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return self.tokenizer.decode(tokens, special=False)
+
+
+def open_target(settings: LeakSettings) -> Target:
+    """Read the bundle and the rows.
+
+    Raises:
+        PrgeError: they can't be used, or the model is an encoder.
+    """
+    bundle = open_bundle(settings.bundle) if settings.bundle is not None else None
+    if bundle is not None:
+        tokenizer, contract = bundle_tokenizer(bundle), bundle.contract
+    else:
+        loaded = _load(settings, None)
+        vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])
+        tokenizer = on_device(load_tokenizer(settings.model_path), "auto", vocabulary)
+        start = start_adapter(settings.export, loaded, False)
+        modules = tuple(
+            AdaptedModule(name, len(matrix), matrix.shape[1], len(start.lora_b[name]))
+            for name, matrix in start.lora_a.items()
+        )
+        contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, modules)
+    if contract.is_encoder:
+        raise _encoder(settings.model_path)
+    task = load_task(settings.task) if settings.task else None
+    rows = read_source(settings.rows_path, "test", settings.columns)
+    options = BuildOptions("truncate")
+    examples, _ = load_examples(rows, tokenizer, contract, task, options=options)
+    return Target(settings, bundle, tokenizer, examples)
+
+
+def _load(settings: LeakSettings, bundle: Bundle | None) -> LoadedModel:
+    """The model, as its bundle has it.
+
+    Raises:
+        PrgeError: there is none, it is another one, or an encoder.
+    """
+    loaded = load_model(settings.model_path)
+    if not loaded.is_decoder:
+        raise _encoder(settings.model_path)
+    if bundle is not None:
+        block = bundle.manifest.get("model", {})
+        if problems := model_problems(loaded, block) or content_problems(loaded, block.get("sha256")):
+            raise ConfigError(
+                f"{settings.model_path} is not the model of the bundle:",
+                problems,
+                remedy="give the model that the bundle was exported from with --model",
+            )
+        convert_conv1d(loaded.model)
+        round_base(loaded.model, bundle.quantization or "fp32")
+    return loaded
+
+
+def _encoder(model: str) -> ConfigError:
+    return ConfigError(
+        "this can't be attacked:",
+        [f"{model} is an encoder, whose rows these attacks don't read"],
+        remedy="give a decoder; that an encoder isn't attacked says nothing about what its reports reveal",
+    )

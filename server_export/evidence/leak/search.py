@@ -1,0 +1,244 @@
+"""Guesses are changed token by token until their report is the one that was sent.
+
+    score of a guess = log-likelihood of the report + log-probability of the text by the model itself
+
+That is its probability after the report, but for a constant. LAMP (Balunovic et al. 2022, arXiv 2202.08827)
+adds the same two with a weight, and changes orders. Where noise hides the gradient, what is left is the
+prior. Tokens to try come from the slope of the distance by the embeddings, from the model's own predictions,
+and, where neither helps, from the whole vocabulary at one position after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from server_export.evidence.leak.matching import match
+from server_export.evidence.leak.prior import consensus
+from server_export.evidence.leak.reports import Report
+from server_export.evidence.leak.rows import Form, Rows, joined
+from server_export.evidence.leak.settings import Objective
+from server_export.evidence.leak.victim import Victim
+
+# Changes that are tried at once, of each of their three kinds.
+_TRIED = 64
+# A likelihood that is this far from a perfect guess's, in logarithms, still asks for a search.
+_FOUND = 30.0
+
+
+@dataclass
+class Search:
+    """Guesses of a report's rows, the best of them, and all single rows that were tried.
+
+    Args:
+        victim: the model.
+        form: of the rows.
+        report: what was sent.
+        generator: of what is tried at random.
+        objectives: by which a guess's embeddings are matched to the report before its tokens are changed.
+        matching_steps: for each of them.
+    """
+
+    victim: Victim
+    form: Form
+    report: Report
+    generator: torch.Generator
+    objectives: Sequence[Objective] = ()
+    matching_steps: int = 0
+    tried: int = 0
+    _rows: list[Rows] = field(default_factory=list)
+    _scores: list[torch.Tensor] = field(default_factory=list)
+
+    def run(self, starts: Rows, shares: torch.Tensor, beam: int, budget: int) -> Rows:
+        """The guess of the report's rows, after so many gradients of rows.
+
+        Args:
+            starts: rows to begin with, any number; a batch's guess takes those that fit together.
+            shares: [rows], logarithms of how often the model wrote each of them.
+            beam: guesses that are improved, one after the other.
+            budget: gradients.
+        """
+        seen, priors = self._see(starts, shares)
+        guesses = [self._begin(starts, seen, priors, number) for number in range(min(beam, len(starts)))]
+        guesses = sorted(self._matched(guesses), key=lambda guess: -guess.score)
+        best = guesses[0]
+        for number, guess in enumerate(guesses):
+            if self._is_found(best):
+                break
+            share = self.tried + (budget - self.tried) // (len(guesses) - number)
+            best = max(best, self._improved(guess, share), key=lambda each: each.score)
+        if self.report.batch > 1 or self._is_found(best):
+            return best.rows
+        return self._answer()
+
+    def _is_found(self, guess: _Guess) -> bool:
+        """Whether no other guess can be much better."""
+        if self.report.noise:
+            return False
+        return float(self.report.log_likelihoods(guess.seen.mean(0, keepdim=True))) > -_FOUND
+
+    def _answer(self) -> Rows:
+        """What all rows that were tried agree on, as likely as they are after the report."""
+        rows, scores = joined(self._rows), torch.cat(self._scores)
+        keys = torch.cat([rows.tokens, rows.labels[:, None]], 1)
+        _, which = torch.unique(keys, dim=0, return_inverse=True)
+        first = torch.full((int(which.max()) + 1,), len(which)).scatter_reduce(
+            0, which, torch.arange(len(which)), "amin"
+        )
+        return consensus(rows[first], scores[first])
+
+    def _see(self, rows: Rows, shares: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a report would show of each of some rows, and their log-probabilities.
+
+        Rows that the model wrote stand for those that it didn't too: theirs are at least their `shares`.
+        """
+        gradients, priors = self.victim.gradients(self.form, rows)
+        self.tried += len(rows)
+        seen = self.report.view(gradients)
+        if self.report.batch == 1:
+            self._rows.append(rows)
+            weights = priors if shares is None else torch.maximum(priors.double(), shares)
+            self._scores.append(self.report.log_likelihoods(seen).double() + weights)
+        return seen, priors
+
+    def _begin(self, starts: Rows, seen: torch.Tensor, priors: torch.Tensor, number: int) -> _Guess:
+        """A guess of the row that fits best but for some others, and of rows that fit beside it."""
+        chosen: list[int] = []
+        for place in range(self.report.batch):
+            # Rows that aren't chosen yet are taken to be like the chosen ones.
+            sums = seen + (seen[chosen].sum(0) if chosen else 0)
+            scores = self.report.log_likelihoods(sums / (place + 1)) + priors
+            order = scores.argsort(descending=True)
+            chosen.append(int(order[number if place == 0 else 0]))
+        picked = torch.tensor(chosen)
+        return _Guess.of(self.report, starts[picked], seen[picked], priors[picked])
+
+    def _matched(self, guesses: list[_Guess]) -> list[_Guess]:
+        """Guesses, or what comes of them by matching embeddings, whichever is better of each."""
+        rows, batch = joined([guess.rows for guess in guesses]), self.report.batch
+        for objective in self.objectives:
+            made = match(self.victim, self.form, self.report, rows, objective, self.matching_steps)
+            self.tried += self.matching_steps * len(rows)
+            seen, priors = self._see(made)
+            parts = [slice(start, start + batch) for start in range(0, len(made), batch)]
+            others = [_Guess.of(self.report, made[part], seen[part], priors[part]) for part in parts]
+            pairs = zip(guesses, others, strict=True)
+            guesses = [max(pair, key=lambda each: each.score) for pair in pairs]
+        return guesses
+
+    def _improved(self, guess: _Guess, budget: int) -> _Guess:
+        """A guess changed for the better until nothing helps or `budget` gradients were computed in all."""
+        stalled, length = 0, self.form.length * self.report.batch
+        order = torch.randperm(length, generator=self.generator).tolist()
+        while self.tried < budget and not self._is_found(guess):
+            if stalled == 0:
+                proposed = self._proposals(guess)
+            else:
+                # Any token at one place after the other, until each had its turn since the last success.
+                row, position = divmod(order[stalled - 1], self.form.length)
+                every = torch.arange(self.victim.vocabulary)
+                proposed = [(row, guess.rows[_one(row)].with_token(position, every))]
+            better = guess
+            for row, rows in proposed:
+                better = max(better, self._best(guess, row, rows), key=lambda each: each.score)
+            if better.score > guess.score:
+                guess, stalled = better, 0
+            else:
+                stalled += 1
+                if stalled > length:
+                    break
+        return guess
+
+    def _best(self, guess: _Guess, row: int, rows: Rows) -> _Guess:
+        """The best guess with one of `rows` instead of the guess's own row of that number."""
+        seen, priors = self._see(rows)
+        means = guess.seen.mean(0) + (seen - guess.seen[row]) / len(guess.seen)
+        scores = self.report.log_likelihoods(means) + priors + (guess.priors.sum() - guess.priors[row])
+        return guess.changed(row, rows[_one(int(scores.argmax()))], seen, priors, scores)
+
+    def _proposals(self, guess: _Guess) -> list[tuple[int, Rows]]:
+        """Changes of each row of a guess: tokens, places and labels."""
+        by_slope = self._slopes(guess)
+        made = []
+        for row in range(self.report.batch):
+            own = guess.rows[_one(row)]
+            parts = [
+                self._replaced(own, by_slope[row]),
+                self._replaced(own, -self.victim.predictions(self.form, own.tokens[0])),
+            ]
+            parts.append(self._moved(own))
+            parts += [own.with_label(label) for label in range(len(self.form.classes))]
+            made.append((row, joined(parts)))
+        return made
+
+    def _replaced(self, own: Rows, costs: torch.Tensor) -> Rows:
+        """A row with single tokens replaced by those of the lowest costs f32 [length, vocabulary]."""
+        costs = costs.scatter(1, own.tokens[0][:, None], torch.inf)
+        overall = costs.flatten().topk(_TRIED // 2, largest=False).indices
+        each = costs.topk(-(-_TRIED // (2 * len(costs))), largest=False).indices
+        places = torch.arange(len(costs))[:, None] * costs.shape[1]
+        chosen = torch.cat([overall, (each + places).flatten()]).unique()
+        tokens = own.tokens.repeat(len(chosen), 1)
+        tokens[torch.arange(len(chosen)), chosen // costs.shape[1]] = chosen % costs.shape[1]
+        return Rows(tokens, own.labels.expand(len(tokens)))
+
+    def _moved(self, own: Rows) -> Rows:
+        """A row with two tokens exchanged, or one moved, or the rest shifted from a place on."""
+        length, made = self.form.length, list[list[int]]()
+        for _ in range(_TRIED // 2):
+            first, second = torch.randint(length, (2,), generator=self.generator).tolist()
+            order = list(range(length))
+            if len(made) % 2:
+                order[first], order[second] = order[second], order[first]
+            else:
+                order.insert(second, order.pop(first))
+            made.append(order)
+        tokens = own.tokens[0][torch.tensor(made)]
+        return Rows(tokens, own.labels.expand(len(tokens)))
+
+    def _slopes(self, guess: _Guess) -> torch.Tensor:
+        """What every token at every place adds to the distance to first order, [rows, length, vocabulary]."""
+        table = self.victim.embeddings
+        embedded = table[guess.rows.tokens].requires_grad_()
+        targets = F.one_hot(guess.rows.tokens, len(table)).float().requires_grad_()
+        labels = F.one_hot(guess.rows.labels, max(len(self.form.classes), 1)).float()
+        gradients = self.victim.soft_gradient(self.form, embedded, targets, labels)
+        self.tried += len(gradients)
+        distance = self.report.distances(self.report.view(gradients).mean(0))
+        by_embedding, by_target = torch.autograd.grad(
+            distance, [embedded, targets], allow_unused=True, materialize_grads=True
+        )
+        return by_embedding @ table.T + by_target
+
+
+@dataclass(frozen=True)
+class _Guess:
+    """Rows of a batch with what a report shows of each, their log-probabilities, and the score."""
+
+    rows: Rows
+    seen: torch.Tensor
+    priors: torch.Tensor
+    score: float
+
+    @classmethod
+    def of(cls, report: Report, rows: Rows, seen: torch.Tensor, priors: torch.Tensor) -> _Guess:
+        likelihood = float(report.log_likelihoods(seen.mean(0, keepdim=True)))
+        return cls(rows, seen, priors, likelihood + float(priors.sum()))
+
+    def changed(
+        self, row: int, by: Rows, seen: torch.Tensor, priors: torch.Tensor, scores: torch.Tensor
+    ) -> _Guess:
+        """With another row of that number, the best of those that have `scores`."""
+        best = int(scores.argmax())
+        rows = Rows(self.rows.tokens.clone(), self.rows.labels.clone())
+        rows.tokens[row], rows.labels[row] = by.tokens[0], by.labels[0]
+        own_seen, own_priors = self.seen.clone(), self.priors.clone()
+        own_seen[row], own_priors[row] = seen[best], priors[best]
+        return _Guess(rows, own_seen, own_priors, float(scores[best]))
+
+
+def _one(index: int) -> torch.Tensor:
+    return torch.tensor([index])

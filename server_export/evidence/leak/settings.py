@@ -1,0 +1,185 @@
+"""Settings of `prge leak`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from prge.errors import ConfigError
+from prge.verbs.bounds import bound_problems
+from prge.verbs.settings import parse_settings
+from server_export.settings import ExportConfig
+
+PRESETS = Path(__file__).with_name("presets")
+DEMO = Path(__file__).resolve().parents[2] / "demo_data"
+DESCRIPTION = (
+    "Try to read rows from what a device of a fleet would send of them. Failing is no proof of safety."
+)
+
+ReportName = Literal["exact", "top", "scalars"]
+Objective = Literal["dlg", "cosine", "tag"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to attack: a kind of report, and what it is of.
+
+    `noise` is its standard deviation as a share of what a row may change at most; `steps` and `queries` are 1
+    and 0 of reports that have none.
+    """
+
+    report: ReportName
+    rank: int
+    length: int
+    batch: int
+    queries: int
+    steps: int
+    noise: float
+
+    def to_json(self) -> dict[str, Any]:
+        """For a table."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LeakSettings:
+    """What to attack, on which rows, and how hard."""
+
+    preset: Literal["demo"] | None = None
+    """Settings to begin with: demo, the tiny model that comes along; flags win over them."""
+    model: str | None = None
+    """Folder or hub id of the model; demo: the one that comes along."""
+    bundle: Path | None = None
+    """Bundle of this model, whose lora_a and adapter are attacked. Without one they are drawn as
+    `prge export` draws them, anew for every seed."""
+    adapter: Path | None = None
+    """PEFT folder of the adapter that the rows are learnt with, such as `final` of a run."""
+    rows: Path | None = None
+    """Rows to attack, which the adversary must not know; demo: test rows of the demo."""
+    task: str | None = None
+    """Task of the rows, as for `prge run`, with candidates of one token each: its text and its label are
+    attacked, not its template. Without one, rows are texts."""
+    columns: list[str] = field(default_factory=list)
+    """Names for columns of the rows: prompt=question completion=answer."""
+    target_modules: list[str] = field(default_factory=list)
+    """Linear layers to adapt, without a bundle."""
+    adapt_layers: str | None = None
+    """`top:k`: adapt those in the top k blocks only, without a bundle."""
+
+    reports: list[ReportName] = field(default_factory=lambda: ["exact", "top", "scalars"])
+    """What is sent: exact (the gradient), top (its largest values), scalars (its projections)."""
+    lengths: list[int] = field(default_factory=lambda: [8, 2, 4, 16])
+    """Unknown tokens of a row. Of this list and those below, the first is what the others are compared with:
+    each of them is tried with the first of all other lists."""
+    ranks: list[int] = field(default_factory=lambda: [8])
+    """Ranks of the adapter; those of a bundle or a PEFT folder are its own."""
+    batches: list[int] = field(default_factory=lambda: [1])
+    """Rows that a report is the mean of."""
+    queries: list[int] = field(default_factory=lambda: [4])
+    """Scalars of a step."""
+    steps: list[int] = field(default_factory=lambda: [10, 1, 100, 1000])
+    """Steps whose scalars are known, all of the same rows at the same adapter, which is the adversary's best
+    case."""
+    noise: list[float] = field(default_factory=lambda: [0.0])
+    """Deviation of Gaussian noise, as a share of what one row can change a step's report by."""
+    delta: float = 1e-5
+    """Of the differential privacy whose epsilon is told."""
+    top_share: float = 0.01
+    """Share of a gradient's values that `top` sends."""
+
+    seeds: list[int] = field(default_factory=lambda: [42, 1337, 2025])
+    """Seeds: of the rows' choice, lora_a, directions, noise, and what an attack tries."""
+    limit: int = 4
+    """Reports to attack for each seed."""
+    samples: int = 512
+    """Texts that the model writes to begin with."""
+    guesses: int = 6000
+    """Gradients of guesses that an attack computes at most, a batch's row each."""
+    beam: int = 4
+    """Guesses that an attack improves, one after the other."""
+    span: bool = True
+    """Whether exact gradients are asked for tokens by the span check."""
+    objectives: list[Objective] = field(default_factory=lambda: ["cosine"])
+    """How embeddings are matched to the report first: dlg (squared distance), cosine, tag."""
+    matching_steps: int = 100
+    """Steps of the optimizer that matches embeddings."""
+
+    json: Path | None = None
+    """File to write all figures to as JSON."""
+    out: Path | None = None
+    """Picture of the token recovery; its ending chooses the format: svg, png or pdf."""
+
+    @property
+    def model_path(self) -> str:
+        """The model as `prge export` takes it."""
+        return str(DEMO / "model") if self.model == "demo" else str(self.model)
+
+    @property
+    def rows_path(self) -> Path:
+        """The file of rows."""
+        assert self.rows is not None
+        return DEMO / "test.jsonl" if str(self.rows) == "demo" else self.rows
+
+    @property
+    def export(self) -> ExportConfig:
+        """What gives the adapter without a bundle."""
+        return ExportConfig(
+            model=self.model_path,
+            out=Path("."),
+            adapter=self.adapter,
+            target_modules=self.target_modules or None,
+            adapt_layers=self.adapt_layers,
+        )
+
+    def cases(self) -> Iterator[Case]:
+        """What to attack: a case of every report in the middle, and one for each other value of a list."""
+        lists: dict[str, list[Any]] = {
+            "rank": self.ranks,
+            "length": self.lengths,
+            "batch": self.batches,
+            "queries": self.queries,
+            "steps": self.steps,
+            "noise": self.noise,
+        }
+        for report in self.reports:
+            middle = Case(report, **{name: values[0] for name, values in lists.items()})
+            cases = [middle]
+            for name, values in lists.items():
+                cases += [replace(middle, **{name: value}) for value in values[1:]]
+            if report != "scalars":
+                cases = [replace(case, queries=0, steps=1) for case in cases]
+            yield from dict.fromkeys(cases)
+
+    def __post_init__(self) -> None:
+        problems = bound_problems(self)
+        for name in ("model", "rows"):
+            if self.preset is None and getattr(self, name) is None:
+                problems.append(f"--{name} is missing")
+        for name in ("reports", "lengths", "ranks", "batches", "queries", "steps", "noise", "seeds"):
+            if not getattr(self, name):
+                problems.append(f"--{name} is empty")
+        if self.bundle is not None and (self.target_modules or self.adapt_layers):
+            problems.append("a bundle has its own layers: leave out --target-modules and --adapt-layers")
+        if (self.bundle is not None or self.adapter is not None) and len(self.ranks) > 1:
+            problems.append("a bundle or an adapter has its own rank: leave out --ranks")
+        if self.out is not None and self.out.suffix not in (".svg", ".png", ".pdf"):
+            problems.append(f"--out is {self.out}, must end in .svg, .png or .pdf")
+        if problems:
+            raise ConfigError(
+                "this can't be attacked:", problems, remedy="`prge leak --help` explains the settings"
+            )
+
+
+def read_command_line(argv: Sequence[str]) -> LeakSettings:
+    """Settings of a command line, on top of those of its preset.
+
+    Raises:
+        ConfigError: settings that can't be used.
+    """
+    settings = parse_settings(LeakSettings, argv, "prge leak", description=DESCRIPTION)
+    if settings.preset is None:
+        return settings
+    words = ["--config", str(PRESETS / f"{settings.preset}.yaml"), *argv]
+    return parse_settings(LeakSettings, words, "prge leak", description=DESCRIPTION)

@@ -1,0 +1,174 @@
+"""What one example can change of a report, and what noise hides."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from device_runner.fleet.agreement import Plan
+from device_runner.fleet.local import _Turns
+from device_runner.fleet.privacy.reported import (
+    Reported,
+    exposure,
+    grid,
+    part_norm,
+    reach,
+    spent,
+    system_noise,
+    whole_sum,
+)
+from prge.contract import AdaptedModule
+from prge.learning.estimators.protocol import Measurement, Step
+from prge.learning.estimators.tangents import Tangents
+from prge.learning.examples import Example, TokenSequence
+from tests.bundles import make_contract
+
+MODULES = [AdaptedModule("layer", 2, 4, 6)]
+
+
+class _Measured(Tangents):
+    """Tangents that were measured before."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        super().__init__(shared=True)
+        self._measurement = measurement
+
+    def measure(self, *_: Any) -> Measurement:
+        """What was measured."""
+        return self._measurement
+
+
+def _measured(queries: int = 3, examples: int = 4) -> Measurement:
+    scalars = np.random.default_rng(0).normal(size=(queries, examples))
+    return Measurement(0.7, scalars, None, 0.1, 12)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(0, 40),
+    st.integers(1, 12),
+    st.lists(st.integers(1, 4), min_size=1, max_size=30),
+)
+def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
+    seed: int, steps: int, examples: int, windows: list[int]
+) -> None:
+    """Whatever its number of windows is, and wherever in its order a device begins."""
+    sampler = _Turns(_split(windows), make_contract(batch_size=examples), seed)
+    sampler.offset = seed % 7
+    seen = [Counter(example.row for example in sampler.chosen(step)) for step in range(steps)]
+    assert all(count == 1 for each in seen for count in each.values())
+    together, rows = sum(seen, Counter[int]()), len(windows)
+    assert max(together.values(), default=0) == exposure(steps, min(examples, rows), rows)
+
+
+def test_windows_of_a_row_take_turns_and_none_is_lost() -> None:
+    sampler = _Turns(_split([3, 1]), make_contract(batch_size=2), seed=4)
+    chosen = [example for step in range(3) for example in sampler.chosen(step)]
+    assert Counter(example.sequences[0].tokens for example in chosen) == {
+        (0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 3
+    }  # fmt: skip
+
+
+def _split(windows: list[int]) -> list[Example]:
+    """Rows of so many windows each; a window's tokens are its row and number."""
+    return [
+        Example(row, (TokenSequence((row, window), ()),), 2, 0)
+        for row, count in enumerate(windows)
+        for window in range(count)
+    ]
+
+
+def test_a_bound_of_zero_is_none() -> None:
+    assert spent(100.0, 0.0) == "" and spent(3.0, 4.0) == ""
+    assert "at most 4" in spent(4.1, 4.0)
+    assert "inf after this round, for earlier rounds had no noise" in spent(math.inf, 4.0)
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+anything = st.lists(st.lists(st.floats(), min_size=3, max_size=3), min_size=1, max_size=4)
+
+
+@given(anything, st.integers(0, 3), st.floats(1e-3, 1e6), st.floats(1e-6, 1e6))
+def test_a_part_changes_the_sum_by_at_most_its_norm_whatever_it_is(
+    parts: list[list[float]], which: int, noise: float, norm: float
+) -> None:
+    """In whole numbers, so exactly; what others say changes nothing of it."""
+    unit = noise * norm / 2**20
+    whole = np.array(parts)
+    without = whole.copy()
+    without[which % len(parts)] = 0
+    change = whole_sum(whole, norm, unit) - whole_sum(without, norm, unit)
+    assert sum(int(each) ** 2 for each in change) <= (norm / unit) ** 2
+    assert change.tolist() == whole_sum(whole[[which % len(parts)]], norm, unit).tolist()
+
+
+def test_what_is_short_enough_stays_as_it_is() -> None:
+    assert whole_sum(np.array([[0.5, -0.25], [0.1, 0.0]]), 1.0, 2.0**-20).tolist() == [
+        2**19 - 1 + math.floor(0.1 * 2**20),
+        -(2**18) + 1,
+    ]
+
+
+@pytest.mark.parametrize("unit", ["row", "owner"])
+@pytest.mark.parametrize("estimator", ["tangent", "exact"])
+def test_noise_is_in_units_of_what_the_unit_changes(unit: Any, estimator: Any) -> None:
+    plan = Plan(estimator=estimator, queries=3, clip=2.0, noise=0.5, unit=unit, share_directions=True)
+    norm = 2.0 * math.sqrt(3) if estimator == "tangent" else 2.0
+    assert part_norm(plan) == norm
+    assert reach(plan) == pytest.approx(norm / (4 if unit == "row" else 1))
+    assert grid(plan) * 2**20 / 4 == pytest.approx(0.5 * reach(plan))
+
+
+def _report(plan: Plan, measurement: Measurement, draw: Any = system_noise) -> Measurement:
+    nothing: Any = None
+    step = Step(nothing, [nothing], 0, 0)
+    return Reported(_Measured(measurement), plan, draw).measure(nothing, step)
+
+
+def test_a_mean_over_examples_has_the_gradient_of_them_all() -> None:
+    measured = _measured()
+    told = _report(Plan(share_directions=True, queries=3), measured)
+    assert told.scalars.shape == (3, 1) and told.loss == 0.7
+    estimator = _Measured(measured)
+    one, all_ = (estimator.gradient({"scalars": each.scalars}, 1, 2, MODULES) for each in (told, measured))
+    np.testing.assert_allclose(one, all_, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_told_is_what_a_message_carries() -> None:
+    told = _report(Plan(), _measured(4))
+    assert np.array_equal(told.scalars, told.scalars.astype(np.float32))
+    assert told.scalars.shape == (4, 4)
+
+
+@pytest.mark.parametrize("estimator", ["tangent", "exact"])
+def test_noise_has_the_deviation_that_was_agreed_on_and_hides_the_loss(estimator: Any) -> None:
+    plan = Plan(estimator=estimator, share_directions=True, queries=3, clip=2.0, noise=0.5)
+    measured = _measured()
+    if estimator == "exact":
+        measured = Measurement(0.7, np.zeros(0), None, 0.1, 12, gradient=np.zeros(12, np.float32))
+    told = _report(plan, measured, lambda count: np.full(count, 2**20))
+    silent = _report(plan, measured, lambda count: np.zeros(count, np.int64))
+    added = (told.derivatives - silent.derivatives).ravel()
+    norm = 2.0 * math.sqrt(3) if estimator == "tangent" else 2.0
+    np.testing.assert_allclose(added, 0.5 * norm / 4, rtol=1e-5)
+    assert told.loss == 0.0 and told.largest_tangent is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("estimator", ["tangent", "exact"])
+def test_with_noise_an_answer_is_finite_whatever_a_row_says(estimator: Any, value: float) -> None:
+    plan = Plan(estimator=estimator, share_directions=True, queries=3, clip=2.0, noise=0.5)
+    measured = _measured()
+    if estimator == "exact":
+        gradient = np.array([value] * 12, np.float32)
+        measured = Measurement(value, np.zeros(0), None, 0.1, 12, gradient=gradient)
+    else:
+        measured.scalars[1, 2] = value
+    told = _report(plan, measured)
+    assert np.isfinite(told.derivatives).all() and told.loss == 0.0

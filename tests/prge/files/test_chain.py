@@ -1,0 +1,280 @@
+"""What a manifest says of a chain: read whole, or refused in words before anything is loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prge.contract import LARGEST_SIZE
+from prge.errors import BundleError
+from prge.files.bundle import open_bundle
+from prge.files.chain import Bounds, Chain
+from prge.files.signatures import BACK, STACK, TANGENT
+from tests.bundles import make_bundle, make_chain, read_json, write_manifest
+
+Json = Any
+Change = Callable[[Json], object]
+
+
+def block_of(**changes: Any) -> Json:
+    """A manifest's block as JSON has it."""
+    return json.loads(json.dumps(make_chain(**changes).to_json()))
+
+
+def test_a_chain_is_read_as_it_was_written() -> None:
+    for readout in ("logprobs", "pooled"):
+        chain = make_chain(readout=readout)
+        assert Chain.from_json(json.loads(json.dumps(chain.to_json()))) == chain
+
+
+def test_a_bundle_that_answers_among_label_words_says_how_to_export_it_again() -> None:
+    with pytest.raises(BundleError, match="export it again without --label-words"):
+        Chain.from_json({**block_of(), "readout": "verbalizer", "label_tokens": [3, 5]})
+
+
+def places(value: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths to all values of a JSON document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def at(value: Json, path: tuple[Any, ...]) -> Json:
+    for key in path:
+        value = value[key]
+    return value
+
+
+PLACES = [*places(block_of())]
+MAY_BE_NULL = "window"
+
+
+@pytest.mark.parametrize("path", [path for path in PLACES if isinstance(path[-1], str)], ids=str)
+def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
+    block = block_of()
+    del at(block, path[:-1])[path[-1]]
+    if path[-1] == MAY_BE_NULL or path[-1] in (TANGENT, BACK):
+        Chain.from_json(block)  # a role less
+        return
+    name = "lacks the role stack" if path[-1] == STACK else path[-1]
+    with pytest.raises(BundleError, match=name):
+        Chain.from_json(block)
+
+
+OTHERS = [None, True, 1.5, -1, 10**5000, math.inf, math.nan, "", "x" * 10**6, [], [[]], {}, {"a": [1]}]
+
+
+@pytest.mark.parametrize("path", PLACES, ids=str)
+def test_a_value_of_another_type_is_refused(path: tuple[Any, ...]) -> None:
+    before = at(block_of(), path)
+    for value in OTHERS:
+        if type(value) is type(before) or (path[-1] == MAY_BE_NULL and type(value) in (int, type(None))):
+            continue
+        block = block_of()
+        at(block, path[:-1])[path[-1]] = value
+        with pytest.raises(BundleError, match="the manifest") as refused:
+            Chain.from_json(block)
+        assert len(str(refused.value)) < 3000 and refused.value.remedy
+
+
+@pytest.mark.parametrize("path", [path for path in PLACES if type(at(block_of(), path)) is int], ids=str)
+def test_numbers_that_no_model_has_are_refused_without_making_anything(path: tuple[Any, ...]) -> None:
+    for value in (-1, -(10**30), 10**30, 10**5000):
+        block = block_of()
+        at(block, path[:-1])[path[-1]] = value
+        if path[-1] == MAY_BE_NULL and value > 0:
+            Chain.from_json(block)  # as far as any row goes
+            continue
+        with pytest.raises(BundleError, match="the manifest describes no"):
+            Chain.from_json(block)
+
+
+@pytest.mark.parametrize("value", [None, [], [1], "chain", 7, {}, {"blocks": []}])
+def test_what_is_no_chain_at_all(value: Json) -> None:
+    with pytest.raises(BundleError, match="the manifest's chain can't be read"):
+        Chain.from_json(value)
+
+
+@settings(deadline=2000, max_examples=300)
+@given(st.data())
+def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) -> None:
+    block = block_of()
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from([*places(block)]))
+        value = data.draw(st.sampled_from([*OTHERS, "state", "lora_b.0", *range(20)]))
+        change = data.draw(st.sampled_from(["replace", "remove", "repeat"]))
+        holder = at(block, path[:-1])
+        if change == "replace":
+            holder[path[-1]] = copy.deepcopy(value)
+        elif change == "remove":
+            del holder[path[-1]]
+        elif isinstance(holder, list):
+            holder.append(holder[path[-1]])
+        if not [*places(block)]:
+            break
+    try:
+        chain = Chain.from_json(block)
+    except BundleError as error:
+        assert str(error).startswith("the manifest")
+        return
+    # What was read can be run: nothing below may fail.
+    assert STACK in chain.roles and 1 <= chain.lowest_adapted < len(chain.blocks)
+    for role in chain.roles:
+        kind = {STACK: "stack", TANGENT: "tangent", BACK: "exact"}[role]
+        chain.contract(kind, 2, queries=3 if kind == "tangent" else 0)
+
+
+def _of(kind: int, role: str) -> Callable[[Json], Json]:
+    return lambda block: block["kinds"][kind]["methods"][role]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda b: b["blocks"].__delitem__(slice(1, None)), "it has 1 blocks, must be 2 to 1024"),
+        (lambda b: b["blocks"].extend(b["blocks"] * 500), "it has 2004 blocks"),
+        (lambda b: b.update(pooling="last"), "pooling is 'last', must be one of mean, first"),
+        (lambda b: b.update(readout="logits"), "readout is 'logits'"),
+        (lambda b: b.update(width=0), "width is 0"),
+        (lambda b: b["bounds"].update(batch=0), "the bound of batch is 0, must be 1 to"),
+        (lambda b: b["bounds"].update(tokens=1), "the bound of tokens is 1, must be 2 to"),
+        (lambda b: b["bounds"].update(states=LARGEST_SIZE + 1), "the bound of states is 16777217"),
+        (lambda b: b["tables"][0].update(kind="alibi"), "a table is .*alibi"),
+        (lambda b: b["tables"][0].update(window=0), "a table is .*window=0"),
+        (lambda b: b["tables"][0].update(first=-1), "a table is .*first=-1"),
+        (lambda b: b["blocks"][1].update(kind=3), "block 1 is of kind 3, there are 3"),
+        (lambda b: b["kinds"].append(b["kinds"][0]), "no block is of kind 3"),
+        (lambda b: b["blocks"][1].update(tables=[2]), r"block 1 has the tables \(2,\), there are 2"),
+        (lambda b: b["blocks"][2].update(modules=[0, 1]), r"the modules \[0, 0, 1, 1\], the chain 4"),
+        (lambda b: b["blocks"][1].update(modules=[0, 0, 1]), r"the modules \[0, 0, 1, 2, 3\]"),
+        (lambda b: b["modules"].pop(), r"the modules \[0, 1, 2, 3\], the chain 3"),
+        (lambda b: b["modules"].__setitem__(1, b["modules"][0]), "must be at most 10000 different ones"),
+        (lambda b: b["modules"][0].update(rank=0), "has rank 0"),
+        (lambda b: b["kinds"][1]["methods"].pop("stack"), "block 1 lacks the role stack"),
+        (
+            lambda b: b["kinds"][1]["methods"].update(see=_of(1, STACK)(b)),
+            "the role 'see', .*knows stack",
+        ),
+        (lambda b: _of(1, STACK)(b).update(inputs=["tokens"]), r"block 1 takes \('tokens',\) in the ro"),
+        (
+            lambda b: _of(0, STACK)(b).update(inputs=["state"]),
+            r"block 0 takes \('state',\) in the role",
+        ),
+        (lambda b: _of(1, STACK)(b)["inputs"].append("lora_b.2"), "block 1 takes .* in the role stack"),
+        (lambda b: _of(1, STACK)(b)["inputs"].append("u.0"), "block 1 takes .* in the role stack"),
+        (lambda b: _of(1, STACK)(b)["inputs"].append("padding"), "block 1 takes .* in the role stack"),
+        (lambda b: _of(1, TANGENT)(b)["inputs"].append("state"), "block 1 takes .* in the role tangent"),
+        (lambda b: _of(1, TANGENT)(b)["inputs"].remove("d_state"), "block 1 takes .* in the role tangent"),
+        (lambda b: _of(1, BACK)(b)["outputs"].remove("gradient.1"), "block 1 answers .* in the role back"),
+        (lambda b: _of(1, BACK)(b)["outputs"].append("slope"), "block 1 answers .* in the role back"),
+        (lambda b: _of(2, STACK)(b)["inputs"].append("ones"), "block 3 takes .*'ones'.* in the role stack"),
+        (
+            lambda b: _of(2, BACK)(b).update(outputs=["parts"]),
+            r"block 3 answers \('parts',\) in the role",
+        ),
+        (lambda b: b.update(readout="pooled"), "block 3 takes .*'targets'"),
+    ],
+)
+def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) -> None:
+    block = block_of()
+    change(block)
+    with pytest.raises(BundleError, match=f"the manifest describes no .*{told}"):
+        Chain.from_json(block)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_only_blocks_between_embedding_and_head_are_adapted(number: int) -> None:
+    block = block_of()
+    block["blocks"][number]["modules"], block["blocks"][1]["modules"] = [0, 1], []
+    with pytest.raises(BundleError, match=f"block {number}, the first or a head, has adapted modules"):
+        Chain.from_json(block)
+
+
+def test_a_chain_that_adapts_nothing_is_refused() -> None:
+    block = block_of()
+    block["modules"] = []
+    for one in block["blocks"]:
+        one["modules"] = []
+    with pytest.raises(BundleError, match="no block has an adapted module: there is nothing to train"):
+        Chain.from_json(block)
+
+
+def test_of_many_problems_the_first_are_told() -> None:
+    block = block_of()
+    block["blocks"] = block["blocks"][:1] + block["blocks"][1:2] * 900
+    with pytest.raises(BundleError) as refused:
+        Chain.from_json(block)
+    assert len(str(refused.value)) < 3000
+
+
+# Roles and contracts
+
+
+def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> None:
+    chain = make_chain()
+    assert chain.roles == (STACK, TANGENT, BACK) and chain.lowest_adapted == 1
+    upper = make_chain(lowest=2)
+    assert upper.lowest_adapted == 2 and upper.roles == (STACK, TANGENT, BACK)
+    block = block_of()
+    del block["kinds"][2]["methods"][BACK]
+    without = Chain.from_json(block)
+    assert without.roles == (STACK, TANGENT)
+    assert without.contract("tangent", 2, queries=1).kind == "tangent"
+    with pytest.raises(BundleError, match=r"lacks the role back, it has stack, tangent\n.*another estimator"):
+        without.contract("exact", 2)
+
+
+def test_a_contract_is_of_any_size_and_reads_every_position() -> None:
+    chain = make_chain()
+    stack = chain.contract("stack", 5, copies=7)
+    assert (stack.copies, stack.batch_size, stack.sequence_length, stack.positions) == (7, 5, 16, 15)
+    assert stack.modules == chain.modules and stack.readout == "logprobs"
+    tangent = chain.contract("tangent", 5, queries=9, length=1)
+    assert (tangent.queries, tangent.sequence_length, tangent.positions) == (9, 2, 1)
+    exact = chain.contract("exact", 5)
+    assert exact.is_exact and [spec.name for spec in exact.outputs] == ["logprobs"]
+
+
+def test_an_encoders_contract_reads_states() -> None:
+    chain = make_chain(readout="pooled")
+    assert chain.is_encoder and not chain.is_head(3) and make_chain().is_head(3)
+    assert chain.contract("stack", 2).positions == 0
+
+
+# Bundles
+
+
+def test_a_bundle_opens_with_a_contract_for_steps_and_one_for_scoring(tmp_path: Path) -> None:
+    bundle = open_bundle(make_bundle(tmp_path / "bundle", make_chain()))
+    assert bundle.chain == make_chain()
+    assert (bundle.contract.kind, bundle.contract.batch_size) == ("stack", Bounds().batch)
+    assert bundle.score_contract.rows == Bounds().copies * Bounds().batch
+
+
+def test_files_that_the_chain_names_are_in_the_manifest(tmp_path: Path) -> None:
+    chain = make_chain()
+    kinds = (*chain.kinds[:2], replace(chain.kinds[2], program="programs/gone.pte"))
+    blocks = (*chain.blocks[:3], replace(chain.blocks[3], weights="weights/gone.ptd"))
+    for name, changes in (("programs/gone.pte", {"kinds": kinds}), ("weights/gone.ptd", {"blocks": blocks})):
+        other: Any = replace(chain, **changes)  # type: ignore[arg-type]
+        folder = make_bundle(tmp_path / name.replace("/", "-"), chain)
+        write_manifest(folder, {**read_json(folder), "chain": other.to_json()})
+        with pytest.raises(BundleError, match=f"lists no '{name}'"):
+            open_bundle(folder)
+
+
+def test_a_bundle_without_a_chain_in_its_manifest_is_refused(tmp_path: Path) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    write_manifest(folder, {**read_json(folder), "chain": None})
+    with pytest.raises(BundleError, match="the manifest's chain can't be read"):
+        open_bundle(folder)

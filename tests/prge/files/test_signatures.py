@@ -1,0 +1,63 @@
+"""The table of roles: every word of it is read, and it says the shapes that a call has."""
+
+from __future__ import annotations
+
+import pytest
+
+from prge.files import signatures
+from prge.files.signatures import BACK, DECODE, PREFILL, ROLES, STACK, STEP_ROLES, TANGENT, of_block, of_head
+
+SIZES = {"copies": 3, "batch": 2, "queries": 5, "tokens": 7, "entering": 11, "leaving": 13}
+SIZES |= {
+    "rank": 4,
+    "in": 11,
+    "out": 6,
+    "sequences": 2,
+    "heads": 2,
+    "key": 8,
+    "value": 9,
+    "members": 3,
+    "past": 17,
+}
+
+
+@pytest.mark.parametrize("name", ["_BLOCK", "_ATTENTION", "_TOKENS", "_HEAD"])
+def test_every_word_of_the_table_is_a_tensor(name: str) -> None:
+    for text in getattr(signatures, name).values():
+        rest = signatures._TENSOR.sub("", text).replace("->", "")
+        assert not rest.split(), f"{text!r} has {rest.split()}"
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_every_role_has_shapes_of_numbers(role: str, is_first: bool) -> None:
+    signature = of_block(role, is_first, attends=not is_first)
+    for tensor in (*signature.inputs, *signature.outputs):
+        assert all(number > 0 for number in tensor.shape(SIZES))
+    assert ("tokens" in signature.needed(0)) == is_first != ("state" in signature.needed(0))
+
+
+def test_copies_and_rows_leave_a_stack_together() -> None:
+    stack = of_block(STACK)
+    assert stack.tensor("state").shape(SIZES) == (3, 2, 7, 11)
+    assert stack.tensor("state", is_output=True).shape(SIZES) == (6, 7, 13)
+    assert stack.tensor("lora_b.1").shape(SIZES) == (3, 4, 6)
+
+
+def test_an_adapter_has_a_tensor_for_each_of_its_modules() -> None:
+    back = of_block(BACK)
+    assert back.needed(2) == {"state", "slope"} and back.allowed(2) >= {"lora_b.0", "lora_b.1", "padding"}
+    assert back.answers(2) == ["slope", "gradient.0", "gradient.1"]
+    assert of_block(TANGENT).allowed(1) >= {"u.0", "v.0", "d_state"}
+
+
+def test_who_looks_at_the_tokens_before_has_a_past() -> None:
+    assert "past_keys" not in of_block(DECODE).allowed(1)
+    assert of_block(PREFILL, attends=True).answers(0) == ["state", "keys", "values"]
+    assert of_block(PREFILL, attends=True).tensor("seen").shape(SIZES) == (21, 17)
+    assert of_block(STACK, attends=True) == of_block(STACK)
+
+
+def test_a_head_answers_parts_or_logits_and_never_goes_on_with_a_row() -> None:
+    assert [of_head(role).answers(0) for role in STEP_ROLES] == [["parts"], ["parts", "d_parts"], ["slope"]]
+    assert of_head(DECODE).answers(0) == ["logits"] and not of_head(PREFILL).inputs

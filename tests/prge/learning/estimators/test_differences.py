@@ -1,0 +1,148 @@
+"""Scalars and gradients against derivatives known in closed form, sign included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prge.files.adapter import Adapter
+from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
+from prge.learning.estimators.directions import Directions
+from prge.learning.estimators.protocol import Step
+from prge.learning.sampling import Sampler
+from tests.numpy_engine import NumpyEngine, completion_gradient
+from tests.rows import random_completions
+
+SEED, STEP = 3, 5
+
+
+def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, calls: int = 1) -> np.ndarray:
+    batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
+    return Differences(rule).measure(engine, Step(adapter, batches, SEED, STEP)).scalars
+
+
+def _adapter(engine: NumpyEngine) -> Adapter:
+    adapter = Adapter.zeros(engine.contract.modules)
+    adapter.values[:] = np.random.default_rng(2).normal(size=adapter.size) * 0.3
+    return adapter
+
+
+def _exact_gradient(engine: NumpyEngine, adapter: Adapter, calls: int = 1) -> np.ndarray:
+    total, count = 0, 0
+    for batch in Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP):
+        for row in range(batch.examples):
+            slots = [
+                (batch.positions[row, k], batch.targets[row, k]) for k in np.flatnonzero(batch.weights[row])
+            ]
+            lora_b = adapter.named()["layer"].astype(np.float64)
+            total = total + completion_gradient(engine, lora_b, batch.tokens[row], slots)
+            count += 1
+    return np.ravel(total / count)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize(
+    "rule, tolerance",
+    [
+        (Antithetic(4, 1e-3), 1e-4),
+        (OneSided(4, 1e-4), 5e-3),
+    ],
+)
+def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, calls: int) -> None:
+    engine = NumpyEngine()
+    adapter = _adapter(engine)
+    exact = _exact_gradient(engine, adapter, calls)
+    directions = Directions("rademacher", SEED, STEP, adapter.size)
+    expected = [directions(query) @ exact for query in range(4)]
+    np.testing.assert_allclose(_scalars(engine, rule, adapter, calls), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("rule", [Antithetic(3, 1e-2), OneSided(3, 1e-2), OneSided(3, 1e-2, "leave-one-out")])
+def test_every_number_of_copies_gives_the_same_scalars(rule: Rule) -> None:
+    adapter = _adapter(NumpyEngine())
+    reference = _scalars(NumpyEngine(), rule, adapter)
+    for copies in (2, 3, 4, 6, 8):
+        engine = NumpyEngine().with_copies(copies)
+        np.testing.assert_allclose(_scalars(engine, rule, adapter), reference, atol=1e-10)
+        assert engine.calls == -(-len(rule.variants()) // copies)
+
+
+def test_leave_one_out_compares_each_query_with_the_others() -> None:
+    found = OneSided(3, 0.5, "leave-one-out").scalars(np.array([1.0, 2.0, 6.0]))
+    np.testing.assert_allclose(found, [(1 - 4) / 0.5, (2 - 3.5) / 0.5, (6 - 1.5) / 0.5])
+
+
+def test_normalized_step_divides_by_the_deviation_of_the_losses() -> None:
+    perturbed = np.array([1.0, 2.0, 6.0])
+    found = OneSided(3, 0.5, "clean", normalize=True).scalars(np.array([0.5, *perturbed]))
+    np.testing.assert_allclose(found, (perturbed - 0.5) / perturbed.std())
+
+
+def test_normalized_step_stands_still_where_all_losses_agree() -> None:
+    assert OneSided(3, 0.5, normalize=True).scalars(np.ones(4)).tolist() == [0, 0, 0]
+
+
+def test_gradient_is_the_mean_of_scalar_times_direction() -> None:
+    scalars = [0.5, -2.0, 3.0]
+    modules = NumpyEngine().contract.modules
+    found = Differences(Antithetic(3, 1e-2), "gaussian").gradient({"scalars": scalars}, 1, 2, modules)
+    directions = Directions("gaussian", 1, 2, len(found))
+    expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(scalars)) / 3
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_estimate_is_unbiased() -> None:
+    """Averaged over many queries it is the exact gradient: size / queries bounds the relative error."""
+    engine = NumpyEngine(copies=64)
+    adapter = _adapter(engine)
+    queries = 4096
+    rule = Antithetic(queries, 1e-3)
+    learnt = {"scalars": _scalars(engine, rule, adapter)}
+    found = Differences(rule).gradient(learnt, SEED, STEP, adapter.modules)
+    exact = _exact_gradient(engine, adapter)
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert error < 1.5 * (adapter.size / queries) ** 0.5
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 1.0, 10.0])
+def test_antithetic_differences_are_exact_on_a_quadratic(epsilon: float) -> None:
+    """f(b) = b.H.b / 2 + g.b: the even part cancels, whatever the step; the sign is the slope's."""
+    random = np.random.default_rng(4)
+    root = random.normal(size=(20, 20))
+    hessian, slope, at = root @ root.T, random.normal(size=20), random.normal(size=20)
+
+    def f(b: np.ndarray) -> float:
+        return float(b @ hessian @ b / 2 + slope @ b)
+
+    rule = Antithetic(6, epsilon)
+    directions = Directions("rademacher", SEED, STEP, 20)
+    values = np.array([f(at + v.scale * directions(v.query)) for v in rule.variants()])
+    exact = [directions(query) @ (hessian @ at + slope) for query in range(6)]
+    np.testing.assert_allclose(rule.scalars(values), exact, rtol=1e-7, atol=1e-7)
+
+
+def test_one_sided_differences_keep_half_of_the_curvature() -> None:
+    """f(b) = b.b / 2 at 0: the slope is 0, the difference eps * dimension / 2."""
+    rule = OneSided(1, 0.1)
+    direction = Directions("rademacher", SEED, STEP, 20)(0)
+    values = np.array([np.sum((v.scale * direction) ** 2) / 2 for v in rule.variants()])
+    np.testing.assert_allclose(rule.scalars(values), [0.1 * 20 / 2], rtol=1e-5)
+
+
+def test_clipping_bounds_the_scalars_of_a_step() -> None:
+    engine = NumpyEngine()
+    batches = Sampler(random_completions(12), engine.contract, SEED).batches(STEP)
+    rule = Antithetic(4, 1e-2)
+    whole, shrunk = (
+        Differences(rule, clip=limit).measure(engine, Step(_adapter(engine), batches, SEED, STEP)).scalars
+        for limit in (0.0, 0.1)
+    )
+    assert np.sqrt((shrunk**2).mean()) == pytest.approx(0.1)
+    np.testing.assert_allclose(shrunk / shrunk[0], whole / whole[0])
+
+
+def test_root_mean_square_of_the_scalars_is_the_norm_of_the_gradient() -> None:
+    gradient = np.random.default_rng(6).normal(size=200)
+    directions = Directions("rademacher", SEED, STEP, 200)
+    scalars = np.array([directions(query) @ gradient for query in range(4000)])
+    assert np.sqrt((scalars**2).mean()) == pytest.approx(np.linalg.norm(gradient), rel=0.05)

@@ -1,0 +1,294 @@
+"""Tangents against gradients in closed form: every scalar, their mean, and what the journal keeps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from prge.engine import Array
+from prge.files.adapter import Adapter
+from prge.learning.estimators import directions
+from prge.learning.estimators.directions import RankOneDirections, on_grid
+from prge.learning.estimators.protocol import Measurement, Step
+from prge.learning.estimators.tangents import Tangents
+from prge.learning.examples import Batch, Example
+from prge.learning.head import Classifier, CrossFittedHeads, Head
+from prge.learning.objectives import BatchLoss
+from prge.learning.sampling import Sampler
+from tests.numpy_engine import MODULE, NumpyEngine, NumpyTangentEngine, completion_gradient
+from tests.rows import choice, classified, completion, long_choice, random_completions
+
+SEED, STEP, QUERIES = 3, 5, 3
+
+ROWS: dict[str, Sequence[Example]] = {
+    "completions": random_completions(12),
+    "completions of different lengths": [
+        completion(row, [row, row + 1, 2, 3, 4][: 3 + row % 3], 1) for row in range(1, 7)
+    ],
+    "candidates": [
+        choice(row, [row % 7, row % 5], [1, 3, 8][: 2 + row % 2], row % 2) for row in range(1, 10)
+    ],
+    "longer candidates": [long_choice(row, [row % 7], [[1], [2, 3, 4]], row % 2) for row in range(1, 10)],
+}
+CLASSES = [classified(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
+
+
+def _adapter(engine: NumpyEngine | NumpyTangentEngine) -> Adapter:
+    adapter = Adapter.zeros(engine.contract.modules)
+    adapter.values[:] = np.random.default_rng(2).normal(size=adapter.size) * 0.3
+    return adapter
+
+
+def _batches(engine: NumpyTangentEngine, examples: Sequence[Example], calls: int = 1) -> list[Batch]:
+    return Sampler(examples, engine.contract, SEED, calls).batches(STEP)
+
+
+def _head(seed: int = 0) -> Head:
+    head = Head(3, 6)
+    head.values[:] = np.random.default_rng(seed).normal(size=head.size)
+    return head
+
+
+def _losses(
+    model: NumpyEngine, values: Array, batches: Sequence[Batch], head: Classifier | None = None
+) -> np.ndarray:
+    """Loss of every example of a step, from primal answers alone."""
+    adapter = Adapter(model.contract.modules, values)
+    lora_b = {f"lora_b.{MODULE}": adapter.named()[MODULE][None]}
+    found = []
+    for batch in batches:
+        outputs = model.forward({**batch.inputs(1, model.contract.is_encoder), **lora_b})
+        found.append(BatchLoss(batch, outputs[model.contract.answer], head=head).losses[0])
+    return np.concatenate(found)
+
+
+def _exact_gradients(
+    model: NumpyEngine, adapter: Adapter, batches: Sequence[Batch], head: Classifier | None = None
+) -> np.ndarray:
+    """Gradient of every example's loss, [examples, size], by differences along every axis."""
+    columns = []
+    for axis in np.eye(adapter.size, dtype=np.float32) * np.float32(2**-12):
+        above, below = (_losses(model, adapter.values + s * axis, batches, head) for s in (1, -1))
+        columns.append((above - below) * 2**11)
+    return np.stack(columns, -1)
+
+
+def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> np.ndarray:
+    """The step's directions as vectors, [queries, examples, size]."""
+    step = RankOneDirections(SEED, STEP, *estimate.scalars.shape, adapter.modules, shared)
+    products = [np.einsum("qer,qeo->qero", u, v) for _, u, v in step.factors()]
+    return np.concatenate([p.reshape(*p.shape[:2], -1) for p in products], -1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
+    rows: str, calls: int, shared: bool
+) -> None:
+    model = NumpyEngine()
+    engine, adapter = model.tangent(QUERIES), _adapter(model)
+    batches = _batches(engine, ROWS[rows], calls)
+    found = Tangents(shared).measure(engine, Step(adapter, batches, SEED, STEP))
+    exact = _exact_gradients(model, adapter, batches)
+    expected = np.einsum("qes,es->qe", _rank_one(found, adapter, shared), exact)
+    np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(found.loss, _losses(model, adapter.values, batches).mean(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", ["completions", "completions of different lengths"])
+def test_scalars_of_completions_against_the_gradient_in_closed_form(rows: str) -> None:
+    model = NumpyEngine()
+    engine, adapter = model.tangent(QUERIES), _adapter(model)
+    (batch,) = _batches(engine, ROWS[rows])
+    found = Tangents().measure(engine, Step(adapter, [batch], SEED, STEP))
+    lora_b = adapter.named()[MODULE].astype(np.float64)
+    for example in range(batch.examples):
+        read = np.flatnonzero(batch.weights[example])
+        slots = [(batch.positions[example, k], batch.targets[example, k]) for k in read]
+        exact = completion_gradient(model, lora_b, batch.tokens[example], slots).ravel()
+        expected = _rank_one(found, adapter)[:, example] @ exact
+        np.testing.assert_allclose(found.scalars[:, example], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("folds", [0, 2])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_scalars_of_an_encoder(folds: int, calls: int) -> None:
+    model = NumpyEngine(encoder=True)
+    engine, adapter = model.tangent(QUERIES), _adapter(model)
+    head = CrossFittedHeads([_head(1), _head(2)]) if folds else _head()
+    batches = _batches(engine, CLASSES, calls)
+    found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP, head))
+    exact = _exact_gradients(model, adapter, batches, head)
+    expected = np.einsum("qes,es->qe", _rank_one(found, adapter), exact)
+    np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
+    assert found.head_gradient is None
+
+
+def test_a_trained_head_gets_its_exact_gradient() -> None:
+    model = NumpyEngine(encoder=True)
+    engine, adapter, head = model.tangent(QUERIES), _adapter(model), _head()
+    batches = _batches(engine, CLASSES, calls=2)
+    found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP, head, head))
+    expected = []
+    for axis in np.eye(head.size, dtype=np.float32) * np.float32(2**-12):
+        above, below = Head(3, 6), Head(3, 6)
+        above.values[:], below.values[:] = head.values + axis, head.values - axis
+        up, down = (_losses(model, adapter.values, batches, moved).mean() for moved in (above, below))
+        expected.append((up - down) * 2**11)
+    assert found.head_gradient is not None
+    np.testing.assert_allclose(found.head_gradient, expected, atol=1e-5)
+
+
+def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of (u.G v) u v^T over all signs is G: nothing is left to chance, so nothing is left out."""
+    combinations = np.array(list(itertools.product([-1, 1], repeat=2 + 3)), np.float32)
+    model = NumpyEngine(vocabulary=3, rank=2)
+    engine, adapter = model.tangent(len(combinations)), _adapter(model)
+    batches = _batches(engine, random_completions(8, vocabulary=3), calls=2)
+    monkeypatch.setattr(
+        directions, "rademacher", lambda seed, step, query, size: np.tile(combinations[query], size // 5)
+    )
+    estimator = Tangents()
+    found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
+    exact = _exact_gradients(model, adapter, batches).mean(0)
+    np.testing.assert_allclose(
+        estimator.gradient(found.learnt, SEED, STEP, adapter.modules), exact, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_estimate_is_unbiased(shared: bool) -> None:
+    """Averaged over many seeds it is the exact gradient: size / directions bounds the squared error."""
+    model = NumpyEngine()
+    engine, adapter = model.tangent(64), _adapter(model)
+    batches = _batches(engine, random_completions(12))
+    exact = _exact_gradients(model, adapter, batches)
+    estimator, seeds, total = Tangents(shared), 40, 0
+    for seed in range(seeds):
+        found = estimator.measure(engine, Step(adapter, batches, seed, STEP))
+        total = total + estimator.gradient(found.learnt, seed, STEP, adapter.modules)
+    error = np.linalg.norm(total / seeds - exact.mean(0))
+    spread = np.linalg.norm(exact.mean(0)) if shared else np.sqrt((exact**2).sum(-1).mean() / len(exact))
+    assert error < 1.5 * spread * (adapter.size / (64 * seeds)) ** 0.5
+
+
+def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> None:
+    model = NumpyEngine()
+    engine, adapter = model.tangent(QUERIES), _adapter(model)
+    batches = _batches(engine, random_completions(12))
+    estimator = Tangents(shared=True)
+    found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
+    exact = _exact_gradients(model, adapter, batches).mean(0)
+    along = _rank_one(found, adapter, shared=True)[:, 0]
+    np.testing.assert_allclose(found.scalars.mean(1), along @ exact, atol=2e-5)
+    expected = (along * found.scalars.mean(1)[:, None]).mean(0)
+    gradient = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_the_root_mean_square_over_queries_is_the_norm_of_an_examples_gradient() -> None:
+    model = NumpyEngine()
+    engine, adapter = model.tangent(4000), _adapter(model)
+    batches = _batches(engine, random_completions(12))
+    found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP))
+    norms = np.linalg.norm(_exact_gradients(model, adapter, batches), axis=-1)
+    np.testing.assert_allclose(np.sqrt((found.scalars**2).mean(0)), norms, rtol=0.08)
+
+
+def test_clipping_shrinks_the_examples_that_are_too_steep() -> None:
+    model = NumpyEngine()
+    engine, adapter = model.tangent(QUERIES), _adapter(model)
+    batches = _batches(engine, random_completions(12))
+    whole = Tangents().measure(engine, Step(adapter, batches, SEED, STEP)).scalars
+    size = np.sqrt((whole**2).mean(0))
+    limit = float(np.median(size))
+    found = Tangents(clip=limit).measure(engine, Step(adapter, batches, SEED, STEP)).scalars
+    np.testing.assert_allclose(np.sqrt((found**2).mean(0)), np.minimum(size, limit), rtol=1e-6)
+    np.testing.assert_allclose(found / found[0], whole / whole[0], rtol=1e-6)
+
+
+def test_rows_of_an_example_share_its_direction_and_padding_has_none() -> None:
+    """Two sequences an example in five rows: one row of padding."""
+    seen: list[Mapping[str, Array]] = []
+
+    class Watching(NumpyTangentEngine):
+        def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+            seen.append({name: array.copy() for name, array in inputs.items()})
+            return super().forward(inputs)
+
+    engine = Watching(NumpyEngine(batch_size=5), QUERIES)
+    adapter = _adapter(engine)
+    batches = _batches(engine, ROWS["longer candidates"], calls=2)
+    found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP))
+    step = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules)
+    ((_, u, v),) = step.factors()
+    for call, inputs in enumerate(seen):
+        for kind, factor in (("u", u), ("v", v)):
+            rows = inputs[f"{kind}.{MODULE}"]
+            for row in range(4):
+                assert np.array_equal(rows[:, row], factor[:, 2 * call + row // 2])
+            assert not rows[:, 4].any()
+    assert found.scalars.shape == (QUERIES, 4)
+
+
+def test_the_adapter_is_given_without_a_copy_and_buffers_are_kept() -> None:
+    seen: list[Mapping[str, Array]] = []
+
+    class Watching(NumpyTangentEngine):
+        def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+            seen.append(inputs)
+            return super().forward(inputs)
+
+    engine = Watching(NumpyEngine(), QUERIES)
+    adapter, estimator = _adapter(engine), Tangents()
+    for step in (STEP, STEP + 1):
+        estimator.measure(engine, Step(adapter, _batches(engine, random_completions(12)), SEED, step))
+    assert np.shares_memory(seen[0][f"lora_b.{MODULE}"], adapter.values)
+    assert seen[0][f"u.{MODULE}"] is seen[1][f"u.{MODULE}"]
+
+
+def test_a_step_counts_its_tangents_as_rows() -> None:
+    engine = NumpyEngine(batch_size=4).tangent(QUERIES)
+    batches = _batches(engine, random_completions(12), calls=2)
+    found = Tangents().measure(engine, Step(_adapter(engine), batches, SEED, STEP))
+    assert engine.calls == 2
+    assert found.rows == 2 * 4 * (1 + QUERIES)
+    assert found.engine_seconds > 0
+
+
+def test_the_largest_tangent_of_all_calls_is_told() -> None:
+    model = NumpyEngine()
+
+    class Watching(NumpyTangentEngine):
+        largest = 0.0
+
+        def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+            outputs = super().forward(inputs)
+            # Three of the four slots of a completion are read.
+            self.largest = max(self.largest, float(np.abs(outputs["dlogprobs"][..., :3]).max()))
+            return outputs
+
+    engine = Watching(model, QUERIES)
+    batches = _batches(engine, random_completions(12), calls=3)
+    found = Tangents().measure(engine, Step(_adapter(engine), batches, SEED, STEP))
+    assert found.largest_tangent == engine.largest > 0
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
+    engine = NumpyEngine().tangent(QUERIES)
+    adapter = _adapter(engine)
+    batches = _batches(engine, random_completions(12), calls=2)
+    estimator = Tangents(clip=clip)
+    found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
+    live = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
+    stored = json.loads(json.dumps(found.learnt))
+    assert on_grid(np.array(stored["scalars"]), axis=0).tolist() == stored["scalars"]
+    replayed = Tangents().gradient(stored, SEED, STEP, adapter.modules)
+    assert replayed.tobytes() == live.tobytes()

@@ -1,0 +1,82 @@
+"""Optimizers against torch's, schedules against their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from prge.learning.optimizers import OptimizerName, make_optimizer, schedule
+
+TORCH = {
+    "sgd": lambda p: torch.optim.SGD([p], lr=0.1),
+    "momentum": lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam([p], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
+def test_steps_equal_torch(name: OptimizerName) -> None:
+    random = np.random.default_rng(0)
+    values = random.normal(size=20).astype(np.float32)
+    parameter = torch.nn.Parameter(torch.tensor(values))
+    reference = TORCH[name](parameter)
+    optimizer = make_optimizer(name, 20)
+    for _ in range(30):
+        gradient = random.normal(size=20).astype(np.float32)
+        parameter.grad = torch.tensor(gradient)
+        reference.step()
+        optimizer.update(values, gradient, 0.1)
+    np.testing.assert_allclose(values, parameter.detach(), rtol=2e-4, atol=2e-5)
+
+
+def test_one_second_moment_keeps_the_direction_of_the_first() -> None:
+    """For one value it is Adam; for many, steps point where the first moment does."""
+    random = np.random.default_rng(0)
+    one, alone = np.ones((2, 1), np.float32)
+    norm, adam = make_optimizer("adam-norm", 1), make_optimizer("adam", 1)
+    values, first, square = np.zeros(50, np.float32), np.zeros(50), 0.0
+    optimizer = make_optimizer("adam-norm", 50, beta1=0.8, beta2=0.99)
+    for step in range(1, 20):
+        gradient = random.normal(size=50).astype(np.float32) * np.geomspace(1e-3, 10, 50, dtype=np.float32)
+        norm.update(one, gradient[:1], 0.1)
+        adam.update(alone, gradient[:1], 0.1)
+        before = values.copy()
+        optimizer.update(values, gradient, 0.1)
+        first = 0.8 * first + 0.2 * gradient
+        square = 0.99 * square + 0.01 * float((gradient.astype(float) ** 2).mean())
+        expected = 0.1 * first / (1 - 0.8**step) / np.sqrt(square / (1 - 0.99**step))
+        np.testing.assert_allclose(before - values, expected, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(one, alone, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adam-norm"])
+def test_state_is_all_there_is_to_keep(name: OptimizerName) -> None:
+    gradients = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    whole, first, second = (make_optimizer(name, 5) for _ in range(3))
+    values, resumed = np.ones(5, np.float32), np.ones(5, np.float32)
+    for gradient in gradients:
+        whole.update(values, gradient, 0.01)
+    for gradient in gradients[:3]:
+        first.update(resumed, gradient, 0.01)
+    for key, array in first.state.items():
+        second.state[key][:] = array
+    for gradient in gradients[3:]:
+        second.update(resumed, gradient, 0.01)
+    assert values.tobytes() == resumed.tobytes()
+
+
+def test_schedules() -> None:
+    constant, linear, cosine = (schedule(name, 2.0, 10) for name in ("constant", "linear", "cosine"))
+    assert [constant(step) for step in (0, 9)] == [2.0, 2.0]
+    assert [linear(step) for step in (0, 5, 10)] == [2.0, 1.0, 0.0]
+    assert cosine(0) == 2.0
+    assert cosine(5) == pytest.approx(1.0)
+    assert cosine(9) == pytest.approx(1 + math.cos(math.pi * 0.9))
+
+
+def test_warm_up_reaches_the_peak_and_then_decays() -> None:
+    rate = schedule("linear", 1.0, 12, warmup=2)
+    assert [rate(step) for step in (0, 1, 2, 7)] == [0.5, 1.0, 1.0, 0.5]

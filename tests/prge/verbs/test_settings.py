@@ -1,0 +1,272 @@
+"""Settings: one dataclass gives flags, YAML keys and help, and every problem is told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from prge.errors import ConfigError
+from prge.verbs.settings import Bytes, field_help, parse_settings, read_settings, settings_to_yaml
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A field of every kind that verbs use."""
+
+    bundle: Path
+    """Folder of the bundle."""
+    learning_rate: float = 1e-3
+    """Step size, 100% of it."""
+    queries: int | None = None
+    """Directions a step."""
+    estimator: Literal["antithetic", "one-sided"] = "antithetic"
+    """How scalars become a gradient."""
+    label_words: tuple[str, ...] = ()
+    """Words of the classes."""
+    overwrite: bool = False
+    """Replace what is there."""
+    out: Path | None = None
+    """Where to write."""
+    targets: str | list[str] | None = None
+    """Modules, or one expression."""
+    name: str = "x"
+    shift: float = 0.0
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.queries == 13:
+            raise ConfigError("no luck:", ["--queries is 13"])
+
+
+def parse(*words: str, positional: tuple[str, ...] = ()) -> Sample:
+    return parse_settings(Sample, words, "prge sample", positional)
+
+
+def problems(*words: str, positional: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(*words, positional=positional)
+    return caught.value.problems
+
+
+def test_flags_of_every_kind() -> None:
+    settings = parse(
+        *("--bundle", "b", "--learning-rate=1e-2", "--queries", "4", "--estimator", "one-sided"),
+        *("--label-words", " terrible", " great", "--overwrite", "--out", "o", "--name", "123"),
+        *("--columns", "{text: sentence}"),
+    )
+    assert settings == Sample(
+        bundle=Path("b"),
+        learning_rate=0.01,
+        queries=4,
+        estimator="one-sided",
+        label_words=(" terrible", " great"),
+        overwrite=True,
+        out=Path("o"),
+        name="123",
+        columns={"text": "sentence"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--learning_rate", "0.5"], "learning_rate", 0.5),
+        (["--shift", "-0.5"], "shift", -0.5),
+        (["--shift", "-.5"], "shift", -0.5),
+        (["--queries", "null"], "queries", None),
+        (["--overwrite", "false"], "overwrite", False),
+        (["--overwrite=true"], "overwrite", True),
+        (["--overwrite", "--no-overwrite"], "overwrite", False),
+        (["--name", "--", "b"], "name", None),
+        (["--name=--odd"], "name", "--odd"),
+        (["--name="], "name", ""),
+        (["--label-words", "a,b", "1"], "label_words", ("a,b", "1")),
+        (["--label-words=one"], "label_words", ("one",)),
+        (["--name", "a", "--name", "b"], "name", "b"),
+        (["--targets", "a", "b"], "targets", ["a", "b"]),
+        (["--targets", "null"], "targets", ["null"]),
+    ],
+)
+def test_spellings(words: list[str], key: str, value: Any) -> None:
+    if value is None and key == "name":
+        assert problems("--bundle", "b", *words)[0] == "--name needs a value: a text"
+    else:
+        assert getattr(parse("--bundle", "b", *words), key) == value
+
+
+def test_a_list_may_come_after_several_flags() -> None:
+    assert parse("--bundle", "b", "--label-words", "a", "b", "--label-words=c").label_words == ("a", "b", "c")
+
+
+def test_positional_fields() -> None:
+    assert parse("b", "--overwrite", positional=("bundle",)).bundle == Path("b")
+    assert parse("--bundle", "b", positional=("bundle",)).bundle == Path("b")
+    settings = parse("b", "x", "y", positional=("bundle", "label_words"))
+    assert settings.label_words == ("x", "y")
+    assert problems("b", "c", positional=("bundle",)) == ["'c' stands alone: which flag does it belong to?"]
+
+
+def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("bundle: b\nlearning_rate: 1e-2\nqueries: 2\nlabel_words: [a, b]\n", encoding="utf-8")
+    second.write_text("queries: 3\n", encoding="utf-8")
+    settings = parse("--learning-rate", "0.5", "--config", str(first), f"--config={second}")
+    assert settings == Sample(bundle=Path("b"), learning_rate=0.5, queries=3, label_words=("a", "b"))
+
+
+def test_all_problems_of_file_and_flags_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "learning-rate: 1\nqueries: many\nestimator: both\nlabel_words: good\noverwrite: 3\nlerning_rate: 2",
+        encoding="utf-8",
+    )
+    told = problems("--config", str(path), "--quieries", "3", "--learning-rate", "fast", "--name")
+    assert told == [
+        "--quieries is no flag of this verb; did you mean --queries?",
+        "--name needs a value: a text",
+        f"{path}: 'learning-rate' is no setting of this verb; did you mean learning_rate?",
+        f"{path}: 'lerning_rate' is no setting of this verb; did you mean learning_rate?",
+        f"{path}: queries must be a whole number or null, not 'many'",
+        f"{path}: estimator must be one of antithetic, one-sided, not 'both'",
+        f"{path}: label_words must be a list of texts, not 'good'",
+        f"{path}: overwrite must be true or false, not 3",
+        "--learning-rate must be a number, not 'fast'",
+        "--bundle is missing: a path",
+    ]
+
+
+def test_message_names_the_verb(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`prge sample --help` lists all settings"):
+        parse("--bundle", "b", "--queries", "1.5")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"- a\n- b\n", "holds a list, not a mapping of settings"),
+        (b"a: [1\n", "can't be read: not YAML: line 2, column 1"),
+        (b"\xff\xff", "can't be read: it is not UTF-8"),
+        (b"learning_rate: .inf\n", "can't be read: it has inf, which is no finite number"),
+        (b"queries: &a [*a]\n", "can't be read: it has an alias"),
+        (b"queries: " + b"[" * 50_000, "can't be read: it has more than 32 levels"),
+        (b"queries: " + b"9" * 5000, "can't be read: it has a number"),
+        (b"queries: 2020-99-99\n", "must be a whole number or null, not '2020-99-99'"),
+        (b"queries: " + b"a" * 5000, "must be a whole number or null, not 'aaaa"),
+        (b"learning_rate: true\n", "learning_rate must be a number, not True"),
+        (b"name: no\n", "name must be a text, not False"),
+        (b"label_words: [a, 1]\n", "label_words must be a list of texts, not ['a', 1]"),
+        (b"queries: 2.5\n", "queries must be a whole number or null, not 2.5"),
+        (b"targets: 3\n", "targets must be a text or a list of texts or null, not 3"),
+        (b"bundle: null\n", "bundle must be a path, not None"),
+        (b"bundle: ''\n", "bundle must be a path, not ''"),
+        (b"3: x\n", "3 is no setting"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    (problem,) = problems("--config", str(path), *([] if b"bundle" in content else ["--bundle", "b"]))
+    assert problem.startswith(str(path))
+    assert told in problem
+
+
+def test_missing_file_and_missing_name_of_it(tmp_path: Path) -> None:
+    assert "can't be read: No such file" in problems("--config", str(tmp_path / "no"), "--bundle", "b")[0]
+    assert problems("--bundle", "b", "--config") == ["--config needs a value: a path"]
+
+
+def test_checks_across_fields_are_the_dataclass_own() -> None:
+    with pytest.raises(ConfigError, match="--queries is 13"):
+        parse("--bundle", "b", "--queries", "13")
+
+
+def test_empty_file_sets_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("", encoding="utf-8")
+    assert parse("--config", str(path), "--bundle", "b") == Sample(Path("b"))
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--nonsense", "--help", positional=("bundle",))
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "usage: prge sample BUNDLE [flags]" in text
+    assert "Step size, 100% of it. (default: 0.001)" in text
+    assert "Folder of the bundle. (required)" in text
+    assert "--estimator {antithetic,one-sided}" in text
+
+
+def test_help_of_fields_includes_those_of_a_base() -> None:
+    @dataclass(frozen=True)
+    class Larger(Sample):
+        steps: int = 3
+        """How long."""
+
+    helps = field_help(Larger)
+    assert (helps["steps"], helps["out"]) == ("How long.", "Where to write.")
+
+
+def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--bundle", "b", "--label-words", " a", "b", "--queries", "3"]
+    with pytest.raises(SystemExit) as caught:
+        parse(*words, "--print-config")
+    assert caught.value.code == 0
+    path = tmp_path / "config.yaml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert "# Where to write." in path.read_text(encoding="utf-8")
+    assert read_settings(Sample, path, "prge sample") == parse(*words)
+
+
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(
+    st.builds(
+        Sample,
+        bundle=st.text("abc/. é", min_size=1).map(Path),
+        learning_rate=st.floats(1e-30, 1e30),
+        shift=st.floats(allow_nan=False, allow_infinity=False),
+        queries=st.none() | st.integers(14, 1 << 20),
+        estimator=st.sampled_from(["antithetic", "one-sided"]),
+        label_words=st.lists(st.text(max_size=5)).map(tuple),
+        overwrite=st.booleans(),
+        targets=st.none() | st.just(".*proj") | st.lists(st.text(max_size=5)),
+        out=st.none() | st.just(Path("o")),
+        name=st.text(),
+        columns=st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
+    )
+)
+def test_yaml_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, settings: Sample) -> None:
+    path = tmp_path_factory.getbasetemp() / "settings.yaml"
+    path.write_bytes(settings_to_yaml(settings).encode())
+    assert list(yaml.safe_load(path.read_bytes())) == [item.name for item in dataclasses.fields(Sample)]
+    assert read_settings(Sample, path, "prge sample") == settings
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """Has a number of bytes."""
+
+    memory: Bytes | None = None
+    """What may be held."""
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("512", 512), ("200MB", 200_000_000), ("1.5 GB", 1_500_000_000), ("64KiB", 65536), ("2kb", 2000)],
+)
+def test_bytes_may_have_a_unit(text: str, count: int) -> None:
+    assert parse_settings(Bounded, ["--memory", text], "prge").memory == count
+
+
+@pytest.mark.parametrize("text", ["1.5", "MB", "2 TB", "-1MB", "many", ""])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as 200MB"):
+        parse_settings(Bounded, [f"--memory={text}"], "prge")

@@ -1,0 +1,141 @@
+"""Problems of tiny models for the tests of this folder, and engines that a driver would call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prge.contract import AdaptedModule, Contract
+from prge.engine import Array
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.files.chain import Block, Bounds, Chain, Interface, Kind
+from prge.files.signatures import STACK
+from prge.learning.examples import Example
+from server_export.bundle import write_adapter
+from server_export.evidence.baselines.problem import ModelProblem
+from server_export.model.loading import prepare_model
+from server_export.model.lora_fa import convert_conv1d
+from server_export.model.quantization import dequantize, quantize
+from server_export.model.start import StartAdapter, start_adapter
+from server_export.settings import ExportConfig
+from tests.rows import classified
+from tests.tiny_models import DECODERS, LENGTH, VOCABULARY, WIDTH, make_model
+
+
+class ModelEngine:
+    """transformers' own model with the adapter in its weights, as an engine that computes all logits."""
+
+    def __init__(self, start: StartAdapter, contract: Contract, pooling: str) -> None:
+        self.model = start.loaded.model
+        self.contract = contract
+        self.pooling = pooling
+        self.start = start
+
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """See prge.engine.Engine."""
+        with torch.no_grad():
+            answers = self.answer({name: torch.from_numpy(array) for name, array in inputs.items()})
+        return {self.contract.outputs[0].name: answers.numpy()}
+
+    def answer(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The answers to a call's inputs, with derivatives by `lora_b`."""
+        lora_a, weights = self.start.scaled_lora_a(), {}
+        for module in self.contract.modules:
+            (lora_b,) = inputs[module.input_name]
+            change = lora_b.T @ lora_a[module.name]
+            weights[f"{module.name}.weight"] = self.model.get_submodule(module.name).weight + change
+        given = {"input_ids": inputs["tokens"]}
+        if self.contract.is_encoder:
+            given["attention_mask"] = mask = inputs["attention_mask"]
+        output: Any = torch.func.functional_call(self.model, weights, kwargs=given)
+        if self.contract.is_encoder:
+            states, seen = output.last_hidden_state, mask.unsqueeze(-1)
+            return states[:, 0] if self.pooling == "first" else (states * seen).sum(1) / seen.sum(1)
+        rows = torch.arange(len(inputs["tokens"])).unsqueeze(1)
+        logprobs = torch.log_softmax(output.logits, -1)
+        return logprobs[rows, inputs["positions"], inputs["targets"]]
+
+
+def build_problem(
+    folder: Path,
+    architecture: str,
+    train: Sequence[Example],
+    lora_b: float = 0.0,
+    model: Mapping[str, Any] | None = None,
+    *,
+    scheme: str = "fp32",
+    pooling: str = "mean",
+) -> tuple[ModelProblem, ModelEngine, Adapter]:
+    """A problem on a tiny model, the same model as an engine, and the adapter that both start from.
+
+    `lora_b` is the deviation of the adapter's values, `model` changes its transformers configuration.
+    """
+    loaded, again = (
+        prepare_model(make_model(architecture, **(model or {})), architecture, architecture in DECODERS)
+        for _ in range(2)
+    )
+    config = ExportConfig(model=architecture, out=folder, rank=4)
+    start = start_adapter(config, loaded, convert_conv1d(loaded.model) > 0)
+    generator = torch.Generator().manual_seed(1)
+    for matrix in start.lora_b.values():
+        matrix.copy_(torch.randn(matrix.shape, generator=generator) * lora_b)
+    write_adapter(folder / "adapter", start)
+    chain = _make_chain(start, pooling)
+    contract = chain.contract(STACK, 4)
+    bundle = Bundle(folder, {"quantization": {"scheme": scheme}, "model": {}}, chain, contract, contract)
+    adapter = Adapter.zeros(chain.modules)
+    for name, view in adapter.named().items():
+        view[...] = start.lora_b[name].numpy().T
+    program = nn.Module()
+    program.model = loaded.model
+    quantize(program, scheme)
+    dequantize(program)
+    engine = ModelEngine(start, contract, pooling)
+    return ModelProblem(bundle, again, train, 0, 4, 7, head_folds=3), engine, adapter
+
+
+def _make_chain(start: StartAdapter, pooling: str) -> Chain:
+    """What a manifest would say of the model, as far as a baseline reads it."""
+    model, is_decoder = start.loaded.model, start.loaded.is_decoder
+    layers = {name: model.get_submodule(name) for name in start.lora_a}
+    modules = tuple(
+        AdaptedModule(name, start.rank, layer.in_features, layer.out_features)
+        for name, layer in layers.items()
+    )
+    inputs = ("state", *(f"lora_b.{number}" for number in range(len(modules))))
+    kinds = [
+        Kind("", {STACK: Interface(("tokens",), ("state",))}),
+        Kind("", {STACK: Interface(inputs, ("state",))}),
+    ]
+    blocks = [Block(0, "0", (), ()), Block(1, "1", (), tuple(range(len(modules))))]
+    if is_decoder:
+        kinds.append(Kind("", {STACK: Interface(("state", "targets", "shift"), ("parts",))}))
+        blocks.append(Block(2, "2", (), ()))
+    return Chain(
+        readout="logprobs" if is_decoder else "pooled",
+        pooling=pooling,
+        width=WIDTH,
+        vocabulary_size=VOCABULARY,
+        modules=modules,
+        bounds=Bounds(tokens=LENGTH),
+        tables=(),
+        kinds=tuple(kinds),
+        blocks=tuple(blocks),
+    )
+
+
+def classified_rows(count: int = 200) -> list[Example]:
+    """Rows of two classes that can't be told apart, of different lengths."""
+    random = np.random.default_rng(0)
+    return [
+        classified(
+            row + 1, random.integers(3, 100, random.integers(3, 12)).tolist(), 2, int(random.integers(2))
+        )
+        for row in range(count)
+    ]

@@ -1,0 +1,222 @@
+"""`prge baseline`: what a run leaves behind, and that a killed one goes on to the same numbers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from device_runner.plot import draw
+from prge.cli import main
+from prge.errors import ConfigError, DivergenceError, RunError
+from prge.files.bundle import open_bundle
+from prge.files.peft import find_adapter, read_arrays, read_peft
+from prge.files.run_folder import read_metrics
+from prge.verbs.settings import field_help
+from server_export.evidence.baselines import runner
+from server_export.evidence.baselines.command import run
+from server_export.evidence.baselines.methods import METHODS
+from server_export.evidence.baselines.settings import BaselineSettings
+
+MakeSettings = Callable[..., BaselineSettings]
+WEIGHTS = "adapter_model.safetensors"
+
+
+def train_block(folder: Path) -> dict[str, Any]:
+    content = json.loads((folder / "run.json").read_text())
+    assert content.keys() == {"run", "train", "meta"}
+    return dict(content["train"])
+
+
+def test_what_a_run_leaves_behind(make_settings: MakeSettings, workplace: Path) -> None:
+    settings = make_settings(test=workplace / "dev.jsonl", steps=40, learning_rate=0.02)
+    final = run(settings)
+    assert final == settings.out / "final"
+    records = read_metrics(settings.out)
+    steps = [record for record in records if record["event"] == "step"]
+    assert [record["step"] for record in steps] == list(range(1, 41))
+    # Four rows a step, a forward and a backward of two forwards' cost.
+    assert [record["rows"] for record in steps] == [12 * step for step in range(1, 41)]
+    evaluations = [record for record in records if record["event"] == "evaluation"]
+    assert [record["step"] for record in evaluations] == list(range(0, 41, 4))
+    assert evaluations[-1]["loss"] < 0.5 * evaluations[0]["loss"]
+    train = train_block(settings.out)
+    assert (train["steps"], train["rows"]) == (40, 480)
+    assert train["trained_values"] == sum(
+        m.rank * m.out_features for m in open_bundle(settings.bundle).contract.modules
+    )
+    assert 0 < train["evaluation_seconds"] < train["seconds"]
+    assert train["memory"]["baseline_bytes"] < train["memory"]["peak_bytes"]
+    assert train["activation_bytes"] > 10_000
+    best = max(evaluations, key=lambda record: (record["accuracy"], -record["step"]))
+    assert train["best"] == {
+        "step": best["step"],
+        "loss": best["loss"],
+        "accuracy": best["accuracy"],
+        "examples": 16,
+    }
+    # The test rows of this run are its development rows, scored with the best step's adapter.
+    assert train["test"]["examples"] == 16
+    assert train["test"]["loss"] == pytest.approx(best["loss"], rel=1e-6)
+    draw([settings.out], settings.out / "plot.png")
+    assert {path.name for path in settings.out.iterdir()} >= {"config.yaml", "inputs.json", "log.txt"}
+    assert not (settings.out / "checkpoint").exists()
+
+
+def test_its_adapter_is_one_of_the_bundle(make_settings: MakeSettings) -> None:
+    settings = make_settings()
+    run(settings)
+    bundle = open_bundle(settings.bundle)
+    adapter = read_peft(find_adapter(settings.out), bundle.contract.modules, bundle.adapter)
+    assert np.abs(adapter.values).max() > 0
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"executorch-training"}))
+def test_killed_and_resumed_it_ends_in_the_same_numbers(
+    make_settings: MakeSettings, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = 1e-4 if method in ("mezo", "backprop-full", "quantized-training") else 0.01
+    chosen: dict[str, Any] = {"method": method, "learning_rate": rate, "dev": None}
+    if method == "sparse-bp":
+        # A quarter of one block has no room for anything.
+        chosen["memory_share"] = 0.9
+    whole = make_settings(out=tmp_path / "whole", **chosen)
+    run(whole)
+    killed = make_settings(out=tmp_path / "killed", **chosen)
+    on_step = runner.Watcher.on_step
+    for last in (3, 8):
+
+        def stop(self: Any, record: Any, *rest: Any, last: int = last) -> None:
+            on_step(self, record, *rest)
+            if record["step"] + 1 == last:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(runner.Watcher, "on_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(killed)
+        assert json.loads((killed.out / "run.json").read_text())["run"]["status"] == "interrupted"
+    monkeypatch.setattr(runner.Watcher, "on_step", on_step)
+    run(killed)
+    (path,) = whole.out.glob("final/*.safetensors")
+    expected, found = read_arrays(path), read_arrays(killed.out / "final" / path.name)
+    assert expected.keys() == found.keys()
+    assert all(np.array_equal(expected[name], found[name]) for name in expected)
+    losses = [[record["loss"] for record in read_metrics(folder)] for folder in (whole.out, killed.out)]
+    assert losses[0] == losses[1]
+    assert train_block(whole.out)["rows"] == train_block(killed.out)["rows"]
+
+
+def test_an_encoder_goes_on_with_the_heads_that_it_began_with(
+    make_settings: MakeSettings, encoder_workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"head_folds": 4, "divergence_ratio": 1e9, "learning_rate": 1e-3}
+    whole = make_settings(encoder_workplace, out=tmp_path / "whole", **changes)
+    run(whole)
+    killed = make_settings(encoder_workplace, out=tmp_path / "killed", **changes)
+    on_step = runner.Watcher.on_step
+
+    def stop(self: Any, record: Any, *rest: Any) -> None:
+        on_step(self, record, *rest)
+        if record["step"] + 1 == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.Watcher, "on_step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(killed)
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        "server_export.evidence.baselines.problem.fit_heads", lambda *_: pytest.fail("fitted again")
+    )
+    run(killed)
+    for name in (WEIGHTS, "head.safetensors"):
+        expected, found = (read_arrays(folder / "final" / name) for folder in (whole.out, killed.out))
+        assert all(np.array_equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_finished_run_returns_at_once(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = make_settings(steps=2)
+    run(settings)
+    monkeypatch.setattr(runner, "train_baseline", lambda *_: pytest.fail("it trained again"))
+    assert run(settings) == settings.out / "final"
+    with pytest.raises(ConfigError, match="steps was 2, is 3"):
+        run(make_settings(steps=3))
+    with pytest.raises(ConfigError, match="the train is another one"):
+        run(make_settings(steps=2, train=settings.dev))
+
+
+def test_a_run_of_another_kind_is_left_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(RunError, match="holds a run of another kind"):
+        run(make_settings())
+
+
+def test_evaluations_come_at_the_steps_that_are_named_and_after_the_last(make_settings: MakeSettings) -> None:
+    settings = make_settings(evaluate_every=0, evaluate_at=[0, 1, 5])
+    run(settings)
+    evaluated = [record for record in read_metrics(settings.out) if record["event"] == "evaluation"]
+    assert [record["step"] for record in evaluated] == [0, 1, 5, 12]
+
+
+def test_patience_ends_a_run_and_the_best_step_is_the_result(make_settings: MakeSettings) -> None:
+    settings = make_settings(steps=40, patience=2, learning_rate=1e-9, select="metric")
+    run(settings)
+    assert train_block(settings.out)["best"]["step"] == 0
+    assert json.loads((settings.out / "run.json").read_text())["run"]["status"] == "stopped early"
+    assert train_block(settings.out)["steps"] == 8
+
+
+def test_a_loss_that_explodes_ends_the_run(make_settings: MakeSettings) -> None:
+    settings = make_settings(learning_rate=1e4, optimizer="sgd", steps=40, divergence_ratio=1.5)
+    with pytest.raises(DivergenceError):
+        run(settings)
+    assert json.loads((settings.out / "run.json").read_text())["run"]["status"] == "diverged"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"method": "mezzo"}, "--method is 'mezzo'; did you mean mezo?"),
+        ({"method": "mezo", "optimizer": "adam"}, "--optimizer is adam, mezo has sgd only"),
+        ({"epsilon": 0.1}, "--epsilon belongs to mezo, the method is backprop-lora-fa"),
+        ({"steps": 0}, "--steps is 0, must be at least 1"),
+        ({"warmup": 13}, "--warmup is 13, --steps only 12"),
+        ({"head_folds": 1}, "--head-folds is 1, must be 0 or at least 2"),
+        ({"learning_rate": 0.0}, "--learning-rate is 0.0, must be more than 0"),
+        ({"batch_size": 0}, "--batch-size is 0, must be at least 1"),
+        ({"dev": None, "patience": 2}, "--patience needs --dev rows"),
+    ],
+    ids=str,
+)
+def test_settings_without_meaning_are_named(
+    make_settings: MakeSettings, changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_settings(**changes)
+    assert told in str(raised.value)
+
+
+def test_help_names_every_method_and_every_module_is_there() -> None:
+    text = field_help(BaselineSettings)["method"]
+    for name, entry in METHODS.items():
+        assert name in text
+        assert callable(importlib.import_module(entry.module).prepare)
+
+
+def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = make_settings(steps=2)
+    words = ["baseline", "--quiet"]
+    for name in ("method", "bundle", "model", "train", "task", "out", "steps"):
+        words += [f"--{name}", str(getattr(settings, name))]
+    assert main([*words, "--queries", "4"]) == 2
+    assert "--queries is no flag of this verb" in capsys.readouterr().err
+    assert main(words) == 0
+    assert capsys.readouterr().out.endswith(f"{settings.out / 'final'}\n")
+    assert main(["baseline", "--resume", str(settings.out)]) == 0

@@ -1,0 +1,76 @@
+"""ExecuTorch's own training on a whole decoder: its losses and gradients are autograd's, and it learns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+import numpy as np
+import torch
+
+from prge.errors import ConfigError
+from prge.files.bundle import open_bundle
+from prge.files.peft import read_peft
+from server_export.evidence.baselines.command import run
+from server_export.evidence.baselines.executorch_training import ExecutorchTraining
+from server_export.evidence.baselines.lora import insert_adapter
+from tests.rows import choice, random_completions
+from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
+
+pytestmark = pytest.mark.export
+TINY = {"num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        random_completions(4, 100),
+        [choice(i, [5, 6, 7 + i], [10, 11, 12][: 2 + i % 2], i % 2) for i in range(4)],
+    ],
+    ids=["completions", "candidates"],
+)
+def test_a_step_is_one_of_backpropagation(tmp_path: Path, rows: Any) -> None:
+    method = ExecutorchTraining(build_problem(tmp_path / "a", "llama", rows, 0.1, TINY)[0])
+    problem, _, _ = build_problem(tmp_path / "b", "llama", rows, 0.1, TINY)
+    _, _, lora_b = insert_adapter(problem)
+    for parameter in lora_b:
+        parameter.requires_grad_(True)
+    for _ in range(3):
+        loss = problem.loss(rows)
+        expected = torch.autograd.grad(loss, lora_b)
+        result = method.step(rows, 0.5)
+        assert result.loss == pytest.approx(loss.item(), abs=1e-5)
+        for found, exact in zip(method.named_gradients().values(), expected, strict=True):
+            assert torch.allclose(found, exact, atol=1e-5)
+        with torch.no_grad():
+            for parameter, gradient in zip(lora_b, expected, strict=True):
+                parameter -= 0.5 * gradient
+        for inside, parameter in zip(method.parameters(), lora_b, strict=True):
+            assert torch.allclose(inside, parameter, atol=1e-5)
+    assert method.activation_bytes > 10_000
+
+
+def test_a_run_learns_and_is_scored(make_settings: Callable[..., Any], workplace: Path) -> None:
+    settings = make_settings(
+        method="executorch-training", steps=30, learning_rate=1.0, test=workplace / "train.jsonl"
+    )
+    run(settings)
+    train = json.loads((settings.out / "run.json").read_text())["train"]
+    assert train["test"]["loss"] < 0.3
+    bundle = open_bundle(settings.bundle)
+    adapter = read_peft(settings.out / "final", bundle.contract.modules, bundle.adapter)
+    assert np.abs(adapter.values).max() > 0.01
+    assert train["best"]["loss"] < 0.3
+
+
+def test_encoders_are_refused(tmp_path: Path) -> None:
+    problem, _, _ = build_problem(tmp_path, "bert", classified_rows(8))
+    with pytest.raises(ConfigError, match="the bundle is of an encoder"):
+        ExecutorchTraining(problem)

@@ -1,0 +1,56 @@
+"""Linear layers of blocks and feed-forwards are found by structure; batches go on without end."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from prge.errors import ConfigError  # noqa: E402
+from server_export.evidence.baselines.layers import (  # noqa: E402
+    block_linears,
+    feed_forward_linears,
+    require_trainable_weights,
+    shuffled_batches,
+)
+from server_export.model.quantization import quantize_layers  # noqa: E402
+from tests.server_export.evidence.baselines.tiny_problem import TinyProblem  # noqa: E402
+from tests.tiny_models import ARCHITECTURES, WIDTH, make_model  # noqa: E402
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_feed_forward_widens_and_narrows_and_the_rest_is_attention(architecture: str) -> None:
+    model = make_model(architecture)
+    for block, feed_forward in zip(block_linears(model), feed_forward_linears(model), strict=True):
+        *first, last = feed_forward.values()
+        assert all(layer.in_features == WIDTH and layer.out_features in (96, 192) for layer in first)
+        assert (last.in_features, last.out_features) == (96, WIDTH)
+        assert set(feed_forward) < set(block)
+
+
+def test_a_block_without_feed_forward_is_refused() -> None:
+    blocks = nn.ModuleList([nn.ModuleDict({"attention": nn.Linear(2, 2), "out": nn.Linear(2, 2)})])
+    blocks[0].pop("out")
+    with pytest.raises(ConfigError, match="fewer than two linear layers"):
+        feed_forward_linears(nn.ModuleDict({"blocks": blocks}))
+
+
+def test_quantized_weights_are_refused() -> None:
+    model = make_model("llama")
+    require_trainable_weights(list(block_linears(model)[0].values()))
+    quantize_layers(model, "8da8w")
+    with pytest.raises(ConfigError, match="quantized tensor"):
+        require_trainable_weights(list(block_linears(model)[0].values()))
+
+
+def test_batches_pass_through_all_examples_again_and_again() -> None:
+    examples = TinyProblem("bert").train
+    first_pass = list(islice(shuffled_batches(examples, 4, seed=1), 2))
+    assert sorted(example.row for batch in first_pass for example in batch) == list(range(1, 9))
+    assert list(islice(shuffled_batches(examples, 4, seed=1), 2)) == first_pass
+    assert [len(batch) for batch in islice(shuffled_batches(examples, 20, seed=1), 3)] == [8, 8, 8]

@@ -1,0 +1,122 @@
+"""A baseline's loss is the driver's, to the last digits that float32 has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from prge.engine import Engine
+from prge.errors import BundleError
+from prge.files.adapter import Adapter, stack
+from prge.learning.evaluation import pooled_states, score
+from prge.learning.examples import Example, make_batch
+from prge.learning.head import fit_cross_fitted, fit_head
+from server_export.evidence.baselines.lora import insert_adapter
+from server_export.evidence.baselines.problem import ModelProblem
+from server_export.model.loading import prepare_model
+from server_export.model.quantization import Int8Embedding
+from tests.rows import choice, completion, long_choice, random_completions
+from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
+from tests.tiny_models import make_model
+
+COMPLETIONS = [*random_completions(3, 100), completion(4, [5, 6, 7], prompt=2)]
+CHOICES = [choice(1, [5, 6, 7, 8], [10, 11, 12], 2), choice(2, [9, 8], [10, 11], 0)]
+LONG_CHOICES = [long_choice(1, [5, 6, 7], [[8, 9], [3, 4, 5], [6]], 1)]
+
+
+def driver_loss(engine: Engine, adapter: Adapter, examples: list[Example]) -> float:
+    return score(engine, adapter, examples).loss
+
+
+@pytest.mark.parametrize("examples", [COMPLETIONS, CHOICES, LONG_CHOICES], ids=["text", "words", "answers"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "opt"])
+def test_a_decoder(tmp_path: Path, architecture: str, examples: list[Example]) -> None:
+    problem, engine, adapter = build_problem(tmp_path, architecture, examples)
+    expected = driver_loss(engine, adapter, examples)
+    assert problem.loss(examples).item() == pytest.approx(expected, abs=1e-5)
+    scored = score(problem.engine(), adapter, examples).loss
+    assert scored == pytest.approx(expected, abs=1e-5)
+    assert problem.rows(examples) == sum(len(example.sequences) for example in examples)
+
+
+@pytest.mark.parametrize(("architecture", "pooling"), [("bert", "mean"), ("roberta", "first")])
+def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, pooling: str) -> None:
+    examples = classified_rows()
+    problem, engine, adapter = build_problem(tmp_path, architecture, examples, pooling=pooling)
+    states = pooled_states(engine, adapter, examples)
+    labels, rows = np.array([e.label for e in examples]), [e.row for e in examples]
+    heads = fit_cross_fitted(states, labels, rows, 2, 3)
+    batch = examples[:4]
+    expected = score(engine, adapter, batch, heads).loss
+    assert problem.loss(batch).item() == pytest.approx(expected, abs=1e-5)
+    alone = score(problem.engine(), adapter, examples, problem.heads.head).loss
+    assert alone == pytest.approx(
+        score(engine, adapter, examples, fit_head(states, labels, 2)).loss, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("place", ["merged", "inserted"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_trained_adapter_to_start_from(tmp_path: Path, architecture: str, place: str) -> None:
+    problem, engine, adapter = build_problem(tmp_path, architecture, COMPLETIONS, lora_b=0.3)
+    expected = driver_loss(engine, adapter, COMPLETIONS)
+    assert abs(expected - driver_loss(engine, Adapter.zeros(adapter.modules), COMPLETIONS)) > 1e-3
+    problem.merge_adapter() if place == "merged" else insert_adapter(problem)
+    assert problem.loss(COMPLETIONS).item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["8da8w", "8da4w"])
+def test_a_quantized_base_has_the_rounded_weights(
+    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that the tiny table counts as a large one.
+    monkeypatch.setattr("server_export.model.quantization.EMBEDDING_BYTES", 1)
+    problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, scheme=scheme)
+    assert isinstance(engine.model.get_input_embeddings(), Int8Embedding)
+    expected = driver_loss(engine, adapter, COMPLETIONS)
+    assert problem.loss(COMPLETIONS).item() == pytest.approx(expected, abs=1e-5)
+    plain, _, _ = build_problem(tmp_path / "plain", "llama", COMPLETIONS)
+    assert abs(problem.loss(COMPLETIONS).item() - plain.loss(COMPLETIONS).item()) > 1e-4
+
+
+def test_gradients_are_the_drivers(tmp_path: Path) -> None:
+    problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, lora_b=0.3)
+    batch = make_batch(COMPLETIONS, engine.contract)
+    arrays = {**batch.inputs(1, False), **stack(adapter, 1)}
+    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    exact = [inputs[module.input_name].requires_grad_(True) for module in adapter.modules]
+    (engine.answer(inputs) * torch.from_numpy(-batch.weights / batch.examples)).sum().backward()
+    _, _, lora_b = insert_adapter(problem)
+    for parameter in lora_b:
+        parameter.requires_grad_(True)
+    problem.loss(COMPLETIONS).backward()
+    for expected, parameter in zip(exact, lora_b, strict=True):
+        assert expected.grad is not None and parameter.grad is not None
+        assert torch.allclose(expected.grad[0], parameter.grad.T, atol=1e-6)
+
+
+def test_full_logits_never_exist(tmp_path: Path) -> None:
+    problem, _, _ = build_problem(tmp_path, "llama", CHOICES)
+    seen = []
+    problem.model.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(tuple(output.shape))
+    )
+    problem.loss(CHOICES)
+    # A position for each of the two prompts, though five words are compared.
+    assert seen == [(1, 2, 128)]
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    problem, _, _ = build_problem(tmp_path, "llama", CHOICES)
+    bundle = problem.bundle
+    bundle.manifest["model"] = {"architecture": "LlamaForCausalLM", "parameters": 12}  # type: ignore[index]
+    loaded = prepare_model(make_model("llama"), "other", True)
+    with pytest.raises(BundleError, match="other is not the model of the bundle: its parameters"):
+        ModelProblem(bundle, loaded, CHOICES, 0, 4, 7)
+    assert isinstance(loaded.model, torch.nn.Module)

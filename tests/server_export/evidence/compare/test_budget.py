@@ -1,0 +1,56 @@
+"""Budgets become steps."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server_export.evidence.compare.budget import evenly, growing, steps_within
+
+
+def test_each_kind() -> None:
+    assert steps_within("steps", 12, 32) == 12
+    assert steps_within("rows", 1000, 32) == 31
+    assert steps_within("seconds", 0.3, 32, 0.1) == 3
+    assert steps_within("rows", 1, 32) == 1
+    with pytest.raises(ValueError, match="seconds"):
+        steps_within("seconds", 1, 32)
+
+
+@given(st.integers(1, 10**7), st.integers(1, 1000))
+def test_rows_are_used_up_and_not_exceeded(rows: int, rows_of_a_step: int) -> None:
+    steps = steps_within("rows", rows, rows_of_a_step)
+    assert (steps + 1) * rows_of_a_step > rows
+    assert steps * rows_of_a_step <= max(rows, rows_of_a_step)
+
+
+def test_evaluations_grow_by_the_same_rows_for_every_method() -> None:
+    # 48, 96, 192, 384 and 768 rows.
+    assert growing(20, 48, 48, 2.0) == (0, 1, 2, 4, 8, 16, 20)
+    assert growing(30, 32, 48, 2.0) == (0, 2, 3, 6, 12, 24, 30)
+    assert growing(1, 48, 48, 2.0) == (0, 1)
+
+
+@given(st.integers(1, 5000), st.integers(1, 100), st.integers(1, 200), st.floats(1.1, 1000))
+def test_no_two_evaluations_are_further_apart_than_the_growth(
+    steps: int, rows_of_a_step: int, first: int, growth: float
+) -> None:
+    found = growing(steps, rows_of_a_step, first, growth)
+    assert list(found) == sorted(set(found))
+    assert (found[0], found[-1]) == (0, steps)
+    assert found[1] == min(steps, -(-first // rows_of_a_step))
+    # A step may reach several rows of the series, or come up to its own size late for one.
+    for before, after in itertools.pairwise(found[1:]):
+        assert after <= before * growth + 1
+
+
+@given(st.integers(1, 5000), st.integers(1, 50))
+def test_evenly_spread_evaluations(steps: int, evaluations: int) -> None:
+    found = evenly(steps, evaluations)
+    assert (found[0], found[-1]) == (0, steps)
+    assert len(found) == min(steps, evaluations) + 1
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert max(gaps) - min(gaps) <= 1

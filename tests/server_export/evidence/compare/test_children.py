@@ -1,0 +1,18 @@
+"""Verbs in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from server_export.evidence.compare.children import last_words, run_verb
+
+
+def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
+    log = tmp_path / "folder" / "output.txt"
+    assert run_verb(["nonsense"], log) == 2
+    assert run_verb(["--version"], log) == 0
+    text = log.read_text()
+    assert text.startswith("$ prge nonsense\n")
+    assert "there is no verb 'nonsense'" in text
+    assert last_words(log, 1).startswith("prge ")
+    assert last_words(tmp_path / "nothing") == ""

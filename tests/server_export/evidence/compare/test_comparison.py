@@ -1,0 +1,153 @@
+"""The work of a comparison with pretended verbs: what is called, what is skipped, what fails alone."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prge.errors import RunError
+from prge.verbs.settings import settings_to_yaml
+from server_export.evidence.compare.command import compare
+from server_export.evidence.compare.comparison import Comparison
+from tests.comparisons import PretendedVerbs, settings_for, write_run
+
+RATES = '{"backprop-lora-fa": 0.01, "p-rge": 0.03}'
+BOTH = ("--methods", "backprop-lora-fa", "p-rge", "--seeds", 1, 2, "--learning-rates", RATES)
+
+
+def run(out: Path, verbs: PretendedVerbs, *words: object) -> dict[str, Any]:
+    return compare(settings_for(out, *words), "prge compare", verbs)
+
+
+def list_after(flag: str, words: list[str]) -> list[str]:
+    """The values of a flag that takes several."""
+    after = words[words.index(flag) + 1 :]
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), after))
+
+
+def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
+    verbs = PretendedVerbs()
+    result = run(tmp_path / "cmp", verbs, *BOTH)
+    # Both methods run on one bundle.
+    assert verbs.verbs().count("export") == 1
+    # The measured one, three trials and one beyond the edge at 0.03, then two seeds.
+    assert verbs.verbs().count("baseline") == 7
+    backprop, p_rge = result["methods"]["backprop-lora-fa"], result["methods"]["p-rge"]
+    assert backprop["learning_rate"] == p_rge["learning_rate"] == 0.03
+    assert [trial["learning_rate"] for trial in backprop["search"]] == [0.00333, 0.01, 0.03, 0.09]
+    assert [run["seed"] for run in p_rge["runs"]] == [1, 2]
+    assert p_rge["runs"][0]["test"]["accuracy"] == 0.75
+    assert backprop["runs"][0]["test"]["accuracy"] == 0.875
+    assert backprop["runs"][0]["activation_bytes"] == 7_000_000
+    assert (p_rge["runs"][0]["steps"], backprop["runs"][0]["steps"]) == (24000 // 32, 24000 // 48)
+    assert result["hashes"]["bundles"].keys() == {"shared"}
+    assert result["idle_bytes"] is None or result["idle_bytes"] > 10_000_000
+
+
+def test_it_says_which_of_how_many_runs_begins(tmp_path: Path) -> None:
+    told: list[str] = []
+    settings = settings_for(tmp_path / "cmp", *BOTH)
+    comparison = Comparison(settings, PretendedVerbs(), told.append)
+    comparison.out.mkdir()
+    comparison.prepare()
+    comparison.measure()
+    begun = [re.match(r"\[(\d+) of (\d+)(, about .+ left)?\] (\S+): \d+ steps at ", line) for line in told]
+    counts = [(int(found[1]), int(found[2])) for found in begun if found]
+    # A measured run, three trials and two seeds for each of two methods, and one trial beyond the edge.
+    assert counts == [*[(number, 12) for number in range(1, 5)], *[(number, 13) for number in range(5, 14)]]
+    assert all(found[3] for found in begun[3:] if found)
+
+
+def test_all_methods_are_evaluated_at_the_same_rows(tmp_path: Path) -> None:
+    verbs = PretendedVerbs()
+    run(tmp_path / "cmp", verbs, *BOTH)
+    rows = {"baseline": 48, "run": 32}
+    evaluated = {
+        words[0]: [int(word) * rows[words[0]] for word in list_after("--evaluate-at", words)]
+        for words in verbs.calls
+        if "/runs/" in " ".join(words) and words[0] in rows
+    }
+    assert evaluated["baseline"][:4] == [0, 48, 96, 96 + 48]
+    series = [48 * 1.3**power for power in range(24)]
+    for verb, found in evaluated.items():
+        assert all(any(point <= got < point + rows[verb] for got in found) for point in series), verb
+
+
+def test_only_reported_runs_read_test_rows(tmp_path: Path) -> None:
+    verbs = PretendedVerbs()
+    run(tmp_path / "cmp", verbs, *BOTH)
+    reading = [words for words in verbs.calls if any(word.endswith("test.jsonl") for word in words)]
+    assert len(reading) == 4
+    assert all("/runs/" in " ".join(words) for words in reading)
+
+
+def test_the_same_command_goes_on_and_takes_more_seeds(tmp_path: Path) -> None:
+    run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
+    again = PretendedVerbs()
+    run(tmp_path / "cmp", again, *BOTH)
+    assert again.calls == []
+    more = ("--methods", "p-rge", "--seeds", 1, 2, 3, "--learning-rates", RATES)
+    run(tmp_path / "cmp", again, *more)
+    assert again.verbs() == ["run", "eval"]
+
+
+def test_unfinished_runs_are_resumed(tmp_path: Path) -> None:
+    words = (*BOTH, "--search-trials", 1)
+    out = tmp_path / "cmp"
+    write_run(out / "runs/p-rge-1/run", 3, "running")
+    write_run(out / "runs/backprop-lora-fa-1/run", 3, "interrupted")
+    settings = settings_for(out, *words)
+    (out / "config.yaml").write_text(settings_to_yaml(settings))
+    verbs = PretendedVerbs()
+    compare(settings, "prge compare", verbs)
+    assert ["run", "--resume", str(out / "runs/p-rge-1/run")] in verbs.calls
+    assert ["baseline", "--resume", str(out / "runs/backprop-lora-fa-1/run")] in verbs.calls
+    assert sum(words[0] == "baseline" for words in verbs.calls) == 3
+
+
+def test_a_broken_method_leaves_the_others_alone(tmp_path: Path) -> None:
+    verbs = PretendedVerbs(broken=["baseline"])
+    result = run(tmp_path / "cmp", verbs, *BOTH)
+    assert result["methods"]["backprop-lora-fa"]["runs"] == []
+    assert "baseline said this" in result["methods"]["backprop-lora-fa"]["failures"][0]
+    # What can't be measured isn't tried at any rate.
+    assert verbs.verbs().count("baseline") == 1
+    assert len(result["methods"]["p-rge"]["runs"]) == 2
+
+
+def test_a_rate_that_diverges_is_a_trial_that_lost(tmp_path: Path) -> None:
+    result = run(tmp_path / "cmp", PretendedVerbs(diverging=0.02), *BOTH)
+    method = result["methods"]["backprop-lora-fa"]
+    assert method["learning_rate"] == 0.01
+    assert method["search"][-1] == {"learning_rate": 0.03, "loss": None, "steps": 250}
+    method = run(tmp_path / "all", PretendedVerbs(diverging=1e-9), *BOTH)["methods"]["p-rge"]
+    assert method["learning_rate"] is None
+    assert "diverged" in method["failures"][0]
+
+
+def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
+    verbs = PretendedVerbs()
+    words = ("--methods", "p-rge", "--seeds", 1, "--search-trials", 1)
+    result = run(tmp_path / "cmp", verbs, *words, "--budget", "seconds", "--budget-value", 4)
+    # A pretended step takes 0.1 s.
+    assert result["methods"]["p-rge"]["runs"][0]["steps"] == 40
+    assert "/measured/" in " ".join(verbs.calls[1])
+    assert "--dev" not in verbs.calls[1]
+
+
+def test_another_comparison_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
+    with pytest.raises(RunError, match="another comparison") as raised:
+        run(tmp_path / "cmp", PretendedVerbs(), *BOTH, "--rank", 4)
+    assert "rank was 8, is 4" in str(raised.value)
+    (tmp_path / "cmp/config.yaml").write_text("")
+    with pytest.raises(RunError, match="another comparison"):
+        run(tmp_path / "cmp", PretendedVerbs(), *BOTH)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").touch()
+    with pytest.raises(RunError, match="no comparison"):
+        run(tmp_path / "full", PretendedVerbs(), *BOTH)

@@ -1,0 +1,48 @@
+"""A tiny model with random weights as a victim, and rows of random tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.victim import Victim
+from server_export.model.loading import prepare_model
+from server_export.model.lora_fa import convert_conv1d, initial_lora_a, match_target_modules
+from tests.tiny_models import VOCABULARY, make_model
+
+# Which each of the tokenizer's ids before them isn't.
+_FIRST = 4
+BEGIN = (1,)
+
+
+def make_victim(rank: int = 8, architecture: str = "llama", seed: int = 0, **changes: Any) -> Victim:
+    """All linear layers adapted, by a trained adapter of small numbers."""
+    loaded = prepare_model(make_model(architecture, seed, **changes), architecture, is_decoder=True)
+    convert_conv1d(loaded.model)
+    names = match_target_modules(loaded.model, "all-linear")
+    lora_a = initial_lora_a(loaded.model, names, rank, seed)
+    draw = torch.Generator().manual_seed(seed)
+    lora_b = {
+        name: 0.1 * torch.randn(rank, loaded.model.get_submodule(name).out_features, generator=draw)
+        for name in names
+    }
+    return Victim(loaded, lora_a, lora_b)
+
+
+def text_form(length: int, before: tuple[int, ...] = BEGIN) -> Form:
+    """Texts of so many tokens."""
+    return Form(before, length)
+
+
+def task_form(length: int) -> Form:
+    """Rows that end in two known tokens and are one of two classes."""
+    return Form(BEGIN, length, (9, 10), (7, 11))
+
+
+def make_rows(form: Form, count: int, seed: int = 0) -> Rows:
+    """Random tokens and labels."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(_FIRST, VOCABULARY, (count, form.length), generator=draw)
+    return Rows(tokens, torch.randint(max(len(form.classes), 1), (count,), generator=draw))
