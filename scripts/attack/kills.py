@@ -34,7 +34,10 @@ _DIFFERENCES = [
     ["--estimator", "one-sided", "--normalize"],
     ["--estimator", "antithetic", "--directions", "gaussian"],
 ]
-_TANGENTS = [[], ["--share-directions"], ["--clip", "1"], ["--calls", "2"], ["--queries", "9"]]
+_TANGENTS = [
+    ["--estimator", "tangent", *more]
+    for more in ([], ["--share-directions"], ["--clip", "1"], ["--calls", "2"], ["--queries", "9"])
+]
 _BY_EXAMPLE = ["--clip-examples", "0.1", "--batch-size", "1", "--calls", "3"]
 _EXACT = [["--estimator", "exact", *more] for more in ([], ["--clip", "1"], ["--calls", "2"], _BY_EXAMPLE)]
 _KEPT = ["--trunk-cache-bytes", "1000000"]
