@@ -40,9 +40,7 @@ class PlotSettings:
 
 def main(argv: list[str]) -> int:
     """Entry of `prge plot`."""
-    settings = parse_settings(
-        PlotSettings, argv, "prge plot", positional=["runs"], description="Draw loss and score of runs."
-    )
+    settings = parse_settings(PlotSettings, argv, "prge plot", ["runs"])
     draw(settings.runs, settings.out, settings.smoothing)
     print(settings.out)
     return 0

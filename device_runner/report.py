@@ -12,12 +12,10 @@ from prge.files.tuned import run_at
 from prge.host.atomic import write_file
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = "Write one HTML page about runs, finished or not. It needs no network and no script to be read."
-
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """Which runs, and where to."""
+    """Write one HTML page about runs, finished or not. It needs no network and no script to be read."""
 
     runs: tuple[Path, ...]
     """Run folders of `prge run`, `prge tune` or `prge baseline`, finished, going on or killed."""
@@ -34,9 +32,7 @@ class ReportSettings:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge report --help`."""
-    settings = parse_settings(
-        ReportSettings, argv, "prge report", positional=["runs"], description=DESCRIPTION
-    )
+    settings = parse_settings(ReportSettings, argv, "prge report", ["runs"])
     report(settings)
     print(settings.out)
     return 0

@@ -18,12 +18,11 @@ from prge.verbs.settings import parse_settings, read_settings, settings_to_yaml,
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
 KEYS_REMEDY = "`prge fleet keys` makes keys for a server and its devices"
-DESCRIPTION = "Begin a fleet, or go on with one by --resume FOLDER: wait for devices, and take its rounds."
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(ServerSettings):
-    """Begin a fleet: wait for devices, take its rounds, write the adapter."""
+    """Begin a fleet, or go on with one by --resume FOLDER: wait for devices, and take its rounds."""
 
     wait_for: int = 2
     """The first round waits until so many devices are there; later ones for --least-answers."""
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             raise RunError(f"{folder} is no fleet's folder", remedy="begin a fleet with `prge fleet serve`")
         settings = read_settings(ServeSettings, folder / SETTINGS, "prge fleet serve")
     else:
-        settings = parse_settings(ServeSettings, argv, "prge fleet serve", description=DESCRIPTION)
+        settings = parse_settings(ServeSettings, argv, "prge fleet serve")
         if (settings.out / SETTINGS).is_file():
             raise RunError(
                 f"{settings.out} holds a fleet already",

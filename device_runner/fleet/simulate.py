@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from device_runner.fleet.partition import parts
 from device_runner.fleet.privacy.reported import COUNTED, exposure, spent
 from device_runner.session.inputs import read_inputs
 from device_runner.session.settings import bundle_for
-from prge.errors import ConfigError, DivergenceError, RunError
+from prge.errors import DivergenceError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import read_json
 from prge.files.journal import Journal, Record
@@ -39,8 +39,6 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.directions import philox
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = "Train a fleet of simulated devices in this process, and count what it sends."
-PRESETS = Path(__file__).parent / "presets"
 _SEED_STREAM = 2**64 - 3
 # What a line of the curve has of a round's record.
 _TOLD = ("answered", "refused", "shortened", "loss", "problem", "epsilon", "bytes_up", "bytes_down")
@@ -49,8 +47,12 @@ _IDENTITY = "simulation.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateSettings(ServerSettings):
-    """Train a fleet of simulated devices."""
+    """Train a fleet of simulated devices in this process, and count what it sends."""
 
+    PRESETS: ClassVar = Path(__file__).parent / "presets"
+
+    preset: str | None = None
+    """Settings to begin with: sst2; flags win over them."""
     train: Path
     """Rows that are dealt out to the devices."""
     test: Path | None = None
@@ -71,32 +73,13 @@ class SimulateSettings(ServerSettings):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge fleet simulate --help`."""
-    settings = parse_settings(
-        SimulateSettings, with_preset(argv), "prge fleet simulate", description=DESCRIPTION
-    )
+    settings = parse_settings(SimulateSettings, argv, "prge fleet simulate")
     with best_effort(sys.stdout):
         figures = simulate(settings, lambda report: print(report, flush=True))
         print("\n".join(_lines(figures)), flush=True)
     if settings.json:
         write_file(settings.json, (json.dumps(figures, indent=2) + "\n").encode())
     return 0
-
-
-def with_preset(argv: Sequence[str]) -> list[str]:
-    """The words with those of `--preset NAME` in its place: the settings of a file in presets/."""
-    words = list(argv)
-    if "--preset" not in words:
-        return words
-    at = words.index("--preset")
-    name = words[at + 1] if at + 1 < len(words) else ""
-    known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    if name not in known:
-        raise ConfigError(
-            "these settings can't be used:",
-            [f"--preset is {name!r}"],
-            remedy=f"choose one of {', '.join(known)}",
-        )
-    return ["--config", str(PRESETS / f"{name}.yaml"), *words[:at], *words[at + 2 :]]
 
 
 def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from prge.files.chain import ROLE_OF
 from prge.files.signatures import DECODE, PREFILL
 from prge.learning.estimators.directions import Distribution
 from prge.learning.examples import Example
-from prge.learning.optimizers import OptimizerName
 from prge.learning.sampling import Sampler
-from prge.running.training_flags import TrainingFlags
+from prge.running.training_flags import OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import flag
-from prge.verbs.settings import Bytes
+from prge.verbs.kinds import Bytes
 
 EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 
@@ -38,8 +37,22 @@ _KIND: dict[EstimatorName, str] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """The engine."""
+
+    engine: EngineName = "auto"
+    """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
+    The same bits. auto: native where it is built or can be, else torch."""
+    threads: int | None = None
+    """Threads that compute; default: performance cores."""
+    memory: Bytes | None = None
+    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
+    The same bits. Default: all stay."""
+
+
 @dataclass(frozen=True)
-class RunSettings(TrainingFlags):
+class RunSettings(EngineFlags, OptimizerFlags, TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
     epochs: float | None = None
@@ -83,12 +96,6 @@ class RunSettings(TrainingFlags):
     """Sequences of one call, before copies; default: 4, or as many as a row needs."""
     calls: int = 1
     """Batches accumulated into one step."""
-    optimizer: OptimizerName = "adam"
-    """sgd, momentum, adam, or adam-norm: one second moment for all values, for guided directions."""
-    momentum: float = 0.9
-    """momentum's coefficient, and adam's beta1."""
-    beta2: float = 0.999
-    """adam's second coefficient."""
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
@@ -108,12 +115,6 @@ class RunSettings(TrainingFlags):
     """Send metrics on the way: tensorboard (event files in the run folder), wandb (Weights & Biases). The run
     never waits for them."""
 
-    engine: EngineName = "auto"
-    """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
-    The same bits. auto: native where it is built or can be, else torch."""
-    memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
-    Evaluations then score as many rows at once as a step has. The same bits. Default: all stay."""
     trunk_cache_bytes: Bytes | None = None
     """Adapters in upper blocks only: bytes of the run folder that may keep what the blocks below them make of
     training rows, so that it is computed once. Default: none, every time."""

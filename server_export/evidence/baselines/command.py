@@ -16,7 +16,7 @@ from typing import Any
 from prge.errors import ConfigError, RunError, shown
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.documents import DocumentError, read_json
-from prge.files.run_folder import CONFIG, FINAL, SUMMARY, run_lock, with_stored_settings
+from prge.files.run_folder import CONFIG, FINAL, SUMMARY, run_lock
 from prge.host.atomic import write_file
 from prge.rows.sources import Part, source_sha256
 from prge.rows.task import Task, load_task
@@ -24,7 +24,6 @@ from prge.verbs.settings import parse_settings, read_settings, settings_to_yaml
 from server_export.evidence.baselines.inputs import read_inputs
 from server_export.evidence.baselines.settings import BaselineSettings
 
-DESCRIPTION = "Train the model of a bundle by another method, in PyTorch, on the same rows."
 INPUTS = "inputs.json"
 # What may differ between the parts of one run: where things lie, how fast it goes and how it looks.
 _NOT_IDENTITY = frozenset(
@@ -34,8 +33,7 @@ _NOT_IDENTITY = frozenset(
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge baseline --help`."""
-    words = with_stored_settings(argv)
-    settings = parse_settings(BaselineSettings, words, "prge baseline", description=DESCRIPTION)
+    settings = parse_settings(BaselineSettings, argv, "prge baseline")
     print(run(settings))
     return 0
 

@@ -11,9 +11,9 @@ import pytest
 
 from device_runner.fleet import opening, simulate
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.simulate import PRESETS, SimulateSettings, Simulation, with_preset
+from device_runner.fleet.simulate import SimulateSettings, Simulation
 from prge.errors import ConfigError, RunError
-from prge.verbs.settings import read_settings
+from prge.verbs.settings import parse_settings
 from tests.device_runner.numpy_device import Device, Killed, write_films
 
 Words = Callable[..., list[str]]
@@ -103,14 +103,10 @@ def test_one_that_is_killed_goes_on_to_the_same_figures(
 
 
 def test_a_preset_is_a_file_of_settings_that_flags_win_over() -> None:
-    for path in PRESETS.glob("*.yaml"):
-        settings = read_settings(SimulateSettings, path, "prge fleet simulate")
-        assert settings.devices == 100
-        assert with_preset(["--rounds", "3", "--preset", path.stem]) == [
-            "--config",
-            str(path),
-            "--rounds",
-            "3",
-        ]
-    with pytest.raises(ConfigError, match="choose one of sst2"):
-        with_preset(["--preset", "other"])
+    bundle = ["--bundle", "b", "--out", "o", "--train", "t"]
+    for path in SimulateSettings.PRESETS.glob("*.yaml"):
+        words = ["--rounds", "3", "--preset", path.stem, *bundle]
+        settings = parse_settings(SimulateSettings, words, "prge fleet simulate")
+        assert (settings.devices, settings.rounds) == (100, 3)
+    with pytest.raises(ConfigError, match="--preset is 'other', must be one of sst2"):
+        parse_settings(SimulateSettings, ["--preset", "other", *bundle], "prge fleet simulate")
