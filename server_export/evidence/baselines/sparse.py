@@ -28,8 +28,9 @@ from torch import nn
 from prge.errors import ConfigError
 from prge.learning.examples import Example
 from server_export.evidence.baselines.allocation import Depth, Option, Part, Question, choose
+from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import block_linears, require_trainable_weights, shuffled_batches
-from server_export.evidence.baselines.method import Backpropagation, Problem
+from server_export.evidence.baselines.method import Problem
 from server_export.evidence.baselines.settings import BaselineSettings, SearchName
 from server_export.model.blocks import block_names
 from server_export.model.lora_fa import replace_module
