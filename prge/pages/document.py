@@ -29,9 +29,10 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Code:
-    """What somebody would type, or what a program said."""
+    """What somebody would type, or what a program said; the language is Markdown's name of it."""
 
     text: str
+    language: str = ""
 
 
 @dataclass(frozen=True)

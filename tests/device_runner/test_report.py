@@ -81,7 +81,7 @@ def test_the_commands_that_come_next_are_for_this_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "my run")
     text = report(run)
     # Its bundle lies on another machine.
-    assert f"prge eval --bundle BUNDLE --adapter &#x27;{run}&#x27; --data TEST_ROWS" in text
+    assert f"prge eval --bundle BUNDLE --adapter &#39;{run}&#39; --data TEST_ROWS" in text
     assert "prge generate" in text and "prge publish" in text
     edit(run / "run.json", run={"roles": ["back"]})
     assert "prge generate" not in report(run)
@@ -130,7 +130,7 @@ def test_decisions_are_told_where_somebody_made_them(tmp_path: Path) -> None:
     assert table(Page(report(run)), "decision")[1:] == [["learning rate", "0.003", "best of 4"]]
     (run / "tune.json").write_text("[")
     text = report(run)
-    assert "tune.json can&#x27;t be read: not JSON" in text and "best of 4" in text
+    assert "tune.json can&#39;t be read: not JSON" in text and "best of 4" in text
 
 
 def test_an_estimator_that_was_changed_on_the_way_is_told_too(tmp_path: Path) -> None:
