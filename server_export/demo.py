@@ -95,7 +95,7 @@ def demo(settings: DemoSettings) -> dict[str, Any]:
     _step("3/4  teach it to write its answer, and ask it before and after")
     samples = _written(out, bundle, settings.seed)
     _step("4/4  draw the curves")
-    run_verb("plot", *(out / name for name in METHODS), tuned / "run", "--out", out / "curve.png")
+    run_verb("report", *(out / name for name in METHODS), tuned / "run", "--out", out / "report.html")
     figures = {
         "accuracy_before": found["score_before"]["accuracy"],
         "accuracy_after": found["score_after"]["accuracy"],
@@ -181,7 +181,7 @@ def _table(figures: dict[str, Any], out: Path) -> str:
     lines += [
         "",
         f"seconds in all: {figures['seconds']:.1f}",
-        f"curves:   {out / 'curve.png'}",
+        f"report:   {out / 'report.html'}",
         f"report:   {out / 'tuned' / 'report.html'}",
         f"adapter:  {out / 'tuned' / 'adapter'} (loads with peft.PeftModel.from_pretrained)",
     ]
