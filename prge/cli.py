@@ -43,7 +43,6 @@ VERBS = {
         "server_export.evidence.baselines.command", "train the same model by another method", "export"
     ),
     "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", ""),
-    "plot": Verb("device_runner.plot", "draw loss and score of runs", "plot"),
     "report": Verb(
         "device_runner.report", "write a page about runs: curves, samples, settings, costs", "device"
     ),

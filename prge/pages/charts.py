@@ -1,8 +1,8 @@
 """Charts as SVG, drawn by hand: their text takes the colour of the page that they stand in.
 
 The one place that draws. `line_chart` has curves, with a band for the range over seeds and levels across;
-`bar_chart` has a bar for each name, with a whisker. Give the text to `to_html` by a `Picture`'s name, or
-`as_file` of it to a file; `beside` puts several into one. Nothing in a chart is a script or a link.
+`bar_chart` has a bar for each name, with a whisker. A `Picture` of a report takes the text, and
+`as_file` makes it one for a file; `beside` puts several into one. Nothing in a chart is a script or a link.
 
     line_chart([Line("p-rge", points, band=ranges)], "seconds", "accuracy", log=True, levels={"target": 0.9})
     bar_chart([Bar("p-rge", 41.5, low=40.0, high=43.0, note="1 of 3 not reached")], "MB")

@@ -53,10 +53,11 @@ class Quote:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture by its name."""
+    """A drawing of charts.py; an empty one is left out. In Markdown it is the file `name`.svg."""
 
-    name: str
+    drawing: str
     caption: str
+    name: str = ""
 
 
 Block = Heading | Paragraph | Bullets | Code | Quote | Table | Picture

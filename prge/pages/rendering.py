@@ -1,15 +1,15 @@
 """The one composer: a report's blocks as Markdown, and as one HTML file that opens from disk.
 
-What a report says is a list of blocks of plain text (document.py) in the order of reading; its charts are SVG
-by name (charts.py). All texts are escaped here, so a stranger's stay texts.
+What a report says is a list of blocks of plain text (document.py) in the order of reading, with the SVG of
+charts.py between them. All texts are escaped here, so a stranger's stay texts.
 
-    to_html([Heading("Run a", 1), Picture("loss", "Loss.")], {"loss": line_chart(...)})
+    to_html([Heading("Run a", 1), Picture(line_chart(...), "Loss."), Table(("fact", "value"), rows)])
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
@@ -24,22 +24,24 @@ _RANGE = re.compile(r"\[[^\]]*\]")
 
 def to_markdown(blocks: Sequence[Block], folder: str = "") -> str:
     """Markdown; pictures are the files NAME.svg in `folder`, relative to the text."""
-    return "\n\n".join(_markdown(block, folder) for block in blocks) + "\n"
+    return "\n\n".join(_markdown(block, folder) for block in _shown(blocks)) + "\n"
 
 
-def to_html(blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
-    """A page with its style and pictures inside; `pictures` are SVG by name, the only markup taken."""
+def to_html(blocks: Sequence[Block]) -> str:
+    """A page with its style and pictures inside; these are the only markup taken."""
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.filters |= {"ranges": _ranges, "is_long": _is_long}
-    return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
+    environment.filters |= {"ranges": _ranges, "is_long": _is_long, "drawing": _drawing}
+    page: str = environment.from_string(PAGE.read_text(encoding="utf-8")).render(
         title=next((block.text for block in blocks if isinstance(block, Heading)), ""),
-        blocks=[(type(block).__name__, block) for block in blocks],
-        pictures={
-            name: Markup(svg.replace("<svg ", '<svg role="img" ', 1)) for name, svg in pictures.items()
-        },
+        blocks=[(type(block).__name__, block) for block in _shown(blocks)],
     )
+    return page
+
+
+def _shown(blocks: Sequence[Block]) -> list[Block]:
+    return [block for block in blocks if not isinstance(block, Picture) or block.drawing]
 
 
 def _markdown(block: Block, folder: str) -> str:
@@ -64,6 +66,10 @@ def _markdown(block: Block, folder: str) -> str:
 
 def _plain(text: str) -> str:
     return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+
+
+def _drawing(drawing: str) -> Markup:
+    return Markup(drawing.replace("<svg ", '<svg role="img" ', 1))
 
 
 def _is_long(cell: str) -> bool:

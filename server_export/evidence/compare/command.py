@@ -76,7 +76,7 @@ def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = 
     for name, svg in pictures.items():
         write_file(out / FIGURES / f"{name}.svg", for_file(svg).encode())
     write_file(out / MARKDOWN, to_markdown(blocks, FIGURES).encode())
-    write_file(out / PAGE, to_html(blocks, pictures).encode())
+    write_file(out / PAGE, to_html(blocks).encode())
     if json_file is not None:
         with reported(json_file):
             json_file.write_text(json.dumps(to_json(result, outcome), indent=2) + "\n", encoding="utf-8")

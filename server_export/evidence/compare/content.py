@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Table
 from server_export.evidence.compare.analysis import Interval, Spread, paired_gap, paired_ratio
@@ -30,18 +30,18 @@ CAPTIONS = {
 }
 
 
-def compose(result: Result, outcome: Outcome, pictures: Collection[str]) -> tuple[Block, ...]:
+def compose(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> tuple[Block, ...]:
     """The blocks of a report.
 
     Args:
         result: of a comparison.
         outcome: its judgement.
-        pictures: names of those that were drawn.
+        pictures: SVG by name.
     """
     return tuple(_blocks(result, outcome, pictures))
 
 
-def _blocks(result: Result, outcome: Outcome, pictures: Collection[str]) -> Iterator[Block]:
+def _blocks(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> Iterator[Block]:
     settings = result["settings"]
     yield Heading(f"Training methods on {result['model_name']}", 1)
     yield Paragraph(_bottom_line(outcome))
@@ -62,7 +62,7 @@ def _blocks(result: Result, outcome: Outcome, pictures: Collection[str]) -> Iter
     )
     for name in CAPTIONS:
         if name in pictures:
-            yield Picture(name, CAPTIONS[name])
+            yield Picture(pictures[name], CAPTIONS[name], name)
     yield Heading("Who is ahead in what")
     yield _winners_table(result, outcome)
     yield from _against_reference(result, outcome)

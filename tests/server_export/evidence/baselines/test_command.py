@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from device_runner.plot import draw
+from device_runner.report import ReportSettings, report
 from prge.cli import main
 from prge.errors import ConfigError, DivergenceError, RunError
 from prge.files.bundle import open_bundle
@@ -64,7 +64,7 @@ def test_what_a_run_leaves_behind(make_settings: MakeSettings, workplace: Path) 
     # The test rows of this run are its development rows, scored with the best step's adapter.
     assert train["test"]["examples"] == 16
     assert train["test"]["loss"] == pytest.approx(best["loss"], rel=1e-6)
-    draw([settings.out], settings.out / "plot.png")
+    report(ReportSettings((settings.out,), settings.out / "curves.svg"))
     assert {path.name for path in settings.out.iterdir()} >= {"config.yaml", "log.txt"}
     assert not (settings.out / "best.pt").exists()
 
