@@ -57,7 +57,6 @@ VERBS = {
     "fleet": Verb("device_runner.fleet.command", "train one adapter on many devices", "fleet"),
     "cache": Verb("device_runner.cache", "show or empty the cache of packed weights", ""),
     "doctor": Verb("device_runner.doctor", "check what this machine has and what is missing", ""),
-    "demo": Verb("server_export.demo", "export, train and evaluate a tiny model in one go", "export"),
 }
 
 ABOUT = (

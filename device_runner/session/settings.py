@@ -41,6 +41,8 @@ _KIND: dict[EstimatorName, str] = {
 class RunSettings(TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
+    resume: Path | None = None
+    """Run folder to go on with, from its own settings."""
     epochs: float | None = None
     """Times that every training row is seen, instead of --steps; may be a part, such as 0.5."""
     adapter: Path | None = None
