@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from device_runner.engines.trunk_cache import Precision
-from device_runner.session.tracking import Service
 from prge.contract import Contract
 from prge.engine import EngineName
 from prge.errors import ConfigError
@@ -105,10 +104,6 @@ class RunSettings(TrainingFlags):
     """So many of the development rows, of a task with candidates, are answered in the same way."""
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
-
-    log_to: list[Service] = field(default_factory=list)
-    """Send metrics on the way: tensorboard (event files in the run folder), wandb (Weights & Biases). The run
-    never waits for them."""
 
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
