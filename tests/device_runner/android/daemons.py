@@ -187,6 +187,7 @@ def wait_for_device(daemon: Daemon, seconds: float = 30.0) -> None:
 def adbd_folder(folder: Path, cache: Path, machine: str = "amd64") -> Path:
     """Debian's adbd with its libraries in one folder; raises PrgeError."""
     files = download_debian(PACKAGES, machine, cache, Archive())
+    shutil.rmtree(folder, ignore_errors=True)
     system = folder / "system"
     system.mkdir(parents=True)
     unpack_debian(files.values(), system)
