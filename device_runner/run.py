@@ -36,7 +36,6 @@ from device_runner.session.noise import noise_note
 from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, bundle_for, paced, settled
-from device_runner.session.tracking import check_installed, tracked
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
 from prge.files.bundle import open_bundle
@@ -94,7 +93,6 @@ def run(settings: RunSettings) -> Path:
         PrgeError: bad input, before anything is changed; or a run that can't go on, with its state saved.
         KeyboardInterrupt: interrupted by the user, with its state saved.
     """
-    check_installed(settings.log_to)
     bundle = open_bundle(settings.bundle)
     settings = settled(settings, bundle)
     bundle = bundle_for(settings, bundle)
@@ -125,8 +123,7 @@ def run(settings: RunSettings) -> Path:
             rows = partial(estimator_of(journal).rows, engines.step.contract)
             watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)
             watcher.catch_up(journal)
-            tracking = tracked(settings.out, settings.log_to, asdict(settings), watcher.say)
-            with watcher, tracking, graceful_stop(watcher):
+            with watcher, graceful_stop(watcher):
                 watcher.say(inputs.report)
                 if asked.epochs is not None:
                     watcher.say(f"{asked.epochs:g} epochs: {settings.steps} steps")

@@ -19,7 +19,7 @@ from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.guide import Guide, guide_of
-from prge.learning.estimators.protocol import Estimator, InTurn, OfDevices
+from prge.learning.estimators.protocol import Estimator, InTurn
 from prge.learning.estimators.tangents import Tangents
 from prge.learning.examples import Example
 from prge.learning.head import Head
@@ -37,7 +37,7 @@ from prge.text.prompts import Prompts
 _NOT_IDENTITY = frozenset(
     {
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
-        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet", "log_to"),
+        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
         *("pause_above_celsius", "pause_below_battery", "only_charging"),
         *("sample_prompts", "sample_rows", "sample_every", "heads_of"),
@@ -197,7 +197,7 @@ def estimator_of(journal: Journal) -> Estimator:
     for record in settings_records(journal):
         with journal.reading(record):
             since.append((record.get("step", 0), make_estimator(run_settings(record), guide)))
-    return OfDevices(InTurn(since))
+    return InTurn(since)
 
 
 def keep_guide(journal: Journal, bundle: Bundle, settings: RunSettings) -> None:

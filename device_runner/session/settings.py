@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from device_runner.engines.trunk_cache import Precision
-from device_runner.session.tracking import Service
 from prge.contract import Contract
 from prge.engine import EngineName
 from prge.errors import ConfigError
@@ -42,6 +41,8 @@ _KIND: dict[EstimatorName, str] = {
 class RunSettings(TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
+    resume: Path | None = None
+    """Run folder to go on with, from its own settings."""
     epochs: float | None = None
     """Times that every training row is seen, instead of --steps; may be a part, such as 0.5."""
     adapter: Path | None = None
@@ -103,10 +104,6 @@ class RunSettings(TrainingFlags):
     """So many of the development rows, of a task with candidates, are answered in the same way."""
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
-
-    log_to: list[Service] = field(default_factory=list)
-    """Send metrics on the way: tensorboard (event files in the run folder), wandb (Weights & Biases). The run
-    never waits for them."""
 
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.

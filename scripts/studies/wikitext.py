@@ -145,7 +145,8 @@ def reference(arguments: argparse.Namespace, seed: int, files: dict[str, Path]) 
     chosen = {"overflow": "split", "shuffle-seed": 0, "dev-limit": DEV_LIMIT}
     length = {"steps": arguments.backprop_steps, "seed": seed, "threads": arguments.threads}
     rows = {"train": files["train"], "dev": files["dev"], **chosen}
-    prge("baseline", model=arguments.model, bundle=bundle, out=out, **rows, **length, **BACKPROP)
+    if not (out / "final").exists():
+        prge("baseline", model=arguments.model, bundle=bundle, out=out, **rows, **length, **BACKPROP)
     found = json.loads((out / "run.json").read_text(encoding="utf-8"))["train"]
     return {
         "seed": seed,
