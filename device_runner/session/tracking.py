@@ -143,7 +143,7 @@ def _let_go(process: subprocess.Popen[str]) -> None:
 
 def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that tell nothing of the user's files."""
-    named = ("estimator", "optimizer", "schedule", "directions", "baseline", "select")
+    named = ("estimator", "optimizer", "schedule", "select")
     return {
         name: value for name, value in settings.items() if name in named or isinstance(value, int | float)
     }

@@ -10,8 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from prge.contract import AdaptedModule
-from prge.learning.estimators.exact import ROWS_OF_A_STEP
+from prge.contract import ROWS_OF_A_WAY_BACK, AdaptedModule
 from prge.learning.examples import Example
 from server_export.evidence.baselines.methods import ADAM, Optimizer
 
@@ -132,7 +131,7 @@ class Backpropagation:
         torch.autograd.backward(loss)
         self.shape_gradients()
         self._optimizer.step()
-        return StepResult(loss.item(), ROWS_OF_A_STEP * self.problem.rows(examples))
+        return StepResult(loss.item(), ROWS_OF_A_WAY_BACK * self.problem.rows(examples))
 
     def shape_gradients(self) -> None:
         """Called between the backward and the optimizer, for methods that change gradients."""
