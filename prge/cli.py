@@ -45,8 +45,9 @@ VERBS = {
         "server_export.evidence.baselines.command", "train the same model by another method", "export"
     ),
     "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", ""),
-    "plot": Verb("device_runner.plot", "draw loss and score of runs", "plot"),
-    "report": Verb("device_runner.report", "write a page about runs: curves, samples, settings, costs", ""),
+    "report": Verb(
+        "device_runner.report", "write a page about runs: curves, samples, settings, costs", "device"
+    ),
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
     "compare": Verb(
         "server_export.evidence.compare.command", "compare training methods at equal quality", "export"

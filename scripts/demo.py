@@ -78,7 +78,7 @@ def demo(out: Path) -> dict[str, Any]:
     print("\n3/4  teach it to write its answer, and ask it before and after", flush=True)
     samples = _written(out, tuned / "bundle")
     print("\n4/4  draw the curves", flush=True)
-    run_verb("plot", *(out / name for name in METHODS), tuned / "run", "--out", out / "curve.png")
+    run_verb("report", *(out / name for name in METHODS), tuned / "run", "--out", out / "report.html")
     return {
         "accuracy_before": found["score_before"]["accuracy"],
         "methods": methods,
@@ -152,7 +152,7 @@ def _table(figures: dict[str, Any], out: Path) -> str:
     lines += [
         "",
         f"seconds in all: {figures['seconds']:.1f}",
-        f"curves:   {out / 'curve.png'}",
+        f"report:   {out / 'report.html'}",
         f"report:   {out / 'tuned' / 'report.html'}",
         f"adapter:  {out / 'tuned' / 'adapter'} (loads with peft.PeftModel.from_pretrained)",
     ]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +41,10 @@ from prge.verbs.settings import parse_settings
 
 _SEED_STREAM = 2**64 - 3
 # What a line of the curve has of a round's record.
-_TOLD = ("answered", "refused", "shortened", "loss", "problem", "epsilon", "bytes_up", "bytes_down")
+_TOLD = (
+    *("answered", "refused", "shortened", "loss", "problem", "privacy_epsilon"),
+    *("bytes_up", "bytes_down"),
+)
 _IDENTITY = "simulation.json"
 
 
@@ -49,10 +52,6 @@ _IDENTITY = "simulation.json"
 class SimulateSettings(ServerSettings):
     """Train a fleet of simulated devices in this process, and count what it sends."""
 
-    PRESETS: ClassVar = Path(__file__).parent / "presets"
-
-    preset: str | None = None
-    """Settings to begin with: sst2; flags win over them."""
     train: Path
     """Rows that are dealt out to the devices."""
     test: Path | None = None
@@ -127,8 +126,8 @@ class Simulation:
         pad = inputs.tokenizer.pad_id
         self.local = Local(plan, steps, bundle, self.engines.step, inputs.train, pad)
         self.rows = ServerRows(bundle, inputs.task, self.engines, pad)
-        seeds = philox(plan.seed, 0, _SEED_STREAM, 2 * settings.devices).reshape(-1, 2) >> np.uint64(1)
-        self.own = [Own(int(seed), int(rows_seed), 0) for seed, rows_seed in seeds]
+        seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)
+        self.own = [Own(int(seed), 0) for seed in seeds]
         self.seconds: dict[int, Record] = {}
 
     def go_on(self, fleet: Coordinator) -> None:
@@ -171,12 +170,12 @@ class Simulation:
         """What a device says; None from one whose steps diverge."""
         own, examples, plan = self.own[device], self.dealt[device], self.plan
         self._count(device)
-        epsilon = 0.0
+        privacy_epsilon = 0.0
         if plan.noise:
             taken, rows = self.own[device].taken, len(by_row(examples))
             times = taken if plan.unit == "owner" else exposure(taken, min(plan.examples, rows), rows)
-            epsilon = epsilon_of([(COUNTED * plan.noise, times)], plan.delta)
-        if reason := spent(epsilon, plan.most_epsilon):
+            privacy_epsilon = epsilon_of([(COUNTED * plan.noise, times)], plan.delta)
+        if reason := spent(privacy_epsilon, plan.most_privacy_epsilon):
             return Refusal(reason).to_bytes()
         with tempfile.TemporaryDirectory() as scratch, Journal(Path(scratch) / JOURNAL) as journal:
             try:
@@ -185,7 +184,7 @@ class Simulation:
                 return None
         if learnt is None:
             return None
-        return learnt.told(fleet.agreement, fleet.round, fleet.state.step, own, epsilon).to_bytes()
+        return learnt.told(fleet.agreement, fleet.round, fleet.state.step, privacy_epsilon).to_bytes()
 
     def test(self, state: TrainingState) -> Record:
         """Scores of the test rows; none without any."""
@@ -220,7 +219,7 @@ class Simulation:
                 f"{name}_per_round": float(np.mean([each[name] for each in self.seconds.values()] or [0.0]))
                 for name in ("device_seconds", "server_seconds")
             },
-            "epsilon": max((entry["epsilon"] for entry in curve), default=0.0),
+            "privacy_epsilon": max((entry["privacy_epsilon"] for entry in curve), default=0.0),
             "curve": curve,
         }
 

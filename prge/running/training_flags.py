@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from prge.files.run_folder import CONFIG
 from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.learning.training import TrainingSettings
 from prge.rows.example_building import Overflow
@@ -87,8 +86,6 @@ class OptimizerFlags:
 class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
     """A training, in any way."""
 
-    STORED: ClassVar = CONFIG
-
     bundle: Path
     """Folder that `prge export` wrote."""
     train: Path
@@ -99,8 +96,6 @@ class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
     dev: Path | None = None
     """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
     valid, of a data set the split validation."""
-    resume: Path | None = None
-    """Run folder to go on with, from its own settings."""
 
     seed: int = 42
     """Seed of row order and of random directions."""

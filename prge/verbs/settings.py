@@ -15,11 +15,12 @@ gives `--bundle`, `--learning-rate`, `--config FILE` (a YAML mapping with the ke
 flags win over it), `--print-config` and `--help`. The string under a field is its help; a field without a
 default is required; a bool field is set by its bare flag and cleared by `--no-<flag>`; a list or tuple field
 takes several values, after one flag or several. Settings that verbs share are in a base of their own, which
-help shows as a group. Class variables say more:
+help shows as a group. What else a class may have:
 
 ONE_OF    of the names in each entry one must be given
 STORED    file of the folder that `resume` names: its settings come first, and the folder is `out`
 PRESETS   folder of YAML files: `preset` names one, whose settings come first
+current   of what a file has: settings that an earlier version wrote down, as this one has them
 
 Other checks across fields go into `__post_init__` and raise ConfigError.
 """
@@ -80,7 +81,7 @@ def parse_settings(
         show_settings(settings_type, kinds, prog, positional)
         raise SystemExit(0)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
-    given = [entry for path in files for entry in _read_file(path, kinds, problems)]
+    given = [entry for path in files for entry in _read_file(path, settings_type, problems)]
     given += [entry for entry in words if entry.key in kinds]
     settings = _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
     if "print_config" in own:
@@ -92,7 +93,7 @@ def parse_settings(
 def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Settings:
     """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError as above."""
     problems: list[str] = []
-    given = _read_file(path, _kinds(settings_type), problems)
+    given = _read_file(path, settings_type, problems)
     return _build(settings_type, given, problems, prog)
 
 
@@ -216,7 +217,7 @@ def _read_words(
     return given
 
 
-def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> list[_Given]:
+def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> list[_Given]:
     try:
         content = read_yaml(path)
     except (OSError, DocumentError) as error:
@@ -227,7 +228,8 @@ def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> lis
     if not isinstance(content, dict):
         problems.append(f"{path} holds a {type(content).__name__}, not a mapping of settings")
         return []
-    return _given_by(content, str(path), kinds, problems)
+    current = getattr(settings_type, "current", dict)
+    return _given_by(current(content), str(path), _kinds(settings_type), problems)
 
 
 def _given_by(
@@ -246,12 +248,11 @@ def _given_by(
 
 def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: list[str]) -> Sequence[_Given]:
     """What is given, after the settings of the preset and the resumed folder that it names."""
-    kinds = _kinds(settings_type)
     named = {entry.key: str(entry.value) for entry in given if isinstance(entry.value, (str, Path))}
     if hasattr(settings_type, "PRESETS") and "preset" in named:
         known = {path.stem: path for path in sorted(settings_type.PRESETS.glob("*.yaml"))}
         if named["preset"] in known:
-            given = [*_read_file(known[named["preset"]], kinds, problems), *given]
+            given = [*_read_file(known[named["preset"]], settings_type, problems), *given]
         else:
             problems.append(f"--preset is {shown(named['preset'])}, must be one of {', '.join(known)}")
     if hasattr(settings_type, "STORED") and "resume" in named:
@@ -260,7 +261,7 @@ def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: li
             raise RunError(
                 f"{folder} is no run: it has no {settings_type.STORED}", remedy="give the folder of `--out`"
             )
-        stored = _read_file(folder / settings_type.STORED, kinds, problems)
+        stored = _read_file(folder / settings_type.STORED, settings_type, problems)
         given = [*stored, *given, _Given("--resume", "out", str(folder))]
     return given
 

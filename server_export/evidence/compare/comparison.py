@@ -36,7 +36,6 @@ from server_export.evidence.compare.methods import (
     check_exports,
     chosen_methods,
     export_flags,
-    resume_words,
     run_words,
     test_words,
     words_of,
@@ -225,8 +224,8 @@ class Comparison:
             return run
         bundle = self.bundle(method)
         wait_until_free(run)
-        if (run / CONFIG).is_file():
-            words = resume_words(method, run)
+        if method.family == "engine" and (run / CONFIG).is_file():
+            words = ["run", "--resume", str(run)]
         else:
             shutil.rmtree(run, ignore_errors=True)
             words = run_words(method, self.settings, plan, bundle, self.rows, run)
