@@ -46,7 +46,6 @@ def report(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], dict[str
 
 
 def test_engine_really_loads_here() -> None:
-    pytest.importorskip("executorch")
     answer = doctor._probe_engine()
     assert isinstance(answer, dict), answer
     assert "XnnpackBackend" in answer["backends"]

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 from device_runner.engines import torch_runtime
 from device_runner.engines.choice import Backend, choose
 from device_runner.engines.native import runtime as native_runtime

@@ -184,8 +184,9 @@ def test_figures_are_numbers_alone() -> None:
 
 
 def test_the_files_are_tensorboards_own(log: RunLog) -> None:
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tensors = pytest.importorskip("tensorboard.util.tensor_util")
+    from tensorboard.backend.event_processing import event_accumulator as accumulators
+    from tensorboard.util import tensor_util as tensors
+
     for steps in (range(1, 3), range(3, 4)):
         with tracked(log.folder, ["tensorboard"], {}, print, patience=60):
             write(log, steps)
@@ -198,7 +199,6 @@ def test_the_files_are_tensorboards_own(log: RunLog) -> None:
 def test_weights_and_biases_own_files_are_those_of_one_run(
     log: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     said: list[str] = []
     settings = {"train": Path("/secret/rows.jsonl"), "estimator": "exact"}

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from device_runner.plot import draw
 from prge.cli import main
 from prge.errors import ConfigError, DivergenceError, RunError
