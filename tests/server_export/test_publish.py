@@ -22,8 +22,8 @@ from device_runner.engines.opening import open_engines
 from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError
 from prge.files.adapter import stack
 from prge.files.bundle import Bundle, file_sha256, manifest_sha256, open_bundle
-from prge.files.chain import STACK
 from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_peft
+from prge.files.signatures import STACK
 from server_export.publish import main, publish
 from server_export.publishing.settings import PublishConfig
 from tests.server_export.adapters import RANK, trained_adapter, trained_folder
@@ -229,7 +229,7 @@ def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tm
     assert 0.01 < manifest["verification"]["float_difference"] < 0.5
 
 
-def refused(error: type[PrgeError], match: str, **settings: Any) -> PrgeError:
+def refused(error: type[PrgeError], match: str, **settings: Any) -> Any:
     with pytest.raises(error, match=match) as caught:
         publish(PublishConfig(**settings))
     assert caught.value.remedy or isinstance(caught.value, ConfigError)

@@ -14,6 +14,7 @@ from prge.errors import BundleError
 from prge.files.bundle import file_sha256, manifest_sha256, open_bundle
 from server_export.bundle import write_manifest
 from server_export.check.engine import loaded_method
+from server_export.lower.program import write_program
 from server_export.model.loading import LoadedModel, prepare_model
 from server_export.publishing import inference
 from server_export.publishing.inference import (
@@ -113,7 +114,6 @@ def test_a_program_with_a_wrong_layer_is_refused(
         norm.weight = torch.nn.Parameter(norm.weight * 1.05, requires_grad=False)
         write_program(path, {METHOD: (changed, inputs)})
 
-    write_program = inference.write_program
     monkeypatch.setattr(inference, "write_program", write_another)
     with pytest.raises(BundleError, match="differ"):
         build(tmp_path, tiny(), scheme)

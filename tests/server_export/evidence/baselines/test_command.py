@@ -17,8 +17,8 @@ from prge.errors import ConfigError, DivergenceError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_arrays, read_peft
 from prge.files.run_folder import read_metrics
+from prge.running.watching import Watcher
 from prge.verbs.settings import field_help
-from server_export.evidence.baselines import runner
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -88,7 +88,7 @@ def test_killed_and_resumed_it_ends_in_the_same_numbers(
     whole = make_settings(out=tmp_path / "whole", **chosen)
     run(whole)
     killed = make_settings(out=tmp_path / "killed", **chosen)
-    on_step = runner.Watcher.on_step
+    on_step = Watcher.on_step
     for last in (3, 8):
 
         def stop(self: Any, record: Any, *rest: Any, last: int = last) -> None:
@@ -96,11 +96,11 @@ def test_killed_and_resumed_it_ends_in_the_same_numbers(
             if record["step"] + 1 == last:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(runner.Watcher, "on_step", stop)
+        monkeypatch.setattr(Watcher, "on_step", stop)
         with pytest.raises(KeyboardInterrupt):
             run(killed)
         assert json.loads((killed.out / "run.json").read_text())["run"]["status"] == "interrupted"
-    monkeypatch.setattr(runner.Watcher, "on_step", on_step)
+    monkeypatch.setattr(Watcher, "on_step", on_step)
     run(killed)
     (path,) = whole.out.glob("final/*.safetensors")
     expected, found = read_arrays(path), read_arrays(killed.out / "final" / path.name)
@@ -118,14 +118,14 @@ def test_an_encoder_goes_on_with_the_heads_that_it_began_with(
     whole = make_settings(encoder_workplace, out=tmp_path / "whole", **changes)
     run(whole)
     killed = make_settings(encoder_workplace, out=tmp_path / "killed", **changes)
-    on_step = runner.Watcher.on_step
+    on_step = Watcher.on_step
 
     def stop(self: Any, record: Any, *rest: Any) -> None:
         on_step(self, record, *rest)
         if record["step"] + 1 == 7:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner.Watcher, "on_step", stop)
+    monkeypatch.setattr(Watcher, "on_step", stop)
     with pytest.raises(KeyboardInterrupt):
         run(killed)
     monkeypatch.undo()
