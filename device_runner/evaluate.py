@@ -21,12 +21,13 @@ from prge.learning.checkpoint import HEAD, read_head
 from prge.learning.evaluation import Scores
 from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.rows.example_building import BuildOptions, Overflow, load_examples
+from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.scoring import evaluate, extract_answers, text_metrics
 from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.windows import Overflow
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt
@@ -102,7 +103,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         PrgeError: bad input.
     """
     bundle = open_bundle(settings.bundle)
-    contract = bundle.score_contract
+    contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
     way = way_to_answers(settings, task)
@@ -124,7 +125,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             )
         head = Head(examples[0].candidates, contract.width)
         read_head(trained / HEAD, head)
-    engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True)
+    engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
     engine = engines.score
     generator = Generator(engines.speaker(SLOTS), tokenizer) if way == "generate" else None
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)

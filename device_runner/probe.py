@@ -25,7 +25,7 @@ from device_runner.session.noise import (
     neighbours_agree,
     slopes,
 )
-from device_runner.session.settings import batch_for
+from device_runner.session.planning import batch_for
 from prge.contract import Contract
 from prge.engine import Engine, EngineName, Float64Array
 from prge.errors import ConfigError, EngineError
@@ -46,11 +46,12 @@ from prge.learning.evaluation import score
 from prge.learning.examples import Batch, Example
 from prge.learning.head import Head
 from prge.learning.sampling import Sampler
-from prge.rows.example_building import BuildOptions, Overflow, load_examples
+from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import Bytes, parse_settings
 
@@ -154,9 +155,8 @@ class Report:
                 f"most signal: {measured}."
             )
         quantized = self.quantization is not None and agreement.r < POOR
-        remedy = (
-            f" Int8 activations ({self.quantization}) make differences noisy; {WITHOUT_NOISE}." * quantized
-        )
+        noisy = f" Int8 activations ({self.quantization}) make differences noisy; {WITHOUT_NOISE}."
+        remedy = noisy if quantized else ""
         between = agreement.r if best.between is None else best.between.r
         if between <= 0:
             return f"No epsilon agrees with its neighbour: these differences hold no signal.{remedy}"
@@ -260,14 +260,13 @@ def probe(settings: ProbeSettings) -> Report:
     selection = Selection(0, settings.limit, settings.shuffle_seed)
     options = BuildOptions(overflow=settings.overflow)
     rows = read_source(settings.data, "train", settings.columns)
-    examples, data = load_examples(rows, tokenizer, bundle.contract, task, selection, options)
+    examples, data = load_examples(rows, tokenizer, bundle.chain.scoring, task, selection, options)
     contract = _step(bundle.chain, settings.batch_size or batch_for(examples), queries)
-    bundle = bundle.for_steps(contract)
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
-    programs = open_engines(bundle, settings.threads, engine=settings.engine, memory=settings.memory)
+    programs = open_engines(bundle, contract, settings.threads, settings.engine, settings.memory)
     head = _head(source, programs.score, adapter, examples, tokenizer.pad_id)
     if contract.is_tangent:
         readings = _against_tangents(programs, adapter, sampler, settings, head)

@@ -160,9 +160,11 @@ class Blocks:
 
     def _read_ahead(self, number: int) -> None:
         """Have the system read the next block's packed file while this one computes, unless it is loaded."""
-        following = 2 * number - self._before
-        self._before = number
-        if self._memory is None or not 0 <= following < len(self._files) or self._loaded.get(following):
+        before, self._before = self._before, number
+        if self._memory is None or number == before:
+            return
+        following = number + 1 if number > before else number - 1
+        if not 0 <= following < len(self._files) or self._loaded.get(following):
             return
         path = self._files[following].packed
         if path is not None and hasattr(os, "posix_fadvise"):

@@ -16,7 +16,8 @@ from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer, Places
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
 from device_runner.session.inputs import learning_rates, read_inputs
-from device_runner.session.settings import RunSettings, bundle_for
+from device_runner.session.planning import RunPlan, plan_run
+from device_runner.session.settings import RunSettings
 from prge.engine import Engine, EngineName, FloatArray
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record
@@ -27,7 +28,7 @@ from prge.learning.estimators.protocol import Measurement
 from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
 from prge.learning.optimizers import Optimizer, make_optimizer
-from prge.learning.sampling import Sampler, check_batch, row_order
+from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
 from prge.verbs.settings import Bytes
 
@@ -175,18 +176,20 @@ def open_local(
     Raises:
         PrgeError: the rows or the bundle can't be used.
     """
-    inputs = read_inputs(bundle_for(settings, bundle), settings)
-    settings, bundle = sized(plan, settings, bundle, inputs.train, memory)
+    inputs = read_inputs(bundle, settings)
+    sized = plan_steps(plan, settings, bundle, inputs.train, memory)
     checkpoints = Checkpoints("float32", settings.out, memory)
-    engines = open_engines(bundle, threads, engine, memory, checkpoints=checkpoints)
+    engines = open_engines(
+        bundle, sized.contract, threads, engine, memory, sized.scoring, checkpoints=checkpoints
+    )
     pad, data = inputs.tokenizer.pad_id, inputs.origin["train"]
-    return Local(plan, settings, bundle, engines.step, inputs.train, pad, data=data)
+    return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data)
 
 
-def sized(
+def plan_steps(
     plan: Plan, settings: RunSettings, bundle: Bundle, examples: list[Example], memory: Bytes | None = None
-) -> tuple[RunSettings, Bundle]:
-    """The settings and the bundle of steps that have room for the widest example.
+) -> RunPlan:
+    """The run that takes the steps of a fleet's plan, with room for the widest example.
 
     Raises:
         ConfigError: an example can't be part of a step of the plan.
@@ -195,9 +198,7 @@ def sized(
         check_single_sequences(examples)
     widest = max(len(example.sequences) for example in examples)
     settings = plan.run_settings(settings.bundle, settings.train, settings.out, widest)
-    bundle = bundle_for(replace(settings, memory=memory), bundle, examples)
-    check_batch(bundle.contract, examples)
-    return settings, bundle
+    return plan_run(bundle, examples, replace(settings, memory=memory))
 
 
 def by_row(examples: Sequence[Example]) -> list[list[Example]]:

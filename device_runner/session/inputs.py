@@ -17,7 +17,7 @@ from prge.files.peft import find_adapter, read_peft
 from prge.learning.checkpoint import HEAD, TrainingState, read_head
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.guide import Guide, guide_of
-from prge.learning.estimators.protocol import Estimator, InTurn, OfDevices
+from prge.learning.estimators.protocol import Estimator, InTurn
 from prge.learning.estimators.table import EstimatorFlags, having, make_estimator
 from prge.learning.examples import Example
 from prge.learning.head import Head
@@ -69,7 +69,7 @@ class RunInputs:
     sample_rows: list[Example]
 
     def identity(self, settings: RunSettings) -> Record:
-        """What a run with these inputs is, as the journal begins; for settings that are `paced`."""
+        """What a run with these inputs is, as the journal begins; for the settings of a plan."""
         return {**self.origin, "settings": identity_settings(settings)}
 
 
@@ -79,12 +79,12 @@ def identity_settings(settings: RunSettings) -> Record:
 
 
 def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
-    """Tokenize the data and read the adapter to start from, for settings that are `settled`.
+    """Tokenize the data and read the adapter to start from.
 
     Raises:
         PrgeError: what is wrong with them.
     """
-    contract = bundle.contract
+    contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
     options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
@@ -99,7 +99,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     if dev is not None:
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(
-            dev, tokenizer, bundle.score_contract, task, chosen, options, training=False
+            dev, tokenizer, contract, task, chosen, options, training=False
         )
         texts.insert(1, dev_report.text())
         data["dev"] = dev_report.facts()
@@ -176,7 +176,7 @@ def estimator_of(journal: Journal) -> Estimator:
     for record in settings_records(journal):
         with journal.reading(record):
             since.append((record.get("step", 0), make_estimator(run_settings(record), guide)))
-    return OfDevices(InTurn(since))
+    return since[0][1] if len(since) == 1 else InTurn(since)
 
 
 def keep_guide(journal: Journal, bundle: Bundle, settings: RunSettings) -> None:

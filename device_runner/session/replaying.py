@@ -9,7 +9,7 @@ from prge.files.adapter import Adapter
 from prge.files.journal import Journal, Record, decode_array
 from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import Heads
-from prge.learning.estimators.protocol import Estimator
+from prge.learning.estimators.protocol import Estimator, OfDevices
 
 
 def replay(journal: Journal, step: int | None = None) -> TrainingState:
@@ -31,7 +31,7 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
         step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
     if step > journal.steps:
         raise RunError(f"the run has {journal.steps} steps, not {step}", remedy="give a smaller --step")
-    advance(state, journal, estimator_of(journal), step)
+    advance(state, journal, OfDevices(estimator_of(journal)), step)
     return state
 
 

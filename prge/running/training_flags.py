@@ -8,8 +8,8 @@ from typing import Literal, TypeVar
 
 from prge.learning.optimizers import ScheduleName
 from prge.learning.training import TrainingSettings
-from prge.rows.example_building import Overflow
 from prge.rows.sources import hub_names
+from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import with_whole_paths
 

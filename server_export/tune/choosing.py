@@ -83,7 +83,7 @@ class Choosing:
         settings, record = self._settings, self._record
 
         def measure() -> dict[str, Any]:
-            return asdict(rows.facts(bundle_tokenizer(bundle), bundle.score_contract, settings.overflow))
+            return asdict(rows.facts(bundle_tokenizer(bundle), bundle.chain.scoring, settings.overflow))
 
         facts = RowFacts(**record.found("facts", measure))
         self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))

@@ -140,7 +140,7 @@ class _Tuning:
                 self._parts = self._choosing.for_export(rows)
             else:
                 bundle = open_bundle(self._folder)
-                tokenizer, contract = bundle_tokenizer(bundle), bundle.score_contract
+                tokenizer, contract = bundle_tokenizer(bundle), bundle.chain.scoring
                 rows.check(tokenizer, contract)
                 self._parts = rows.split(tokenizer, contract)
             notes = self._notes = rows.notes
@@ -209,7 +209,7 @@ class _Tuning:
 
     def _ending(self, bundle: Bundle, pace: Pace) -> float:
         """Seconds of what comes after the final run: scores, adapter, report."""
-        if bundle.contract.is_encoder:
+        if bundle.chain.is_encoder:
             dev, scored = (len(read_rows(path)) if path else 0 for path in (self._rows.dev, self._scored))
             return _SECONDS_AFTER + 2 * (pace.start + pace.evaluation * scored / max(min(dev, _DEV_ROWS), 1))
         return _SECONDS_AFTER + float(self._record.known("scoring_seconds"))
@@ -221,7 +221,7 @@ class _Tuning:
 
     def score_before(self) -> None:
         """Score the test rows, or the development rows, with the adapter that the bundle came with."""
-        if open_bundle(self._folder).contract.is_encoder:
+        if open_bundle(self._folder).chain.is_encoder:
             print("an encoder's classes are fitted when its run begins: scored after it")
         else:
             self._score("before", None)
@@ -229,7 +229,7 @@ class _Tuning:
     def score_after(self) -> None:
         """Score them with the result; an encoder's also as they were before the first step."""
         run = self._settings.out / "run"
-        if open_bundle(self._folder).contract.is_encoder:
+        if open_bundle(self._folder).chain.is_encoder:
             start = self._settings.out / "start"
             if not start.is_dir():
                 run_verb("replay", run, *flags_of({"step": 0, "out": start}))

@@ -40,7 +40,7 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings, task: Task | None) -
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
     rows = read_source(settings.train, "train", settings.columns)
-    train, report = load_examples(rows, tokenizer, bundle.contract, task, chosen, options)
+    train, report = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
     texts = [report.text(), show_sample(train[0], tokenizer)]
     others: list[list[Example]] = []
     parts: list[tuple[Path | None, Part, Selection]] = [
@@ -52,7 +52,7 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings, task: Task | None) -
         if where is not None:
             rows = read_source(where, part, settings.columns)
             others[-1], report = load_examples(
-                rows, tokenizer, bundle.score_contract, task, selection, options, training=False
+                rows, tokenizer, bundle.chain.scoring, task, selection, options, training=False
             )
             texts.append(report.text())
     dev, test = others

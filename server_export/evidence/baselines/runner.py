@@ -63,7 +63,7 @@ def train_baseline(settings: BaselineSettings, inputs: BaselineInputs) -> None:
     importlib.import_module(entry.module)
     facts = _Facts(settings, inputs, resident_bytes())
     widest = max(len(example.sequences) for example in inputs.train)
-    batch_rows = settings.batch_size or max(inputs.bundle.contract.batch_size, widest)
+    batch_rows = settings.batch_size or max(inputs.bundle.chain.bounds.batch, widest)
     problem = open_problem(
         inputs.bundle,
         settings.model,
