@@ -36,7 +36,6 @@ from device_runner.session.planning import RunPlan, plan_run, settled
 from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings
-from device_runner.session.tracking import check_installed, tracked
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
 from prge.files.bundle import open_bundle
@@ -66,6 +65,7 @@ from prge.learning.checkpoint import (
     save_checkpoint,
 )
 from prge.learning.encoder_heads import Heads, digest_of, fit_heads
+from prge.learning.estimators.protocol import Estimator
 from prge.learning.examples import token_count
 from prge.learning.sampling import Sampler
 from prge.learning.training import AdapterLearner, train
@@ -93,7 +93,6 @@ def run(settings: RunSettings) -> Path:
         PrgeError: bad input, before anything is changed; or a run that can't go on, with its state saved.
         KeyboardInterrupt: interrupted by the user, with its state saved.
     """
-    check_installed(settings.log_to)
     bundle = open_bundle(settings.bundle)
     settings = settled(settings, bundle)
     with run_lock(settings.out):
@@ -104,8 +103,7 @@ def run(settings: RunSettings) -> Path:
             opened = open_run(plan, inputs, journal)
             watcher = Watcher(plan.settings, journal.steps, opened.rows, opened.describe)
             watcher.catch_up(journal)
-            tracking = tracked(settings.out, settings.log_to, asdict(plan.settings), watcher.say)
-            with watcher, tracking, graceful_stop(watcher):
+            with watcher, graceful_stop(watcher):
                 watcher.say(inputs.report)
                 if settings.epochs is not None:
                     watcher.say(f"{settings.epochs:g} epochs: {plan.settings.steps} steps")
@@ -123,6 +121,7 @@ class OpenRun:
     inputs: RunInputs
     engines: Engines
     journal: Journal
+    estimator: Estimator
     cache: TrunkCache | None
     sensors: Record
 
@@ -133,7 +132,7 @@ class OpenRun:
 
     def rows(self, steps: int) -> int:
         """Rows that the engine computes for so many steps."""
-        return estimator_of(self.journal).rows(self.plan.contract, steps * self.settings.calls)
+        return self.estimator.rows(self.plan.contract, steps * self.settings.calls)
 
     def keep(self, state: TrainingState) -> None:
         """Save a checkpoint, and drop those that nobody needs any more."""
@@ -193,7 +192,7 @@ def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal) -> OpenRun:
     )
     begin(journal, inputs.identity(settings), settings)
     keep_guide(journal, inputs.bundle, settings)
-    return OpenRun(plan, inputs, engines, journal, cache, Sensors().record())
+    return OpenRun(plan, inputs, engines, journal, estimator_of(journal), cache, Sensors().record())
 
 
 def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | None]:
@@ -215,7 +214,7 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
     learner = AdapterLearner(
         engines.step,
         sampler,
-        estimator_of(journal),
+        run.estimator,
         learning_rates(settings),
         state,
         settings.of_loop,

@@ -42,10 +42,6 @@ class Plan:
     """tangent, antithetic, fzoo: devices send scalars. exact: they send the change of their adapter."""
     queries: int = 4
     """Random directions of a step; exact has none."""
-    directions: Literal["common", "own"] = "common"
-    """common: all devices take the same directions, so that the mean of their scalars is enough, and a device
-    that comes late has little to catch up. own: each has others, which together say more of the gradient,
-    and take as many times the bytes down."""
     share_directions: bool = False
     """tangent: one direction a query for all examples of a step, so that a device sends --queries scalars a
     step instead of --queries for each of its --examples. Noise needs it."""
@@ -65,8 +61,8 @@ class Plan:
     --examples times the noise."""
     delta: float = 1e-5
     """Of the (epsilon, delta) that noise amounts to."""
-    most_epsilon: float = 0.0
-    """A device stops where its epsilon would exceed this; 0: no bound but its owner's."""
+    most_privacy_epsilon: float = 0.0
+    """A device stops where its privacy's epsilon would exceed this; 0: no bound but its owner's."""
 
     combine: Literal["mean", "trimmed", "median"] = "mean"
     """Of the devices' scalars or changes, number by number: trimmed leaves out the third of them that is
@@ -88,15 +84,14 @@ class Plan:
     """Steps of linear warm-up."""
 
     average: Literal["fedavg", "fedadam", "fedprox"] = "fedavg"
-    """exact: what the server makes of the devices' changes, by Flower's own strategies."""
+    """exact: what the server makes of the devices' changes: their mean, by Adam, or the mean of steps that
+    --proximal holds back."""
     server_rate: float = 1e-2
     """fedadam: the server's learning rate."""
     proximal: float = 0.1
     """fedprox: how strongly a device's steps are held to where the round began."""
-    largest: float = 1.0
-    """exact: share of a change's values that a device sends, its largest; 0.01 sends 1 %."""
     seed: int = 42
-    """Of common directions, and of which devices a round asks."""
+    """Of directions, which all devices share, and of which devices a round asks."""
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
@@ -112,8 +107,6 @@ class Plan:
                 f"--noise with --estimator {self.estimator} needs --examples 1, it is {self.examples}: "
                 "single examples are clipped by tangent and exact alone"
             )
-        if self.combine != "mean" and (self.directions == "own" or self.largest < 1):
-            problems.append(f"--combine {self.combine} needs --directions common and --largest 1")
         if self.warmup > self.steps:
             problems.append(f"--warmup is {self.warmup}, there are only {self.steps} steps")
         if problems:

@@ -9,7 +9,7 @@ from prge.files.adapter import Adapter
 from prge.files.journal import Journal, Record, decode_array
 from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import Heads
-from prge.learning.estimators.protocol import Estimator, OfDevices
+from prge.learning.estimators.protocol import Estimator
 
 
 def replay(journal: Journal, step: int | None = None) -> TrainingState:
@@ -31,7 +31,7 @@ def replay(journal: Journal, step: int | None = None) -> TrainingState:
         step = state.progress.best_step if state.progress.best_step >= 0 else journal.steps
     if step > journal.steps:
         raise RunError(f"the run has {journal.steps} steps, not {step}", remedy="give a smaller --step")
-    advance(state, journal, OfDevices(estimator_of(journal)), step)
+    advance(state, journal, estimator_of(journal), step)
     return state
 
 
@@ -45,6 +45,11 @@ def advance(state: TrainingState, journal: Journal, estimator: Estimator, step: 
         taken = journal.step(number)
         if taken is None:
             raise RunError(f"{journal.path} lacks step {number}", remedy="restore it from a copy")
+        if "seeds" in taken:
+            raise RunError(
+                f"{journal.path} is of a fleet whose devices had directions of their own, as none has now",
+                remedy="take the adapter in its final/ or checkpoints/",
+            )
         with journal.reading(taken):
             gradient = estimator.gradient(taken, taken["seed"], number, state.adapter.modules)
             state.apply(taken, gradient)

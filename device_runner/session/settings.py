@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from device_runner.engines.trunk_cache import Precision
-from device_runner.session.tracking import Service
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.learning.estimators.table import (
@@ -28,6 +27,8 @@ _RETIRED: Mapping[str, object] = {"directions": "rademacher", "baseline": "clean
 class RunSettings(EstimatorFlags, TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
+    resume: Path | None = None
+    """Run folder to go on with, from its own settings."""
     epochs: float | None = None
     """Times that every training row is seen, instead of --steps; may be a part, such as 0.5."""
     adapter: Path | None = None
@@ -62,10 +63,6 @@ class RunSettings(EstimatorFlags, TrainingFlags):
     """So many of the development rows, of a task with candidates, are answered in the same way."""
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
-
-    log_to: list[Service] = field(default_factory=list)
-    """Send metrics on the way: tensorboard (event files in the run folder), wandb (Weights & Biases). The run
-    never waits for them."""
 
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.

@@ -30,6 +30,7 @@ import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from prge.errors import ConfigError, shortened, shown
@@ -154,15 +155,20 @@ def with_whole_paths(
 
 def settings_to_yaml(settings: Any, comments: bool = False) -> str:
     """All settings as YAML that `--config` reads back as equal; `comments` adds each field's help."""
+    values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
+    return yaml_of(values, field_help(type(settings)) if comments else {})
+
+
+def yaml_of(values: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Settings by their names as YAML, each below its comment."""
     import yaml
 
-    helps = field_help(type(settings)) if comments else {}
     text = ""
-    for item in dataclasses.fields(settings):
+    for name, value in values.items():
         # By way of JSON, so that paths become texts and tuples lists.
-        value = json.loads(json.dumps(getattr(settings, item.name), default=str))
-        text += "".join(f"# {line}\n" for line in helps.get(item.name, "").splitlines())
-        text += yaml.safe_dump({item.name: value}, default_flow_style=False, sort_keys=False, width=110)
+        plain = json.loads(json.dumps(value, default=str))
+        text += "".join(f"# {line}\n" for line in comments.get(name, "").splitlines())
+        text += yaml.safe_dump({name: plain}, default_flow_style=False, sort_keys=False, width=110)
     return text
 
 

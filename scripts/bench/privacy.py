@@ -219,7 +219,7 @@ def _projecting(
     def score() -> tuple[float, float]:
         answers = {said.values.tobytes(): said for said in ask() if isinstance(said, Answer)}
         mean = np.mean([said.values for said in answers.values()], 0) - without
-        told = max(said.epsilon for said in answers.values())
+        told = max(said.privacy_epsilon for said in answers.values())
         return float(mean @ change / (change @ change)), told
 
     return score
@@ -246,7 +246,7 @@ def refused(server: Server) -> Callable[[], tuple[float, float]]:
 
     def score() -> tuple[float, float]:
         said = server.ask()
-        return (1.0, 0.0) if isinstance(said, Refusal) else (0.0, said.epsilon)
+        return (1.0, 0.0) if isinstance(said, Refusal) else (0.0, said.privacy_epsilon)
 
     return score
 
@@ -267,7 +267,7 @@ def impossible(server: Server) -> Callable[[], tuple[float, float]]:
             for _ in range(4):
                 made |= without + deviation * drawn == said.values
                 drawn = np.nextafter(drawn, np.float32(side))
-        return float((~made).sum()), said.epsilon
+        return float((~made).sum()), said.privacy_epsilon
 
     return score
 

@@ -12,9 +12,7 @@ import pytest
 from prge.files.bundle import open_bundle
 from prge.files.peft import read_lora
 from prge.learning.estimators.guide import GUIDE, guide_of
-from tests.end_to_end.conftest import prge
-
-pytestmark = pytest.mark.export
+from tests.verbs import prge
 
 AXES = 3
 
@@ -24,7 +22,7 @@ def guided(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     bundle = tmp_path_factory.mktemp("guided") / "bundle"
     shutil.copytree(workshop / "bundle", bundle)
     done = prge("guide", *words(workshop, bundle), "--data", workshop / "train.jsonl")
-    modules = open_bundle(bundle).contract.modules
+    modules = open_bundle(bundle).chain.modules
     numbers = sum(module.rank * AXES for module in modules)
     assert f"directions have {numbers:,} random numbers" in done.stdout
     return bundle

@@ -11,10 +11,11 @@ import safetensors.numpy
 
 from prge.files.bundle import open_bundle
 from prge.files.peft import read_lora
-from tests.end_to_end.conftest import Made, export, prge
+from tests.end_to_end.conftest import Made, export
 from tests.end_to_end.test_generate import expected
+from tests.verbs import prge
 
-pytestmark = pytest.mark.export
+pytestmark = pytest.mark.whole
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def run(workshop: Path, bundle: Path, out: Path, *words: object) -> Path:
 
 
 def test_modules_have_ranks_within_the_budget(spread: Path, workshop: Path) -> None:
-    modules = open_bundle(spread).contract.modules
+    modules = open_bundle(spread).chain.modules
     assert len({module.rank for module in modules}) > 1
     assert all(1 <= module.rank <= 4 for module in modules)
     assert sum(m.rank * m.out_features for m in modules) <= sum(2 * m.out_features for m in modules)
