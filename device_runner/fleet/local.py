@@ -15,7 +15,7 @@ from device_runner.engines.opening import open_engines
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
-from device_runner.session.inputs import learning_rates, read_inputs
+from device_runner.session.inputs import learning_rates, optimizer_of, read_inputs
 from device_runner.session.planning import RunPlan, plan_run
 from device_runner.session.settings import RunSettings
 from prge.engine import Engine, EngineName, FloatArray
@@ -27,7 +27,7 @@ from prge.learning.estimators.guide import guide_of
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
-from prge.learning.optimizers import Optimizer, make_optimizer
+from prge.learning.optimizers import Optimizer
 from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
 from prge.verbs.kinds import Bytes
@@ -134,9 +134,7 @@ class Local:
             state.optimizer = copy.deepcopy(start.optimizer)
             return state
         settings, size = self.settings, start.adapter.size
-        state.optimizer = make_optimizer(
-            settings.optimizer, size, settings.momentum, settings.momentum, settings.beta2
-        )
+        state.optimizer = optimizer_of(settings, size)
         if self.plan.average == "fedprox":
             state.optimizer = _Proximal(state.optimizer, start.adapter.values.copy(), self.plan.proximal)
         return state

@@ -21,7 +21,7 @@ from prge.learning.estimators.protocol import Estimator, InTurn
 from prge.learning.estimators.table import EstimatorFlags, having, make_estimator
 from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.learning.optimizers import make_optimizer, schedule
+from prge.learning.optimizers import Optimizer, make_optimizer, schedule
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
@@ -149,13 +149,18 @@ def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
 def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> TrainingState:
     """The state of a run before its first step, from the adapter that it starts with."""
     adapter = adapter.copy()
-    optimizer = make_optimizer(
-        settings.optimizer, adapter.size, settings.momentum, settings.momentum, settings.beta2
-    )
+    optimizer = optimizer_of(settings, adapter.size)
     head_optimizer = None
     if heads.head is not None and settings.head_learning_rate:
         head_optimizer = make_optimizer("adam", heads.head.size)
     return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
+
+
+def optimizer_of(settings: RunSettings, size: int) -> Optimizer:
+    """The optimizer of so many values that settings of a plan ask for."""
+    if settings.optimizer is None or settings.beta2 is None:
+        raise ValueError("which optimizer is not settled")
+    return make_optimizer(settings.optimizer, size, settings.momentum, settings.momentum, settings.beta2)
 
 
 def run_settings(record: Record) -> RunSettings:
@@ -196,7 +201,7 @@ def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:
     if settings.head_learning_rate:
         peaks["head_learning_rate"] = settings.head_learning_rate
     rates = {
-        name: schedule(settings.schedule, peak, settings.steps, settings.warmup)
+        name: schedule(settings.schedule, peak, settings.steps, settings.rising)
         for name, peak in peaks.items()
     }
     return lambda step: {name: rate(step) for name, rate in rates.items()}

@@ -12,6 +12,7 @@ from prge.errors import ConfigError
 from prge.files.bundle import Bundle
 from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.learning.estimators.exact import check_single_sequences
+from prge.learning.estimators.guide import GUIDE
 from prge.learning.estimators.table import DEFAULT_QUERIES, ESTIMATORS, fitting
 from prge.learning.examples import Example
 from prge.learning.sampling import Sampler, check_batch
@@ -25,8 +26,8 @@ STEPS_OF_GRADIENTS = 4
 class RunPlan:
     """What a run is going to do.
 
-    `settings` have an estimator, queries if it has directions, and steps; `contract` is of the calls that
-    take steps, `scoring` of those that score.
+    `settings` have all that nobody need name: estimator, queries if it has directions, optimizer, beta2,
+    steps, warm-up. `contract` is of the calls that take steps, `scoring` of those that score.
     """
 
     settings: RunSettings
@@ -61,7 +62,7 @@ def plan_run(bundle: Bundle, examples: Sequence[Example], settings: RunSettings)
 
 
 def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
-    """The settings with the estimator and the number of queries, if any, of a run on a bundle.
+    """The settings with the estimator of a run on a bundle, and what follows from it.
 
     Raises:
         ConfigError: the bundle lacks the estimator's role, or settings have no meaning for it.
@@ -89,23 +90,31 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             remedy="leave it out, or export with the roles prefill and decode",
         )
     queries = settings.queries or DEFAULT_QUERIES if entry.has_directions else None
+    is_guided = settings.guided and entry.has_directions and GUIDE in bundle.manifest.get("files", {})
     every = settings.checkpoint_every
     if not entry.has_directions and not settings.keep_gradients:
         every = min(every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
-    return replace(settings, estimator=estimator, queries=queries, checkpoint_every=every)
+    return replace(
+        settings,
+        estimator=estimator,
+        queries=queries,
+        checkpoint_every=every,
+        optimizer=settings.optimizer or ("adam-norm" if is_guided else "adam"),
+        beta2=entry.beta2 if settings.beta2 is None else settings.beta2,
+    )
 
 
 def _paced(settings: RunSettings, contract: Contract, examples: Sequence[Example]) -> RunSettings:
-    """The settings with the steps that their epochs of some training rows take, and no epochs.
+    """The settings with the steps that their epochs of some training rows take, and those of warm-up.
 
     Raises:
         ConfigError: a batch has no room for an example, or other settings don't fit so many steps.
     """
-    if settings.epochs is None:
-        return settings
-    per_step = Sampler(examples, contract, settings.seed, settings.calls).per_step
-    steps = max(1, math.ceil(settings.epochs * len(examples) / per_step))
-    return replace(settings, epochs=None, steps=steps)
+    if settings.epochs is not None:
+        per_step = Sampler(examples, contract, settings.seed, settings.calls).per_step
+        steps = max(1, math.ceil(settings.epochs * len(examples) / per_step))
+        settings = replace(settings, epochs=None, steps=steps)
+    return replace(settings, warmup=settings.rising)
 
 
 def batch_for(examples: Sequence[Example]) -> int:

@@ -78,8 +78,8 @@ class Choosing:
         positions = max(length - 1, 1) if contract.positions else 0
         return rows.split(tokenizer, replace(contract, sequence_length=length, positions=positions))
 
-    def for_runs(self, bundle: Bundle, rows: RowFiles, has_guide: bool) -> RowFacts:
-        """Estimator, optimizer, batch, memory, head and steps of runs; what rows are like on the bundle."""
+    def for_runs(self, bundle: Bundle, rows: RowFiles) -> RowFacts:
+        """Estimator, batch, memory, head and steps of runs; what rows are like on the bundle."""
         settings, record = self._settings, self._record
 
         def measure() -> dict[str, Any]:
@@ -87,8 +87,6 @@ class Choosing:
 
         facts = RowFacts(**record.found("facts", measure))
         self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
-        guided = ESTIMATORS[record.value("estimator")].has_directions and has_guide
-        self.decide("optimizer", None, lambda: decisions.optimizer(guided))
         self.decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
         batch = record.value("batch_size")
         if record.value("rows_of_a_call") is None:

@@ -172,7 +172,7 @@ class _Tuning:
     def plan(self) -> None:
         """Decide how runs of the bundle go."""
         settings, record, bundle = self._settings, self._record, open_bundle(self._folder)
-        facts = self._choosing.for_runs(bundle, self._rows, _has_guide(self._folder))
+        facts = self._choosing.for_runs(bundle, self._rows)
         if settings.minutes is not None or settings.on:
             self._pace(bundle)
         for each in record.decisions:
@@ -307,7 +307,7 @@ class _Tuning:
         summary = folder / SUMMARY
         if status_of(folder) not in ENDED:
             try:
-                given = {**self._shared(settings["steps"]), **settings, "quiet": is_short or None}
+                given = {**self._shared(), **settings, "quiet": is_short or None}
                 self._place.run(folder, given, is_short)
             except PrgeError:
                 if status_of(folder) != "diverged":
@@ -316,7 +316,7 @@ class _Tuning:
             self._record.found("heads", lambda: f"{name}/{JOURNAL}")
         return json_of(summary)
 
-    def _shared(self, steps: int) -> dict[str, Any]:
+    def _shared(self) -> dict[str, Any]:
         """Settings of every run."""
         value, rows = self._record.value, self._rows
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
@@ -335,10 +335,6 @@ class _Tuning:
             "batch_size": of_a_call * facts.widest,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
-            "optimizer": value("optimizer"),
-            "schedule": "cosine",
-            "warmup": decisions.warmup(steps),
-            "beta2": decisions.BETA2.get(value("estimator")),
             # Of few development rows a metric is often the same.
             "select": "loss",
             "seed": self._settings.seed,

@@ -16,6 +16,7 @@ from prge.files.bundle import Bundle
 from prge.files.signatures import BACK, STACK, TANGENT
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided
 from prge.learning.estimators.exact import Exact
+from prge.learning.estimators.guide import GUIDE
 from prge.learning.estimators.table import make_estimator
 from prge.learning.estimators.tangents import Tangents
 from prge.verbs.settings import parse_settings
@@ -47,6 +48,24 @@ def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
     bundle = with_roles(roles)
     found = settled(_settings(), bundle)
     assert (found.estimator, found.queries) == (estimator, queries)
+    assert settled(found, bundle) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "optimizer", "beta2"),
+    [
+        ({}, "adam", 0.98),
+        ({"estimator": "tangent"}, "adam-norm", 0.999),
+        ({"estimator": "tangent", "guided": False}, "adam", 0.999),
+        ({"optimizer": "sgd", "beta2": 0.9, "estimator": "antithetic"}, "sgd", 0.9),
+    ],
+)
+def test_the_optimizer_follows_from_the_estimator(
+    changes: dict[str, Any], optimizer: str, beta2: float
+) -> None:
+    bundle = opened_bundle(files={GUIDE: {}})
+    found = settled(_settings(**changes), bundle)
+    assert (found.optimizer, found.beta2) == (optimizer, beta2)
     assert settled(found, bundle) == found
 
 
@@ -122,7 +141,7 @@ def test_epochs_take_the_place_of_steps() -> None:
     found = planned(settings)
     # 12 rows a step: 50 rows take 5 steps, of which the last goes beyond.
     assert (found.epochs, found.steps) == (None, 5)
-    assert planned(found) == found
+    assert planned(found) == found and found.warmup == 1
     assert planned(replace(settings, epochs=0.001, evaluate_at=[])).steps == 1
     with pytest.raises(ConfigError, match="--evaluate-at has 3, there are only 1 --steps"):
         planned(replace(settings, epochs=0.1))
