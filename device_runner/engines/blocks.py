@@ -21,7 +21,14 @@ import numpy as np
 
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.choice import Backend
-from device_runner.engines.interfaces import TRIED, Heads, Shapes, problems_of, read_heads, read_widths
+from device_runner.engines.interfaces import (
+    TRIED,
+    AttentionHeads,
+    Shapes,
+    problems_of,
+    read_heads,
+    read_widths,
+)
 from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.refusals import RefusedError, captured_stderr, foreign_program, load_error
 from device_runner.engines.tables import Tables
@@ -91,7 +98,7 @@ class Blocks:
                 self._try(number)
         self._arena = self._new_arena() if is_native else None
 
-    def heads(self, number: int) -> Heads:
+    def heads(self, number: int) -> AttentionHeads:
         """The heads of a block's attention."""
         return self._shapes.heads[number]
 

@@ -51,6 +51,8 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
         steps=STEPS,
         calls=2,
         learning_rate=0.02,
+        schedule="constant",
+        warmup=0,
         evaluate_every=4,
         checkpoint_every=5,
         head_folds=4,

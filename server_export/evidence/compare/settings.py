@@ -101,7 +101,7 @@ class CompareSettings:
 
     optimizer: OptimizerName = "adam"
     """Optimizer of every method."""
-    schedule: ScheduleName = "linear"
+    schedule: ScheduleName = TrainingFlags.schedule
     """Learning rate over the steps."""
     threads: int = 1
     """Threads of every run."""
