@@ -35,7 +35,8 @@ def trained(spread: Path, workshop: Path, tmp_path_factory: pytest.TempPathFacto
 def run(workshop: Path, bundle: Path, out: Path, *words: object) -> Path:
     prge(
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
-        "--task", workshop / "task.yaml", "--out", out, "--learning-rate", 0.01, "--threads", 1, *words,
+        "--task", workshop / "task.yaml", "--out", out, "--learning-rate", 0.01,
+        "--schedule", "constant", "--warmup", 0, "--threads", 1, *words,
     )  # fmt: skip
     return out
 
