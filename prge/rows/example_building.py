@@ -6,7 +6,7 @@
     Alpaca, ShareGPT      become one of the two above (forms.py)
     a task's candidates   one-token candidates share a sequence, a slot each at the prompt's last token;
                           longer ones have a sequence each, weights 1 / tokens
-    a task's answers      the first answer is learnt; an evaluation searches the passage (spans.py)
+    a task's answers      the first answer is learnt
     a task, encoder       one sequence without slots, and a class
 
 What doesn't fit a bundle is cut, split or refused as `overflow` says, and told in a `DataReport`:
@@ -346,7 +346,7 @@ class _Builder:
         return np.frombuffer(tokens, np.int32), np.frombuffer(learnt, np.bool_), begin
 
     def completion(
-        self, row: Row, prompt: str, completion: str, answers: tuple[str, ...] = (), passage: str = ""
+        self, row: Row, prompt: str, completion: str, answers: tuple[str, ...] = ()
     ) -> list[Example]:
         """Examples that learn a completion, the end-of-sequence token after it."""
         pair = self.tokenizer.encode_pair(prompt, completion, control=self.options.control_tokens)
@@ -369,7 +369,7 @@ class _Builder:
         mask = _learnt_after(len(pair.prompt) - dropped, len(tokens))
         examples = self.learnt(row, tokens, mask, begin, dropped)
         self.report.dropped += len(pair.completion) - len(learnt)
-        return [replace(each, answers=answers, choices=(passage,) if passage else ()) for each in examples]
+        return [replace(each, answers=answers) for each in examples]
 
     def learnt(self, row: Row, tokens: Ids, mask: Mask, begin: int, dropped: int = 0) -> list[Example]:
         """Examples of a sequence whose masked tokens are learnt, cut or split to fit the bundle.
@@ -432,9 +432,7 @@ class _Builder:
         prompt = task.prompt(row.fields)
         if task.is_completion:
             answers = task.answers(row.fields)
-            return self.completion(
-                row, prompt, task.join(prompt, answers[0]), answers, task.passage(row.fields)
-            )
+            return self.completion(row, prompt, task.join(prompt, answers[0]), answers)
         candidates = task.candidates(row.fields)
         label = task.label(row.fields)
         answers = task.answers(row.fields) or (candidates[label],)
