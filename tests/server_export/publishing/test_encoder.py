@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
-from prge.errors import BundleError  # noqa: E402
-from prge.files.bundle import file_sha256, manifest_sha256, open_bundle  # noqa: E402
-from server_export.bundle import write_manifest  # noqa: E402
-from server_export.model.loading import prepare_model  # noqa: E402
-from server_export.publishing import encoder  # noqa: E402
-from server_export.publishing.encoder import build_encoder  # noqa: E402
-from server_export.publishing.program import (  # noqa: E402
+from prge.errors import BundleError
+from prge.files.bundle import file_sha256, manifest_sha256, open_bundle
+from server_export.bundle import write_manifest
+from server_export.lower.program import write_program
+from server_export.model.loading import prepare_model
+from server_export.publishing import encoder
+from server_export.publishing.encoder import build_encoder
+from server_export.publishing.program import (
     CHANGED,
     FLIPPED,
     FLOAT_TOLERANCE,
@@ -28,10 +27,10 @@ from server_export.publishing.program import (  # noqa: E402
     check_exact,
     check_quantized,
 )
-from tests.tiny_models import LENGTH, SHALLOW, make_model  # noqa: E402
+from tests.tiers import rest
+from tests.tiny_models import LENGTH, SHALLOW, make_model
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.export
 
 
 def build(folder: Path, scheme: str = "fp32") -> Built:
@@ -39,7 +38,7 @@ def build(folder: Path, scheme: str = "fp32") -> Built:
     return build_encoder(folder, prepare_model(model, "bert", False), LENGTH, "mean", scheme)
 
 
-@pytest.mark.parametrize("scheme", ["fp32", "8da8w", "8da4w"])
+@pytest.mark.parametrize("scheme", ["8da4w", *rest("fp32", "8da8w")])
 def test_a_program_is_held_against_its_model(tmp_path: Path, scheme: str) -> None:
     built = build(tmp_path, scheme)
     if scheme == "fp32":
@@ -61,7 +60,7 @@ def test_a_program_is_held_against_its_model(tmp_path: Path, scheme: str) -> Non
         open_bundle(tmp_path)
 
 
-@pytest.mark.parametrize("scheme", ["fp32", "8da8w", "8da4w"])
+@pytest.mark.parametrize("scheme", ["8da4w", *rest("fp32", "8da8w")])
 def test_a_program_with_a_wrong_layer_is_refused(
     tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +72,6 @@ def test_a_program_with_a_wrong_layer_is_refused(
         norm.weight = torch.nn.Parameter(norm.weight * 1.05, requires_grad=False)
         write_program(path, {METHOD: (changed, inputs)})
 
-    write_program = encoder.write_program
     monkeypatch.setattr(encoder, "write_program", write_another)
     with pytest.raises(BundleError, match="differ"):
         build(tmp_path, scheme)
