@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment
 
 from prge.files.curves import score_of
-from prge.files.documents import DocumentError, read_json
+from prge.files.documents import DocumentError, mapping, read_json
 from prge.files.run_folder import FINAL, SUMMARY
 from prge.learning.checkpoint import STATE, Progress
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName
@@ -82,7 +82,7 @@ def _base(base: BaseModel) -> str:
 
 def _trainer(run: Mapping[str, Any]) -> str:
     """What trained the adapter, where its run tells."""
-    method = _mapping(run.get("run")).get("method")
+    method = mapping(run.get("run")).get("method")
     if isinstance(method, str) and method:
         return f", trained in PyTorch by `prge baseline --method {_text(method)}`"
     return ", trained by prge" if _estimators(run) else ""
@@ -94,7 +94,7 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
     for since, estimator in stretches:
         meaning = ESTIMATORS[estimator].meaning
         yield f"From step {since:,} on: {meaning}" if len(stretches) > 1 else meaning
-    train, block = _mapping(run.get("train")), _mapping(run.get("run"))
+    train, block = mapping(run.get("train")), mapping(run.get("run"))
     told = []
     if steps := _whole(train.get("steps")):
         rows = _whole(train.get("training_rows"))
@@ -103,12 +103,12 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
             told[-1] += f", of which the adapter is that after step {step:,}"
     if computed := _whole(train.get("rows")):
         told.append(f"{computed:,} sequences computed, where a way back counts as two")
-    scheme = _mapping(block.get("quantization")).get("scheme")
+    scheme = mapping(block.get("quantization")).get("scheme")
     if isinstance(scheme, str):
         told.append(f"frozen weights in {_text(scheme)}")
     if told:
         yield f"{'; '.join(told)}."
-    before, best = _mapping(train.get("before")), _mapping(train.get("best"))
+    before, best = mapping(train.get("before")), mapping(train.get("best"))
     if _is_scored(before) and _is_scored(best):
         (name, start), (_, end) = score_of(before), score_of(best)
         yield f"On development rows: {name.replace('_', ' ')} {start:.4g} before, {end:.4g} at best."
@@ -116,7 +116,7 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
 
 def _estimators(run: Mapping[str, Any]) -> list[tuple[int, EstimatorName]]:
     """The estimators that steps were taken with, each with its first step; those that a card can tell of."""
-    stretches = _mapping(run.get("run")).get("estimators")
+    stretches = mapping(run.get("run")).get("estimators")
     if not isinstance(stretches, list):
         stretches = [{"since": 0, "estimator": _settings(run).get("estimator")}]
     told = [(each.get("since"), each.get("estimator")) for each in stretches if isinstance(each, Mapping)]
@@ -138,11 +138,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _mapping(_mapping(run.get("run")).get("settings"))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return mapping(mapping(run.get("run")).get("settings"))
 
 
 def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
@@ -157,7 +153,7 @@ def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
             yield name, _text(facts.adapter[key])
     if facts.bundle_sha256:
         yield "bundle", facts.bundle_sha256
-    run, settings = _mapping(facts.run.get("run")), _settings(facts.run)
+    run, settings = mapping(facts.run.get("run")), _settings(facts.run)
     estimators = [name for _, name in _estimators(facts.run)]
     for name in ("status", "method", "engine"):
         if isinstance(run.get(name), str):
@@ -168,7 +164,7 @@ def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
     for name in (*_SETTINGS, *(ESTIMATORS[estimators[-1]].settings if estimators else ())):
         if settings.get(name) is not None:
             yield name.replace("_", " "), _text(settings[name])
-    yield from _numbers(_mapping(facts.run.get("train")), "")
+    yield from _numbers(mapping(facts.run.get("train")), "")
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -201,4 +197,4 @@ def read_step(folder: Path, run: Mapping[str, Any]) -> int | None:
     try:
         return Progress.read(folder / STATE).step
     except (OSError, ValueError, TypeError):
-        return _whole(_mapping(run.get("train")).get("final_step")) if folder.name == FINAL else None
+        return _whole(mapping(run.get("train")).get("final_step")) if folder.name == FINAL else None
