@@ -12,7 +12,10 @@ from prge.files.tuned import run_at
 from prge.host.atomic import write_file
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = "Write one HTML page about runs, finished or not. It needs no network and no script to be read."
+DESCRIPTION = (
+    "Write one HTML page about runs, finished or not. It needs no network and no script to be read. Or send "
+    "their metrics to TensorBoard or Weights & Biases."
+)
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,26 @@ class ReportSettings:
     out: Path = Path("report.html")
     """HTML file to write; or an .svg, of the curves alone."""
 
+    tensorboard: Path | None = None
+    """Write no page, but TensorBoard's event files into this folder."""
+    wandb: str | None = None
+    """Write no page, but send the runs to this project of Weights & Biases."""
+    follow: bool = False
+    """With these: go on sending as metrics are written, until the runs end."""
+
     def __post_init__(self) -> None:
         problems = [] if self.runs else ["no run is given"]
+        if self.follow and not self.sends:
+            problems.append("--follow is for --tensorboard and --wandb")
         if self.out.suffix not in (".html", ".htm", ".svg"):
             problems.append(f"--out is {self.out}, must end in .html or .svg")
         if problems:
             raise ConfigError("there is nothing to report so:", problems)
+
+    @property
+    def sends(self) -> bool:
+        """Whether metrics are sent, in place of a page."""
+        return self.tensorboard is not None or self.wandb is not None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,8 +54,15 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(
         ReportSettings, argv, "prge report", positional=["runs"], description=DESCRIPTION
     )
-    report(settings)
-    print(settings.out)
+    if settings.sends:
+        from device_runner.reporting.sending import send
+
+        runs = [run_at(run) for run in settings.runs]
+        send(runs, settings.tensorboard, settings.wandb, settings.follow)
+        print(settings.tensorboard or settings.wandb)
+    else:
+        report(settings)
+        print(settings.out)
     return 0
 
 

@@ -11,12 +11,11 @@ import pytest
 from prge.cli import main
 from prge.files.peft import read_arrays
 from prge.files.signatures import ROLES
-from tests.end_to_end.conftest import prge, write_rows
+from tests.end_to_end.conftest import write_rows
 from tests.tiny_models import save_model
+from tests.verbs import prge
 
-pytestmark = pytest.mark.export
-
-ESTIMATORS = ("tangent", "antithetic", "one-sided", "exact")
+ESTIMATORS = ("tangent", "antithetic", "fzoo", "exact")
 CHOICES = 6
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from device_runner.evaluate import EvaluateSettings
 from device_runner.session.settings import RunSettings
-from prge.files.chain import ROLE_OF
+from prge.learning.estimators.table import ESTIMATORS
 from prge.running.training_flags import TrainingFlags
 from prge.verbs.settings import Settings, read_settings
 from prge.verbs.starting import configured
@@ -28,7 +28,6 @@ from server_export.evidence.compare.methods import (
 from server_export.settings import ExportConfig
 from tests.comparisons import settings_for
 
-KINDS = {"antithetic": "stack", "one-sided": "stack"}
 ROWS = {split: Path(f"{split}.jsonl") for split in ("train", "dev", "test")}
 
 
@@ -66,7 +65,7 @@ def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path)
     settings, method = settings_for(tmp_path / "out", "--sequence-length", 16), METHODS[name]
     config = parsed(ExportConfig, {**export_settings(method, settings), "out": tmp_path / "b"}, tmp_path)
     assert config.sequence_length == 16
-    assert ROLE_OF[KINDS.get(method.estimator, method.estimator)] in config.roles
+    assert method.estimator and ESTIMATORS[method.estimator].role in config.roles
     plan = Plan(10, 1.25e-3, 3, (0, 2, 7, 10))
     chosen = run_settings(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     run = parsed(RunSettings, chosen, tmp_path)
