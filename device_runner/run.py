@@ -48,7 +48,6 @@ from prge.files.run_folder import (
     JOURNAL,
     TRUNK_CACHE,
     run_lock,
-    with_stored_settings,
 )
 from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.atomic import write_file
@@ -74,12 +73,10 @@ from prge.running.watching import Watcher, graceful_stop
 from prge.text.loop import Generator
 from prge.verbs.settings import parse_settings, settings_to_yaml
 
-DESCRIPTION = "Fine-tune the adapter of a bundle on the stock engine."
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge run --help`."""
-    settings = parse_settings(RunSettings, with_stored_settings(argv), "prge run", description=DESCRIPTION)
+    settings = parse_settings(RunSettings, argv, "prge run")
     final = run(settings)
     with best_effort(sys.stdout):
         print(final, flush=True)

@@ -178,7 +178,9 @@ class FleetDemo:
 def lie(folder: Path, address: str) -> None:
     """Be a device that sends an absurd number in some rounds."""
     own = folder / LIAR
-    settings = DeviceSettings(folder / "bundle", folder / f"{LIAR}.jsonl", str(DATA / "task.yaml"), threads=1)
+    settings = DeviceSettings(
+        folder / "bundle", folder / f"{LIAR}.jsonl", task=str(DATA / "task.yaml"), threads=1
+    )
     make_device(own, settings)
 
     def said(content: bytes) -> bytes:

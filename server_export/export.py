@@ -42,7 +42,6 @@ def main(argv: Sequence[str]) -> int:
         ExportConfig,
         argv,
         "prge export",
-        description="Turn a transformers model into a bundle that a device can train.",
     )
     export(config)
     return 0

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
 
 CARD, GGUF = "README.md", "adapter.gguf"
-DESCRIPTION = (
-    "Give a trained adapter to PEFT or llama.cpp, merge it into its model, or make a program for ExecuTorch."
-)
 # What a published folder has one of; no other folder is ever replaced.
 _PUBLISHED = (CONFIG, "config.json", MANIFEST, GGUF)
 
@@ -44,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `prge publish`; returns the exit code."""
     from prge.verbs.settings import parse_settings
 
-    config = parse_settings(
-        PublishConfig, argv, "prge publish", positional=["source"], description=DESCRIPTION
-    )
+    config = parse_settings(PublishConfig, argv, "prge publish", positional=["source"])
     repository = None
     if config.push is not None:
         repository = find_repository(config.push, config.public, config.overwrite)

@@ -29,7 +29,7 @@ from prge.learning.examples import Example
 from prge.learning.optimizers import Optimizer, make_optimizer
 from prge.learning.sampling import Sampler, check_batch, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
-from prge.verbs.settings import Bytes
+from prge.verbs.kinds import Bytes
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.directions import philox
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = "Train a fleet of simulated devices in this process, and count what it sends."
 _SEED_STREAM = 2**64 - 3
 # What a line of the curve has of a round's record.
 _TOLD = (
@@ -51,7 +50,7 @@ _IDENTITY = "simulation.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateSettings(ServerSettings):
-    """Train a fleet of simulated devices."""
+    """Train a fleet of simulated devices in this process, and count what it sends."""
 
     train: Path
     """Rows that are dealt out to the devices."""
@@ -73,7 +72,7 @@ class SimulateSettings(ServerSettings):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge fleet simulate --help`."""
-    settings = parse_settings(SimulateSettings, argv, "prge fleet simulate", description=DESCRIPTION)
+    settings = parse_settings(SimulateSettings, argv, "prge fleet simulate")
     with best_effort(sys.stdout):
         figures = simulate(settings, lambda report: print(report, flush=True))
         print("\n".join(_lines(figures)), flush=True)

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from device_runner.engines.trunk_cache import Precision
 from prge.contract import Contract
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle
+from prge.files.run_folder import CONFIG
 from prge.files.signatures import DECODE, PREFILL
 from prge.learning.estimators.table import (
     DEFAULT_QUERIES,
@@ -22,11 +23,10 @@ from prge.learning.estimators.table import (
     having,
 )
 from prge.learning.examples import Example
-from prge.learning.optimizers import OptimizerName
 from prge.learning.sampling import Sampler
-from prge.running.training_flags import TrainingFlags
+from prge.running.training_flags import OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import flag
-from prge.verbs.settings import Bytes
+from prge.verbs.kinds import Bytes
 
 DEFAULT_BATCH = 4
 # Gradients of so many steps and the checkpoint before them take about as much room.
@@ -35,9 +35,25 @@ STEPS_OF_GRADIENTS = 4
 _RETIRED: Mapping[str, object] = {"directions": "rademacher", "baseline": "clean", "normalize": False}
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """The engine."""
+
+    engine: EngineName = "auto"
+    """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
+    The same bits. auto: native where it is built or can be, else torch."""
+    threads: int | None = None
+    """Threads that compute; default: performance cores."""
+    memory: Bytes | None = None
+    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
+    The same bits. Default: all stay."""
+
+
 @dataclass(frozen=True)
-class RunSettings(EstimatorFlags, TrainingFlags):
+class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
+
+    STORED: ClassVar = CONFIG
 
     resume: Path | None = None
     """Run folder to go on with, from its own settings."""
@@ -55,12 +71,6 @@ class RunSettings(EstimatorFlags, TrainingFlags):
     """Sequences of one call, before copies; default: 4, or as many as a row needs."""
     calls: int = 1
     """Batches accumulated into one step."""
-    optimizer: OptimizerName = "adam"
-    """sgd, momentum, adam, or adam-norm: one second moment for all values, for guided directions."""
-    momentum: float = 0.9
-    """momentum's coefficient, and adam's beta1."""
-    beta2: float = 0.999
-    """adam's second coefficient."""
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
@@ -76,12 +86,6 @@ class RunSettings(EstimatorFlags, TrainingFlags):
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
 
-    engine: EngineName = "auto"
-    """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
-    The same bits. auto: native where it is built or can be, else torch."""
-    memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
-    Evaluations then score as many rows at once as a step has. The same bits. Default: all stay."""
     trunk_cache_bytes: Bytes | None = None
     """Adapters in upper blocks only: bytes of the run folder that may keep what the blocks below them make of
     training rows, so that it is computed once. Default: none, every time."""

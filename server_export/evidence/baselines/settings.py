@@ -29,6 +29,8 @@ class BaselineSettings(TrainingFlags):
     tinytl-biases, tinytl-lite-residual, sparse-bp, quantized-training."""
     model: str
     """Folder or hub id of the model that the bundle was exported from."""
+    threads: int | None = None
+    """Threads that compute; default: PyTorch's own choice."""
     test: Path | None = None
     """Test rows, scored once at the end with the result. Of a folder the file test."""
 

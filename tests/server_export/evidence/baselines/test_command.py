@@ -17,7 +17,7 @@ from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_arrays, read_peft
 from prge.files.run_folder import read_metrics
 from prge.running.watching import Watcher
-from prge.verbs.settings import field_help
+from prge.verbs.helping import field_help
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.settings import BaselineSettings
