@@ -123,13 +123,6 @@ def test_a_run_of_another_kind_is_left_alone(make_settings: MakeSettings, tmp_pa
         run(make_settings())
 
 
-def test_evaluations_come_at_the_steps_that_are_named_and_after_the_last(make_settings: MakeSettings) -> None:
-    settings = make_settings(evaluate_every=0, evaluate_at=[0, 1, 5])
-    run(settings)
-    evaluated = [record for record in read_metrics(settings.out) if record["event"] == "evaluation"]
-    assert [record["step"] for record in evaluated] == [0, 1, 5, 12]
-
-
 def test_patience_ends_a_run_and_the_best_step_is_the_result(make_settings: MakeSettings) -> None:
     settings = make_settings(steps=40, patience=2, learning_rate=1e-9, select="metric")
     run(settings)
