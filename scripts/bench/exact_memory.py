@@ -23,33 +23,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from processes import watched
-from reports import circumstances, parser_of, report
-from timing import export, least_memory
-
-from server_export.model.random_models import save_random_model
+from reports import parser_of, report
+from timing import export, least_memory, random_model
 
 
 def measure(arguments: argparse.Namespace, model: str, place: Path) -> dict[str, Any]:
     """Export a model, pack it, take steps."""
-    folder, bundle = place / "model", place / "bundle"
-    if not bundle.is_dir():
-        save_random_model(folder, model, arguments.layers)
-        flags = ["--quantize", arguments.quantize, "--rank", str(arguments.rank), "--roles", "stack", "back"]
-        modules = ["--target-modules", *arguments.target_modules] if arguments.target_modules else []
-        exported = export(folder, bundle, *flags, "--sequence-length", str(arguments.seq_len), *modules)
-        if arguments.check:
-            from reference import gradient_cosine
-
-            os.environ["XDG_CACHE_HOME"] = str(place / "cache")
-            shape = (arguments.batch_size, arguments.seq_len)
-            exported["cosine"] = gradient_cosine(folder, bundle, arguments.quantize, *shape, arguments.check)
-            shutil.rmtree(place / "cache")
-        shutil.rmtree(folder)
+    if not (place / "bundle").is_dir():
+        exported = exported_bundle(arguments, model, place)
         (place / "export.json").write_text(json.dumps(exported), encoding="utf-8")
     write_rows(place / "rows.jsonl", 4 * arguments.batch_size, arguments.seq_len)
     packing = run(arguments, place, steps=1)
@@ -60,6 +47,24 @@ def measure(arguments: argparse.Namespace, model: str, place: Path) -> dict[str,
         **{f"packing_{name}": packing[name] for name in ("anonymous_mb", "peak_rss_mb", "seconds")},
         **{f"export_{name}": value for name, value in exported.items()},
     }
+
+
+def exported_bundle(arguments: argparse.Namespace, model: str, place: Path) -> dict[str, float]:
+    """Export a model as `bundle`, and check its gradients; what the export took."""
+    bundle = place / "bundle"
+    flags = ["--quantize", arguments.quantize, "--rank", str(arguments.rank), "--roles", "stack", "back"]
+    flags += ["--target-modules", *arguments.target_modules] if arguments.target_modules else []
+    with random_model(model, arguments.layers, place) as folder:
+        source = folder / "model"
+        exported = export(source, bundle, *flags, "--sequence-length", str(arguments.seq_len))
+        if arguments.check:
+            from reference import gradient_cosine
+
+            os.environ["XDG_CACHE_HOME"] = str(place / "cache")
+            shape = (arguments.batch_size, arguments.seq_len)
+            exported["cosine"] = gradient_cosine(source, bundle, arguments.quantize, *shape, arguments.check)
+            shutil.rmtree(place / "cache")
+    return exported
 
 
 def write_rows(path: Path, count: int, tokens: int) -> None:
@@ -117,15 +122,15 @@ def main() -> None:
     arguments = parser.parse_args()
     figures = {}
     for model in arguments.models:
-        if arguments.folder is None:
-            with tempfile.TemporaryDirectory() as place:
-                figures[model] = measure(arguments, model, Path(place))
-        else:
-            place = arguments.folder / model
-            place.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            if arguments.folder is None:
+                place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            else:
+                place = arguments.folder / model
+                place.mkdir(parents=True, exist_ok=True)
             figures[model] = measure(arguments, model, place)
         print(model, figures[model], file=sys.stderr)
-    report({**figures, **circumstances(arguments)}, arguments.json)
+    report(figures, arguments)
 
 
 if __name__ == "__main__":

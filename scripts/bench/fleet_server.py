@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reports import circumstances, parser_of, report
+from reports import parser_of, report
 
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.coordinator import Coordinator, begin_fleet
@@ -96,7 +96,7 @@ def main() -> None:
                 found.setdefault(name, {})[str(devices)] = rounds(
                     arguments.bundle, Path(folder, "fleet"), plan, devices
                 )
-    report({"fleets": found, **circumstances(arguments)}, arguments.json)
+    report({"fleets": found}, arguments)
 
 
 if __name__ == "__main__":

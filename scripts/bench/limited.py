@@ -24,10 +24,10 @@ from pathlib import Path
 
 from exact_memory import run_command, step_seconds, write_rows
 from processes import forget, watched
-from reports import circumstances, parser_of, report
-from timing import export
+from reports import parser_of, report
+from timing import export, random_model
 
-from server_export.model.random_models import CONFIGURATIONS, save_random_model
+from server_export.model.random_models import CONFIGURATIONS
 
 # By version of control groups: where they are, the files of the limit and of the most that was taken.
 GROUPS = (
@@ -74,10 +74,9 @@ def steps_within(limit: int | None, place: Path, command: Sequence[str]) -> dict
 def bench(arguments: argparse.Namespace, place: Path) -> dict[str, dict[str, float]]:
     """Both runs."""
     if not (place / "bundle").is_dir():
-        save_random_model(place / "model", arguments.model, arguments.layers)
         flags = ["--quantize", arguments.quantize, "--sequence-length", str(arguments.seq_len)]
-        export(place / "model", place / "bundle", *flags, "--roles", "stack", "back")
-        shutil.rmtree(place / "model")
+        with random_model(arguments.model, arguments.layers, place) as folder:
+            export(folder / "model", place / "bundle", *flags, "--roles", "stack", "back")
     write_rows(place / "rows.jsonl", 4 * arguments.batch_size, arguments.seq_len)
     command = run_command(place, arguments.batch_size, arguments.steps, arguments.threads)
     steps_within(None, place, run_command(place, arguments.batch_size, 1, arguments.threads))
@@ -105,7 +104,7 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as place:
             figures = bench(arguments, Path(place))
-    report({**figures, **circumstances(arguments)}, arguments.json)
+    report(figures, arguments)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from unittest.mock import patch
 
 import numpy as np
 from auditing import audit
-from reports import circumstances, parser_of, report
+from reports import parser_of, report
 from timing import export
 
 from device_runner.engines.opening import open_engines
@@ -402,7 +402,7 @@ def main() -> int:
                     print(f"{trick}, {kind}, {arm}: {line}", file=sys.stderr, flush=True)
                     if without == (line["audited_epsilon"] <= line["told_epsilon"]):
                         problems.append(f"{trick}, {kind}, {arm}")
-    report({"audits": found, "problems": problems, **circumstances(arguments)}, arguments.json)
+    report({"audits": found, "problems": problems}, arguments)
     return 1 if problems else 0
 
 

@@ -19,7 +19,6 @@ engine does, the others round weights alone.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 from emulation import INT8, ROUND, WAYS, cosine, gradient_figures, rounded
-from reports import circumstances, parser_of, report
+from reports import median, parser_of, report
 from torch import nn
 
 from device_runner.engines.torch_runtime import set_threads
@@ -134,9 +133,9 @@ def layer_figures(scheme: str, widths: str, tokens: int, budget: float) -> dict[
     del rounds[0]  # warmed caches up
     exporter = next(iter(figures))
     for name, found in figures.items():
-        found["milliseconds"] = 1e3 * statistics.median(r[name] for r in rounds)
-        found["over_forward"] = statistics.median(r[name] / r["forward"] for r in rounds)
-        found["over_exporter"] = statistics.median(r[name] / r[exporter] for r in rounds)
+        found["milliseconds"] = 1e3 * median(rounds, name)
+        found["over_forward"] = median(rounds, name, over="forward")
+        found["over_exporter"] = median(rounds, name, over=exporter)
     return figures
 
 
@@ -169,7 +168,7 @@ def main() -> None:
         model: {scheme: gradient_figures(model, scheme, arguments.batch_size, tokens[0]) for scheme in WAYS}
         for model in arguments.models
     }
-    report({"layers": layers, "gradients": gradients, **circumstances(arguments)}, arguments.json)
+    report({"layers": layers, "gradients": gradients}, arguments)
 
 
 if __name__ == "__main__":
