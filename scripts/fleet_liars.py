@@ -67,7 +67,7 @@ LIES: dict[str, Lie] = {
     "too few values": lambda own, others: replace(own, values=own.values[:-1]).to_bytes(),
     "another round": lambda own, others: replace(own, number=own.number + 1).to_bytes(),
     "garbage": lambda own, others: b"\x01\x01garbage",
-    "no privacy left": lambda own, others: Refusal("epsilon would be 9, at most 1 is allowed").to_bytes(),
+    "no privacy left": lambda own, others: Refusal("privacy_epsilon would be 9").to_bytes(),
 }
 SILENT: Lie = lambda own, others: None  # noqa: E731
 

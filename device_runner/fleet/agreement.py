@@ -16,6 +16,7 @@ from typing import Literal
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
 from prge.files.documents import parse_json
+from prge.learning.estimators.table import ESTIMATORS, EstimatorName, having
 from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.task import Task
 from prge.verbs.bounds import bound_problems
@@ -37,25 +38,21 @@ class Plan:
     """Steps that a device takes in a round before it answers."""
     examples: int = 4
     """Examples of a step on a device."""
-    estimator: Literal["tangent", "antithetic", "one-sided", "exact"] = "tangent"
-    """tangent, antithetic, one-sided: devices send scalars. exact: they send the change of their adapter."""
+    estimator: EstimatorName = "tangent"
+    """tangent, antithetic, fzoo: devices send scalars. exact: they send the change of their adapter."""
     queries: int = 4
     """Random directions of a step; exact has none."""
-    directions: Literal["common", "own"] = "common"
-    """common: all devices take the same directions, so that the mean of their scalars is enough, and a device
-    that comes late has little to catch up. own: each has others, which together say more of the gradient,
-    and take as many times the bytes down."""
     share_directions: bool = False
     """tangent: one direction a query for all examples of a step, so that a device sends --queries scalars a
     step instead of --queries for each of its --examples. Noise needs it."""
     epsilon: float = 1e-2
-    """antithetic, one-sided: length of a perturbation."""
+    """antithetic, fzoo: length of a perturbation."""
     guided: bool = True
     """Keep directions to the axes that `prge guide` found, where the bundle has them."""
 
     clip: float = 0.0
     """Largest norm of an example's gradient: as tangents estimate it, or exact; of the step's with
-    antithetic and one-sided. 0: no clipping; noise needs it."""
+    antithetic and fzoo. 0: no clipping; noise needs it."""
     noise: float = 0.0
     """Local differential privacy: every device adds discrete Gaussian noise to what it sends, of this
     deviation in units of how far one row, or all of them by --unit owner, can change it; 0: none."""
@@ -64,8 +61,8 @@ class Plan:
     --examples times the noise."""
     delta: float = 1e-5
     """Of the (epsilon, delta) that noise amounts to."""
-    most_epsilon: float = 0.0
-    """A device stops where its epsilon would exceed this; 0: no bound but its owner's."""
+    most_privacy_epsilon: float = 0.0
+    """A device stops where its privacy's epsilon would exceed this; 0: no bound but its owner's."""
 
     combine: Literal["mean", "trimmed", "median"] = "mean"
     """Of the devices' scalars or changes, number by number: trimmed leaves out the third of them that is
@@ -87,15 +84,14 @@ class Plan:
     """Steps of linear warm-up."""
 
     average: Literal["fedavg", "fedadam", "fedprox"] = "fedavg"
-    """exact: what the server makes of the devices' changes, by Flower's own strategies."""
+    """exact: what the server makes of the devices' changes: their mean, by Adam, or the mean of steps that
+    --proximal holds back."""
     server_rate: float = 1e-2
     """fedadam: the server's learning rate."""
     proximal: float = 0.1
     """fedprox: how strongly a device's steps are held to where the round began."""
-    largest: float = 1.0
-    """exact: share of a change's values that a device sends, its largest; 0.01 sends 1 %."""
     seed: int = 42
-    """Of common directions, and of which devices a round asks."""
+    """Of directions, which all devices share, and of which devices a round asks."""
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
@@ -106,13 +102,11 @@ class Plan:
                 problems.append(f"--{name} is {value:g}, with noise it must be from {least:g} to {most:g}")
         if self.noise and self.estimator == "tangent" and not self.share_directions:
             problems.append("--noise needs --share-directions: else there is noise for each example")
-        if self.noise and self.estimator in ("antithetic", "one-sided") and self.examples != 1:
+        if self.noise and self.estimator in having("epsilon") and self.examples != 1:
             problems.append(
                 f"--noise with --estimator {self.estimator} needs --examples 1, it is {self.examples}: "
                 "single examples are clipped by tangent and exact alone"
             )
-        if self.combine != "mean" and (self.directions == "own" or self.largest < 1):
-            problems.append(f"--combine {self.combine} needs --directions common and --largest 1")
         if self.warmup > self.steps:
             problems.append(f"--warmup is {self.warmup}, there are only {self.steps} steps")
         if problems:
@@ -123,7 +117,7 @@ class Plan:
     @property
     def by_scalars(self) -> bool:
         """Whether devices send scalars; else the change of their adapter."""
-        return self.estimator != "exact"
+        return ESTIMATORS[self.estimator].has_directions
 
     @property
     def steps(self) -> int:
@@ -155,7 +149,7 @@ class Plan:
             estimator=self.estimator,
             queries=None if exact else self.queries,
             share_directions=self.estimator == "tangent" and self.share_directions,
-            epsilon=RunSettings.epsilon if self.estimator in ("tangent", "exact") else self.epsilon,
+            epsilon=RunSettings.epsilon if self.estimator not in having("epsilon") else self.epsilon,
             guided=self.guided,
             clip=0.0 if exact else self.clip,
             clip_examples=self.clip if exact else 0.0,

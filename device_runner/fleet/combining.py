@@ -5,7 +5,7 @@ Medians and trimmed means, number by number: Yin et al. 2018, arXiv 1803.01498.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from prge.host.atomic import write_file
 LARGEST_VALUE = 1e6
 LARGEST_LOSS = 1e4
 _MOMENTS = "averaging-{:06d}.safetensors"
+# Of fedadam's moments, and what keeps its quotient finite: Flower's.
+_BETA1, _BETA2, _TAU = 0.9, 0.99, 1e-3
 _COLUMNS = 1 << 16
 # A cosine below this share of the usual one, negative, speaks against a device: in deviations of chance, to
 # which earlier rounds add less and less. The sum of chance alone deviates by 1.7.
@@ -30,9 +32,7 @@ _ASIDE, _MOST_CHANCES, _KEPT, _AGAINST = 0.25, 4.0, 0.8, -3.5
 
 def values_of(plan: Plan, size: int) -> int:
     """How many values an answer has, where the adapter has `size`."""
-    if plan.by_scalars:
-        return plan.local_steps * int(np.prod(plan.shape))
-    return max(1, round(plan.largest * size))
+    return plan.local_steps * int(np.prod(plan.shape)) if plan.by_scalars else size
 
 
 def checked(answer: Answer, agreement: Agreement, size: int) -> None:
@@ -46,15 +46,9 @@ def checked(answer: Answer, agreement: Agreement, size: int) -> None:
     plan = agreement.plan
     if answer.sha256 != agreement.sha256:
         raise RefusedError("has another agreement: another bundle, task or plan")
-    steps, wanted = plan.local_steps, values_of(plan, size)
-    found = (len(answer.values), len(answer.losses))
-    if found != (wanted, steps):
-        raise RefusedError(f"has {found[0]} values of {found[1]} steps, must have {wanted} of {steps}")
-    places = answer.places
-    if (places is not None) != (not plan.by_scalars and wanted < size):
-        raise RefusedError("names places of its values, or doesn't, where it mustn't")
-    if places is not None and (np.any(np.diff(places.astype(np.int64)) <= 0) or places[-1] >= size):
-        raise RefusedError("names places that are not in order or not of the adapter")
+    found, wanted = (len(answer.values), len(answer.losses)), (values_of(plan, size), plan.local_steps)
+    if found != wanted:
+        raise RefusedError(f"has {found[0]} values of {found[1]} steps, must have {wanted[0]} of {wanted[1]}")
     if answer.examples != plan.examples * plan.local_steps:
         raise RefusedError(f"says that it took {answer.examples} examples")
     for name, values, most in (
@@ -65,8 +59,8 @@ def checked(answer: Answer, agreement: Agreement, size: int) -> None:
             raise RefusedError(f"has a {name} that is not finite")
         if np.abs(values).max() > most:
             raise RefusedError(f"has a {name} of {np.abs(values).max():.3g}, no honest one is above {most:g}")
-    if not 0 <= answer.epsilon <= (plan.most_epsilon or np.inf):
-        raise RefusedError(f"says that it has spent an epsilon of {answer.epsilon:g}")
+    if not 0 <= answer.privacy_epsilon <= (plan.most_privacy_epsilon or np.inf):
+        raise RefusedError(f"says that it has spent a privacy_epsilon of {answer.privacy_epsilon:g}")
 
 
 def shortened_answers(answers: Mapping[int, Answer], plan: Plan) -> tuple[dict[int, Answer], list[int]]:
@@ -106,7 +100,7 @@ def opposed_answers(
     table = np.array([answer.values for answer in answers.values()])
     table /= np.maximum(np.linalg.norm(table, axis=1, keepdims=True), np.finfo(np.float32).tiny)
     # Of each device with the one in the middle of the others.
-    cosines = [float(np.median(np.delete(row, place))) for place, row in enumerate(table @ table.T)]
+    cosines = [float(np.median(np.delete(row, own))) for own, row in enumerate(table @ table.T)]
     aside = _ASIDE * float(np.median(cosines))
     chances = (np.array(cosines) + aside) * np.sqrt(table.shape[1])
     spoken = {
@@ -115,14 +109,6 @@ def opposed_answers(
     }
     worst = sorted(spoken, key=lambda node: spoken[node])[: (len(answers) - 1) // 3]
     return [node for node in worst if spoken[node] < _AGAINST], spoken
-
-
-def combined_scalars(answers: Sequence[Answer], plan: Plan) -> FloatArray:
-    """Scalars of common steps, f32 [steps, 1, scalars]; along own directions [steps, devices, scalars]."""
-    table = np.array([answer.values for answer in answers]).reshape(len(answers), plan.local_steps, -1)
-    if plan.directions == "own":
-        return np.ascontiguousarray(table.swapaxes(0, 1))
-    return middle(table, plan)[:, None]
 
 
 def middle(table: FloatArray, plan: Plan) -> FloatArray:
@@ -140,30 +126,23 @@ def middle(table: FloatArray, plan: Plan) -> FloatArray:
     return found.reshape(table.shape[1:])
 
 
-def combined_change(
-    answers: Sequence[Answer], plan: Plan, values: FloatArray, folder: Path, step: int
-) -> FloatArray:
-    """The common adapter's change, f32 [size]: Flower's strategy of the plan on what `middle` makes of all.
+def combined_change(changes: FloatArray, plan: Plan, folder: Path, step: int) -> FloatArray:
+    """The common adapter's change, f32 [size], of devices' changes [devices, size].
 
-    Every device has as many examples, so nobody's weight is larger. What the strategy remembers is read from
-    a file of the step and written into one of the next step.
+    Every device has as many examples, so nobody's weight is larger. With fedadam the common change goes
+    through Adam (Reddi et al. 2021, arXiv 2003.00295, algorithm 2), whose moments are read from a file of the
+    step and written into one of the next step.
     """
-    from device_runner.fleet.averaging import Averaging
-
-    averaging = Averaging(plan)
-    if (path := folder / _MOMENTS.format(step)).is_file():
-        averaging.arrays = read_arrays(path)
-    common = middle(np.array([_dense(answer, len(values)) for answer in answers]), plan)
-    change: FloatArray = averaging(values, common, step + 1) - values
-    if arrays := averaging.arrays:
-        write_file(folder / _MOMENTS.format(step + 1), safetensors.numpy.save(arrays))
-        (folder / _MOMENTS.format(step - 1)).unlink(missing_ok=True)
-    return change
-
-
-def _dense(answer: Answer, size: int) -> FloatArray:
-    if answer.places is None:
-        return answer.values
-    change = np.zeros(size, np.float32)
-    change[answer.places] = answer.values
-    return change
+    change = middle(changes, plan)
+    if plan.average != "fedadam":
+        return change
+    path = folder / _MOMENTS.format(step)
+    moments = read_arrays(path) if path.is_file() else {}
+    first = _BETA1 * moments.get("first", 0) + (1 - _BETA1) * change
+    second = _BETA2 * moments.get("second", 0) + (1 - _BETA2) * change**2
+    arrays = {"first": first.astype(np.float32), "second": second.astype(np.float32)}
+    write_file(folder / _MOMENTS.format(step + 1), safetensors.numpy.save(arrays))
+    (folder / _MOMENTS.format(step - 1)).unlink(missing_ok=True)
+    # The powers are Flower's, which counts rounds from 1.
+    rate = plan.server_rate * np.sqrt(1 - _BETA2 ** (step + 2)) / (1 - _BETA1 ** (step + 2))
+    return np.asarray(rate * first / (np.sqrt(second) + _TAU), np.float32)

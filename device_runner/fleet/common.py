@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import MessageError, Steps
-from device_runner.session.inputs import make_estimator, new_state
+from device_runner.session.inputs import new_state
 from device_runner.session.settings import RunSettings
 from prge.contract import AdaptedModule
 from prge.engine import Array
@@ -21,7 +21,8 @@ from prge.files.adapter import Adapter
 from prge.learning.checkpoint import Progress, TrainingState, optimizer_arrays
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.guide import Guide
-from prge.learning.estimators.protocol import Estimator, OfDevices
+from prge.learning.estimators.protocol import Estimator
+from prge.learning.estimators.table import make_estimator
 from prge.learning.head import Head
 
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
@@ -47,7 +48,7 @@ def first_state(plan: Plan, adapter: Adapter, head: Head | None = None) -> Train
 
 def replayer(plan: Plan, guide: Guide | None) -> Estimator:
     """What makes the gradient of a common step again from its scalars."""
-    return OfDevices(make_estimator(common_settings(plan), guide))
+    return make_estimator(common_settings(plan), guide)
 
 
 def replay_steps(
@@ -68,8 +69,7 @@ def replay_steps(
             continue
         if stopped():
             return False
-        own = plan.directions == "own"
-        if steps.first != state.step or bool(steps.seeds) != own or not plan.by_scalars:
+        if steps.first != state.step or not plan.by_scalars:
             raise MessageError(f"steps from {steps.first} on, the state is at step {state.step}")
         with np.errstate(over="ignore", invalid="ignore"):
             for record in steps.records(number, plan.seed, plan.shape):

@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.combining import (
     checked,
     combined_change,
-    combined_scalars,
+    middle,
     opposed_answers,
     shortened_answers,
     values_of,
@@ -45,7 +45,7 @@ from device_runner.fleet.messages import (
 from device_runner.fleet.privacy.reported import SPENT
 from device_runner.session.inputs import identity_settings, keep_guide
 from device_runner.session.replaying import advance, replay
-from prge.errors import RunError
+from prge.errors import ConfigError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import GRADIENT, Journal, Record, encode_array
@@ -82,40 +82,53 @@ class RoundReport:
     """What became of a round: devices that answered, refused (and why), or said nothing.
 
     `shortened`: devices whose answers were too long. `loss`: in the middle of the devices', at the steps'
-    mean; none under noise. `epsilon`: the largest that a device says it has spent. `problem`: of the result;
-    `discarded` says that it changed nothing, for what devices say may cost a round and never the fleet.
+    mean; none under noise. `privacy_epsilon`: the largest that a device says it has spent. `problem`: of the
+    result; `discarded` says that it changed nothing, for what devices say may cost a round and never the
+    fleet.
     """
 
     number: int
     rounds: int
-    answered: list[int]
     refused: dict[int, str]
     silent: list[int]
-    shortened: list[int]
-    loss: float | None
-    epsilon: float
     bytes_up: int
     bytes_down: int
+    answered: list[int] = field(default_factory=list)
+    shortened: list[int] = field(default_factory=list)
+    loss: float | None = None
+    privacy_epsilon: float = 0.0
     problem: str = ""
     discarded: bool = False
     evaluation: Record = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [f"round {self.number + 1}/{self.rounds}: {len(self.answered)} answers"]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4g}")
-        if self.silent:
-            parts.append(f"{len(self.silent)} silent")
-        parts += [f"{node} refused: {reason}" for node, reason in list(self.refused.items())[:3]]
-        if self.shortened:
-            parts.append(f"{len(self.shortened)} shortened")
-        if self.problem:
-            parts.append(f"discarded: {self.problem}" if self.discarded else self.problem)
-        if self.epsilon:
-            parts.append(f"epsilon {self.epsilon:.3g}")
-        parts.append(f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down")
-        parts += [f"development {name} {self.evaluation[name]:.4g}" for name in ("loss",) if self.evaluation]
-        return ", ".join(parts)
+        reasons = [f"{node} refused: {reason}" for node, reason in list(self.refused.items())[:3]]
+        parts = (
+            f"round {self.number + 1}/{self.rounds}: {len(self.answered)} answers",
+            "" if self.loss is None else f"loss {self.loss:.4g}",
+            f"{len(self.silent)} silent" if self.silent else "",
+            *reasons,
+            f"{len(self.shortened)} shortened" if self.shortened else "",
+            f"discarded: {self.problem}" if self.discarded else self.problem,
+            f"privacy_epsilon {self.privacy_epsilon:.3g}" if self.privacy_epsilon else "",
+            f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down",
+            f"development loss {self.evaluation['loss']:.4g}" if self.evaluation else "",
+        )
+        return ", ".join(filter(None, parts))
+
+
+@dataclass
+class _Device:
+    """What a server knows of a device.
+
+    `step`: of the common state that it has, or _NOTHING. `introduced`: whether it has the agreement. `spent`:
+    whether it has no privacy left to spend. `spoken`: what speaks for it; see `opposed_answers`.
+    """
+
+    step: int
+    introduced: bool = False
+    spent: bool = False
+    spoken: float = 0.0
 
 
 def begin_fleet(
@@ -165,6 +178,17 @@ def has_begun(folder: Path) -> bool:
     return Journal(folder / JOURNAL, writable=False).first("start") is not None
 
 
+def agreement_of(folder: Path) -> Agreement:
+    """The agreement of a fleet's folder; raises RunError where this version of prge can't use it."""
+    try:
+        return Agreement.parse((folder / AGREEMENT).read_bytes())
+    except (OSError, ConfigError) as error:
+        raise RunError(
+            f"{folder / AGREEMENT} is none of this version of prge: {error}",
+            remedy="go on with the version that began the fleet, or begin another in another folder",
+        ) from None
+
+
 class Coordinator:
     """The server of a fleet, on a folder that `begin_fleet` made; a context manager.
 
@@ -202,7 +226,7 @@ class Coordinator:
         self.seconds = seconds
         self._score = score
         self._evaluate_every = evaluate_every
-        self.agreement = Agreement.parse((folder / AGREEMENT).read_bytes())
+        self.agreement = agreement_of(folder)
         self.plan = self.agreement.plan
         if self.agreement.bundle != bundle.sha256:
             raise RunError(
@@ -210,15 +234,13 @@ class Coordinator:
             )
         self.journal = Journal(folder / JOURNAL)
         self._undo_half_a_round()
+        self.over = [record for record in self.journal.records if record["kind"] == "round"]
         self.estimator = replayer(self.plan, Guide.from_journal(self.journal))
         self.state = self._state()
-        self._known: dict[int, int] = {}
-        self._introduced: set[int] = set()
-        self._seen: set[int] = set()
-        self._spent: set[int] = set()
-        self._spoken: dict[int, float] = {}
+        self._devices: dict[int, _Device] = {}
         for record in self.over:
-            self._spoken |= {int(node): spoken for node, spoken in record.get("spoken", {}).items()}
+            for node, spoken in record["spoken"].items():
+                self._device(int(node)).spoken = spoken
             self._remember(record["answered"], record["first"])
             self._take_words({int(node): reason for node, reason in record["refused"].items()})
         self._asked: dict[int, int] = {}
@@ -228,9 +250,7 @@ class Coordinator:
     def __enter__(self) -> Coordinator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.journal.close()
 
     @property
@@ -248,8 +268,7 @@ class Coordinator:
         """Bytes of the longest answer of the plan."""
         values, losses = values_of(self.plan, self.state.adapter.size), self.plan.local_steps
         zeros = np.zeros(max(values, losses), np.float32)
-        places = zeros[:values].astype(np.uint32)
-        return len(Answer(b"", 0, 0, 0, 0, 0.0, zeros[:losses], zeros[:values], places).to_bytes())
+        return len(Answer(b"", 0, 0, 0, 0.0, zeros[:losses], zeros[:values]).to_bytes())
 
     @property
     def finished(self) -> bool:
@@ -262,10 +281,9 @@ class Coordinator:
         Scores what is due first: the start, or a round that was over when the server was killed.
         """
         self._score_if_due()
-        self._seen |= set(nodes)
         chosen = self._chosen(nodes)
         state = pack_state(self.state)
-        tasks = {node: self._task(node, state).to_bytes() for node in chosen}
+        tasks = {node: self._task(self._device(node), state).to_bytes() for node in chosen}
         self._asked = {node: len(task) for node, task in tasks.items()}
         return tasks
 
@@ -277,58 +295,42 @@ class Coordinator:
         Raises:
             RunError: nobody answered, several rounds in a row; or no space left.
         """
-        good: dict[int, Answer] = {}
-        refused: dict[int, str] = {}
-        for node in sorted(answers):
-            try:
-                good[node] = self._good(node, answers[node], good)
-            except (RefusedError, MessageError) as error:
-                refused[node] = str(error).partition("\n")[0]
-                self._introduced.discard(node)
-                self._known[node] = _NOTHING
-        self._take_words(refused)
+        good, refused = self._sorted(answers)
         silent = sorted(set(self._asked) - set(answers))
         up, down = sum(map(len, answers.values())), sum(self._asked.values())
+        report = RoundReport(self.round, self.rounds, refused, silent, up, down)
         if len(good) < self.least_answers:
             self._count_silence(refused)
-            return RoundReport(self.round, self.rounds, [], refused, silent, [], None, 0.0, up, down)
+            return report
         self._silent_rounds = 0
-        number, first = self.round, self.state.step
-        opposed, spoken = opposed_answers(good, self.plan, self._spoken)
-        self._spoken |= spoken
-        refused |= {node: f"is against what the others say ({self._spoken[node]:.1f})" for node in opposed}
-        good = {node: answer for node, answer in good.items() if node not in opposed}
+        before = {node: self._device(node).spoken for node in good}
+        opposed, spoken = opposed_answers(good, self.plan, before)
+        for node in opposed:
+            del good[node]
+            refused[node] = f"is against what the others say ({spoken[node]:.1f})"
         good, shortened = shortened_answers(good, self.plan)
-        records = self._records(good, number)
-        after, evaluation, problem = self._tried(records)
+        first, records = self.state.step, self._records(list(good.values()))
+        after, scored, problem = self._tried(records)
         if not problem:
             self.state = after
             for record in records:
                 self.journal.append(record)
-        report = RoundReport(
-            number,
-            self.rounds,
-            sorted(good),
-            refused,
-            silent,
-            shortened,
-            None if self.plan.noise else float(np.mean([record["loss"] for record in records])),
-            max((answer.epsilon for answer in good.values() if np.isfinite(answer.epsilon)), default=0.0),
-            up,
-            down,
-            problem or loss_has_risen(after.progress, common_settings(self.plan).divergence_ratio),
-            bool(problem),
+        report = replace(
+            report,
+            answered=sorted(good),
+            shortened=shortened,
+            loss=None if self.plan.noise else float(np.mean([record["loss"] for record in records])),
+            privacy_epsilon=max(
+                (answer.privacy_epsilon for answer in good.values() if np.isfinite(answer.privacy_epsilon)),
+                default=0.0,
+            ),
+            problem=problem or loss_has_risen(after.progress, common_settings(self.plan).divergence_ratio),
+            discarded=bool(problem),
         )
-        facts = {name: value for name, value in asdict(report).items() if name not in ("number", "rounds")}
-        facts["refused"] = {str(node): reason for node, reason in refused.items()}
-        facts["spoken"] = {str(node): each for node, each in spoken.items()}
-        done = {"kind": "round", "step": number, "first": first, "time": time.time(), **facts}
-        self.journal.append(done)
-        self.over.append(done)
-        self._remember(sorted(good), first)
-        evaluation = self._score_if_due(evaluation)
+        self._end_round(report, first, spoken)
+        evaluation = self._score_if_due(scored)
         self._keep()
-        return RoundReport(**{**vars(report), "evaluation": evaluation})
+        return replace(report, evaluation=evaluation)
 
     def first_state(self) -> TrainingState:
         """The common state before the first step."""
@@ -356,25 +358,28 @@ class Coordinator:
         write_peft(final, state.adapter, self.bundle.adapter, extra, overwrite=True)
         return final
 
+    def _device(self, node: int) -> _Device:
+        """What is known of a device; a new one has the bundle's own adapter, if that is the start."""
+        return self._devices.setdefault(node, _Device(_NOTHING if self.agreement.start else 0))
+
     def _chosen(self, nodes: Sequence[int]) -> list[int]:
         """The devices of the round: the same ones of the same nodes, whenever it is asked for."""
-        there = sorted(set(nodes) - self._spent) or sorted(nodes)
+        there = sorted(node for node in nodes if not self._device(node).spent) or sorted(nodes)
         order = np.argsort(philox(self.plan.seed, self.round, _PICK_STREAM, len(there)), kind="stable")
-        return sorted(there[place] for place in order[: self.per_round])
+        return sorted(there[index] for index in order[: self.per_round])
 
-    def _task(self, node: int, state: bytes) -> Task:
+    def _task(self, device: _Device, state: bytes) -> Task:
         """What a device is asked, with the least that brings it to where the round begins."""
-        step = self.state.step
-        known = self._known.get(node, _NOTHING if self.agreement.start else 0)
-        # Each with the rounds that follow it: nothing, the present state, where the fleet began.
-        ways: list[tuple[bytes, tuple[Steps, ...]]] = [(state, ())]
+        step, history = self.state.step, self._history()
+        # State and missed rounds: nothing but the present state, the start, what the device has.
+        ways = [(state, b"")]
         if self.plan.by_scalars or step == 0:
             # Compressed: the start is mostly zeros.
-            ways.append((self._start, tuple(self._history)))
-        if known == step or (known != _NOTHING and self.plan.by_scalars):
-            ways.append((b"", tuple(steps for steps in self._history if steps.first >= known)))
-        sent, missed = min(ways, key=lambda way: len(way[0]) + sum(steps.size for steps in way[1]))
-        text = b"" if node in self._introduced else self.agreement.content
+            ways.append((self._start, b"".join(history)))
+        if device.step == step or (device.step != _NOTHING and self.plan.by_scalars):
+            ways.append((b"", b"".join(history[device.step // self.plan.local_steps :])))
+        sent, missed = min(ways, key=lambda way: len(way[0]) + len(way[1]))
+        text = b"" if device.introduced else self.agreement.content
         return Task(self.agreement.sha256, self.round, step, self.seconds, text, missed, sent)
 
     @cached_property
@@ -382,17 +387,29 @@ class Coordinator:
         """The state before the first step."""
         return pack_state(self.first_state())
 
-    @property
-    def _history(self) -> list[Steps]:
+    def _history(self) -> list[bytes]:
         """The rounds' steps, as messages carry them; none where devices send changes."""
-        if not self.plan.by_scalars:
-            return []
-        while (first := len(self._told) * self.plan.local_steps) < self.state.step:
-            steps = range(first, first + self.plan.local_steps)
-            self._told.append(Steps.of_records([self.journal.step(step) or {} for step in steps]))
+        count = self.plan.local_steps
+        while self.plan.by_scalars and (first := len(self._told) * count) < self.state.step:
+            records = [self.journal.step(step) or {} for step in range(first, first + count)]
+            self._told.append(Steps.of_records(records).to_bytes())
         return self._told
 
-    def _good(self, node: int, content: bytes, others: Mapping[int, Answer]) -> Answer:
+    def _sorted(self, answers: Mapping[int, bytes]) -> tuple[dict[int, Answer], dict[int, str]]:
+        """The answers that count, and why others don't; their devices get everything with the next task."""
+        good: dict[int, Answer] = {}
+        refused: dict[int, str] = {}
+        for node in sorted(answers):
+            try:
+                good[node] = self._good(node, answers[node])
+            except (RefusedError, MessageError) as error:
+                refused[node] = str(error).partition("\n")[0]
+                device = self._device(node)
+                device.step, device.introduced = _NOTHING, False
+        self._take_words(refused)
+        return good, refused
+
+    def _good(self, node: int, content: bytes) -> Answer:
         """An answer that counts.
 
         Raises:
@@ -409,38 +426,48 @@ class Coordinator:
         if (said.number, said.step) != (self.round, self.state.step):
             raise RefusedError(f"late: an answer of round {said.number + 1}, not of {self.round + 1}")
         checked(said, self.agreement, self.state.adapter.size)
-        own = self.plan.by_scalars and self.plan.directions == "own"
-        if own and any(other.seed == said.seed for other in others.values()):
-            raise RefusedError("has the directions of another device")
         return said
 
-    def _records(self, answers: Mapping[int, Answer], number: int) -> list[Record]:
+    def _records(self, answers: Sequence[Answer]) -> list[Record]:
         """The journal's step records of a round."""
         plan, step = self.plan, self.state.step
         # By the middle one of the devices: a word of one or two of them is nobody's.
-        losses = np.median([answer.losses.astype(np.float64) for answer in answers.values()], 0)
+        losses = np.median([answer.losses.astype(np.float64) for answer in answers], 0)
+        values = np.array([answer.values for answer in answers])
         if plan.by_scalars:
             rates = rates_of(plan)
             steps = Steps(
                 step,
-                tuple(answer.seed for answer in answers.values()) if plan.directions == "own" else (),
                 np.array([rates(step + k)["learning_rate"] for k in range(plan.local_steps)], np.float32),
                 losses.astype(np.float32),
-                combined_scalars(list(answers.values()), plan),
+                middle(values, plan).reshape(plan.local_steps, -1),
             )
-            return steps.records(number, plan.seed, plan.shape)
-        change = combined_change(list(answers.values()), plan, self.state.adapter.values, self.folder, step)
+            return steps.records(self.round, plan.seed, plan.shape)
+        change = combined_change(values, plan, self.folder, step)
         return [
             {
                 "kind": "step",
                 "step": step,
-                "round": number,
+                "round": self.round,
                 "seed": plan.seed,
                 "loss": float(losses.mean()),
                 "learning_rate": 1.0,
                 GRADIENT: encode_array(-change),
             }
         ]
+
+    def _end_round(self, report: RoundReport, first: int, spoken: Mapping[int, float]) -> None:
+        """Write the round's line, which ends it, and take note of what its devices have now."""
+        facts = asdict(replace(report, refused={}))
+        for name in ("number", "rounds", "evaluation"):
+            del facts[name]
+        for name, by_node in (("refused", report.refused), ("spoken", spoken)):
+            facts[name] = {str(node): each for node, each in by_node.items()}
+        line = {"kind": "round", "step": report.number, "first": first, "time": time.time(), **facts}
+        self.over.append(self.journal.append(line))
+        for node, each in spoken.items():
+            self._device(node).spoken = each
+        self._remember(report.answered, first)
 
     def _tried(self, records: Sequence[Record]) -> tuple[TrainingState, Record | None, str]:
         """The state after common steps, its scores where they are due, and why it is absurd, if it is."""
@@ -494,15 +521,12 @@ class Coordinator:
         prune_checkpoints(checkpoints, kept_steps(self.state.progress, 0))
 
     def _undo_half_a_round(self) -> None:
-        """Leave out steps of a round that a kill cut off; read the rounds that are over."""
-        records = self.journal.records
-        rounds = [index for index, record in enumerate(records) if record["kind"] == "round"]
-        steps = [index for index, record in enumerate(records) if record["kind"] == "step"]
-        after = [index for index in steps if not rounds or index > rounds[-1]]
-        if after:
-            self.journal.undo_after(after[0])
-        self.over = [record for record in self.journal.records if record["kind"] == "round"]
-        self._told: list[Steps] = []
+        """Leave out steps of a round that a kill cut off."""
+        kinds = [record["kind"] for record in self.journal.records]
+        ended = max((index for index, kind in enumerate(kinds) if kind == "round"), default=-1)
+        if "step" in kinds[ended + 1 :]:
+            self.journal.undo_after(kinds.index("step", ended + 1))
+        self._told: list[bytes] = []
 
     def _state(self) -> TrainingState:
         """The common state after the journal's steps."""
@@ -513,34 +537,31 @@ class Coordinator:
 
     def _remember(self, nodes: Sequence[int], step: int) -> None:
         """Devices that answered hold the common state of where the round began."""
-        self._introduced.update(nodes)
-        self._seen.update(nodes)
-        self._spent.difference_update(nodes)
-        self._known.update(dict.fromkeys(nodes, step))
+        for node in nodes:
+            device = self._device(node)
+            device.step, device.introduced, device.spent = step, True, False
 
     def _take_words(self, refused: Mapping[int, str]) -> None:
         """Who has no privacy left to spend says so for itself alone."""
-        self._spent |= {node for node, reason in refused.items() if reason.startswith(SPENT)}
+        for node, reason in refused.items():
+            if reason.startswith(SPENT):
+                self._device(node).spent = True
 
     def _count_silence(self, refused: Mapping[int, str]) -> None:
-        self.privacy_is_spent = bool(self._seen) and self._seen <= self._spent
-        if self.privacy_is_spent:
-            return
+        """Take note of a round without answers.
+
+        Raises:
+            RunError: it is one too many, and not because privacy is spent.
+        """
         self._silent_rounds += 1
-        if self._silent_rounds >= MOST_SILENT_ROUNDS:
-            # Those that could go on have gone.
-            self.privacy_is_spent = bool(self._asked) and set(self._asked) <= self._spent
-            if self.privacy_is_spent:
-                return
-            reasons = (
-                "; ".join(f"{node}: {reason}" for node, reason in list(refused.items())[:3]) or "no answer"
-            )
-            raise RunError(
-                f"no round could be ended, {self._silent_rounds} times in a row: {reasons}",
-                remedy=f"go on when devices are there: prge fleet serve --resume {self.folder}",
-            )
-
-
-def agreement_of(folder: Path) -> Agreement:
-    """The agreement of a fleet's folder."""
-    return Agreement.parse((folder / AGREEMENT).read_bytes())
+        # After some rounds those that could go on have gone.
+        patient = self._silent_rounds < MOST_SILENT_ROUNDS
+        nodes = self._devices if patient else self._asked
+        self.privacy_is_spent = bool(nodes) and all(self._device(node).spent for node in nodes)
+        if patient or self.privacy_is_spent:
+            return
+        reasons = "; ".join(f"{node}: {reason}" for node, reason in list(refused.items())[:3]) or "no answer"
+        raise RunError(
+            f"no round could be ended, {self._silent_rounds} times in a row: {reasons}",
+            remedy=f"go on when devices are there: prge fleet serve --resume {self.folder}",
+        )

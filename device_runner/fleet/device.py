@@ -1,7 +1,7 @@
 """A device of a fleet: its folder, and what it answers to a server's task.
 
     device.yaml     its owner's settings: bundle, rows, task, policy
-    own.json        seeds that nobody else has
+    own.json        the seed of its rows' order, which nobody else has
     ledger.jsonl    rounds begun and answered; what its privacy has cost follows from it (ledger.py)
     fleets/<hash>/  of one agreement: its text, the common state, the round it is in
 
@@ -82,7 +82,7 @@ class DeviceSettings:
 
 
 def make_device(folder: Path, settings: DeviceSettings) -> None:
-    """Write what makes a folder a device's; its seeds and its ledger stay if it is one already.
+    """Write what makes a folder a device's; its seed and its ledger stay if it is one already.
 
     Raises:
         PrgeError: the bundle, the task or the policy can't be used, or the folder can't be written.
@@ -95,8 +95,7 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     with run_lock(folder):
         write_file(folder / DEVICE, settings_to_yaml(whole).encode())
         if not (folder / OWN).exists():
-            seeds = {"seed": secrets.randbits(63), "rows_seed": secrets.randbits(63)}
-            write_file(folder / OWN, json.dumps(seeds).encode())
+            write_file(folder / OWN, json.dumps({"rows_seed": secrets.randbits(63)}).encode())
 
 
 def answer(folder: Path, content: bytes) -> bytes:
@@ -164,17 +163,18 @@ class _Round:
             *(self.plan, self.bundle, settings),
             *(self.settings.engine, self.settings.threads, self.settings.memory),
         )
-        line, epsilon = self._counted(ledger, line, local)
+        line, privacy_epsilon = self._counted(ledger, line, local)
         if not self._catches_up(state, stopped):
             raise self._out_of_time()
         taken = ledger.steps_before(task.sha256.hex(), task.number)
-        own = Own(**read_json(self.folder / OWN), taken=taken)
+        own = Own(read_json(self.folder / OWN)["rows_seed"], taken)
         try:
             with Journal(folder / JOURNAL) as journal:
                 learnt = local.steps(state, journal, own, stopped)
             if learnt is None:
                 raise self._out_of_time()
-            content = learnt.told(self.agreement, task.number, state.step, own, epsilon).to_bytes()
+            told = learnt.told(self.agreement, task.number, state.step, privacy_epsilon)
+            content = told.to_bytes()
         except DivergenceError:
             # Kept as an answer is: with noise drawn anew it might say something else.
             content = Refusal("its steps diverge: the learning rate is too high").to_bytes()
@@ -254,11 +254,11 @@ class _Round:
         }
         if line is not None and {**line, "time": entry["time"]} != entry:
             raise RefusedError("the round was begun with other rows")
-        told = ledger.epsilon(line or entry, plan.delta, plan.unit, whole=False)
-        most, own = self.policy.most_epsilon, 0.0
+        told = ledger.privacy_epsilon(line or entry, plan.delta, plan.unit, whole=False)
+        most, own = self.policy.most_privacy_epsilon, 0.0
         if most is not None:
-            own = ledger.epsilon(line or entry, plan.delta, self.policy.unit, whole=True)
-        if reason := spent(own, most or 0.0) or spent(told, plan.most_epsilon):
+            own = ledger.privacy_epsilon(line or entry, plan.delta, self.policy.unit, whole=True)
+        if reason := spent(own, most or 0.0) or spent(told, plan.most_privacy_epsilon):
             raise RefusedError(reason)
         if line is None:
             ledger.begin(entry)
@@ -280,14 +280,14 @@ class _Round:
             state = first_state(self.plan, read_peft(self.bundle.adapter, modules, self.bundle.adapter))
         if state is None:
             return Behind(-1)
-        first = next((steps.first for steps in task.missed), task.step)
+        first = next((steps.first for steps in task.missed_steps()), task.step)
         return state if min(first, task.step) <= state.step <= task.step else Behind(state.step)
 
     def _catches_up(self, state: TrainingState, stopped: Callable[[], bool]) -> bool:
         """Take the missed rounds, and keep where that leads; whether there was time for all."""
         plan, task = self.plan, self.task
         guide = guide_of(self.bundle) if plan.guided else None
-        missed = task.missed_by(plan.local_steps, int(np.prod(plan.shape)))
+        missed = task.missed_steps((plan.local_steps, int(np.prod(plan.shape))))
         in_time = replay_steps(state, missed, plan, replayer(plan, guide), task.number, stopped)
         if in_time and state.step != task.step:
             raise MessageError(f"steps to {state.step}, the round begins at {task.step}")

@@ -13,9 +13,9 @@ import numpy as np
 from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.opening import open_engines
 from device_runner.fleet.agreement import Agreement, Plan
-from device_runner.fleet.messages import Answer, Places
+from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
-from device_runner.session.inputs import learning_rates, make_estimator, read_inputs
+from device_runner.session.inputs import learning_rates, read_inputs
 from device_runner.session.settings import RunSettings, bundle_for
 from prge.engine import Engine, EngineName, FloatArray
 from prge.files.bundle import Bundle
@@ -24,6 +24,7 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.exact import check_single_sequences
 from prge.learning.estimators.guide import guide_of
 from prge.learning.estimators.protocol import Measurement
+from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
 from prge.learning.optimizers import Optimizer, make_optimizer
 from prge.learning.sampling import Sampler, check_batch, row_order
@@ -33,9 +34,8 @@ from prge.verbs.settings import Bytes
 
 @dataclass(frozen=True)
 class Own:
-    """What a device has for itself: seeds of its directions and of its rows' order, steps taken so far."""
+    """What a device has for itself: the seed of its rows' order, steps taken so far."""
 
-    seed: int
     rows_seed: int
     taken: int
 
@@ -46,25 +46,18 @@ class Learnt:
 
     losses: FloatArray
     values: FloatArray
-    places: Places | None
 
-    def told(self, agreement: Agreement, number: int, step: int, own: Own, epsilon: float) -> Answer:
+    def told(self, agreement: Agreement, number: int, step: int, privacy_epsilon: float) -> Answer:
         """The answer to a task.
 
         Args:
             agreement: of the fleet.
             number: of the round.
             step: where the round began.
-            own: of the device.
-            epsilon: that the device has spent, with this round.
+            privacy_epsilon: that the device has spent, with this round.
         """
-        plan = agreement.plan
-        seed = own.seed if plan.by_scalars and plan.directions == "own" else 0
-        examples = plan.examples * plan.local_steps
-        return Answer(
-            *(agreement.sha256, number, step, seed, examples, epsilon),
-            *(self.losses, self.values, self.places),
-        )
+        examples = agreement.plan.examples * agreement.plan.local_steps
+        return Answer(agreement.sha256, number, step, examples, privacy_epsilon, self.losses, self.values)
 
 
 @dataclass(frozen=True)
@@ -111,8 +104,7 @@ class Local:
         order = _Turns if plan.noise else _OwnRows
         sampler = order(self.examples, self.engine.contract, own.rows_seed, self.settings.calls, self.pad)
         sampler.offset = own.taken - first
-        seed = plan.seed if plan.directions == "common" else own.seed
-        loop = TrainingSettings(end, seed, checkpoint_every=0)
+        loop = TrainingSettings(end, plan.seed, checkpoint_every=0)
         learner = AdapterLearner(
             self.engine,
             sampler,
@@ -129,9 +121,8 @@ class Local:
             return None
         losses = np.array([record["loss"] for record in records], np.float32)
         if plan.by_scalars:
-            scalars = np.array([record["scalars"] for record in records], np.float32)
-            return Learnt(losses, scalars.ravel(), None)
-        return Learnt(losses, *_largest(state.adapter.values - start.adapter.values, plan.largest))
+            return Learnt(losses, np.array([record["scalars"] for record in records], np.float32).ravel())
+        return Learnt(losses, state.adapter.values - start.adapter.values)
 
     def _from(self, start: TrainingState) -> TrainingState:
         """The state that the device's own steps change."""
@@ -254,12 +245,3 @@ class _Silence:
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
         """Nothing."""
-
-
-def _largest(change: FloatArray, share: float) -> tuple[FloatArray, Places | None]:
-    """The values of a change that are sent, and their places unless all are."""
-    count = max(1, round(share * change.size))
-    if count == change.size:
-        return change, None
-    places = np.sort(np.argpartition(np.abs(change), -count)[-count:]).astype(np.uint32)
-    return change[places], places

@@ -3,7 +3,7 @@
     estimators: [tangent, antithetic]
     most_steps: 50
     least_noise: 0.8
-    most_epsilon: 4
+    most_privacy_epsilon: 4
     only_charging: true
     hours: 22-6
 
@@ -19,16 +19,15 @@ from typing import Literal
 from device_runner.fleet.agreement import Plan
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
+from prge.learning.estimators.table import EstimatorName, having
 from prge.verbs.bounds import bound_problems
-
-EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 
 
 @dataclass(frozen=True)
 class Policy:
     """What the owner of a device allows."""
 
-    estimators: list[EstimatorName] = field(default_factory=lambda: ["tangent", "antithetic", "one-sided"])
+    estimators: list[EstimatorName] = field(default_factory=lambda: having("queries"))
     """How steps may get their gradient; with exact the device sends the change of its adapter, which says
     much more of its rows than scalars."""
     most_steps: int = 200
@@ -49,7 +48,7 @@ class Policy:
     """Refuse plans with less --noise."""
     unit: Literal["row", "owner"] = "row"
     """owner: refuse plans whose noise hides single rows alone, and count epsilon for all rows together."""
-    most_epsilon: float | None = None
+    most_privacy_epsilon: float | None = None
     """Take no part in a round after which epsilon of local differential privacy would be higher; needs noise.
     Counts all rounds of all fleets that the device ever began; after one without noise it is infinite."""
     most_delta: float = 1e-5
@@ -87,7 +86,7 @@ class Policy:
             "unit": (plan.unit, self.unit == "row" or not plan.noise or plan.unit == "owner"),
             "most_rounds_a_day": (rounds_today + 1, rounds_today < self.most_rounds_a_day),
             "most_delta": (plan.delta, not plan.noise or plan.delta <= self.most_delta),
-            "most_epsilon": ("no noise", self.most_epsilon is None or plan.noise > 0),
+            "most_privacy_epsilon": ("no noise", self.most_privacy_epsilon is None or plan.noise > 0),
         }
         objections = [
             f"the owner's policy has {name} {getattr(self, name)}, the plan asks for {value}"

@@ -27,7 +27,7 @@ from device_runner.fleet.partition import parts
 from device_runner.fleet.privacy.reported import COUNTED, exposure, spent
 from device_runner.session.inputs import read_inputs
 from device_runner.session.settings import bundle_for
-from prge.errors import ConfigError, DivergenceError, RunError
+from prge.errors import DivergenceError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import read_json
 from prge.files.journal import Journal, Record
@@ -40,10 +40,12 @@ from prge.learning.estimators.directions import philox
 from prge.verbs.settings import parse_settings
 
 DESCRIPTION = "Train a fleet of simulated devices in this process, and count what it sends."
-PRESETS = Path(__file__).parent / "presets"
 _SEED_STREAM = 2**64 - 3
 # What a line of the curve has of a round's record.
-_TOLD = ("answered", "refused", "shortened", "loss", "problem", "epsilon", "bytes_up", "bytes_down")
+_TOLD = (
+    *("answered", "refused", "shortened", "loss", "problem", "privacy_epsilon"),
+    *("bytes_up", "bytes_down"),
+)
 _IDENTITY = "simulation.json"
 
 
@@ -71,32 +73,13 @@ class SimulateSettings(ServerSettings):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge fleet simulate --help`."""
-    settings = parse_settings(
-        SimulateSettings, with_preset(argv), "prge fleet simulate", description=DESCRIPTION
-    )
+    settings = parse_settings(SimulateSettings, argv, "prge fleet simulate", description=DESCRIPTION)
     with best_effort(sys.stdout):
         figures = simulate(settings, lambda report: print(report, flush=True))
         print("\n".join(_lines(figures)), flush=True)
     if settings.json:
         write_file(settings.json, (json.dumps(figures, indent=2) + "\n").encode())
     return 0
-
-
-def with_preset(argv: Sequence[str]) -> list[str]:
-    """The words with those of `--preset NAME` in its place: the settings of a file in presets/."""
-    words = list(argv)
-    if "--preset" not in words:
-        return words
-    at = words.index("--preset")
-    name = words[at + 1] if at + 1 < len(words) else ""
-    known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    if name not in known:
-        raise ConfigError(
-            "these settings can't be used:",
-            [f"--preset is {name!r}"],
-            remedy=f"choose one of {', '.join(known)}",
-        )
-    return ["--config", str(PRESETS / f"{name}.yaml"), *words[:at], *words[at + 2 :]]
 
 
 def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) -> dict[str, Any]:
@@ -144,8 +127,8 @@ class Simulation:
         pad = inputs.tokenizer.pad_id
         self.local = Local(plan, steps, bundle, self.engines.step, inputs.train, pad)
         self.rows = ServerRows(bundle, inputs.task, self.engines, pad)
-        seeds = philox(plan.seed, 0, _SEED_STREAM, 2 * settings.devices).reshape(-1, 2) >> np.uint64(1)
-        self.own = [Own(int(seed), int(rows_seed), 0) for seed, rows_seed in seeds]
+        seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)
+        self.own = [Own(int(seed), 0) for seed in seeds]
         self.seconds: dict[int, Record] = {}
 
     def go_on(self, fleet: Coordinator) -> None:
@@ -188,12 +171,12 @@ class Simulation:
         """What a device says; None from one whose steps diverge."""
         own, examples, plan = self.own[device], self.dealt[device], self.plan
         self._count(device)
-        epsilon = 0.0
+        privacy_epsilon = 0.0
         if plan.noise:
             taken, rows = self.own[device].taken, len(by_row(examples))
             times = taken if plan.unit == "owner" else exposure(taken, min(plan.examples, rows), rows)
-            epsilon = epsilon_of([(COUNTED * plan.noise, times)], plan.delta)
-        if reason := spent(epsilon, plan.most_epsilon):
+            privacy_epsilon = epsilon_of([(COUNTED * plan.noise, times)], plan.delta)
+        if reason := spent(privacy_epsilon, plan.most_privacy_epsilon):
             return Refusal(reason).to_bytes()
         with tempfile.TemporaryDirectory() as scratch, Journal(Path(scratch) / JOURNAL) as journal:
             try:
@@ -202,7 +185,7 @@ class Simulation:
                 return None
         if learnt is None:
             return None
-        return learnt.told(fleet.agreement, fleet.round, fleet.state.step, own, epsilon).to_bytes()
+        return learnt.told(fleet.agreement, fleet.round, fleet.state.step, privacy_epsilon).to_bytes()
 
     def test(self, state: TrainingState) -> Record:
         """Scores of the test rows; none without any."""
@@ -237,7 +220,7 @@ class Simulation:
                 f"{name}_per_round": float(np.mean([each[name] for each in self.seconds.values()] or [0.0]))
                 for name in ("device_seconds", "server_seconds")
             },
-            "epsilon": max((entry["epsilon"] for entry in curve), default=0.0),
+            "privacy_epsilon": max((entry["privacy_epsilon"] for entry in curve), default=0.0),
             "curve": curve,
         }
 

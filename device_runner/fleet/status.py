@@ -27,7 +27,7 @@ class DeviceStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """How a fleet stands. Bytes are of all rounds; `epsilon` is the largest that a device has spent."""
+    """How a fleet stands. Bytes are of all rounds; `privacy_epsilon` is the largest that a device spent."""
 
     folder: str
     state: str
@@ -38,7 +38,7 @@ class Status:
     bytes_up: int
     bytes_down: int
     loss: float | None
-    epsilon: float
+    privacy_epsilon: float
     evaluation: dict[str, float]
 
     def text(self) -> str:
@@ -50,8 +50,8 @@ class Status:
         if self.evaluation:
             scores = ", ".join(f"{name} {value:.4g}" for name, value in self.evaluation.items())
             lines.append(f"development rows: {scores}")
-        if self.epsilon:
-            lines.append(f"epsilon {self.epsilon:.3g}")
+        if self.privacy_epsilon:
+            lines.append(f"privacy_epsilon {self.privacy_epsilon:.3g}")
         for name, device in sorted(self.devices.items()):
             line = f"{name}: {device.answered} answers"
             if device.silent:
@@ -96,7 +96,7 @@ def read_status(folder: Path) -> Status:
         sum(record["bytes_up"] for record in rounds),
         sum(record["bytes_down"] for record in rounds),
         last.get("loss"),
-        max((record["epsilon"] for record in rounds), default=0.0),
+        max((record["privacy_epsilon"] for record in rounds), default=0.0),
         {
             name: value
             for name, value in (evaluations[-1] if evaluations else {}).items()

@@ -45,6 +45,11 @@ def advance(state: TrainingState, journal: Journal, estimator: Estimator, step: 
         taken = journal.step(number)
         if taken is None:
             raise RunError(f"{journal.path} lacks step {number}", remedy="restore it from a copy")
+        if "seeds" in taken:
+            raise RunError(
+                f"{journal.path} is of a fleet whose devices had directions of their own, as none has now",
+                remedy="take the adapter in its final/ or checkpoints/",
+            )
         with journal.reading(taken):
             gradient = estimator.gradient(taken, taken["seed"], number, state.adapter.modules)
             state.apply(taken, gradient)

@@ -23,7 +23,7 @@ from pathlib import Path
 import prge.cli
 from prge.host.memory import resident_bytes
 
-DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "plot")
+DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "report")
 # What the verbs import when they are called.
 _IMPORTED_LATE = ("jinja2", "tokenizers", "tqdm", "yaml")
 _TAIL, _MOST_OUTPUT = 3000, 4 << 20

@@ -103,7 +103,7 @@ RESUME = Use(_RESUME, _final("unfinished/final"), "unfinished")
 RESUME_FINISHED = Use("run --quiet --resume @finished", _final("finished/final"), "finished")
 REPLAY = Use("replay @finished --out @replayed", _final("replayed"), "finished")
 INSPECT = Use("inspect @bundle")
-PLOT = Use("plot @finished --out @plot.svg", None, "finished")
+REPORT = Use("report @finished --out @report.html", None, "finished")
 PROBE = Use(_PROBE)
 
 
@@ -178,7 +178,7 @@ TARGETS: list[tuple[int, Target]] = [
     (4, Target("finished", "journal.jsonl", (REPLAY, RESUME_FINISHED), (damage.mutate_journal,))),
     (4, Target("unfinished", "config.yaml", (RESUME,))),
     (6, Target("unfinished", "metrics.jsonl", (RESUME,), (damage.mutate_json,))),
-    (2, Target("finished", "metrics.jsonl", (PLOT,), (damage.mutate_json,))),
+    (2, Target("finished", "metrics.jsonl", (REPORT,), (damage.mutate_json,))),
     (2, Target("unfinished", "log.txt", (RESUME,))),
     (2, Target("unfinished", "run.lock", (RESUME,))),
     (2, Target("unfinished", "run.json", (RESUME,))),

@@ -166,7 +166,7 @@ class Scene:
         values = np.array([self.random.gauss(0, 0.1) for _ in range(count)], np.float32)
         losses = np.full(plan.local_steps, 0.7, np.float32)
         examples = plan.examples * plan.local_steps
-        return Answer(task.sha256, task.number, task.step, 1, examples, 0.0, losses, values)
+        return Answer(task.sha256, task.number, task.step, examples, 0.0, losses, values)
 
     def open(self) -> socket.socket:
         """A connection without TLS."""
@@ -283,15 +283,12 @@ LIES: dict[str, Lie] = {
         )
     ),
     "an epsilon": _told(
-        lambda scene, answer: replace(answer, epsilon=scene.random.choice([-1, np.inf, np.nan]))
-    ),
-    "places": _told(
-        lambda scene, answer: replace(answer, places=np.arange(len(answer.values), dtype=np.uint32))
+        lambda scene, answer: replace(answer, privacy_epsilon=scene.random.choice([-1, np.inf, np.nan]))
     ),
     "another round": _told(lambda scene, answer: replace(answer, number=scene.random.getrandbits(32))),
     "another step": _told(lambda scene, answer: replace(answer, step=scene.random.getrandbits(32))),
     "another agreement": _told(lambda scene, answer: replace(answer, sha256=scene.random.randbytes(16))),
-    "no privacy left": _told(lambda scene, answer: Refusal("epsilon would be 9 after this round")),
+    "no privacy left": _told(lambda scene, answer: Refusal("privacy_epsilon would be 9 after this round")),
     "a refusal without end": _told(lambda scene, answer: Refusal("\x1b[2J\r\n\0" * 1000)),
     "a damaged answer": _told(_damaged),
     "noise": _told(lambda scene, answer: scene.noise()),

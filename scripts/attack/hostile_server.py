@@ -46,10 +46,10 @@ MOST_MEMORY = 250 << 20
 PLANS: Sequence[dict[str, Any]] = (
     {},
     {"share_directions": True, "clip": 1.0, "noise": 2.0},
-    {"share_directions": True, "clip": 1.0, "noise": 2.0, "unit": "owner", "directions": "own"},
+    {"share_directions": True, "clip": 1.0, "noise": 2.0, "unit": "owner"},
     {"estimator": "antithetic", "examples": 1, "clip": 0.1, "noise": 1.0},
     {"estimator": "exact", "optimizer": "sgd"},
-    {"estimator": "exact", "clip": 1e-3, "noise": 8.0, "largest": 0.1},
+    {"estimator": "exact", "clip": 1e-3, "noise": 8.0},
 )
 
 
@@ -101,8 +101,8 @@ class Server:
         """A round that the device missed."""
         plan = self.agreement.plan
         few = np.zeros(plan.local_steps, np.float32)
-        scalars = np.zeros((plan.local_steps, 1, int(np.prod(plan.shape))), np.float32)
-        return replace(Steps(first, (7,) if plan.directions == "own" else (), few, few, scalars), **changes)
+        scalars = np.zeros((plan.local_steps, int(np.prod(plan.shape))), np.float32)
+        return replace(Steps(first, few, few, scalars), **changes)
 
 
 # Each makes a task's bytes and says whether a device may answer it.
@@ -214,7 +214,7 @@ def _far(server: Server) -> tuple[bytes, bool]:
 def _missed(server: Server) -> tuple[bytes, bool]:
     server.number = max(server.number, 1)
     good = server.steps(0)
-    wide = np.zeros((*good.scalars.shape[:2], good.scalars.shape[2] + 1), np.float32)
+    wide = np.zeros((len(good.scalars), good.scalars.shape[1] + 1), np.float32)
     none = np.zeros(0, np.float32)
     wrong = server.random.choice(
         [
@@ -223,15 +223,11 @@ def _missed(server: Server) -> tuple[bytes, bool]:
             replace(good, rates=np.full_like(good.rates, np.inf), scalars=np.ones_like(good.scalars)),
             replace(good, rates=none, losses=none, scalars=good.scalars[:0]),
             replace(good, first=1),
-            replace(good, seeds=() if good.seeds else (5,)),
-            replace(
-                good, seeds=tuple(range(300)), scalars=np.zeros((2, 300, good.scalars.shape[2]), np.float32)
-            ),
         ]
     )
-    may = bool(good.seeds) and len(wrong.seeds) == 300 and server.number == 1
-    first = server.honest(1) if server.number == 1 else server.honest()
-    return replace(first, state=server.state(0), missed=(wrong,)).to_bytes(), may
+    missed = wrong.to_bytes()
+    missed = server.random.choice([missed, missed, missed[:-1], missed + b"\0"])
+    return replace(server.honest(), state=server.state(0), missed=missed).to_bytes(), False
 
 
 def _plan(server: Server) -> tuple[bytes, bool]:
@@ -296,7 +292,7 @@ def _serve(workshop: Workshop, random: Random, folder: Path, found: Path) -> int
     kind = random.choice([kind for kind in workshop.kinds if kind in ("quantized", "decoder")])
     task = workshop.folder / "task.yaml"
     policy = folder / "policy.yaml"
-    bound = random.choice(["", "most_epsilon: 50\n"])
+    bound = random.choice(["", "most_privacy_epsilon: 50\n"])
     policy.write_text(f"estimators: [tangent, antithetic, exact]\n{bound}")
     device = folder / "device"
     make_device(

@@ -24,7 +24,7 @@ from processes import forget
 from reports import parser_of, report, shape_of
 from timing import export, folder_bytes, least_memory, random_model
 
-from server_export.verbs import answer_of
+from prge.verbs.starting import answer_of
 
 
 def compare(model: Path, scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:

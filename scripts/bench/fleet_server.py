@@ -31,8 +31,7 @@ from prge.files.run_folder import JOURNAL
 from prge.host.memory import resident_bytes
 
 PLANS: Mapping[str, dict[str, Any]] = {
-    "scalars, common directions": {"share_directions": True, "queries": 16},
-    "scalars, own directions": {"share_directions": True, "queries": 16, "directions": "own"},
+    "scalars": {"share_directions": True, "queries": 16},
     "changes of adapters": {"estimator": "exact"},
 }
 LOCAL_STEPS = 10
@@ -53,11 +52,11 @@ def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, fl
     with Coordinator(folder, bundle, per_round=devices) as server:
         while not server.finished:
             said = random.normal(size=(devices, size)).astype(np.float32) * np.float32(1e-3)
-            own = plan.by_scalars and plan.directions == "own"
             answers = {
                 node: Answer(
-                    *(agreement.sha256, server.round, server.state.step, node + 1 if own else 0),
-                    *(plan.examples * LOCAL_STEPS, 0.0, losses, said[node]),
+                    *(agreement.sha256, server.round, server.state.step, plan.examples * LOCAL_STEPS, 0.0),
+                    losses,
+                    said[node],
                 ).to_bytes()
                 for node in range(devices)
             }

@@ -27,7 +27,7 @@ from questions import make_questions
 from verbs import evaluations, made, parser_of, prge, report, scored, summarize
 
 from prge.learning.accounting import epsilon_of
-from server_export.verbs import json_of
+from prge.verbs.starting import json_of
 
 DEVICES, ROWS, HEAD = 100, 3000, {"questions": 60, "sst2": 400}
 Settings = Mapping[str, Any]
@@ -136,17 +136,17 @@ class Study:
         table = {}
         for epsilon in EPSILONS:
             runs = [self._run(arm, {**best, **self._noise(epsilon)}, seed) for seed in seeds]
-            names = ("after_accuracy", "after_loss", "best_dev_loss", "epsilon")
+            names = ("after_accuracy", "after_loss", "best_dev_loss", "privacy_epsilon")
             table[f"epsilon {epsilon:g}"] = summarize(runs, names)
         return {"settings": best, **table}
 
     def _noise(self, epsilon: float) -> Settings:
         """Every row takes part once a round, so that all of epsilon is spent in the last."""
-        return {"noise": noise_for(epsilon, PRIVATE["rounds"]), "most_epsilon": epsilon}
+        return {"noise": noise_for(epsilon, PRIVATE["rounds"]), "most_privacy_epsilon": epsilon}
 
     def _run(self, arm: str, settings: Settings, seed: int, test: bool = True) -> dict[str, Any]:
         words = [arm.replace(",", ""), *(f"{value:g}" for value in settings.values()), str(seed)]
-        name = "-".join([*words, "dev"] if not test else words).replace(" ", "-").replace("%", "percent")
+        name = "-".join([*words, "dev"] if not test else words).replace(" ", "-")
         plan = {**settings, "seed": seed}
         if arm == "one place":
             return self._one_place(name, {**ONE_PLACE, **plan})
@@ -173,12 +173,14 @@ class Study:
             "kilobytes_down_to_best": until(best, "bytes_down") / 1000,
             "device_seconds_to_best": until(best, "device_seconds") * plan["per_round"],
             "bytes_up_per_device_step": figures["bytes_up_per_device_step"],
-            "epsilon": figures["epsilon"],
+            "privacy_epsilon": figures["privacy_epsilon"],
             "curve": [
                 {
-                    **{"round": entry["number"] + 1, "loss": entry["evaluation"]["loss"]},
+                    "round": entry["number"] + 1,
+                    "loss": entry["evaluation"]["loss"],
                     "accuracy": entry["evaluation"]["accuracy"],
-                    **{"up": until(entry, "bytes_up"), "down": until(entry, "bytes_down")},
+                    "up": until(entry, "bytes_up"),
+                    "down": until(entry, "bytes_down"),
                 }
                 for entry in curve
             ],

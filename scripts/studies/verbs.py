@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from server_export.verbs import command_of, flags_of, json_of
+from prge.verbs.starting import command_of, json_of
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 
@@ -64,8 +64,16 @@ def answers(**flags: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def _call(*words: object, stdout: Any = sys.stderr, **flags: Any) -> str:
-    command = command_of(*words, *flags_of(flags))
+    command = command_of(*words, *(word for name, value in flags.items() for word in _flag(name, value)))
     return subprocess.run(command, check=True, stdout=stdout, text=True).stdout or ""
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """A flag as words; None leaves it out, True gives it bare."""
+    if value is None:
+        return []
+    values = value if isinstance(value, list | tuple) else [value]
+    return [f"--{name.replace('_', '-')}", *(map(str, values) if value is not True else ())]
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:

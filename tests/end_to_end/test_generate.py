@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from prge.cli import main
-from server_export.demo import DATA
 from tests.device_runner.android.fake_adb import FakePhone
-from tests.end_to_end.conftest import prge, write_rows
+from tests.end_to_end.conftest import REPOSITORY, prge, write_rows
 from tests.server_export.adapters import trained_adapter
 
 pytestmark = pytest.mark.export
@@ -94,7 +93,11 @@ def test_a_run_and_what_was_published_of_it_say_what_peft_says(
 def test_trained_models_write_what_the_merged_model_does(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    base = DATA / "model" if name == "demo" else request.getfixturevalue("shared") / "models" / name
+    base = (
+        REPOSITORY / "server_export/demo_data/model"
+        if name == "demo"
+        else request.getfixturevalue("shared") / "models" / name
+    )
     trained = trained_adapter(base, tmp_path / "trained", size=0.02)
     bundle, merged = tmp_path / "bundle", tmp_path / "merged"
     roles = ["--roles", "prefill", "decode"]

@@ -81,7 +81,7 @@ class Ledger:
             if record["agreement"] == agreement and record["round"] < number
         )
 
-    def epsilon(self, line: Record, delta: float, unit: str, whole: bool) -> float:
+    def privacy_epsilon(self, line: Record, delta: float, unit: str, whole: bool) -> float:
         """What privacy has cost with all rounds that were begun, and `line`, which may be one of them.
 
         Mechanisms that a server chooses by earlier answers add up like others: Smith and Thakurta 2022, arXiv

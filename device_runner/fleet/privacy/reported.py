@@ -35,7 +35,7 @@ from prge.contract import AdaptedModule, Contract
 from prge.engine import Engine, Float64Array, FloatArray
 from prge.learning.estimators.protocol import Estimator, Measurement, Step
 
-SPENT = "epsilon would be"
+SPENT = "privacy_epsilon would be"
 GRID_BITS = 20
 # The deviation of the normals above, as a share of the noise.
 COUNTED = math.sqrt(1 - 16 / 4.0**GRID_BITS)

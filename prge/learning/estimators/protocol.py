@@ -19,23 +19,12 @@ import numpy as np
 
 from prge.contract import AdaptedModule, Contract
 from prge.engine import Array, Engine, Float64Array, FloatArray, Slope
-from prge.files.adapter import Adapter, adapter_size
+from prge.files.adapter import Adapter
 from prge.files.journal import GRADIENT, Record, encode_array
 from prge.learning.examples import Batch
 from prge.learning.head import Classifier, Head
 from prge.learning.objectives import CROSS_ENTROPY, BatchLoss, Objective
 
-# What a run with an estimator does, in one sentence, for reports and model cards.
-MEANINGS = {
-    "exact": "Exact gradients: every step goes forward and backward through the model and follows the "
-    "gradient that backpropagation gives.",
-    "tangent": "Tangents: forward passes only; every step takes exact derivatives of the loss along a few "
-    "random directions and follows their mean, a noisy estimate of the gradient.",
-    "antithetic": "P-RGE (arXiv 2409.15520): forward passes only; every step compares the losses of two "
-    "perturbed copies of the adapter along a few random directions: a noisy estimate of the gradient.",
-    "one-sided": "One-sided differences: forward passes only; every step compares the loss of a perturbed "
-    "copy of the adapter with a baseline, along a few random directions: a noisy estimate of the gradient.",
-}
 # What a journal can have of a step for `Estimator.gradient`.
 LEARNT = frozenset({"scalars", GRADIENT})
 
@@ -181,37 +170,6 @@ class InTurn:
 
     def _of(self, step: int) -> Estimator:
         return next(estimator for first, estimator in reversed(self._since) if first <= step)
-
-
-class OfDevices:
-    """Implements Estimator for runs of many devices, whose steps may have directions of each device's own.
-
-    Such a step's record has `seeds`, one for each device, and scalars [devices, ...]; its gradient is the
-    mean of the devices' gradients, in that order. All else is the inner estimator's.
-    """
-
-    def __init__(self, inner: Estimator) -> None:
-        self._inner = inner
-
-    def measure(self, engine: Engine, step: Step) -> Measurement:
-        """See Estimator.measure."""
-        return self._inner.measure(engine, step)
-
-    def rows(self, contract: Contract, batches: int) -> int:
-        """See Estimator.rows."""
-        return self._inner.rows(contract, batches)
-
-    def gradient(
-        self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
-    ) -> FloatArray:
-        """See Estimator.gradient."""
-        if "seeds" not in learnt:
-            return self._inner.gradient(learnt, seed, step, modules)
-        total = np.zeros(adapter_size(modules), np.float32)
-        share = np.float32(1 / len(learnt["seeds"]))
-        for own, scalars in zip(learnt["seeds"], learnt["scalars"], strict=True):
-            total += share * self._inner.gradient({"scalars": scalars}, own, step, modules)
-        return total
 
 
 def clipped(scalars: Float64Array, limit: float) -> Float64Array:

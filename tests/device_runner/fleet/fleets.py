@@ -51,7 +51,7 @@ class Fleet:
         path.write_text(policy)
         fields = {"train": self.folder / f"{node}.jsonl", "policy": path if policy else None, **changes}
         make_device(self.folder / str(node), DeviceSettings(bundle=self.bundle, task=self.task, **fields))
-        (self.folder / str(node) / OWN).write_text(json.dumps({"seed": node, "rows_seed": node + 1}))
+        (self.folder / str(node) / OWN).write_text(json.dumps({"rows_seed": node + 1}))
 
     def settings(self, **changes: Any) -> ServerSettings:
         """A server of this fleet, in `fleet/`."""

@@ -43,13 +43,13 @@ class Server:
     def steps(self, number: int, value: float = 0.0) -> Steps:
         """What a round gave all."""
         count = self.plan.local_steps
-        scalars = np.full((count, 1, int(np.prod(self.plan.shape))), value, np.float32)
+        scalars = np.full((count, int(np.prod(self.plan.shape))), value, np.float32)
         few = np.zeros(count, np.float32)
-        return Steps(count * number, (), few, few, scalars)
+        return Steps(count * number, few, few, scalars)
 
     def task(self, number: int, **changes: Any) -> bytes:
         """A round after others of zeros, or what else is said."""
-        missed = tuple(map(self.steps, range(number)))
+        missed = b"".join(self.steps(each).to_bytes() for each in range(number))
         fields = {"number": number, "step": self.plan.local_steps * number, "missed": missed}
         return replace(self.first, **{**fields, "seconds": 60.0, **changes}).to_bytes()
 
@@ -157,38 +157,38 @@ class TestCounting:
         assert isinstance(server.ask(0), Answer)
         assert "out of time" in server.refusal(1, seconds=1e-9)
         said = server.ask(2)
-        assert said.epsilon == pytest.approx(_cost(-(-6 * 5 // ROWS)), rel=1e-4)
+        assert said.privacy_epsilon == pytest.approx(_cost(-(-6 * 5 // ROWS)), rel=1e-4)
         assert "most_rounds_a_day 3, the plan asks for 4" in server.refusal(3)
 
     def test_fewer_rows_than_examples_are_one_mechanism_a_step(self, fleet: Fleet) -> None:
         server = Server(fleet, **{**NOISE, "examples": 64})
-        assert server.ask(0).epsilon == pytest.approx(_cost(2), rel=1e-4)
+        assert server.ask(0).privacy_epsilon == pytest.approx(_cost(2), rel=1e-4)
         assert server.lines[0]["examples"] == server.lines[0]["rows"] == ROWS
 
     def test_other_rows_begin_another_count(self, server: Server) -> None:
         server.ask(0)
         rows = server.fleet.folder / f"{NODE}.jsonl"
         rows.write_text(rows.read_text().replace("good", "bad"))
-        assert server.ask(1).epsilon == pytest.approx(_cost(1 + 1), rel=1e-4)
+        assert server.ask(1).privacy_epsilon == pytest.approx(_cost(1 + 1), rel=1e-4)
 
     def test_the_owner_as_the_unit_counts_every_step(self, fleet: Fleet) -> None:
         server = Server(fleet, **NOISE)
-        assert server.ask(0).epsilon == pytest.approx(_cost(1), rel=1e-4)
-        fleet.join(NODE, "unit: owner\nmost_epsilon: 20\n")
+        assert server.ask(0).privacy_epsilon == pytest.approx(_cost(1), rel=1e-4)
+        fleet.join(NODE, "unit: owner\nmost_privacy_epsilon: 20\n")
         assert "has unit owner, the plan asks for row" in server.refusal(1)
         owner = Server(fleet, unit="owner", name="owner", out=fleet.folder / "owner", **NOISE)
         # What was said by row is 5 times as much of the owner.
         whole = epsilon_of([(8.0 / 5, 2), (8.0, 2)], 1e-5)
-        assert owner.ask(0).epsilon == pytest.approx(whole, rel=1e-4)
+        assert owner.ask(0).privacy_epsilon == pytest.approx(whole, rel=1e-4)
 
     def test_a_round_of_the_first_version_counts_as_one_without_noise(self, server: Server) -> None:
         with Journal(server.folder / LEDGER) as old:
             old.append({"kind": "round", "step": 0, "agreement": "ab", "round": 3, "time": 0.0, "steps": 2,
                         "examples": 4, "rows": 9, "noise": 1.0, "bytes": 9})  # fmt: skip
-        server.fleet.join(NODE, "most_epsilon: 50\n")
-        assert "epsilon would be inf" in server.refusal(0)
+        server.fleet.join(NODE, "most_privacy_epsilon: 50\n")
+        assert "privacy_epsilon would be inf" in server.refusal(0)
         server.fleet.join(NODE)
-        assert server.ask(0).epsilon == pytest.approx(_cost(1), rel=1e-4)
+        assert server.ask(0).privacy_epsilon == pytest.approx(_cost(1), rel=1e-4)
 
 
 class TestRowsDecideNothing:
@@ -224,26 +224,25 @@ class TestWhatIsNotOfThePlan:
 
     def test_missed_steps(self, server: Server) -> None:
         good = server.steps(0)
-        few, wide = np.zeros(1, np.float32), np.zeros((2, 1, 5), np.float32)
+        few, wide = np.zeros(1, np.float32), np.zeros((2, 5), np.float32)
         for missed, reason in (
             (
                 replace(good, rates=few, losses=few, scalars=good.scalars[:1]),
                 "a round of 1 steps of 4 scalars",
             ),
             (replace(good, scalars=wide), "a round of 2 steps of 5 scalars"),
-            (replace(good, seeds=(1,)), "steps from 0 on, the state is at step 0"),
             (server.steps(0, np.nan), "steps from 0 on after which the adapter has"),
         ):
-            assert reason in server.refusal(1, missed=(missed,))
-        assert "steps to 2, the round begins at 4" in server.refusal(2, missed=(good,))
-        assert isinstance(server.ask(3, missed=(server.steps(1), server.steps(2))), Behind)
+            assert reason in server.refusal(1, missed=missed.to_bytes())
+        assert "steps to 2, the round begins at 4" in server.refusal(2, missed=good.to_bytes())
+        assert isinstance(server.ask(3, missed=server.steps(1).to_bytes()), Behind)
 
     def test_missed_steps_of_changes(self, fleet: Fleet) -> None:
         server = Server(fleet, estimator="exact")
         wrong = server.steps(0)
-        assert "steps from 0 on" in server.refusal(1, step=1, missed=(wrong,))
+        assert "steps from 0 on" in server.refusal(1, step=1, missed=wrong.to_bytes())
 
-    def test_a_count_of_rounds_that_are_not_there(self, server: Server) -> None:
+    def test_more_bytes_of_rounds_than_there_are(self, server: Server) -> None:
         content = bytearray(server.task(1))
         content[34:38] = (2**32 - 1).to_bytes(4, "little")
         said = parse_answer(answer(server.folder, bytes(content)))
@@ -301,6 +300,6 @@ def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
         patch.setattr(device.Gates, "hold", lambda *_: next(looks))
         assert "out of time" in server.refusal(6)
     assert len(server.lines) == 1
-    assert server.ask(6, missed=(), state=b"") == Behind(6)
-    rest = tuple(map(server.steps, (3, 4, 5)))
+    assert server.ask(6, missed=b"", state=b"") == Behind(6)
+    rest = b"".join(server.steps(number).to_bytes() for number in (3, 4, 5))
     assert isinstance(server.ask(6, missed=rest, state=b""), Answer)

@@ -11,8 +11,8 @@ import pytest
 
 from device_runner.fleet import opening, simulate
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.simulate import PRESETS, SimulateSettings, Simulation, with_preset
-from prge.errors import ConfigError, RunError
+from device_runner.fleet.simulate import SimulateSettings, Simulation
+from prge.errors import RunError
 from prge.verbs.settings import read_settings
 from tests.device_runner.numpy_device import Device, Killed, write_films
 
@@ -56,9 +56,7 @@ def _figures(words: Words, **changes: Any) -> dict[str, Any]:
     return figures
 
 
-@pytest.mark.parametrize(
-    "way", [{}, {"estimator": "exact", "largest": 0.1}, {"directions": "own", "partition": "dirichlet:0.3"}]
-)
+@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"partition": "dirichlet:0.3"}])
 def test_it_counts_what_it_sends_and_is_the_same_again(
     words: Words, way: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,12 +72,12 @@ def test_it_counts_what_it_sends_and_is_the_same_again(
 
 def test_devices_end_where_their_privacy_is_spent(words: Words, tmp_path: Path) -> None:
     plan = {"share_directions": "true", "clip": 1, "noise": 2, "queries": 8, "rounds": 40}
-    figures = _figures(words, **plan, most_epsilon=5)
-    assert 3 < figures["epsilon"] <= 5
+    figures = _figures(words, **plan, most_privacy_epsilon=5)
+    assert 3 < figures["privacy_epsilon"] <= 5
     assert len(figures["curve"]) < 40
 
 
-@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"directions": "own"}, {"combine": "trimmed"}])
+@pytest.mark.parametrize("way", [{}, {"estimator": "exact"}, {"combine": "trimmed"}])
 def test_one_that_is_killed_goes_on_to_the_same_figures(
     words: Words, way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,15 +100,6 @@ def test_one_that_is_killed_goes_on_to_the_same_figures(
     assert [entry["loss"] for entry in figures["curve"]] == [entry["loss"] for entry in whole["curve"]]
 
 
-def test_a_preset_is_a_file_of_settings_that_flags_win_over() -> None:
-    for path in PRESETS.glob("*.yaml"):
-        settings = read_settings(SimulateSettings, path, "prge fleet simulate")
-        assert settings.devices == 100
-        assert with_preset(["--rounds", "3", "--preset", path.stem]) == [
-            "--config",
-            str(path),
-            "--rounds",
-            "3",
-        ]
-    with pytest.raises(ConfigError, match="choose one of sst2"):
-        with_preset(["--preset", "other"])
+def test_the_settings_of_the_study_are_those_of_the_verb() -> None:
+    path = Path(__file__).parents[3] / "scripts" / "studies" / "fleet-sst2.yaml"
+    assert read_settings(SimulateSettings, path, "prge fleet simulate").devices == 100

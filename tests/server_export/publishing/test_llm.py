@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 runner = pytest.importorskip("executorch.extension.llm.runner")
 
 from prge.errors import BundleError, ConfigError  # noqa: E402
-from server_export.demo import DATA  # noqa: E402
 from server_export.model.loading import prepare_model  # noqa: E402
 from server_export.publish import main  # noqa: E402
 from server_export.publishing import llm  # noqa: E402
@@ -22,7 +21,7 @@ from tests.tiny_models import DECODERS, SHALLOW, WINDOW, make_model, make_tokeni
 torch.set_num_threads(1)
 pytestmark = pytest.mark.export
 NEW = 24
-DEMO = DATA / "model"
+DEMO = Path(__file__).parents[3] / "server_export/demo_data/model"
 
 
 def published(base: Path, root: Path, *settings: str) -> Path:

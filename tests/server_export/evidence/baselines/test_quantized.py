@@ -120,21 +120,6 @@ def test_stochastic_rounding_keeps_small_steps_on_average_and_nearest_loses_them
     assert set(layer.weight.unique().tolist()) == {10.0}
 
 
-def test_a_training_that_goes_on_rounds_as_one_that_never_stopped() -> None:
-    settings = method_settings("quantized-training")
-    straight, stopped, resumed = (prepare(TinyProblem("bert"), settings) for _ in range(3))
-    for _ in range(2):
-        straight.step(straight.problem.train, 0.1)
-    stopped.step(stopped.problem.train, 0.1)
-    with torch.no_grad():
-        for parameter, value in zip(resumed.parameters(), stopped.parameters(), strict=True):
-            parameter.copy_(value)
-    resumed.load_state(stopped.state())
-    resumed.step(resumed.problem.train, 0.1)
-    for parameter, value in zip(resumed.parameters(), straight.parameters(), strict=True):
-        assert parameter.equal(value)
-
-
 def test_latent_step_is_that_of_floats() -> None:
     problem = TinyProblem("opt")
     method = prepare(problem, method_settings("quantized-training", rounding="latent"))

@@ -132,12 +132,12 @@ def test_memory_is_what_autograd_saves(architecture: str) -> None:
 
 def question(limit: int, *parts: Part, biases: float = 0.5, lowest: int = 0) -> Question:
     """Two blocks: a way back to the lower one takes 220 bytes, to the upper one 115; both gain as much."""
-    depths = (Depth(biases, (220,)), Depth(biases, (115,)))
-    return Question(depths, parts, (limit,), lowest)
+    depths = (Depth(biases, 220), Depth(biases, 115))
+    return Question(depths, parts, limit, lowest)
 
 
 def part(name: str, block: int, *options: tuple[float, float, int]) -> Part:
-    return Part(name, block, tuple(Option(level, gain, (size,)) for level, gain, size in options))
+    return Part(name, block, tuple(Option(level, gain, size) for level, gain, size in options))
 
 
 def test_selection_takes_gains_per_byte_within_the_limit() -> None:
