@@ -99,13 +99,10 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, quantize=["8da4w", "fp32"], threads=2, pairs=20)
     parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
-    parser.add_argument("--quantize", nargs="+", default=["8da4w", "fp32"])
     parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=list(ESTIMATORS))
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=[(2, 64), (1, 16)])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--monolith", type=Path, help="checkout to compare with")
     arguments = parser.parse_args()
     with random_model(arguments.model, arguments.layers) as folder:

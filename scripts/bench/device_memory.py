@@ -62,15 +62,10 @@ def in_children(
 
 def main() -> None:
     """Read the flags, export, measure, print JSON."""
-    parser = parser_of(__doc__)
+    shape = {"batch_size": 1, "seq_len": 64, "threads": 1}
+    parser = parser_of(__doc__, quantize="8da4w", estimator="tangent", engine="auto", **shape)
     parser.add_argument("--models", nargs="*", default=[], help="such as smollm2-135m")
     parser.add_argument("--bundles", nargs="*", type=Path, default=[], help="measured besides")
-    parser.add_argument("--quantize", default="8da4w")
-    parser.add_argument("--estimator", default="tangent")
-    parser.add_argument("--engine", default="auto")
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="processes a figure")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -66,11 +66,10 @@ def compare(model: Path, scheme: str, arguments: argparse.Namespace, folder: Pat
 
 def main() -> None:
     """Read the flags, compare, print JSON."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
-    parser.add_argument("--quantize", nargs="+", default=["fp32", "8da4w"])
-    parser.add_argument("--estimators", nargs="+", default=["tangent", "antithetic", "exact"])
-    parser.add_argument("--engines", nargs="+", default=["native"])
+    models, estimators = ["smollm2-135m"], ["tangent", "antithetic", "exact"]
+    parser = parser_of(
+        __doc__, models=models, quantize=["fp32", "8da4w"], estimators=estimators, engines=["native"]
+    )
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=[(4, 64), (1, 256)])
     parser.add_argument("--longest", type=int, default=512, help="tokens of the longest row")
     arguments = parser.parse_args()

@@ -121,17 +121,12 @@ def cold_seconds(step: Server, cache: Path, repeats: int) -> float:
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    shape = {"queries": 4, "batch_size": 4, "seq_len": 64, "threads": 2, "repeats": 9}
+    parser = parser_of(__doc__, quantize="8da4w", **shape)
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m"])
     parser.add_argument("--methods", nargs="+", choices=[*ENGINE, *PYTORCH], default=[*ENGINE, *PYTORCH])
     parser.add_argument("--monolith", type=Path, help="checkout that makes one program of the whole model")
     parser.add_argument("--joint-models", nargs="+", choices=CONFIGURATIONS, default=[*CONFIGURATIONS])
-    parser.add_argument("--quantize", default="8da4w")
-    parser.add_argument("--queries", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--folder", type=Path, help="where models and bundles are made for a while")
     arguments = parser.parse_args()
     figures = {}

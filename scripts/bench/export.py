@@ -20,9 +20,8 @@ from server_export.model.random_models import CONFIGURATIONS
 
 def main() -> None:
     """Read the flags, export, print JSON."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, quantize="8da4w")
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m"])
-    parser.add_argument("--quantize", default="8da4w")
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     parser.add_argument("--folder", type=Path, help="where the models and bundles are made for a while")
     arguments = parser.parse_args()

@@ -81,10 +81,8 @@ def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, fl
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, devices=[10, 100, 1000], rounds=50)
     parser.add_argument("--bundle", type=Path, required=True)
-    parser.add_argument("--devices", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     arguments = parser.parse_args()
     found: dict[str, Any] = {}

@@ -93,16 +93,10 @@ class Bandwidth:
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, quantize="8da4w", prompt=128, new=128, context=1024, threads=2, repeats=7)
     parser.add_argument(
         "--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m", "tinyllama-1.1b"]
     )
-    parser.add_argument("--quantize", default="8da4w")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     for model in arguments.models:

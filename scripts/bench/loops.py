@@ -38,14 +38,9 @@ def step_seconds(bundle: Path, batch: int, tokens: int, queries: int, threads: i
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    sizes = {"queries": [1, 4, 16], "seq_lens": [16, 64, 256]}
+    parser = parser_of(__doc__, quantize=["8da4w", "fp32"], threads=2, repeats=9, batch_size=1, **sizes)
     parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
-    parser.add_argument("--quantize", nargs="+", default=["8da4w", "fp32"])
-    parser.add_argument("--queries", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--seq-lens", nargs="+", type=int, default=[16, 64, 256])
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     schemes: dict[str, Any] = {}
     shape = (arguments.threads, arguments.repeats)

@@ -14,13 +14,18 @@ from prge.files.run_folder import environment
 Measured = TypeVar("Measured")
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the flags that all benchmarks have."""
+def parser_of(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with the flags that all benchmarks have, and one for each default; a list takes several."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, help="makes models shallower")
     parser.add_argument("--json", type=Path, help="file to write the figures to as well")
+    for name, default in defaults.items():
+        several = isinstance(default, list)
+        kind = type(default[0] if several else default)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, nargs="+" if several else None, default=default)
     return parser
 
 

@@ -81,16 +81,10 @@ def _seconds(found: Mapping[str, Any], name: str) -> float:
 
 def main() -> None:
     """Read the flags, run, print JSON."""
-    parser = parser_of(__doc__)
+    shape = {"queries": 4, "batch_size": 2, "seq_len": 64, "rank": 8, "threads": 2, "repeats": 15}
+    modules = ["q_proj", "v_proj"]
+    parser = parser_of(__doc__, quantize=["fp32", "8da4w"], target_modules=modules, **shape)
     parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
-    parser.add_argument("--quantize", nargs="+", default=["fp32", "8da4w"])
-    parser.add_argument("--queries", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--target-modules", nargs="+", default=["q_proj", "v_proj"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     schemes = {}
     for scheme in arguments.quantize:

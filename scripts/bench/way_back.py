@@ -148,13 +148,11 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, seq_lens=[64, 256], threads=1)
     parser.add_argument("--models", nargs="*", default=[], help="folders or hub ids of decoders")
     parser.add_argument("--quantize", nargs="*", default=SCHEMES, choices=SCHEMES)
     parser.add_argument("--widths", nargs="*", default=WIDTHS, help="of a layer, as 576x1536")
-    parser.add_argument("--seq-lens", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--batch-size", type=int, default=4, help="rows of a gradient")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10, help="to time a layer's ways for")
     arguments = parser.parse_args()
     quiet_libraries()
