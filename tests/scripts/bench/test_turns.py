@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("executorch")
-
 from chain import compared
 from loops import copies_of
 from reports import in_turns, median, shape_of
