@@ -95,15 +95,8 @@ def run(arguments: argparse.Namespace, place: Path, steps: int, limit: int | Non
     shutil.rmtree(place / "run", ignore_errors=True)
     forget(place)
     words = ["run", "--estimator", "exact", "--quiet", "--threads", arguments.threads, "--steps", steps]
-    words += [
-        "--bundle",
-        place / "bundle",
-        "--memory",
-        least_memory(place / "bundle"),
-        "--out",
-        place / "run",
-    ]
-    words += ["--train", place / "rows.jsonl", "--batch-size", arguments.batch_size]
+    words += ["--bundle", place / "bundle", "--train", place / "rows.jsonl", "--out", place / "run"]
+    words += ["--memory", least_memory(place / "bundle"), "--batch-size", arguments.batch_size]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "XDG_CACHE_HOME": str(place / "cache")}
     begin, found = time.monotonic(), dict[str, float]()
     with ExitStack() as stack:
