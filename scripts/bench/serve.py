@@ -71,7 +71,7 @@ def pytorch_steps(method: str, folder: Path, rows: int, tokens: int, threads: in
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found = float(loss)
+        found = loss.item()
         yield time.perf_counter() - begin, found
 
 
