@@ -287,29 +287,36 @@ def _signed(record: dict[str, Any]) -> str:
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'
 
 
+LIES: list[tuple[str, dict[str, Any]]] = [
+    ("start", {"settings": []}),
+    ("start", {"bundle": None}),
+    ("step", {"scalars": []}),
+    ("step", {"scalars": "1"}),
+    ("step", {"scalars": [[1e400]]}),
+    ("step", {"loss": None}),
+    ("step", {"learning_rate": "1"}),
+    ("evaluation", {"value": "best"}),
+    ("head", {"classes": 10**12}),
+    ("head", {"values": "?"}),
+    ("head", {"folds": 3}),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    ("device", "kind", "changes"),
     [
-        ("start", {"settings": []}),
-        ("start", {"bundle": None}),
-        ("step", {"scalars": []}),
-        ("step", {"scalars": "1"}),
-        ("step", {"scalars": [[1e400]]}),
-        ("step", {"loss": None}),
-        ("step", {"learning_rate": "1"}),
-        ("evaluation", {"value": "best"}),
-        ("head", {"classes": 10**12}),
-        ("head", {"values": "?"}),
-        ("head", {"folds": 3}),
+        (is_encoder, kind, changes)
+        for kind, changes in LIES
+        for is_encoder in (False, True)
+        if is_encoder or kind != "head"
     ],
+    indirect=["device"],
 )
 @pytest.mark.timeout(20)
 def test_a_journal_that_says_what_no_run_says_is_an_error(
     device: Device, settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     run(settings)
-    if kind == "head" and not device.encoder:
-        pytest.skip("a decoder has no head")
     shutil.rmtree(settings.out / "checkpoints")
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
     number = next(n for n, record in enumerate(records) if record["kind"] == kind)
@@ -322,11 +329,10 @@ def test_a_journal_that_says_what_no_run_says_is_an_error(
             replay([str(settings.out), "--out", str(tmp_path / "replayed")])
 
 
+@pytest.mark.parametrize("device", [True], indirect=True, ids=["encoder"])
 def test_a_replay_compares_the_head_too(
     device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not device.encoder:
-        pytest.skip("a decoder has no head")
     run(replace(settings, steps=1, learning_rate=1e-30))
     lines = (settings.out / "journal.jsonl").read_text().splitlines(keepends=True)
     assert replay([str(settings.out), "--out", str(tmp_path / "whole")]) == 0
@@ -487,10 +493,9 @@ def _list_template(bundle: Path, source: str) -> None:
     write_manifest(bundle, manifest)
 
 
+@pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])
 def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tmp_path: Path) -> None:
     """What decides the text that is learnt is part of what the run is."""
-    if settings.task:
-        pytest.skip("an encoder learns no messages")
     turns = [{"role": "user", "content": "a film"}, {"role": "assistant", "content": "a good film"}]
     rows = "".join(json.dumps({"messages": turns}) + "\n" for _ in range(8))
     (tmp_path / "chat.jsonl").write_text(rows)
@@ -508,11 +513,10 @@ def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tm
         run(replace(chat, resume=chat.out))
 
 
+@pytest.mark.parametrize("device", [True], indirect=True, ids=["encoder"])
 def test_a_run_isnt_resumed_with_another_task(settings: RunSettings) -> None:
-    if not settings.task:
-        pytest.skip("a decoder learns texts here")
     run(settings)
-    path = Path(settings.task)
+    path = Path(str(settings.task))
     path.write_text(path.read_text().replace('"{text}"', '"{text}!"'))
     with pytest.raises(ConfigError, match="the task is another one"):
         run(replace(settings, resume=settings.out))

@@ -11,9 +11,9 @@ import pytest
 from prge.cli import main
 from prge.files.peft import read_arrays
 from prge.files.signatures import ROLES
-from tests.end_to_end.conftest import write_rows
 from tests.tiny_models import save_model
 from tests.verbs import prge
+from tests.workshop import write_rows
 
 ESTIMATORS = ("tangent", "antithetic", "fzoo", "exact")
 CHOICES = 6

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from prge.files.journal import Journal
-from tests.end_to_end.conftest import write_rows
 from tests.verbs import prge
+from tests.workshop import write_rows
 
 
 def words_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[object]:

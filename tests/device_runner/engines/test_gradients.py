@@ -40,12 +40,6 @@ LAYERS = 30
 ARCHITECTURES = ("gpt2", "gemma3", "opt")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed files of these tests alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "gradients-cache"))
-
-
 def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
     contract = bundle.chain.contract("back", rows)
     return contract, inputs_of(contract, seed)
