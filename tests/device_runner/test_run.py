@@ -200,27 +200,8 @@ def test_a_report_of_it_is_written_however_it_ended(
     assert f"prge publish {settings.out}" in page.read_text()
 
 
-def test_killed_after_any_calls_and_resumed_it_ends_in_the_same_bits(
-    device: Device, settings: RunSettings, tmp_path: Path
-) -> None:
-    run(settings)
-    killed = replace(settings, out=tmp_path / "killed")
-    resumes = 0
-    while True:
-        device.calls_left = 3 + resumes % 8
-        resume = killed.out if (killed.out / "config.yaml").is_file() else None
-        try:
-            run(replace(killed, resume=resume))
-            break
-        except Killed:
-            resumes += 1
-    assert resumes > 3
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
-
-
 @pytest.mark.parametrize("checkpoint_every", [0, 5])
-def test_killed_on_its_way_it_leaves_the_same_checkpoints_and_counts(
+def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     device: Device, settings: RunSettings, checkpoint_every: int, tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_every=checkpoint_every, evaluate_every=3)
@@ -242,10 +223,11 @@ def test_killed_on_its_way_it_leaves_the_same_checkpoints_and_counts(
     def left(folder: Path) -> dict[str, Any]:
         counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
         summary = json.loads((folder / "run.json").read_text())
+        files = [folder / "journal.jsonl", folder / "final/adapter_model.safetensors"]
         return {
-            "checkpoints": {
+            "bits": {
                 path.relative_to(folder).as_posix(): path.read_bytes()
-                for path in (folder / "checkpoints").rglob("*.*")
+                for path in (*files, *(folder / "checkpoints").rglob("*.*"))
             },
             "counts": counts,
             "steps": summary["train"]["steps"],
