@@ -32,8 +32,8 @@ def train_block(folder: Path) -> dict[str, Any]:
     return dict(content["train"])
 
 
-def test_what_a_run_leaves_behind(make_settings: MakeSettings, workplace: Path) -> None:
-    settings = make_settings(test=workplace / "dev.jsonl", steps=40, learning_rate=0.02)
+def test_what_a_run_leaves_behind(make_settings: MakeSettings, workshop: Path) -> None:
+    settings = make_settings(test=workshop / "dev.jsonl", steps=40, learning_rate=0.02)
     final = run(settings)
     assert final == settings.out / "final"
     records = read_metrics(settings.out)
