@@ -50,7 +50,7 @@ from prge.files.run_folder import (
     run_lock,
     with_stored_settings,
 )
-from prge.files.signatures import DECODE, PREFILL
+from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
 from prge.learning.checkpoint import (
@@ -249,7 +249,7 @@ def _tell_noise(
     watcher: Watcher,
 ) -> None:
     """Say how noisy differences in quantized activations are; a run goes on without the answer too."""
-    if engine.contract.kind != "stack" or inputs.bundle.quantization is None:
+    if engine.contract.role != STACK or inputs.bundle.quantization is None:
         return
     try:
         watcher.say(noise_note(settings, engine, state.adapter, sampler, state.training_classifier))
@@ -272,7 +272,7 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
         return
     last = settings_records(journal)[-1]
     with journal.reading(last):
-        before, now = last["settings"], identity["settings"]
+        before, now = RunSettings.current(last["settings"]), identity["settings"]
         changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
         refused = changed - (CHANGEABLE if settings.change_estimator else set())
         problems = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in sorted(refused)]

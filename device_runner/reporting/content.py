@@ -15,7 +15,7 @@ from prge.files.curves import labels, series, smooth
 from prge.files.run_folder import CHECKPOINTS, FINAL, LOG, Record
 from prge.files.signatures import DECODE, PREFILL
 from prge.host.progress import duration
-from prge.learning.estimators.protocol import MEANINGS
+from prge.learning.estimators.table import ESTIMATORS
 from prge.pages.charts import Line, line_chart
 from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
 
@@ -200,9 +200,9 @@ def _decisions(run: RunFacts, level: int) -> Iterator[Block]:
 
 
 def _method(run: RunFacts) -> Iterator[Block]:
-    estimators = [name for name in _estimators(run) if name in MEANINGS]
+    estimators = [name for name in _estimators(run) if name in ESTIMATORS]
     for name in dict.fromkeys(estimators):
-        yield Paragraph(MEANINGS[name])
+        yield Paragraph(ESTIMATORS[name].meaning)
     if not estimators and isinstance(run.run.get("method"), str):
         yield Paragraph(f"In PyTorch, by `prge baseline --method {run.run['method']}`.")
     model, quantization = mapping(run.run.get("model")), mapping(run.run.get("quantization"))

@@ -25,7 +25,7 @@ _LOOK_EVERY = 1.0
 # Figures of a record; all others say when it was.
 _NO_FIGURES = frozenset({"event", "split", "step"})
 # Settings in words that tell nothing of the user's files.
-_NAMES = ("estimator", "optimizer", "schedule", "directions", "baseline", "select")
+_NAMES = ("estimator", "optimizer", "schedule", "select")
 
 
 def send(

@@ -104,7 +104,7 @@ def parse_settings(
         show_help(_parser(settings_type, prog, positional, description))
         raise SystemExit(0)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
-    given = [entry for path in files for entry in _read_file(path, kinds, problems)]
+    given = [entry for path in files for entry in _read_file(path, settings_type, problems)]
     given += [entry for entry in words if entry.key in kinds]
     settings = _build(settings_type, given, problems, prog)
     if "print_config" in own:
@@ -116,7 +116,7 @@ def parse_settings(
 def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Settings:
     """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError as above."""
     problems: list[str] = []
-    given = _read_file(path, _kinds(settings_type), problems)
+    given = _read_file(path, settings_type, problems)
     return _build(settings_type, given, problems, prog)
 
 
@@ -250,7 +250,7 @@ def _read_words(
     return given
 
 
-def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> list[_Given]:
+def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> list[_Given]:
     try:
         content = read_yaml(path)
     except (OSError, DocumentError) as error:
@@ -261,7 +261,9 @@ def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> lis
     if not isinstance(content, dict):
         problems.append(f"{path} holds a {type(content).__name__}, not a mapping of settings")
         return []
-    return _given_by(content, str(path), kinds, problems)
+    # What a version of its own wrote down, settings of another verb may know better.
+    current = getattr(settings_type, "current", dict)
+    return _given_by(current(content), str(path), _kinds(settings_type), problems)
 
 
 def _given_by(

@@ -29,10 +29,7 @@ _TORCH = ["--engine", "torch"]
 _DIFFERENCES = [
     ["--estimator", "antithetic"],
     ["--estimator", "antithetic", "--copies", "3"],
-    ["--estimator", "one-sided"],
-    ["--estimator", "one-sided", "--baseline", "leave-one-out"],
-    ["--estimator", "one-sided", "--normalize"],
-    ["--estimator", "antithetic", "--directions", "gaussian"],
+    ["--estimator", "fzoo"],
 ]
 _TANGENTS = [
     ["--estimator", "tangent", *more]

@@ -30,13 +30,14 @@ from prge.files.run_folder import DECISIONS, ENDED, JOURNAL, SUMMARY, read_metri
 from prge.files.signatures import DECODE
 from prge.host.progress import duration
 from prge.learning.estimators.guide import GUIDE
+from prge.learning.estimators.table import having
 from prge.rows.readers import Row, read_rows
 from prge.rows.report import unknown_note
 from prge.rows.sources import Part
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.verbs.starting import configured, json_of, run_verb
 from server_export.tune import decisions
-from server_export.tune.choosing import GUIDED, Choosing
+from server_export.tune.choosing import Choosing
 from server_export.tune.decisions import Decision, Pace, RowFacts
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.places import Here, Phone, Place
@@ -159,7 +160,11 @@ class _Tuning:
             if decided["init"] == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
             self._verb("export", {"model": settings.model, "out": self._folder, **asked, **decided})
-        if settings.bundle is None and settings.estimator in GUIDED and not _has_guide(self._folder):
+        if (
+            settings.bundle is None
+            and settings.estimator in having("queries")
+            and not _has_guide(self._folder)
+        ):
             rows = {"data": self._rows.train, "task": settings.task}
             self._verb("guide", {"bundle": self._folder, "model": settings.model, **rows})
         print(f"bundle {open_bundle(self._folder).folder}")

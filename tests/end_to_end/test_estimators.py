@@ -16,7 +16,7 @@ from tests.tiny_models import save_model
 
 pytestmark = pytest.mark.export
 
-ESTIMATORS = ("tangent", "antithetic", "one-sided", "exact")
+ESTIMATORS = ("tangent", "antithetic", "fzoo", "exact")
 CHOICES = 6
 
 

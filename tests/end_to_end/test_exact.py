@@ -114,8 +114,8 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
 def test_what_has_no_meaning_for_it_is_refused(workshop: Path, upper_bundle: Path, tmp_path: Path) -> None:
     words = words_of(workshop, upper_bundle, tmp_path / "run")
     for more, message in (
-        (["--queries", 4], "--queries belongs to --estimator tangent, antithetic or one-sided"),
-        (["--epsilon", 0.1], "--epsilon belongs to --estimator antithetic or one-sided"),
+        (["--queries", 4], "--queries belongs to --estimator tangent, antithetic or fzoo"),
+        (["--epsilon", 0.1], "--epsilon belongs to --estimator antithetic or fzoo"),
         (["--estimator", "tangent"], "the bundle has the roles stack, back"),
         (["--clip-examples", 1], "--clip-examples needs --batch-size 1, it is not given"),
     ):

@@ -21,7 +21,7 @@ from tests.compilers import needs_compiler
 KILLS = {
     "bundle tangent": 20,
     "bundle antithetic": 6,
-    "bundle one-sided": 6,
+    "bundle fzoo": 6,
     "bundle exact": 10,
     "upper exact": 10,
 }

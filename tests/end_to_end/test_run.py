@@ -102,9 +102,8 @@ def test_tangents(run_words: list[object], words: list[object], tmp_path: Path) 
 @pytest.mark.parametrize(
     "words",
     [
-        ["--estimator", "one-sided", "--memory", "1000000"],
-        ["--estimator", "one-sided", "--baseline", "leave-one-out", "--normalize", "--optimizer", "sgd"],
-        ["--directions", "gaussian", "--optimizer", "momentum", "--schedule", "cosine", "--calls", 2],
+        ["--estimator", "fzoo", "--memory", "1000000", "--optimizer", "sgd"],
+        ["--optimizer", "momentum", "--schedule", "cosine", "--calls", 2],
         ["--queries", 3, "--copies", 2, "--warmup", 2, "--schedule", "linear"],
     ],
 )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.learning.estimators.exact import ROWS_OF_A_STEP
+from prge.contract import ROWS_OF_A_WAY_BACK
 from prge.learning.examples import Example
 from server_export.evidence.baselines.method import Problem, StepResult
 from server_export.evidence.baselines.methods import ADAM, Optimizer
@@ -55,7 +55,7 @@ class Backpropagation:
         torch.autograd.backward(loss)
         self.shape_gradients()
         self._optimizer.step()
-        return StepResult(loss.item(), ROWS_OF_A_STEP * self.problem.rows(examples))
+        return StepResult(loss.item(), ROWS_OF_A_WAY_BACK * self.problem.rows(examples))
 
     def shape_gradients(self) -> None:
         """Called between the backward and the optimizer, for methods that change gradients."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from prge.contract import ROWS_OF_A_WAY_BACK
 from prge.errors import ConfigError
-from prge.learning.estimators.exact import ROWS_OF_A_STEP
+from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from server_export.evidence.baselines.methods import METHODS as PYTORCH
 from server_export.evidence.compare.settings import CompareSettings
 from server_export.settings import ExportConfig
@@ -34,7 +35,7 @@ class Method:
     forward_only: bool
     title: str
     learning_rate: float
-    estimator: str = ""
+    estimator: EstimatorName | None = None
     queries: int = 1
     copies: int | None = None
     directions: int | None = None
@@ -49,11 +50,9 @@ class Method:
     def rows(self, batch_size: int) -> int:
         """Rows that a step computes; a backward counts as two forwards."""
         examples = self.examples(batch_size)
-        if not self.forward_only:
-            return ROWS_OF_A_STEP * examples
-        if self.estimator == "tangent":
-            return (1 + self.queries) * examples
-        return 2 * self.queries * examples
+        if self.estimator is not None:
+            return ESTIMATORS[self.estimator].rows(self.directions or self.queries) * examples
+        return (2 if self.forward_only else ROWS_OF_A_WAY_BACK) * examples
 
 
 def _antithetic(queries: int, name: str) -> Method:
@@ -86,7 +85,7 @@ METHODS: dict[str, Method] = {
         Method(
             "fzoo", "engine", True,
             "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation", 5e-3,
-            estimator="one-sided", queries=4, directions=7, run={"normalize": True},
+            estimator="fzoo", queries=4, directions=7,
         ),
         Method(
             "exact", "engine", False,
@@ -217,7 +216,7 @@ def run_words(
         "engine": settings.engine,
         **(method.run or {}),
     }
-    if method.estimator != "exact":
+    if method.estimator is not None and ESTIMATORS[method.estimator].has_directions:
         flags["queries"] = method.directions or method.queries
     if method.copies:
         flags["copies"] = method.copies

@@ -51,7 +51,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
-    contract = bundle.chain.contract("exact", rows)
+    contract = bundle.chain.contract("back", rows)
     return contract, inputs_of(contract, seed)
 
 

@@ -58,7 +58,7 @@ def tab(tmp_path: Path) -> object:
     [
         ("prge t", {"tune"}),
         ("prge tune rows.jsonl --batch", {"--batch-size"}),
-        ("prge run --estimator ", {"tangent", "antithetic", "one-sided", "exact"}),
+        ("prge run --estimator ", {"tangent", "antithetic", "fzoo", "exact"}),
         ("prge run --estimator ta", {"tangent"}),
         ("prge run --lr 3 --se", {"--seed", "--select"}),
         ("prge export --no-", {"--no-cache"}),

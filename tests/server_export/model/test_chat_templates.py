@@ -32,7 +32,7 @@ from tests.tiny_models import make_tokenizer
 
 SIZE = 1000
 CONTRACT = Contract(
-    kind="stack",
+    role="stack",
     readout="logprobs",
     copies=1,
     batch_size=1,
