@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from questions import make_questions
-from server_export.verbs import json_of
 from verbs import evaluations, made, parser_of, prge, report, scored, summarize
 
 from prge.learning.accounting import epsilon_of
+from prge.verbs.starting import json_of
 
 DEVICES, ROWS, HEAD = 100, 3000, {"questions": 60, "sst2": 400}
 Settings = Mapping[str, Any]

@@ -26,10 +26,10 @@ from typing import Any
 import style
 import yaml
 from questions import make_questions
-from server_export.verbs import json_of
 from verbs import DEMO, made, parser_of, prge, report, scored, summarize, trained, write_rows
 
 from prge.rows.readers import Selection, read_rows, select_rows
+from prge.verbs.starting import json_of
 
 TEXTS = {"train": (0, 200), "dev": (800, 40), "test": (900, 100)}
 SENTENCES = {"train": ("train", 300), "dev": ("train", 100), "test": ("test-labeled", 600)}
