@@ -9,8 +9,8 @@ from device_runner.android.adb import quote
 from device_runner.android.device import FOLDER, Phone, check_name, send_rows
 from device_runner.android.runtime import MANIFEST
 from device_runner.fleet.device import DeviceSettings as JoiningSettings
-from device_runner.fleet.serve import KEYS_REMEDY, keys_problems
-from prge.errors import ConfigError, DeviceError
+from device_runner.fleet.serve import check_keys
+from prge.errors import DeviceError
 from prge.verbs.bounds import flag
 
 # Of a folder of `prge fleet keys` for a device.
@@ -39,8 +39,7 @@ class AndroidJoinSettings(JoiningSettings):
     """prge's folder on the device."""
 
     def __post_init__(self) -> None:
-        if problems := keys_problems(self.keys, self.insecure):
-            raise ConfigError("these settings can't be used:", problems, remedy=KEYS_REMEDY)
+        check_keys(self.keys, self.insecure)
         check_name(self.name)
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from device_runner.fleet import serve, simulate
 from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_device
 from device_runner.fleet.status import read_status
-from prge.errors import ConfigError, PrgeError, RunError
+from prge.errors import PrgeError, RunError
 from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
 
@@ -58,10 +58,7 @@ class RejoinSettings:
     """Instead of --keys: no encryption. To try things out."""
 
     def __post_init__(self) -> None:
-        if problems := serve.keys_problems(self.keys, self.insecure):
-            raise ConfigError(
-                "these settings can't be used:", problems, remedy="`prge fleet keys` makes keys"
-            )
+        serve.check_keys(self.keys, self.insecure)
 
 
 @dataclass(frozen=True, kw_only=True)

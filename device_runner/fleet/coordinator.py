@@ -238,11 +238,8 @@ class Coordinator:
         self.estimator = replayer(self.plan, Guide.from_journal(self.journal))
         self.state = self._state()
         self._devices: dict[int, _Device] = {}
-        for record in self.over:
-            for node, spoken in record["spoken"].items():
-                self._device(int(node)).spoken = spoken
-            self._remember(record["answered"], record["first"])
-            self._take_words({int(node): reason for node, reason in record["refused"].items()})
+        for line in self.over:
+            self._take_note(line)
         self._asked: dict[int, int] = {}
         self._silent_rounds = 0
         self.privacy_is_spent = False
@@ -259,11 +256,6 @@ class Coordinator:
         return len(self.over)
 
     @property
-    def rounds(self) -> int:
-        """Rounds of the plan."""
-        return self.plan.rounds
-
-    @property
     def most_bytes(self) -> int:
         """Bytes of the longest answer of the plan."""
         values, losses = values_of(self.plan, self.state.adapter.size), self.plan.local_steps
@@ -273,7 +265,7 @@ class Coordinator:
     @property
     def finished(self) -> bool:
         """Whether all rounds are over, or no device may spend more of its privacy."""
-        return self.round >= self.rounds or self.privacy_is_spent
+        return self.round >= self.plan.rounds or self.privacy_is_spent
 
     def tasks(self, nodes: Sequence[int]) -> dict[int, bytes]:
         """The tasks of the next round for some of the devices that are there, by their names.
@@ -298,7 +290,7 @@ class Coordinator:
         good, refused = self._sorted(answers)
         silent = sorted(set(self._asked) - set(answers))
         up, down = sum(map(len, answers.values())), sum(self._asked.values())
-        report = RoundReport(self.round, self.rounds, refused, silent, up, down)
+        report = RoundReport(self.round, self.plan.rounds, refused, silent, up, down)
         if len(good) < self.least_answers:
             self._count_silence(refused)
             return report
@@ -406,7 +398,7 @@ class Coordinator:
                 refused[node] = str(error).partition("\n")[0]
                 device = self._device(node)
                 device.step, device.introduced = _NOTHING, False
-        self._take_words(refused)
+                device.spent |= refused[node].startswith(SPENT)
         return good, refused
 
     def _good(self, node: int, content: bytes) -> Answer:
@@ -465,9 +457,19 @@ class Coordinator:
             facts[name] = {str(node): each for node, each in by_node.items()}
         line = {"kind": "round", "step": report.number, "first": first, "time": time.time(), **facts}
         self.over.append(self.journal.append(line))
-        for node, each in spoken.items():
-            self._device(node).spoken = each
-        self._remember(report.answered, first)
+        self._take_note(line)
+
+    def _take_note(self, line: Record) -> None:
+        """Keep what a round's line says of its devices."""
+        for node, spoken in line["spoken"].items():
+            self._device(int(node)).spoken = spoken
+        for node, reason in line["refused"].items():
+            # Who has no privacy left to spend says so for itself alone.
+            self._device(int(node)).spent |= reason.startswith(SPENT)
+        for node in line["answered"]:
+            # It holds the common state of where the round began.
+            device = self._device(node)
+            device.step, device.introduced, device.spent = line["first"], True, False
 
     def _tried(self, records: Sequence[Record]) -> tuple[TrainingState, Record | None, str]:
         """The state after common steps, its scores where they are due, and why it is absurd, if it is."""
@@ -497,7 +499,7 @@ class Coordinator:
 
     def _is_due(self, rounds: int) -> bool:
         """Whether development rows are scored after so many rounds."""
-        return self.finished or rounds >= self.rounds or rounds % self._evaluate_every == 0
+        return self.finished or rounds >= self.plan.rounds or rounds % self._evaluate_every == 0
 
     def _score_if_due(self, scored: Record | None = None) -> Record:
         """Score development rows if it is time to, unless the journal has that; nothing if it isn't."""
@@ -534,18 +536,6 @@ class Coordinator:
         load_latest(self.folder / CHECKPOINTS, state, newest=self.journal.steps)
         advance(state, self.journal, self.estimator, self.journal.steps)
         return state
-
-    def _remember(self, nodes: Sequence[int], step: int) -> None:
-        """Devices that answered hold the common state of where the round began."""
-        for node in nodes:
-            device = self._device(node)
-            device.step, device.introduced, device.spent = step, True, False
-
-    def _take_words(self, refused: Mapping[int, str]) -> None:
-        """Who has no privacy left to spend says so for itself alone."""
-        for node, reason in refused.items():
-            if reason.startswith(SPENT):
-                self._device(node).spent = True
 
     def _count_silence(self, refused: Mapping[int, str]) -> None:
         """Take note of a round without answers.

@@ -13,11 +13,9 @@ from prge.errors import ConfigError, RunError
 from prge.files.run_folder import run_lock
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
-from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings, read_settings, settings_to_yaml, with_whole_paths
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
-KEYS_REMEDY = "`prge fleet keys` makes keys for a server and its devices"
 DESCRIPTION = "Begin a fleet, or go on with one by --resume FOLDER: wait for devices, and take its rounds."
 
 
@@ -38,11 +36,7 @@ class ServeSettings(ServerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = bound_problems(self) + keys_problems(self.keys, self.insecure)
-        if problems:
-            raise ConfigError(
-                "these settings can't be used:", problems, remedy="see `prge fleet serve --help`"
-            )
+        check_keys(self.keys, self.insecure)
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ def serve(settings: ServeSettings) -> Path:
                 names = link.names()
                 write_file(settings.out / NAMES, json.dumps(names).encode())
                 if coordinator.round:
-                    _tell(f"going on after round {coordinator.round} of {coordinator.rounds}")
+                    _tell(f"going on after round {coordinator.round} of {coordinator.plan.rounds}")
                 devices = settings.least_answers if coordinator.round else settings.wait_for
                 with link.run() as post:
                     take_rounds(
@@ -104,9 +98,14 @@ def serve(settings: ServeSettings) -> Path:
         return coordinator.write_final()
 
 
-def keys_problems(keys: Path | None, insecure: bool) -> list[str]:
-    """What is wrong with these two settings together."""
-    return ["give --keys or --insecure, and not both"] if (keys is None) != insecure else []
+def check_keys(keys: Path | None, insecure: bool) -> None:
+    """Raise ConfigError unless one of these two settings is given."""
+    if (keys is None) != insecure:
+        raise ConfigError(
+            "these settings can't be used:",
+            ["give --keys or --insecure, and not both"],
+            remedy="`prge fleet keys` makes keys for a server and its devices",
+        )
 
 
 def _named(line: str, names: Mapping[int, str]) -> str:

@@ -9,7 +9,7 @@ from device_runner.fleet.coordinator import agreement_of
 from device_runner.fleet.serve import NAMES
 from prge.errors import RunError
 from prge.files.documents import DocumentError, read_json
-from prge.files.journal import Journal
+from prge.files.journal import Journal, Record
 from prge.files.run_folder import FINAL, JOURNAL, is_held
 
 # Of an evaluation's record: what is no score.
@@ -23,6 +23,13 @@ class DeviceStatus:
     answered: int = 0
     silent: int = 0
     refused: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.answered} answers"
+            + f", {self.silent} silent" * bool(self.silent)
+            + (f", {len(self.refused)} refused, last: {self.refused[-1]}" if self.refused else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -43,23 +50,16 @@ class Status:
 
     def text(self) -> str:
         """Lines for a terminal."""
-        lines = [f"{self.folder}: {self.state}, {self.rounds} of {self.of} rounds, {self.steps} steps"]
-        lines.append(f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down")
-        if self.loss is not None:
-            lines.append(f"loss {self.loss:.4g}")
-        if self.evaluation:
-            scores = ", ".join(f"{name} {value:.4g}" for name, value in self.evaluation.items())
-            lines.append(f"development rows: {scores}")
-        if self.privacy_epsilon:
-            lines.append(f"privacy_epsilon {self.privacy_epsilon:.3g}")
-        for name, device in sorted(self.devices.items()):
-            line = f"{name}: {device.answered} answers"
-            if device.silent:
-                line += f", {device.silent} silent"
-            if device.refused:
-                line += f", {len(device.refused)} refused, last: {device.refused[-1]}"
-            lines.append(line)
-        return "\n".join(lines)
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in self.evaluation.items())
+        lines = (
+            f"{self.folder}: {self.state}, {self.rounds} of {self.of} rounds, {self.steps} steps",
+            f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down",
+            "" if self.loss is None else f"loss {self.loss:.4g}",
+            f"development rows: {scores}" if scores else "",
+            f"privacy_epsilon {self.privacy_epsilon:.3g}" if self.privacy_epsilon else "",
+            *(f"{name}: {device}" for name, device in sorted(self.devices.items())),
+        )
+        return "\n".join(filter(None, lines))
 
 
 def read_status(folder: Path) -> Status:
@@ -72,37 +72,38 @@ def read_status(folder: Path) -> Status:
         raise RunError(f"{folder} is no fleet's folder", remedy="give the --out of `prge fleet serve`")
     plan = agreement_of(folder).plan
     journal = Journal(folder / JOURNAL, writable=False)
-    rounds = [record for record in journal.records if record["kind"] == "round"]
-    evaluations = [record for record in journal.records if record["kind"] == "evaluation"]
+    rounds, evaluations = (
+        [record for record in journal.records if record["kind"] == kind] for kind in ("round", "evaluation")
+    )
     names = _names(folder)
     devices = {name: DeviceStatus() for name in names.values()}
     for record in rounds:
         with journal.reading(record):
-            refused = {int(node): reason for node, reason in record["refused"].items()}
-            for node in {*record["answered"], *record["silent"], *refused}:
-                device = devices.setdefault(names.get(node, str(node)), DeviceStatus())
-                device.answered += node in record["answered"]
-                device.silent += node in record["silent"]
-                device.refused += [refused[node]] if node in refused else []
-    last = rounds[-1] if rounds else {}
+            _count(record, names, devices)
     state = "done" if (folder / FINAL).is_dir() else "running" if is_held(folder) else "stopped"
+    scores = evaluations[-1] if evaluations else {}
     return Status(
-        str(folder),
-        state,
-        len(rounds),
-        plan.rounds,
-        journal.steps,
-        devices,
-        sum(record["bytes_up"] for record in rounds),
-        sum(record["bytes_down"] for record in rounds),
-        last.get("loss"),
-        max((record["privacy_epsilon"] for record in rounds), default=0.0),
-        {
-            name: value
-            for name, value in (evaluations[-1] if evaluations else {}).items()
-            if name not in _NO_SCORES
-        },
+        *(str(folder), state, len(rounds), plan.rounds, journal.steps, devices),
+        bytes_up=sum(record["bytes_up"] for record in rounds),
+        bytes_down=sum(record["bytes_down"] for record in rounds),
+        loss=rounds[-1]["loss"] if rounds else None,
+        privacy_epsilon=max((record["privacy_epsilon"] for record in rounds), default=0.0),
+        evaluation={name: value for name, value in scores.items() if name not in _NO_SCORES},
     )
+
+
+def _count(record: Record, names: dict[int, str], devices: dict[str, DeviceStatus]) -> None:
+    """Add what devices did in a round, by its line in the journal."""
+
+    def device(node: int) -> DeviceStatus:
+        return devices.setdefault(names.get(node, str(node)), DeviceStatus())
+
+    for node in record["answered"]:
+        device(node).answered += 1
+    for node in record["silent"]:
+        device(node).silent += 1
+    for node, reason in record["refused"].items():
+        device(int(node)).refused.append(reason)
 
 
 def _names(folder: Path) -> dict[int, str]:

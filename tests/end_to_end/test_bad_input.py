@@ -21,9 +21,8 @@ from prge.cli import main
 from prge.files.bundle import file_sha256, manifest_sha256
 from prge.files.journal import Journal
 from prge.files.signatures import BACK
-from tests.end_to_end.conftest import REPOSITORY, write_rows
-
-pytestmark = pytest.mark.export
+from tests.end_to_end.conftest import write_rows
+from tests.verbs import REPOSITORY
 
 Run = Callable[..., str]
 

@@ -11,10 +11,9 @@ import pytest
 from prge.cli import main
 from prge.files.peft import read_arrays
 from prge.files.signatures import ROLES
-from tests.end_to_end.conftest import prge, write_rows
+from tests.end_to_end.conftest import write_rows
 from tests.tiny_models import save_model
-
-pytestmark = pytest.mark.export
+from tests.verbs import prge
 
 ESTIMATORS = ("tangent", "antithetic", "fzoo", "exact")
 CHOICES = 6

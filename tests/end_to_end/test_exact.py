@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from prge.files.journal import Journal
-from tests.end_to_end.conftest import prge, write_rows
-
-pytestmark = pytest.mark.export
+from tests.end_to_end.conftest import write_rows
+from tests.verbs import prge
 
 
 def words_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[object]:

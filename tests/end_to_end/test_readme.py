@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prge.cli import main
-from tests.end_to_end.conftest import REPOSITORY, prge
+from tests.verbs import REPOSITORY, prge
 
 
 def commands(text: str) -> list[list[str]]:
@@ -19,9 +19,8 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.strip()]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.timeout(900)
-@pytest.mark.export
 def test_step_by_step(tmp_path: Path) -> None:
     (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
     found = commands((REPOSITORY / "README.md").read_text())

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from prge.files.peft import read_arrays
-from tests.end_to_end.conftest import REPOSITORY, prge
-
-pytestmark = pytest.mark.export
+from tests.verbs import REPOSITORY, prge
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from device_runner.engines.opening import open_engines
 from prge.engine import Engine, FloatArray
 from prge.files.adapter import Adapter
@@ -25,7 +23,7 @@ from prge.learning.sampling import Sampler
 from tests.compilers import needs_compiler
 from tests.rows import choice, completion
 
-pytestmark = [pytest.mark.export, needs_compiler]
+pytestmark = needs_compiler
 
 QUERIES = 3
 ROWS: dict[str, Sequence[Example]] = {

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from prge.learning.examples import Example

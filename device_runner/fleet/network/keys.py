@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
@@ -41,6 +42,12 @@ SERVER, DEVICES = "server", "devices"
 # By which the server's own process reaches it.
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS, _CERTIFICATE_DAYS = 3650, 825
+_USES = (
+    "digital_signature content_commitment key_encipherment data_encipherment key_agreement key_cert_sign "
+    "crl_sign encipher_only decipher_only"
+).split()
+_LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
+_HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -50,25 +57,12 @@ class KeysError(ProblemsError):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A server's folder of keys, checked."""
+    """A server's keys, checked: the authority's certificate, its own with the key, and devices' keys."""
 
-    folder: Path
+    authority: Path
+    certificate: Path
+    key: Path
     devices: Mapping[str, ec.EllipticCurvePublicKey]
-
-    @property
-    def authority(self) -> Path:
-        """The authority's certificate, PEM."""
-        return self.folder / AUTHORITY
-
-    @property
-    def certificate(self) -> Path:
-        """The server's certificate, PEM."""
-        return self.folder / CERTIFICATE
-
-    @property
-    def key(self) -> Path:
-        """The certificate's key, PEM."""
-        return self.folder / CERTIFICATE_KEY
 
     @classmethod
     def open(cls, folder: Path) -> ServerKeys:
@@ -77,8 +71,8 @@ class ServerKeys:
         Raises:
             KeysError: files are missing, don't fit each other, or are no keys; each is named.
         """
-        keys = cls(folder.absolute(), _device_keys(folder))
-        _check_files([keys.authority, keys.certificate, keys.key], "server")
+        authority, certificate, key = _files(folder, (AUTHORITY, CERTIFICATE, CERTIFICATE_KEY), "server")
+        keys = cls(authority, certificate, key, _device_keys(folder))
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_verify_locations(keys.authority)
@@ -90,7 +84,7 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class DeviceKeys:
-    """A device's folder of keys: ca.pem to know the server by, device.key by which it is known."""
+    """A device's keys: ca.pem to know the server by, device.key by which it is known."""
 
     authority: Path
     key: Path
@@ -98,9 +92,7 @@ class DeviceKeys:
     @classmethod
     def open(cls, folder: Path) -> DeviceKeys:
         """Find a device's keys; raises KeysError where one is missing."""
-        keys = cls(folder.absolute() / AUTHORITY, folder.absolute() / DEVICE_KEY)
-        _check_files([keys.authority, keys.key], "device")
-        return keys
+        return cls(*_files(folder, (AUTHORITY, DEVICE_KEY), "device"))
 
 
 @dataclass(frozen=True)
@@ -125,7 +117,7 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> Mad
         RunError: the folder can't be written.
     """
     problems = [f"{name!r} is no name of a device" for name in devices if not _NAME.fullmatch(name)]
-    problems += [f"{host!r} is no name of a host" for host in hosts if not _is_host(host)]
+    problems += [f"{host!r} is no name of a host" for host in hosts if _general_name(host) is None]
     if problems:
         raise KeysError("these keys can't be made:", problems)
     server = folder / SERVER
@@ -162,7 +154,7 @@ def _authority(folder: Path) -> ec.EllipticCurvePrivateKey:
     certificate = (
         _builder(name, name, key.public_key(), _AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(_usage("key_cert_sign", "crl_sign"), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -176,11 +168,11 @@ def _certify(
 ) -> datetime:
     """Make the server's certificate; until when it holds."""
     key = ec.generate_private_key(ec.SECP256R1())
-    names = [_general_name(host) for host in dict.fromkeys([*hosts, *LOCAL])]
+    names = [name for host in dict.fromkeys([*hosts, *LOCAL]) if (name := _general_name(host))]
     certificate = (
         _builder(_named("prge fleet server"), issuer.subject, key.public_key(), _CERTIFICATE_DAYS)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(_usage("digital_signature"), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(
@@ -222,38 +214,19 @@ def _builder(
     )
 
 
-def _usage(signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _usage(*uses: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{use: use in uses for use in _USES})
 
 
 def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 
 
-def _general_name(host: str) -> x509.GeneralName:
-    try:
+def _general_name(host: str) -> x509.GeneralName | None:
+    """A host as certificates name it; None for what is no name of one."""
+    with suppress(ValueError):
         return x509.IPAddress(ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
-
-
-def _is_host(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        label = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
-        return len(host) <= 253 and re.fullmatch(rf"{label}(\.{label})*", host) is not None
-    return True
+    return x509.DNSName(host) if _HOST.fullmatch(host) else None
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -279,10 +252,13 @@ def _device_keys(server: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     return keys
 
 
-def _check_files(paths: Sequence[Path], whose: str) -> None:
+def _files(folder: Path, names: Sequence[str], whose: str) -> list[Path]:
+    """Files of a folder of keys; raises KeysError where some are missing."""
+    paths = [folder.absolute() / name for name in names]
     if missing := [f"{path} is no file" for path in paths if not path.is_file()]:
         raise KeysError(
             f"these aren't a {whose}'s keys:",
             missing,
             remedy=f"`prge fleet keys` makes a folder for each {whose}",
         )
+    return paths

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
+from device_runner.fleet.coordinator import Coordinator
 from device_runner.fleet.network.post import Post
 
 POLL_SECONDS = 0.5
 
 
-class Rounds(Protocol):
-    """What chooses devices and combines answers; see `coordinator.Coordinator`."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether all rounds are over."""
-
-    @property
-    def round(self) -> int:
-        """Rounds that are over."""
-
-    def tasks(self, nodes: Sequence[int]) -> Mapping[int, bytes]:
-        """Tasks of the round's devices among those there."""
-
-    def receive(self, answers: Mapping[int, bytes]) -> object:
-        """Take a round's answers; its text tells of the round."""
-
-
 def take_rounds(
-    post: Post, coordinator: Rounds, devices: int, seconds: float, tell: Callable[[str], None] = print
+    post: Post, coordinator: Coordinator, devices: int, seconds: float, tell: Callable[[str], None] = print
 ) -> None:
     """Take a fleet's rounds, from the coordinator's next on to its last.
 

@@ -219,37 +219,33 @@ def check_server(connection: Connection) -> None:
         PrgeError: the authority's file can't be used.
         DeviceError: nobody is there, or another one.
     """
-    host, _, port = connection.server.rpartition(":")
+    server, keys = connection.server, connection.keys
+    host, _, port = server.rpartition(":")
     if not (host and port.isdigit()):
-        raise PrgeError(f"{connection.server} is no HOST:PORT")
+        raise PrgeError(f"{server} is no HOST:PORT")
+    try:
+        context = None if keys is None else ssl.create_default_context(cafile=str(keys.authority))
+    except OSError as error:  # ssl's errors among them
+        raise PrgeError(
+            f"{keys and keys.authority} is no certificate: {error}",
+            remedy="give ca.pem of the server's keys; see `prge fleet keys`",
+        ) from None
     host = host.strip("[]")
-    context = None
-    if connection.keys is not None:
-        try:
-            context = ssl.create_default_context(cafile=str(connection.keys.authority))
-        except (OSError, ssl.SSLError) as error:
-            raise PrgeError(
-                f"{connection.keys.authority} is no certificate: {error}",
-                remedy="give ca.pem of the server's keys; see `prge fleet keys`",
-            ) from None
     try:
         with socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT) as plain:
             if context is not None:
                 context.wrap_socket(plain, server_hostname=host).close()
     except ssl.SSLCertVerificationError as error:
-        raise DeviceError(
-            f"{connection.server} isn't the server of this certificate: {error.verify_message}",
-            remedy="give the ca.pem of this server; `prge fleet keys --hosts` names its hosts",
-        ) from None
+        problem = f"{server} isn't the server of this certificate: {error.verify_message}"
+        remedy = "give the ca.pem of this server; `prge fleet keys --hosts` names its hosts"
     except ssl.SSLError as error:
-        raise DeviceError(
-            f"{connection.server} doesn't speak TLS: {error.reason}", remedy="does the server run --insecure?"
-        ) from None
+        problem, remedy = f"{server} doesn't speak TLS: {error.reason}", "does the server run --insecure?"
     except (OSError, UnicodeError) as error:
-        raise DeviceError(
-            f"no server at {connection.server}: {getattr(error, 'strerror', None) or error}",
-            remedy="start it with `prge fleet serve`, and check address and firewall",
-        ) from None
+        problem = f"no server at {server}: {getattr(error, 'strerror', None) or error}"
+        remedy = "start it with `prge fleet serve`, and check address and firewall"
+    else:
+        return
+    raise DeviceError(problem, remedy=remedy)
 
 
 def _beat(client: RuntimeHttpClient) -> bool:

@@ -10,10 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 import safetensors.numpy
 
 from device_runner.engines import packed_files
@@ -24,7 +20,7 @@ from tests.bundles import read_json, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import POSITIONS, computed, inputs_of, opened
 
-pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
+pytestmark = needs_compiler
 
 BLOCK, OTHER, EMBEDDING, HEAD = (f"weights/{name}.ptd" for name in ("000", "001", "embedding", "head-00"))
 PROGRAM = "programs/block.pte"

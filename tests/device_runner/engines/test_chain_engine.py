@@ -10,10 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 import torch
 
 from device_runner.engines.checkpoints import Checkpoints
@@ -32,7 +28,7 @@ from tests.device_runner.engines.chains import (
     slope_of,
 )
 
-pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
+pytestmark = needs_compiler
 
 # Copies, rows, queries and questions beyond the bounds of one call, which are 8, 4, 8 and 128.
 STACKS = [(1, 3), (3, 2), (1, 37), (10, 5)]
@@ -40,7 +36,7 @@ TANGENTS = [(2, 3), (9, 6)]
 ROWS = [3, 9]
 
 
-@pytest.fixture(scope="module", params=["llama", "bert"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("bert", marks=pytest.mark.whole)])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
     return make_chain(request.param)
 

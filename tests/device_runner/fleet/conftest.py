@@ -8,8 +8,10 @@ from tests.device_runner.fleet.fleets import Fleet
 from tests.device_runner.numpy_device import Device
 
 
-@pytest.fixture(params=["decoder", "encoder"])
+@pytest.fixture
 def fleet(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     """Devices that allow every estimator."""
     policy = "estimators: [tangent, antithetic, fzoo, exact]\n"
-    return Fleet(tmp_path, Device(request.param == "encoder", has_back=True), monkeypatch, policy)
+    return Fleet(
+        tmp_path, Device(getattr(request, "param", "") == "encoder", has_back=True), monkeypatch, policy
+    )

@@ -89,7 +89,7 @@ def test_ticks_of_a_logarithmic_axis(low: float, high: float, ticks: str) -> Non
 @given(st.lists(st.tuples(finite, finite, finite), min_size=1, max_size=5))
 def test_bars_and_whiskers_lie_inside_the_picture(bars: list[tuple[float, float, float]]) -> None:
     svg = bar_chart(
-        [Bar(f"<{n}>", end, n, "line", *ends, note="&") for n, (end, *ends) in enumerate(bars)], "MB"
+        [Bar(f"<{n}>", end, n, "line", low, high, note="&") for n, (end, low, high) in enumerate(bars)], "MB"
     )
     tree = ElementTree.fromstring(svg)
     width, height = (float(each) for each in tree.get("viewBox", "").split()[2:])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("argcomplete")
 if shutil.which("bash") is None:
     pytest.skip("there is no bash", allow_module_level=True)
 

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from device_runner.fleet.network.keys import ServerKeys
-from device_runner.fleet.network.rounds import Rounds, take_rounds
+from device_runner.fleet.network.rounds import take_rounds
 from device_runner.fleet.network.superlink import SuperLink, superlink
 
 SECONDS = 60.0
@@ -46,6 +47,7 @@ def device(folder: Path, server: str, keys: Path | None = None, code: str = "tas
     script = f"""
 import os, sys, time
 from pathlib import Path
+from typing import Any
 from device_runner.fleet.network.client import client_app
 from device_runner.fleet.network.keys import DeviceKeys
 from device_runner.fleet.network.supernode import Connection, join
@@ -86,7 +88,7 @@ def serving(folder: Path, keys: Path | None = None, port: int = 0) -> Iterator[S
         yield link
 
 
-def rounds_of(link: SuperLink, rounds: Rounds, devices: int, seconds: float = SECONDS) -> list[str]:
+def rounds_of(link: SuperLink, rounds: Any, devices: int, seconds: float = SECONDS) -> list[str]:
     """Take all rounds; the lines that were told."""
     lines: list[str] = []
     with link.run() as post:

@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from device_runner.report import ReportSettings, report
 from prge.cli import main
 from prge.errors import ConfigError, DivergenceError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_arrays, read_peft
 from prge.files.run_folder import read_metrics
+from prge.running.watching import Watcher
 from prge.verbs.settings import field_help
-from server_export.evidence.baselines import runner
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -89,7 +87,7 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
     whole = make_settings(out=tmp_path / "whole", **chosen)
     run(whole)
     killed = make_settings(out=tmp_path / "killed", **chosen)
-    on_step = runner.Watcher.on_step
+    on_step = Watcher.on_step
 
     def stop(self: Any, record: Any, *rest: Any) -> None:
         on_step(self, record, *rest)
@@ -97,7 +95,7 @@ def test_killed_and_begun_again_it_ends_in_the_same_numbers(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner.Watcher, "on_step", stop)
+        patch.setattr(Watcher, "on_step", stop)
         run(killed)
     assert json.loads((killed.out / "run.json").read_text())["run"]["status"] == "interrupted"
     run(killed)

@@ -7,12 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 import numpy as np
+import pytest
 import torch
 
 from prge.errors import ConfigError
@@ -24,7 +20,6 @@ from server_export.evidence.baselines.executorch_training import ExecutorchTrain
 from tests.rows import choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
 
-pytestmark = pytest.mark.export
 TINY = {"num_hidden_layers": 1}
 
 

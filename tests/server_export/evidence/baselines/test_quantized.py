@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
-pytest.importorskip("peft")
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402
-from torch import nn  # noqa: E402
-
-from prge.errors import ConfigError  # noqa: E402
-from server_export.evidence.baselines.quantized import (  # noqa: E402
+from prge.errors import ConfigError
+from server_export.evidence.baselines.quantized import (
     QuantizedLinear,
     input_scales,
     prepare,
 )
-from tests.server_export.evidence.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
-from tests.tiny_models import ARCHITECTURES  # noqa: E402
+from tests.server_export.evidence.baselines.tiny_problem import TinyProblem, method_settings
+from tests.tiny_models import ARCHITECTURES
 
 torch.set_num_threads(1)
 INPUT_SCALE = 1 / 64

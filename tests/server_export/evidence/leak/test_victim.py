@@ -26,9 +26,7 @@ def example_of(form: Form, rows: Rows) -> Example:
     return Example(1, (TokenSequence(tokens, tuple(slots)),), 1, None)
 
 
-@pytest.mark.export
 def test_gradients_are_the_engines(tmp_path: Path) -> None:
-    pytest.importorskip("executorch")
     from device_runner.engines.opening import open_engines
     from prge.files.bundle import open_bundle
     from prge.files.peft import read_peft
