@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from device_runner.android.adb import Adb, quote
-from device_runner.android.device import FOLDER, DeviceSettings, Job, Phone, check_name, send_rows
+from device_runner.android.device import FOLDER, DeviceSettings, Job, Phone, check_name, rows_there
 from device_runner.android.joining import AndroidJoinSettings, join_words
 from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
@@ -32,7 +32,7 @@ from prge.files.peft import find_adapter
 from prge.files.run_folder import CONFIG, FINAL, JOURNAL
 from prge.files.tuned import Tuning, tuning_at
 from prge.rows.sources import Part
-from prge.verbs.settings import parse_settings, settings_to_yaml
+from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
 
 Settings = TypeVar("Settings")
@@ -231,13 +231,7 @@ def _run(argv: list[str]) -> int:
 def _begun(phone: Phone, name: str, settings: AndroidRunSettings, wait: bool) -> Job:
     """A run that was not there, with what it needs brought first."""
     there = _brought(phone, settings)
-    job = phone.path("jobs", name)
-    phone.make(job)
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "settings.yaml"
-        path.write_text(settings_to_yaml(there), encoding="utf-8")
-        phone.adb.push(path, f"{job}/settings.yaml")
-    return _started(phone, name, ["run", "--config", f"{job}/settings.yaml"], wait)
+    return _started(phone, name, ["run", "--config", phone.send_settings(name, there)], wait)
 
 
 def _gone_on(phone: Phone, name: str, wait: bool) -> Job:
@@ -370,26 +364,20 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     own = {item.name for item in fields(RunSettings)}
     plain = RunSettings(**{name: value for name, value in vars(settings).items() if name in own})
     named: dict[Part, Path | None] = {"train": plain.train, "dev": plain.dev}
-    rows: dict[str, Any] = {}
-    for name, path in named.items():
-        if path is None:
-            continue
-        if settings.data_on_device:
-            if not path.is_absolute() or not phone.exists(str(path), "r"):
-                raise DeviceError(
-                    f"--{name}: {phone.adb.serial} has no readable {path}",
-                    remedy="give an absolute path on the device, or leave --data-on-device out",
-                )
-        else:
-            rows[name] = Path(send_rows(phone, path, name))
-    changes: dict[str, Any] = {**rows, "bundle": Path(_send_bundle(phone, plain.bundle))}
+    changes: dict[str, Any] = {
+        name: Path(rows_there(phone, path, name, settings.data_on_device))
+        for name, path in named.items()
+        if path is not None
+    }
+    changes |= {
+        name: Path(phone.send_file(path))
+        for name in ("sample_prompts", "heads_of")
+        if (path := getattr(plain, name)) is not None
+    }
+    changes["bundle"] = Path(_send_bundle(phone, plain.bundle))
     changes["out"] = Path(phone.path("runs", plain.out.name))
     if plain.task and Path(plain.task).is_file():
         changes["task"] = phone.send_file(Path(plain.task))
-    if plain.sample_prompts:
-        changes["sample_prompts"] = Path(phone.send_file(plain.sample_prompts))
-    if plain.heads_of:
-        changes["heads_of"] = Path(phone.send_file(plain.heads_of))
     if plain.adapter:
         source = find_adapter(plain.adapter)
         remote = phone.path("adapters", digest(str(source.resolve()))[:12])

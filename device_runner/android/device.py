@@ -29,6 +29,7 @@ from prge.files.documents import parse_json
 from prge.files.run_folder import ENDED
 from prge.rows.readers import PARQUET
 from prge.rows.sources import Part, read_source, rows_file
+from prge.verbs.settings import settings_to_yaml
 
 FOLDER = "/data/local/tmp/prge"
 OWN = "runtime runtime.tree bundles adapters data jobs runs fleets cache tmp".split()
@@ -185,6 +186,16 @@ class Phone:
             raise DeviceError(f"{remote} is not what was sent", remedy="send it again")
         self.adb.check(f"mv {quote([f'{remote}.new', remote])}", f"renaming {remote}")
         return remote
+
+    def send_settings(self, name: str, settings: Any) -> str:
+        """Bring a verb's settings as the YAML file of a job; returns its path there."""
+        job = self.path("jobs", name)
+        self.make(job)
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / "settings.yaml"
+            path.write_text(settings_to_yaml(settings), encoding="utf-8")
+            self.adb.push(path, f"{job}/settings.yaml")
+        return f"{job}/settings.yaml"
 
     def send_runtime(self, local: Path, *, check: bool = False, everything: bool = False) -> int:
         """Bring a runtime folder; see `send_folder`."""
@@ -496,6 +507,18 @@ def _replace(made: Path, out: Path) -> None:
 def _first_line(path: Path) -> bytes:
     with path.open("rb") as stream:
         return stream.readline()
+
+
+def rows_there(phone: Phone, where: Path, part: Part, on_device: bool) -> str:
+    """The path on the device of rows that a user names: those that are there, or are brought now."""
+    if not on_device:
+        return send_rows(phone, where, part)
+    if not where.is_absolute() or not phone.exists(str(where), "r"):
+        raise DeviceError(
+            f"--{part}: {phone.adb.serial} has no readable {where}",
+            remedy="give an absolute path on the device, or leave --data-on-device out",
+        )
+    return str(where)
 
 
 def send_rows(phone: Phone, where: Path, part: Part) -> str:

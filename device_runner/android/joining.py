@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from device_runner.android.adb import quote
-from device_runner.android.device import FOLDER, Phone, check_name, send_rows
+from device_runner.android.device import FOLDER, Phone, check_name, rows_there
 from device_runner.android.runtime import MANIFEST
 from device_runner.fleet.device import DeviceSettings as JoiningSettings
+from device_runner.fleet.joining import JoinSettings
 from device_runner.fleet.serve import check_keys
 from prge.errors import DeviceError
-from prge.verbs.bounds import flag
 
 # Of a folder of `prge fleet keys` for a device.
 KEY_FILES = ("ca.pem", "device.key")
@@ -56,34 +56,29 @@ def join_words(phone: Phone, settings: AndroidJoinSettings, bundle: str) -> list
     """
     _need_flower(phone)
     own = phone.path("fleets", settings.name)
-    rows = settings.train
-    if not settings.data_on_device:
-        rows = Path(send_rows(phone, settings.train, "train"))
-    elif not phone.exists(str(rows), "r"):
-        raise DeviceError(f"--train: {phone.adb.serial} has no readable {rows}")
-    sent = {
-        item.name: getattr(settings, item.name)
-        for item in fields(JoiningSettings)
-        if getattr(settings, item.name) not in (None, [])
-    }
-    sent |= {"bundle": bundle, "train": rows}
-    if settings.task and Path(settings.task).is_file():
-        sent["task"] = phone.send_file(Path(settings.task))
-    if settings.policy is not None:
-        sent["policy"] = phone.send_file(settings.policy)
-    words = ["fleet", "join", "--server", settings.server, "--folder", own]
-    if settings.keys is None:
-        words += ["--insecure"]
-    else:
-        phone.send_folder(settings.keys, f"{own}-keys", names=KEY_FILES)
-        phone.adb.check(f"chmod -R go= {quote([f'{own}-keys'])}", "protecting the keys")
-        words += ["--keys", f"{own}-keys"]
-    for name, value in sent.items():
-        words += [flag(name), *map(str, value if isinstance(value, list) else [value])]
+    rows = Path(rows_there(phone, settings.train, "train", settings.data_on_device))
+    task, policy = settings.task, settings.policy
+    if task and Path(task).is_file():
+        task = phone.send_file(Path(task))
+    if policy is not None:
+        policy = Path(phone.send_file(policy))
+    keys = None
+    if settings.keys is not None:
+        keys = Path(f"{own}-keys")
+        phone.send_folder(settings.keys, str(keys), names=KEY_FILES)
+        phone.adb.check(f"chmod -R go= {quote([keys])}", "protecting the keys")
     host, _, port = settings.server.rpartition(":")
     if host in _LOCAL:
         phone.adb.reverse(port)
-    return words
+    names = {item.name for item in fields(JoinSettings)}
+    there = {name: value for name, value in vars(settings).items() if name in names}
+    there |= {"folder": Path(own), "bundle": Path(bundle), "train": rows, "task": task, "policy": policy}
+    return [
+        "fleet",
+        "join",
+        "--config",
+        phone.send_settings(settings.name, JoinSettings(**{**there, "keys": keys})),
+    ]
 
 
 def _need_flower(phone: Phone) -> None:
