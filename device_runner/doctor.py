@@ -13,13 +13,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from device_runner.requirements import Check
-from prge.cli import VERBS
 from prge.host.memory import memory_info
 from prge.host.packages import install, requirement
 from prge.verbs.settings import parse_settings
@@ -29,36 +28,16 @@ OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)
 ENOUGH_MEMORY = 512 * MIB
 ENOUGH_DISK = 1024 * MIB
 
-CORE = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm")
-DEVICE = (*CORE, "torch", "executorch", "engine")
-EXPORT = (*DEVICE, "torchao", "transformers", "peft")
-
-BY_EXTRA = {
-    "": CORE,
-    "device": DEVICE,
-    "plot": (*CORE, "matplotlib"),
-    "serve": (*DEVICE, "starlette", "uvicorn"),
-    "fleet": (*DEVICE, "flwr"),
-    "export": EXPORT,
-}
-NEEDS: Mapping[str, Sequence[str]] = {
-    name: (*BY_EXTRA[verb.extra], *(["matplotlib"] if name == "compare" else []))
-    for name, verb in VERBS.items()
-}
-# What is there if it can be imported.
-FOUND = (
-    "jinja2",
-    "torchao",
-    "transformers",
-    "peft",
-    "matplotlib",
-    "starlette",
-    "uvicorn",
-    "flwr",
-)
-# What these verbs do without where the native engine is.
-NATIVE_VERBS = ("probe", "run", "eval", "generate", "chat", "serve")
+# What training needs; where the native engine is, it does without torch's.
+NEEDED = ("python", "numpy", "safetensors", "tokenizers", "PyYAML", "tqdm", "torch", "executorch", "engine")
 NOT_FOR_NATIVE = ("torch", "engine")
+# What is there if it can be imported, and who needs it.
+FURTHER = {
+    "jinja2": "chats and reports",
+    **dict.fromkeys(("torchao", "transformers", "peft"), "`prge tune` and `prge export`"),
+    **dict.fromkeys(("starlette", "uvicorn"), "`prge serve`"),
+    "flwr": "`prge fleet`",
+}
 
 # The engine in a process of its own: a broken build may end it with a signal.
 _ENGINE_PROBE = """
@@ -87,13 +66,16 @@ def main(argv: Sequence[str]) -> int:
             print(f"{len(checks):>2} {check.state:<8} {check.name:<13} {check.found}", flush=True)
             if check.remedy:
                 print(f"{'':<25}{check.remedy}", flush=True)
-    lacking = lacks(checks)
+    lacking = run_lacks(checks)
+    command = pip_command(lacking)
     if settings.json:
-        verbs = {verb: {"missing": names, "remedy": pip_command(names)} for verb, names in lacking.items()}
-        print(json.dumps({"checks": [asdict(check) for check in checks], "verbs": verbs}, indent=2))
+        run = {"missing": lacking, "remedy": command}
+        print(json.dumps({"checks": [asdict(check) for check in checks], "run": run}, indent=2))
+    elif lacking:
+        print(f"\n`prge run` lacks {', '.join(lacking)}" + (f": {command}" if command else ""))
     else:
-        print("\n".join(["", *_verb_lines(lacking)]))
-    return 1 if lacking["run"] else 0
+        print("\n`prge run` has all that it needs")
+    return 1 if lacking else 0
 
 
 def examine() -> Iterator[Check]:
@@ -114,21 +96,18 @@ def examine() -> Iterator[Check]:
         ("memory", _check_memory),
         ("disk", _check_disk),
         ("cache", _check_cache),
-        *[(name, _finder(name)) for name in FOUND],
+        *[(name, _finder(name, purpose)) for name, purpose in FURTHER.items()],
         ("adb", _check_adb),
     ]
     for name, check in checks:
         yield _survived(name, check)
 
 
-def lacks(checks: Sequence[Check]) -> dict[str, list[str]]:
-    """What each verb needs and these checks miss."""
+def run_lacks(checks: Sequence[Check]) -> list[str]:
+    """What training needs and these checks miss."""
     missing = {check.name for check in checks if check.state == "missing"}
-    lacking = {verb: [name for name in needs if name in missing] for verb, needs in NEEDS.items()}
-    if any(check.name == "native" and check.state == "ok" for check in checks):
-        for verb in NATIVE_VERBS:
-            lacking[verb] = [name for name in lacking[verb] if name not in NOT_FOR_NATIVE]
-    return lacking
+    native = any(check.name == "native" and check.state == "ok" for check in checks)
+    return [name for name in NEEDED if name in missing and not (native and name in NOT_FOR_NATIVE)]
 
 
 def pip_command(names: Sequence[str]) -> str:
@@ -165,15 +144,19 @@ def _check_prge() -> Check:
         return Check("prge", "warn", where, f"pip install --no-deps -e {shlex.quote(str(root))}")
 
 
-def _finder(name: str) -> Callable[[], Check]:
-    """A check that a package is installed, in the version that prge pins if it pins one."""
+def _finder(name: str, purpose: str = "") -> Callable[[], Check]:
+    """A check that a package is installed, in the version that prge pins if it pins one.
+
+    `purpose` says who needs it, where training doesn't.
+    """
 
     def check() -> Check:
         wanted = requirement(name)
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            return Check(name, "missing", "not installed", pip_command([name]))
+            needed = f"not installed; needed by {purpose}" if purpose else "not installed"
+            return Check(name, "missing", needed, pip_command([name]))
         _, pinned, pin = wanted.partition("==")
         # A local suffix such as +cpu names a build, not another version.
         if pinned and version.partition("+")[0] != pin:
@@ -284,13 +267,3 @@ def _check_adb() -> Check:
             "adb", "warn", "not found; only a run on a phone needs it", "install Android's platform tools"
         )
     return Check("adb", "ok", path)
-
-
-def _verb_lines(lacking: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    width = max(map(len, lacking))
-    for verb, names in lacking.items():
-        if not names:
-            yield f"prge {verb:<{width}}  ready"
-            continue
-        command = pip_command(names)
-        yield f"prge {verb:<{width}}  lacks {', '.join(names)}" + (f": {command}" if command else "")

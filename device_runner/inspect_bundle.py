@@ -9,15 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.session.settings import DEFAULT_BATCH, DEFAULT_QUERIES
+from device_runner.session.settings import DEFAULT_BATCH
 from prge.contract import AdaptedModule
 from prge.errors import BundleError, printable
 from prge.files.adapter import adapter_size
 from prge.files.bundle import MANIFEST, check_file, read_chain, read_manifest
-from prge.files.chain import ROLE_OF, Chain
+from prge.files.chain import Chain
 from prge.files.signatures import DECODE
 from prge.files.tuned import bundle_at
-from prge.learning.costs import KINDS, Outline, bytes_text, memory_table, memory_text, weights_of_bundle
+from prge.learning.costs import Outline, bytes_text, memory_table, memory_text, weights_of_bundle
+from prge.learning.estimators.table import ESTIMATORS, fitting
 from prge.verbs.settings import parse_settings
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
@@ -117,15 +118,8 @@ def _memory(
     weights = weights_of_bundle(outline, chain, size, _mapping(manifest.get("quantization")).get("scheme"))
     length = min(_TOKENS, chain.bounds.tokens)
     contracts = {
-        name: chain.contract(
-            kind,
-            DEFAULT_BATCH,
-            copies=2 * DEFAULT_QUERIES if kind == "stack" else 1,
-            queries=DEFAULT_QUERIES if kind == "tangent" else 0,
-            length=length,
-        )
-        for name, kind in KINDS.items()
-        if ROLE_OF[kind] in chain.roles
+        name: chain.contract(ESTIMATORS[name].role, DEFAULT_BATCH, **ESTIMATORS[name].sizes(), length=length)
+        for name in fitting(chain.roles)
     }
     return memory_table(outline, contracts, weights, chain.roles)
 

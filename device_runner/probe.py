@@ -23,8 +23,9 @@ from device_runner.session.noise import (
     Agreement,
     compare,
     neighbours_agree,
+    slopes,
 )
-from device_runner.session.settings import DEFAULT_QUERIES, batch_for
+from device_runner.session.settings import batch_for
 from prge.contract import Contract
 from prge.engine import Engine, EngineName, Float64Array
 from prge.errors import ConfigError, EngineError
@@ -33,12 +34,13 @@ from prge.files.bundle import open_bundle
 from prge.files.chain import Chain
 from prge.files.peft import find_adapter, read_peft
 from prge.files.run_folder import reported
-from prge.files.signatures import TANGENT
+from prge.files.signatures import STACK, TANGENT
 from prge.learning.checkpoint import HEAD, read_head
 from prge.learning.encoder_heads import fit_heads
-from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule, Variant, perturbed
+from prge.learning.estimators.differences import Differences, Variant, perturbed
 from prge.learning.estimators.directions import RankOneDirections
 from prge.learning.estimators.protocol import Step
+from prge.learning.estimators.table import DEFAULT_QUERIES
 from prge.learning.estimators.tangents import Tangents
 from prge.learning.evaluation import score
 from prge.learning.examples import Batch, Example
@@ -286,8 +288,8 @@ def probe(settings: ProbeSettings) -> Report:
 def _step(chain: Chain, batch_size: int, queries: int) -> Contract:
     """A step that is probed: tangents where the bundle has them, else pairs of copies."""
     if TANGENT in chain.roles:
-        return chain.contract("tangent", batch_size, queries=queries)
-    return chain.contract("stack", batch_size, copies=2 * queries)
+        return chain.contract(TANGENT, batch_size, queries=queries)
+    return chain.contract(STACK, batch_size, copies=2 * queries)
 
 
 def _signal_text(agreement: Agreement) -> str:
@@ -309,10 +311,6 @@ def _head(
     return head
 
 
-def _rules(queries: int, epsilon: float) -> dict[str, Rule]:
-    return {"antithetic": Antithetic(queries, epsilon), "one-sided": OneSided(queries, epsilon)}
-
-
 def _against_neighbours(
     engine: Engine,
     adapter: Adapter,
@@ -324,8 +322,8 @@ def _against_neighbours(
     """A reading for every estimator and epsilon, between copies."""
     readings = []
     for epsilon in settings.epsilons:
-        beyond = _rules(queries, epsilon * NEIGHBOUR)
-        for name, rule in _rules(queries, epsilon).items():
+        beyond = slopes(queries, epsilon * NEIGHBOUR)
+        for name, rule in slopes(queries, epsilon).items():
             pair = (Differences(rule), Differences(beyond[name]))
             both = neighbours_agree(pair, engine, adapter, steps, settings.seed, head)
             readings.append(Reading(name, epsilon, both.agreement, both.rows_per_scalar, both.between))
@@ -355,7 +353,7 @@ def _against_tangents(
     rules = {
         (name, epsilon): rule
         for epsilon in settings.epsilons
-        for name, rule in _rules(contract.queries, epsilon).items()
+        for name, rule in slopes(contract.queries, epsilon).items()
     }
     variants = {variant for rule in rules.values() for variant in rule.variants()}
     losses = [

@@ -36,7 +36,6 @@ from device_runner.session.noise import noise_note
 from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, bundle_for, paced, settled
-from device_runner.session.tracking import check_installed, tracked
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
 from prge.files.bundle import open_bundle
@@ -51,7 +50,7 @@ from prge.files.run_folder import (
     run_lock,
     with_stored_settings,
 )
-from prge.files.signatures import DECODE, PREFILL
+from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
 from prge.learning.checkpoint import (
@@ -94,7 +93,6 @@ def run(settings: RunSettings) -> Path:
         PrgeError: bad input, before anything is changed; or a run that can't go on, with its state saved.
         KeyboardInterrupt: interrupted by the user, with its state saved.
     """
-    check_installed(settings.log_to)
     bundle = open_bundle(settings.bundle)
     settings = settled(settings, bundle)
     bundle = bundle_for(settings, bundle)
@@ -125,8 +123,7 @@ def run(settings: RunSettings) -> Path:
             rows = partial(estimator_of(journal).rows, engines.step.contract)
             watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)
             watcher.catch_up(journal)
-            tracking = tracked(settings.out, settings.log_to, asdict(settings), watcher.say)
-            with watcher, tracking, graceful_stop(watcher):
+            with watcher, graceful_stop(watcher):
                 watcher.say(inputs.report)
                 if asked.epochs is not None:
                     watcher.say(f"{asked.epochs:g} epochs: {settings.steps} steps")
@@ -252,7 +249,7 @@ def _tell_noise(
     watcher: Watcher,
 ) -> None:
     """Say how noisy differences in quantized activations are; a run goes on without the answer too."""
-    if engine.contract.kind != "stack" or inputs.bundle.quantization is None:
+    if engine.contract.role != STACK or inputs.bundle.quantization is None:
         return
     try:
         watcher.say(noise_note(settings, engine, state.adapter, sampler, state.training_classifier))
@@ -275,7 +272,7 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
         return
     last = settings_records(journal)[-1]
     with journal.reading(last):
-        before, now = last["settings"], identity["settings"]
+        before, now = RunSettings.current(last["settings"]), identity["settings"]
         changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
         refused = changed - (CHANGEABLE if settings.change_estimator else set())
         problems = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in sorted(refused)]

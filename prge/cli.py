@@ -43,8 +43,9 @@ VERBS = {
         "server_export.evidence.baselines.command", "train the same model by another method", "export"
     ),
     "replay": Verb("device_runner.replay", "compute a run's adapter again from its journal", ""),
-    "plot": Verb("device_runner.plot", "draw loss and score of runs", "plot"),
-    "report": Verb("device_runner.report", "write a page about runs: curves, samples, settings, costs", ""),
+    "report": Verb(
+        "device_runner.report", "write a page about runs: curves, samples, settings, costs", "device"
+    ),
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
     "compare": Verb(
         "server_export.evidence.compare.command", "compare training methods at equal quality", "export"
@@ -56,7 +57,6 @@ VERBS = {
     "fleet": Verb("device_runner.fleet.command", "train one adapter on many devices", "fleet"),
     "cache": Verb("device_runner.cache", "show or empty the cache of packed weights", ""),
     "doctor": Verb("device_runner.doctor", "check what this machine has and what is missing", ""),
-    "demo": Verb("server_export.demo", "export, train and evaluate a tiny model in one go", "export"),
 }
 
 ABOUT = (

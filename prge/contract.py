@@ -23,7 +23,7 @@ exact ones. Its rows are those of one copy, and it has
     logprobs, dlogprobs     f32 [rows, positions], [queries, rows, positions]
     pooled, dpooled         f32 [rows, width], [queries, rows, width]
 
-An exact call computes the `batch_size` rows once, and takes the slope of a loss by what it answers back to
+A `back` call computes the `batch_size` rows once, and takes the slope of a loss by what it answers back to
 the adapter, with lora_b.<module> f32 [rank, out_features]; see prge.engine.Engine.gradient.
 """
 
@@ -36,12 +36,14 @@ from prge.errors import ConfigError, shown
 
 LORA_B_PREFIX = "lora_b."
 U_PREFIX, V_PREFIX = "u.", "v."
-KINDS = ("stack", "tangent", "exact")
+STACK, TANGENT, BACK = STEP_ROLES = ("stack", "tangent", "back")
 READOUTS = ("logprobs", "pooled")
 # Far beyond any model; what a manifest asks for is checked before it is allocated.
 LARGEST_SIZE = 1 << 24
 MOST_MODULES = 10_000
 MOST_CALL_BYTES = 1 << 36
+# A way back counts as two forwards wherever rows are compared, though past frozen weights it costs about one.
+ROWS_OF_A_WAY_BACK = 3
 
 
 _SIZES = "copies batch_size sequence_length positions width vocabulary_size queries".split()
@@ -80,6 +82,7 @@ class AdaptedModule:
 class Contract:
     """Everything that a driver must know to call an engine; a run chooses its sizes.
 
+    `role` is what its calls compute: `stack`, `tangent` or `back`.
     `readout` is `logprobs` (over the vocabulary) or `pooled` (an encoder's states; the head lives in the
     driver).
     `alpha` is already folded into the frozen `lora_a`. A tangent call has one copy, a stack no queries.
@@ -88,7 +91,7 @@ class Contract:
         ConfigError: sizes that no call can have.
     """
 
-    kind: str
+    role: str
     readout: str
     copies: int
     batch_size: int
@@ -105,14 +108,14 @@ class Contract:
             for name in ("copies", "batch_size", "sequence_length", "vocabulary_size")
             if getattr(self, name) < 1
         ]
-        if self.kind not in KINDS:
-            problems.append(f"kind is {shown(self.kind)}, this version knows {', '.join(KINDS)}")
+        if self.role not in STEP_ROLES:
+            problems.append(f"role is {shown(self.role)}, this version knows {', '.join(STEP_ROLES)}")
         if self.is_tangent and self.queries < 1:
             problems.append(f"queries is {self.queries}, a tangent call needs at least 1")
-        if self.kind != "stack" and self.copies != 1:
-            problems.append(f"copies is {self.copies}, a {self.kind} call has 1")
+        if self.role != STACK and self.copies != 1:
+            problems.append(f"copies is {self.copies}, a {self.role} call has 1")
         if not self.is_tangent and self.queries:
-            problems.append(f"queries is {self.queries}, a {self.kind} call has 0")
+            problems.append(f"queries is {self.queries}, a {self.role} call has 0")
         if self.readout not in READOUTS:
             problems.append(f"readout is {shown(self.readout)}, must be one of {', '.join(READOUTS)}")
         if self.readout == "pooled" and self.width < 1:
@@ -159,18 +162,18 @@ class Contract:
 
     @property
     def computed_rows(self) -> int:
-        """Rows that one call pays for: a tangent of a row costs as much as a row, so does its way back."""
-        return self.rows * (2 if self.is_exact else 1 + self.queries)
+        """Rows that one call pays for: a tangent of a row costs as much as a row, its way back as two."""
+        return self.rows * (ROWS_OF_A_WAY_BACK if self.is_exact else 1 + self.queries)
 
     @property
     def is_tangent(self) -> bool:
         """Whether a call carries derivatives."""
-        return self.kind == "tangent"
+        return self.role == TANGENT
 
     @property
     def is_exact(self) -> bool:
         """Whether a call computes the gradient of a loss."""
-        return self.kind == "exact"
+        return self.role == BACK
 
     @property
     def is_encoder(self) -> bool:
@@ -186,7 +189,7 @@ class Contract:
         else:
             read = (self.rows, self.positions)
             first = [tokens, *(TensorSpec(name, "int64", read) for name in ("positions", "targets"))]
-        if self.kind == "stack":
+        if self.role == STACK:
             lora_b = [
                 TensorSpec(module.input_name, "float32", (self.copies, module.rank, module.out_features))
                 for module in self.modules

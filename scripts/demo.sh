@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Export, train and evaluate a tiny model on this machine. Arguments go to `prge demo`.
+# Export, train and evaluate a tiny model on this machine. Arguments go to demo.py.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 # What the caller names relatively is meant where the caller stands.
 cd -- "$caller_directory"
-exec "$VENV/bin/prge" demo "$@"
+exec "$VENV/bin/python" "$repository/scripts/demo.py" "$@"

@@ -1,7 +1,17 @@
 #!/usr/bin/env bash
-# Style, types, imports and tests. Arguments go to pytest: scripts/test.sh -k journal
+# Style, types, imports and the first tier of tests, which has one of each kind.
+#
+#   --all    all tests
+#
+# Other arguments go to pytest. Tests that are named run, whatever their tier: scripts/test.sh -k journal
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
+
+tier=(-m "not whole") words=()
+for word in "$@"; do
+    case "$word" in --all | -k | tests | tests/*) tier=() ;; esac
+    [ "$word" = --all ] || words+=("$word")
+done
 
 # Two test processes on as many cores: threads of their own would only fight.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
@@ -10,4 +20,4 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 "$VENV/bin/ruff" format --check --quiet . || fail "ruff format has something to do: run $VENV/bin/ruff format"
 "$VENV/bin/mypy"
 "$VENV/bin/lint-imports" --no-logo
-exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --quiet "$@"
+exec "$VENV/bin/python" -m pytest -n 2 --dist worksteal --quiet "${tier[@]}" "${words[@]}"

@@ -10,7 +10,7 @@ from typing import Any
 from prge.contract import Contract
 from prge.host.progress import duration
 from prge.learning.costs import RUNTIME_BYTES, bytes_text, memory_table, memory_text, run_memory
-from prge.learning.estimators.exact import ROWS_OF_A_STEP
+from prge.learning.estimators.table import EstimatorName
 from server_export.check.estimation import Estimate, estimate
 from server_export.settings import EstimateConfig
 
@@ -70,7 +70,6 @@ def _run(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     if config.train is not None:
         rows, batches = _calls(config, estimated, estimator)
     step = max(batches, key=lambda contract: contract.sequence_length)
-    computed = ROWS_OF_A_STEP * step.rows if step.is_exact else step.computed_rows
     memories = {
         engine: run_memory(
             estimated.outline, step, estimated.weights, estimated.roles, engine, config.memory
@@ -79,13 +78,15 @@ def _run(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     }
     return {
         "estimator": estimator,
-        "step": {"rows": computed, "tokens": step.sequence_length},
+        "step": {"rows": step.computed_rows, "tokens": step.sequence_length},
         "epoch": {"rows": rows, "steps": len(batches)} if rows else None,
         "run_memory": memories,
     }
 
 
-def _calls(config: EstimateConfig, estimated: Estimate, estimator: str) -> tuple[int, list[Contract]]:
+def _calls(
+    config: EstimateConfig, estimated: Estimate, estimator: EstimatorName
+) -> tuple[int, list[Contract]]:
     """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
     from prge.learning.sampling import Sampler
     from prge.rows.example_building import BuildOptions, load_examples

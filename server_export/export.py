@@ -175,7 +175,7 @@ def _reader(config: ExportConfig, source: _Source) -> tuple[Tokenizer, Contract]
     costs = source.costs
     vocabulary = costs.table_numbers // costs.width
     contract = Contract(
-        kind="stack",
+        role="stack",
         readout=source.readout,
         copies=1,
         batch_size=_SEQUENCES,

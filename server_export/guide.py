@@ -89,7 +89,7 @@ def axes_of_gradients(problem: ModelProblem, count: int) -> tuple[Guide, dict[st
     """
     import torch
 
-    from server_export.evidence.baselines.lora import insert_adapter
+    from server_export.evidence.baselines.backpropagation import insert_adapter
     from server_export.model.principal import Principal
 
     _, _, lora_b = insert_adapter(problem)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from prge.errors import ConfigError
 from prge.files.signatures import ROLES
+from prge.learning.estimators.table import EstimatorName
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import Bytes
 
@@ -15,7 +16,6 @@ Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]
 PrependBos = Literal["auto", "always", "never"]
 Init = Literal["random", "eva"]
-EstimatorName = Literal["tangent", "antithetic", "exact"]
 
 SCHEMES = ("fp32", "8da8w", "8da4w")
 # XNNPACK takes a weight-only linear for a float one: it multiplies the integer codes and drops their scale.

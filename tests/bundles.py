@@ -33,7 +33,7 @@ MODULES = (AdaptedModule("layers.0.q_proj", 4, 8, 8), AdaptedModule("layers.0.v_
 def make_contract(**changes: Any) -> Contract:
     """A decoder's contract with two adapted modules: 4 copies of 2 examples, 16 tokens, 3 positions."""
     fields: dict[str, Any] = {
-        "kind": "stack",
+        "role": "stack",
         "readout": "logprobs",
         "copies": 4,
         "batch_size": 2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -11,29 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.store import Store
+
 # A process whose threads have computed can't be forked, and engines are tried in forked ones.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """A folder by its name, filled in the test process that asks first: others wait for it, and share it."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
-
-    def made(name: str, fill: Callable[[Path], object]) -> Path:
-        folder = root / name
-        with (root / f"{name}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not os.fstat(lock.fileno()).st_size:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
-                fill(folder)
-                lock.write("filled")
-        return folder
-
-    return made
+def made_once(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Callable[[Path], object]], Path]:
+    """See tests/store.py."""
+    cache = getattr(request.config, "cache", None)
+    store = Store(cache.mkdir("made") if cache else tmp_path_factory.getbasetemp().parent / "made")
+    return store.made
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ class NumpyEngine:
         self.lora_a = random.normal(size=(rank, width))
         self.calls = 0
         self.contract = Contract(
-            kind="stack",
+            role="stack",
             readout="pooled" if encoder else "logprobs",
             copies=copies,
             batch_size=batch_size,
@@ -96,7 +96,7 @@ class NumpyTangentEngine:
     def __init__(self, model: NumpyEngine, queries: int) -> None:
         self.model = model
         self.calls = 0
-        self.contract = replace(model.contract, kind="tangent", copies=1, queries=queries)
+        self.contract = replace(model.contract, role="tangent", copies=1, queries=queries)
 
     def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """See prge.engine.Engine.forward."""
@@ -129,7 +129,7 @@ class NumpyExactEngine:
     def __init__(self, model: NumpyEngine) -> None:
         self.model = model
         self.calls = 0
-        self.contract = replace(model.contract, kind="exact", copies=1)
+        self.contract = replace(model.contract, role="back", copies=1)
 
     def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[Array, dict[str, Array]]:
         """See prge.engine.Engine.gradient."""

@@ -86,7 +86,7 @@ def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str) -> None:
 def test_errors_end_with_code_2_and_no_traceback(tmp_path: Path) -> None:
     damaged = make_bundle(tmp_path / "damaged")
     (damaged / PROGRAM).write_bytes(b"")
-    (tmp_path / "bad.yaml").write_text("runz: 3\nsmoothing: much\n", encoding="utf-8")
+    (tmp_path / "bad.yaml").write_text("runz: 3\njson: much\n", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
     cases = {
@@ -94,10 +94,10 @@ def test_errors_end_with_code_2_and_no_traceback(tmp_path: Path) -> None:
         ("inspect",): "--bundle is missing",
         ("inspect", "nowhere"): "nowhere is not a bundle",
         ("inspect", "damaged"): "has 0 bytes, the manifest says 512",
-        ("plot", "nowhere"): "nowhere is not a run",
-        ("plot", "empty"): "nothing measured yet",
-        ("plot", "empty", "--config", "bad.yaml"): "smoothing must be a number, not 'much'",
-        ("plot", "empty", "--out", "x.bmp"): "must end in .png, .svg or .pdf",
+        ("report", "nowhere"): "nowhere is no run",
+        ("report", "empty", "--out", "x.svg"): "nothing measured yet",
+        ("inspect", "--config", "bad.yaml"): "json must be true or false, not 'much'",
+        ("report", "empty", "--out", "x.bmp"): "must end in .html or .svg",
     }
     for words, told in cases.items():
         child = prge(*words, cwd=tmp_path)
@@ -107,7 +107,7 @@ def test_errors_end_with_code_2_and_no_traceback(tmp_path: Path) -> None:
 
 
 def test_debug_keeps_the_traceback(tmp_path: Path) -> None:
-    child = prge("plot", "nowhere", cwd=tmp_path, PRGE_DEBUG="1")
+    child = prge("report", "nowhere", cwd=tmp_path, PRGE_DEBUG="1")
     assert "Traceback" in child.stderr
     assert "RunError" in child.stderr
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import REPOSITORY, prge
+from tests.verbs import REPOSITORY, prge
 
 PAGE = (REPOSITORY / "docs/extending.md").read_text(encoding="utf-8")
 
@@ -27,8 +27,7 @@ def code_with(words: str) -> str:
     return block
 
 
-@pytest.mark.slow
-@pytest.mark.export
+@pytest.mark.whole
 def test_estimator_optimizer_and_task_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
     (export,) = blocks("bash")
@@ -68,7 +67,6 @@ def test_the_estimator_has_thirty_lines() -> None:
 
 
 def test_the_rule_has_the_derivative_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchao")
     import torch
 
     from server_export.derive.tangent.rules import RULES

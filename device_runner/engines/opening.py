@@ -12,7 +12,6 @@ from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Engine, EngineName
 from prge.files.bundle import Bundle
-from prge.files.chain import ROLE_OF
 from prge.files.signatures import STACK
 
 
@@ -59,7 +58,7 @@ def open_engines(
     backend.runtime.prepare()
     # Before any engine loads: a child that tries a program lacks the threads of a running pool.
     told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
-    role = ROLE_OF[STACK if only_scoring else bundle.contract.kind]
+    role = STACK if only_scoring else bundle.contract.role
     blocks = Blocks(bundle, backend, {role}, memory, told.append)
     count = backend.runtime.set_threads(threads)
     step = ChainEngine(bundle.contract, blocks, count, cache, checkpoints)

@@ -16,6 +16,7 @@ from typing import Literal
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
 from prge.files.documents import parse_json
+from prge.learning.estimators.table import ESTIMATORS, EstimatorName, having
 from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.task import Task
 from prge.verbs.bounds import bound_problems
@@ -37,21 +38,21 @@ class Plan:
     """Steps that a device takes in a round before it answers."""
     examples: int = 4
     """Examples of a step on a device."""
-    estimator: Literal["tangent", "antithetic", "one-sided", "exact"] = "tangent"
-    """tangent, antithetic, one-sided: devices send scalars. exact: they send the change of their adapter."""
+    estimator: EstimatorName = "tangent"
+    """tangent, antithetic, fzoo: devices send scalars. exact: they send the change of their adapter."""
     queries: int = 4
     """Random directions of a step; exact has none."""
     share_directions: bool = False
     """tangent: one direction a query for all examples of a step, so that a device sends --queries scalars a
     step instead of --queries for each of its --examples. Noise needs it."""
     epsilon: float = 1e-2
-    """antithetic, one-sided: length of a perturbation."""
+    """antithetic, fzoo: length of a perturbation."""
     guided: bool = True
     """Keep directions to the axes that `prge guide` found, where the bundle has them."""
 
     clip: float = 0.0
     """Largest norm of an example's gradient: as tangents estimate it, or exact; of the step's with
-    antithetic and one-sided. 0: no clipping; noise needs it."""
+    antithetic and fzoo. 0: no clipping; noise needs it."""
     noise: float = 0.0
     """Local differential privacy: every device adds discrete Gaussian noise to what it sends, of this
     deviation in units of how far one row, or all of them by --unit owner, can change it; 0: none."""
@@ -101,7 +102,7 @@ class Plan:
                 problems.append(f"--{name} is {value:g}, with noise it must be from {least:g} to {most:g}")
         if self.noise and self.estimator == "tangent" and not self.share_directions:
             problems.append("--noise needs --share-directions: else there is noise for each example")
-        if self.noise and self.estimator in ("antithetic", "one-sided") and self.examples != 1:
+        if self.noise and self.estimator in having("epsilon") and self.examples != 1:
             problems.append(
                 f"--noise with --estimator {self.estimator} needs --examples 1, it is {self.examples}: "
                 "single examples are clipped by tangent and exact alone"
@@ -116,7 +117,7 @@ class Plan:
     @property
     def by_scalars(self) -> bool:
         """Whether devices send scalars; else the change of their adapter."""
-        return self.estimator != "exact"
+        return ESTIMATORS[self.estimator].has_directions
 
     @property
     def steps(self) -> int:
@@ -148,7 +149,7 @@ class Plan:
             estimator=self.estimator,
             queries=None if exact else self.queries,
             share_directions=self.estimator == "tangent" and self.share_directions,
-            epsilon=RunSettings.epsilon if self.estimator in ("tangent", "exact") else self.epsilon,
+            epsilon=RunSettings.epsilon if self.estimator not in having("epsilon") else self.epsilon,
             guided=self.guided,
             clip=0.0 if exact else self.clip,
             clip_examples=self.clip if exact else 0.0,

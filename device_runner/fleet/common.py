@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import MessageError, Steps
-from device_runner.session.inputs import make_estimator, new_state
+from device_runner.session.inputs import new_state
 from device_runner.session.settings import RunSettings
 from prge.contract import AdaptedModule
 from prge.engine import Array
@@ -22,6 +22,7 @@ from prge.learning.checkpoint import Progress, TrainingState, optimizer_arrays
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.guide import Guide
 from prge.learning.estimators.protocol import Estimator
+from prge.learning.estimators.table import make_estimator
 from prge.learning.head import Head
 
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"

@@ -15,7 +15,7 @@ from device_runner.engines.opening import open_engines
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
-from device_runner.session.inputs import learning_rates, make_estimator, read_inputs
+from device_runner.session.inputs import learning_rates, read_inputs
 from device_runner.session.settings import RunSettings, bundle_for
 from prge.engine import Engine, EngineName, FloatArray
 from prge.files.bundle import Bundle
@@ -24,6 +24,7 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.exact import check_single_sequences
 from prge.learning.estimators.guide import guide_of
 from prge.learning.estimators.protocol import Measurement
+from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
 from prge.learning.optimizers import Optimizer, make_optimizer
 from prge.learning.sampling import Sampler, check_batch, row_order

@@ -19,16 +19,15 @@ from typing import Literal
 from device_runner.fleet.agreement import Plan
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
+from prge.learning.estimators.table import EstimatorName, having
 from prge.verbs.bounds import bound_problems
-
-EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
 
 
 @dataclass(frozen=True)
 class Policy:
     """What the owner of a device allows."""
 
-    estimators: list[EstimatorName] = field(default_factory=lambda: ["tangent", "antithetic", "one-sided"])
+    estimators: list[EstimatorName] = field(default_factory=lambda: having("queries"))
     """How steps may get their gradient; with exact the device sends the change of its adapter, which says
     much more of its rows than scalars."""
     most_steps: int = 200

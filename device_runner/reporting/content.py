@@ -15,7 +15,7 @@ from prge.files.curves import labels, series, smooth
 from prge.files.run_folder import CHECKPOINTS, FINAL, LOG, Record
 from prge.files.signatures import DECODE, PREFILL
 from prge.host.progress import duration
-from prge.learning.estimators.protocol import MEANINGS
+from prge.learning.estimators.table import ESTIMATORS
 from prge.pages.charts import Line, line_chart
 from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
 
@@ -23,6 +23,7 @@ NONE = "–"
 SMOOTHING = 0.9
 MOST_SAMPLES = 20
 LONGEST_VALUE = 2000
+AXES = {"step": "steps", "rows": "rows computed", "seconds": "seconds"}
 _STATUS = {
     "completed": "It took all of its steps",
     "stopped early": "It stopped early: development rows got no better",
@@ -35,25 +36,23 @@ _STATUS = {
 _FINISHED = ("completed", "stopped early")
 
 
-def compose(runs: Sequence[RunFacts]) -> tuple[list[Block], dict[str, str]]:
-    """The blocks of a report, and its pictures by name."""
-    pictures: dict[str, str] = {}
+def compose(runs: Sequence[RunFacts]) -> list[Block]:
+    """The blocks of a report."""
     names = labels([run.folder for run in runs])
     if len(runs) == 1:
-        return [Heading(f"Run {names[0]}", 1), *_run(runs[0], "run", 2, pictures)], pictures
-    blocks: list[Block] = [Heading(f"{len(runs)} runs", 1), _overview(runs, names)]
-    blocks += _together(runs, names, pictures)
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        blocks += [Heading(f"Run {name}"), *_run(run, f"run-{index}", 3, pictures)]
-    return blocks, pictures
+        return [Heading(f"Run {names[0]}", 1), *_run(runs[0], 2)]
+    blocks: list[Block] = [Heading(f"{len(runs)} runs", 1), _overview(runs, names), *_together(runs, names)]
+    for run, name in zip(runs, names, strict=True):
+        blocks += [Heading(f"Run {name}"), *_run(run, 3)]
+    return blocks
 
 
-def _run(run: RunFacts, name: str, level: int, pictures: dict[str, str]) -> Iterator[Block]:
-    """Everything about one run; `name` begins the names of its pictures."""
+def _run(run: RunFacts, level: int) -> Iterator[Block]:
+    """Everything about one run."""
     yield Paragraph(_bottom_line(run))
     if run.problems:
         yield Bullets(tuple(run.problems))
-    yield from _curves(run, name, pictures)
+    yield from _curves(run)
     yield from _result(run, level)
     yield from _samples(run, level)
     yield from _decisions(run, level)
@@ -88,15 +87,19 @@ def _overview(runs: Sequence[RunFacts], names: Sequence[str]) -> Table:
     return Table(header, tuple(rows), labels=3)
 
 
-def _together(runs: Sequence[RunFacts], names: Sequence[str], pictures: dict[str, str]) -> Iterator[Block]:
-    """Development rows of all runs in one picture, for each metric that some of them have."""
-    for score in sorted({run.score for run in runs if run.evaluations}):
-        lines = [
-            Line(name, _points(run, "evaluation", [score]), hue, "marked")
-            for hue, (run, name) in enumerate(zip(runs, names, strict=True))
-        ]
-        pictures[f"all-{score}"] = line_chart(lines, "steps", _title(score))
-        yield Picture(f"all-{score}", f"{_title(score)} on development rows.".capitalize())
+def _together(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[Block]:
+    """All runs over each other, against each axis: training loss, and every metric that some of them have."""
+    named = [(hue, *pair) for hue, pair in enumerate(zip(runs, names, strict=True))]
+    for axis, label in AXES.items():
+        loss = [Line(name, _smoothed(run, axis), hue) for hue, run, name in named]
+        yield Picture(line_chart(loss, label, "training loss"), "Loss of training rows, smoothed.")
+        for score in sorted({run.score for run in runs if run.evaluations}):
+            lines = [
+                Line(name, _points(run, "evaluation", [score], axis), hue, "marked")
+                for hue, run, name in named
+            ]
+            drawing = line_chart(lines, label, _title(score))
+            yield Picture(drawing, f"{_title(score).capitalize()} on development rows.")
 
 
 def _bottom_line(run: RunFacts) -> str:
@@ -121,24 +124,19 @@ def _bottom_line(run: RunFacts) -> str:
     return " ".join(lines)
 
 
-def _curves(run: RunFacts, name: str, pictures: dict[str, str]) -> Iterator[Block]:
-    training = _points(run, "step", ["loss"])
-    steps = [x for x, _ in training]
-    smoothed = list(zip(steps, smooth([y for _, y in training], SMOOTHING), strict=True))
+def _curves(run: RunFacts) -> Iterator[Block]:
     loss = [
-        Line("", training, 0, "faint"),
-        Line("training rows, smoothed", smoothed, 0),
+        Line("", _points(run, "step", ["loss"]), 0, "faint"),
+        Line("training rows, smoothed", _smoothed(run), 0),
         Line("development rows", _points(run, "evaluation", ["loss"]), 1, "marked"),
     ]
-    if drawn := line_chart(loss, "steps", "loss"):
-        pictures[f"{name}-loss"] = drawn
-        yield Picture(f"{name}-loss", "Loss. Faint: of each step's rows.")
-    points = _points(run, "evaluation", [run.score])
-    if run.score != "loss" and points:
+    yield Picture(line_chart(loss, "steps", "loss"), "Loss. Faint: of each step's rows.")
+    if run.score != "loss":
         title = _title(run.score)
-        pictures[f"{name}-score"] = line_chart([Line("", points, 1, "marked")], "steps", title)
+        points = [Line("", _points(run, "evaluation", [run.score]), 1, "marked")]
         better = "Lower is better" if run.score == "perplexity" else "Higher is better"
-        yield Picture(f"{name}-score", f"{title.capitalize()} on development rows. {better}.")
+        caption = f"{title.capitalize()} on development rows. {better}."
+        yield Picture(line_chart(points, "steps", title), caption)
 
 
 def _result(run: RunFacts, level: int) -> Iterator[Block]:
@@ -202,9 +200,9 @@ def _decisions(run: RunFacts, level: int) -> Iterator[Block]:
 
 
 def _method(run: RunFacts) -> Iterator[Block]:
-    estimators = [name for name in _estimators(run) if name in MEANINGS]
+    estimators = [name for name in _estimators(run) if name in ESTIMATORS]
     for name in dict.fromkeys(estimators):
-        yield Paragraph(MEANINGS[name])
+        yield Paragraph(ESTIMATORS[name].meaning)
     if not estimators and isinstance(run.run.get("method"), str):
         yield Paragraph(f"In PyTorch, by `prge baseline --method {run.run['method']}`.")
     model, quantization = mapping(run.run.get("model")), mapping(run.run.get("quantization"))
@@ -363,8 +361,14 @@ def _facts(facts: Mapping[str, Any]) -> Block:
     return Table(("fact", "value"), rows, labels=2) if rows else Paragraph("Nothing is known.")
 
 
-def _points(run: RunFacts, event: str, names: Sequence[str]) -> list[tuple[float, float]]:
-    return list(zip(*series(run.metrics, event, "step", names), strict=True))
+def _points(run: RunFacts, event: str, names: Sequence[str], axis: str = "step") -> list[tuple[float, float]]:
+    return list(zip(*series(run.metrics, event, axis, names), strict=True))
+
+
+def _smoothed(run: RunFacts, axis: str = "step") -> list[tuple[float, float]]:
+    """The training loss, smoothed."""
+    x, loss = series(run.metrics, "step", axis, ["loss"])
+    return list(zip(x, smooth(loss, SMOOTHING), strict=True))
 
 
 def _score(run: RunFacts, record: Record) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from device_runner.session.samples import SamplePrompt, read_prompts
@@ -16,11 +16,9 @@ from prge.files.journal import Journal, Record, encode_array
 from prge.files.peft import find_adapter, read_peft
 from prge.learning.checkpoint import HEAD, TrainingState, read_head
 from prge.learning.encoder_heads import Heads
-from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
-from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.guide import Guide, guide_of
 from prge.learning.estimators.protocol import Estimator, InTurn
-from prge.learning.estimators.tangents import Tangents
+from prge.learning.estimators.table import EstimatorFlags, having, make_estimator
 from prge.learning.examples import Example
 from prge.learning.head import Head
 from prge.learning.optimizers import make_optimizer, schedule
@@ -37,7 +35,7 @@ from prge.text.prompts import Prompts
 _NOT_IDENTITY = frozenset(
     {
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
-        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet", "log_to"),
+        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
         *("pause_above_celsius", "pause_below_battery", "only_charging"),
         *("sample_prompts", "sample_rows", "sample_every", "heads_of"),
@@ -46,12 +44,7 @@ _NOT_IDENTITY = frozenset(
 
 
 # What may change with the estimator of a run, and the journal's record of it.
-CHANGEABLE = frozenset(
-    {
-        *("estimator", "queries", "copies", "epsilon", "directions", "share_directions", "guided"),
-        *("baseline", "normalize", "clip", "clip_examples", "learning_rate"),
-    }
-)
+CHANGEABLE = frozenset({"learning_rate", *(item.name for item in fields(EstimatorFlags))})
 CHANGE = "change"
 
 
@@ -165,25 +158,11 @@ def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> Training
     return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
 
 
-def make_estimator(settings: RunSettings, guide: Guide | None = None) -> Estimator:
-    """The estimator that settled settings ask for; raises ValueError for those that aren't."""
-    if not settings.guided:
-        guide = None
-    if settings.estimator == "exact":
-        return Exact(settings.clip, settings.clip_examples)
-    if settings.estimator == "tangent":
-        return Tangents(settings.share_directions, settings.clip, guide)
-    if settings.queries is None:
-        raise ValueError("how many queries is not settled")
-    rule: Rule = Antithetic(settings.queries, settings.epsilon)
-    if settings.estimator == "one-sided":
-        rule = OneSided(settings.queries, settings.epsilon, settings.baseline, settings.normalize)
-    return Differences(rule, settings.directions, settings.clip, guide)
-
-
 def run_settings(record: Record) -> RunSettings:
     """The settings of a journal's record that a run began or changed with, without its paths."""
-    return RunSettings(bundle=Path(), train=Path(), out=Path(), dev=Path(), **record["settings"])
+    return RunSettings(
+        bundle=Path(), train=Path(), out=Path(), dev=Path(), **RunSettings.current(record["settings"])
+    )
 
 
 def settings_records(journal: Journal) -> list[Record]:
@@ -206,7 +185,7 @@ def keep_guide(journal: Journal, bundle: Bundle, settings: RunSettings) -> None:
     Raises:
         PrgeError: the guide can't be used.
     """
-    takes = settings.guided and settings.estimator != "exact"
+    takes = settings.guided and settings.estimator in having("queries")
     if takes and Guide.from_journal(journal) is None and (guide := guide_of(bundle)) is not None:
         journal.append(guide.to_record())
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import RunSettings
 from prge.engine import Engine, Float64Array
 from prge.files.adapter import Adapter
+from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
 from prge.learning.estimators.protocol import Estimator, Step
+from prge.learning.estimators.table import DEFAULT_QUERIES
 from prge.learning.examples import Batch
 from prge.learning.head import Classifier
 from prge.learning.sampling import Sampler
@@ -67,6 +68,11 @@ def compare(scalars: Float64Array, reference: Float64Array) -> Agreement:
     return Agreement(min(max(r, -1.0), 1.0), r * lengths[0] / lengths[1])
 
 
+def slopes(queries: int, epsilon: float) -> dict[str, Rule]:
+    """Differences by their estimator, as slopes, which can be compared whatever their epsilon."""
+    return {"antithetic": Antithetic(queries, epsilon), "fzoo": OneSided(queries, epsilon, normalize=False)}
+
+
 def neighbours_agree(
     estimators: tuple[Estimator, Estimator],
     engine: Engine,
@@ -111,8 +117,8 @@ def noise_note(
         head: the classifier of the training rows, or None.
     """
     epsilons = (settings.epsilon, settings.epsilon * NEIGHBOUR)
-    plain = replace(settings, clip=0.0, normalize=False)
-    first, second = (make_estimator(replace(plain, epsilon=epsilon)) for epsilon in epsilons)
+    queries, name = settings.queries or DEFAULT_QUERIES, settings.estimator
+    first, second = (Differences(slopes(queries, epsilon)[name or "antithetic"]) for epsilon in epsilons)
     steps = [sampler.batches(step) for step in range(STEPS_OF_A_NOTE)]
     agreement = neighbours_agree((first, second), engine, adapter, steps, settings.seed, head).agreement
     sizes = " and ".join(f"{epsilon:.3g}" for epsilon in epsilons)

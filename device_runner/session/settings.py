@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from device_runner.engines.trunk_cache import Precision
-from device_runner.session.tracking import Service
 from prge.contract import Contract
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle
-from prge.files.chain import ROLE_OF
 from prge.files.signatures import DECODE, PREFILL
-from prge.learning.estimators.directions import Distribution
+from prge.learning.estimators.table import (
+    DEFAULT_QUERIES,
+    ESTIMATORS,
+    EstimatorFlags,
+    fitting,
+    having,
+)
 from prge.learning.examples import Example
 from prge.learning.optimizers import OptimizerName
 from prge.learning.sampling import Sampler
@@ -24,61 +28,29 @@ from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import flag
 from prge.verbs.settings import Bytes
 
-EstimatorName = Literal["tangent", "antithetic", "one-sided", "exact"]
-
-DEFAULT_QUERIES = DEFAULT_BATCH = 4
+DEFAULT_BATCH = 4
 # Gradients of so many steps and the checkpoint before them take about as much room.
 STEPS_OF_GRADIENTS = 4
-_BEST_FIRST: tuple[EstimatorName, ...] = ("exact", "tangent", "antithetic")
-_KIND: dict[EstimatorName, str] = {
-    "tangent": "tangent",
-    "exact": "exact",
-    "antithetic": "stack",
-    "one-sided": "stack",
-}
+# What earlier versions wrote down, and the one value that all runs have now.
+_RETIRED: Mapping[str, object] = {"directions": "rademacher", "baseline": "clean", "normalize": False}
 
 
 @dataclass(frozen=True)
-class RunSettings(TrainingFlags):
+class RunSettings(EstimatorFlags, TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
+    resume: Path | None = None
+    """Run folder to go on with, from its own settings."""
     epochs: float | None = None
     """Times that every training row is seen, instead of --steps; may be a part, such as 0.5."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter."""
 
-    estimator: EstimatorName | None = None
-    """tangent: exact derivatives along directions; antithetic: two perturbed copies a query; one-sided: one
-    copy a query and a baseline; exact: the gradient by backpropagation. Default: exact, or of a bundle
-    without that role tangent, or antithetic."""
-    queries: int | None = None
-    """Random directions a step; default: 4. An exact gradient has none."""
     keep_gradients: bool = False
     """exact: the journal keeps the gradient of every step, so that the run can be replayed. Default: those
     since the newest checkpoint, which is written every 4 steps at least, whatever --checkpoint-every."""
     change_estimator: bool = False
     """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
-    copies: int | None = None
-    """antithetic, one-sided: copies of the adapter in one call; default: all of a step."""
-    share_directions: bool = False
-    """tangent: one direction a query for all examples of a step, instead of one for each."""
-    guided: bool = True
-    """Keep random directions to the axes that `prge guide` found, where the bundle has them."""
-    epsilon: float = 1e-2
-    """antithetic, one-sided: length of a perturbation, in units of the adapter's values."""
-    baseline: Literal["clean", "leave-one-out"] = "clean"
-    """one-sided: compare with an unperturbed copy, or each query with the others."""
-    normalize: bool = False
-    """one-sided: divide by the deviation of the losses instead of epsilon (FZOO)."""
-    clip: float = 0.0
-    """Largest root mean square of a step's scalars, of each example's with tangents: an estimate of the
-    gradient's norm; exact: largest norm of a step's gradient; 0: no clipping. Helps where a step has few
-    examples and they differ much."""
-    clip_examples: float = 0.0
-    """exact: largest norm of each example's gradient; needs --batch-size 1, examples accumulate over --calls.
-    For differential privacy, which needs noise too, or where few examples are outliers; 0: no clipping."""
-    directions: Distribution = "rademacher"
-    """antithetic, one-sided: distribution of directions; rademacher is bit-identical on every machine."""
     batch_size: int | None = None
     """Sequences of one call, before copies; default: 4, or as many as a row needs."""
     calls: int = 1
@@ -103,10 +75,6 @@ class RunSettings(TrainingFlags):
     """So many of the development rows, of a task with candidates, are answered in the same way."""
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
-
-    log_to: list[Service] = field(default_factory=list)
-    """Send metrics on the way: tensorboard (event files in the run folder), wandb (Weights & Biases). The run
-    never waits for them."""
 
     engine: EngineName = "auto"
     """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
@@ -136,8 +104,6 @@ class RunSettings(TrainingFlags):
                 problems.append(f"--epochs is {self.epochs:g} and --steps {self.steps}: give one of them")
             # A resumed run is told of every setting that it wasn't begun with.
             problems += self._without_meaning()
-        if self.baseline == "leave-one-out" and self.queries == 1:
-            problems.append("--baseline leave-one-out needs --queries of at least 2")
         if self.sample_prompts and self.sample_rows:
             problems.append("--sample-prompts and --sample-rows: give one of them")
         if self.clip_examples and self.batch_size != 1:
@@ -152,22 +118,33 @@ class RunSettings(TrainingFlags):
 
     def _without_meaning(self) -> list[str]:
         """Settings that were changed and belong to another estimator."""
-        estimator = self.estimator or "not given"
-        owners = {"baseline": "one-sided", "normalize": "one-sided", "share_directions": "tangent"}
-        if self.estimator in ("tangent", "exact"):
-            owners |= dict.fromkeys(("epsilon", "directions", "copies"), "antithetic or one-sided")
-        if self.estimator == "exact":
-            owners["queries"] = "tangent, antithetic or one-sided"
-        if self.estimator is not None:
-            owners["clip_examples"] = "exact"
         if self.estimator is None:
-            # The bundle may turn out to be for tangents.
-            del owners["share_directions"]
+            return []
         return [
-            f"{flag(name)} belongs to --estimator {owner}, the estimator is {estimator}"
-            for name, owner in owners.items()
-            if owner != self.estimator and getattr(self, name) != getattr(RunSettings, name)
+            f"{flag(each.name)} belongs to --estimator {_either(owners)}, the estimator is {self.estimator}"
+            for each in fields(EstimatorFlags)
+            if (owners := having(each.name)) and self.estimator not in owners
+            if getattr(self, each.name) != each.default
         ]
+
+    @classmethod
+    def current(cls, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that a version of prge wrote down, as this one has them.
+
+        Raises:
+            ConfigError: they ask for what this version lacks.
+        """
+        lacking = {name: stored[name] for name, value in _RETIRED.items() if stored.get(name, value) != value}
+        if stored.get("estimator") == "one-sided":
+            lacking["estimator"] = "one-sided"
+        if lacking:
+            raise ConfigError(
+                "a run was begun with what this version of prge lacks:",
+                [f"{flag(name)} {value}" for name, value in lacking.items()],
+                remedy="go on with it in the version that run.json names, or start a new run; of "
+                "one-sided differences there is --estimator fzoo",
+            )
+        return {name: value for name, value in stored.items() if name not in _RETIRED}
 
 
 def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
@@ -177,14 +154,14 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
         ConfigError: the bundle lacks the estimator's role, or settings have no meaning for it.
     """
     chain = bundle.chain
-    fitting = [name for name, kind in _KIND.items() if ROLE_OF[kind] in chain.roles]
-    best: EstimatorName = next(name for name in _BEST_FIRST if name in fitting)
-    estimator = best if settings.estimator is None else settings.estimator
-    if estimator not in fitting:
+    names = fitting(chain.roles)
+    estimator = settings.estimator or names[0]
+    entry = ESTIMATORS[estimator]
+    if estimator not in names:
         raise ConfigError(
             "the settings don't fit the bundle:",
             [f"--estimator is {estimator}, the bundle has the roles {', '.join(chain.roles)}"],
-            remedy=f"choose one of {', '.join(fitting)}, or export with the role {ROLE_OF[_KIND[estimator]]}",
+            remedy=f"choose one of {', '.join(names)}, or export with the role {entry.role}",
         )
     if settings.trunk_cache_bytes and chain.lowest_adapted == 1:
         raise ConfigError(
@@ -198,9 +175,9 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             [f"--sample-prompts is given, and the bundle has the roles {', '.join(chain.roles)}"],
             remedy="leave it out, or export with the roles prefill and decode",
         )
-    queries = None if estimator == "exact" else settings.queries or DEFAULT_QUERIES
+    queries = settings.queries or DEFAULT_QUERIES if entry.has_directions else None
     every = settings.checkpoint_every
-    if estimator == "exact" and not settings.keep_gradients:
+    if not entry.has_directions and not settings.keep_gradients:
         every = min(every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
     return replace(settings, estimator=estimator, queries=queries, checkpoint_every=every)
 
@@ -231,16 +208,16 @@ def bundle_for(settings: RunSettings, bundle: Bundle, examples: Sequence[Example
         ConfigError: no call can have these sizes.
     """
     batch, chain = settings.batch_size or batch_for(examples), bundle.chain
-    queries = settings.queries or DEFAULT_QUERIES
-    if settings.estimator == "exact":
-        contract = chain.contract("exact", batch)
-    elif settings.estimator == "tangent":
-        contract = chain.contract("tangent", batch, queries=queries)
-    else:
-        clean = settings.baseline == "clean"
-        variants = 2 * queries if settings.estimator == "antithetic" else queries + clean
-        contract = chain.contract("stack", batch, copies=settings.copies or variants)
+    if settings.estimator is None:
+        raise ValueError("which estimator is not settled")
+    entry = ESTIMATORS[settings.estimator]
+    contract = chain.contract(entry.role, batch, **entry.sizes(settings.queries, settings.copies))
     return bundle.for_steps(contract, frugal=settings.memory is not None)
+
+
+def _either(names: Sequence[str]) -> str:
+    """Names in a sentence: a, b or c."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def batch_for(examples: Sequence[Example]) -> int:

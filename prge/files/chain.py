@@ -13,23 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from prge.contract import LARGEST_SIZE, AdaptedModule, Contract
+from prge.contract import LARGEST_SIZE, STEP_ROLES, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
 from prge.files.signatures import (
-    BACK,
     DECODE,
     PREFILL,
     ROLES,
     STACK,
-    STEP_ROLES,
-    TANGENT,
     Signature,
     of_block,
     of_head,
 )
 
-# The role that a step of each kind of call needs beside `stack`.
-ROLE_OF = {"stack": STACK, "tangent": TANGENT, "exact": BACK}
 TABLES = ("causal", "rotary", "positions", "zeros")
 POOLINGS = ("mean", "first")
 LORA_A, LORA_B, U, V, TABLE, GRADIENT = "lora_a.", "lora_b.", "u.", "v.", "table.", "gradient."
@@ -269,7 +264,7 @@ class Chain:
 
     def contract(
         self,
-        kind: str,
+        role: str,
         batch_size: int,
         *,
         copies: int = 1,
@@ -279,7 +274,7 @@ class Chain:
         """The contract of an engine that answers calls of a run's own choice.
 
         Args:
-            kind: `stack`, `tangent` or `exact`.
+            role: `stack`, `tangent` or `back`.
             batch_size: rows of one copy.
             copies: of the adapter in a stack.
             queries: tangents beside every row.
@@ -288,14 +283,14 @@ class Chain:
         Raises:
             BundleError: the bundle lacks the role.
         """
-        if ROLE_OF[kind] not in self.roles:
+        if role not in self.roles:
             raise BundleError(
-                f"the bundle lacks the role {ROLE_OF[kind]}, it has {', '.join(self.roles)}",
+                f"the bundle lacks the role {role}, it has {', '.join(self.roles)}",
                 remedy="choose another estimator, or export it with that role",
             )
         tokens = max(length, FEWEST_TOKENS) if length else self.bounds.tokens
         return Contract(
-            kind=kind,
+            role=role,
             readout=self.readout,
             copies=copies,
             batch_size=batch_size,

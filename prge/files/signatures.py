@@ -24,8 +24,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-STACK, TANGENT, BACK, PREFILL, DECODE = "stack", "tangent", "back", "prefill", "decode"
-STEP_ROLES = (STACK, TANGENT, BACK)
+from prge.contract import STEP_ROLES
+
+STACK, TANGENT, BACK = STEP_ROLES
+PREFILL, DECODE = "prefill", "decode"
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
 
 _BLOCK = {

@@ -13,16 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from prge.contract import AdaptedModule, Contract
+from prge.contract import STEP_ROLES, AdaptedModule, Contract
 from prge.errors import BundleError, shown
 from prge.files.adapter import adapter_size
 from prge.files.chain import Bounds, Chain
-from prge.files.signatures import BACK, DECODE, PREFILL, STACK, STEP_ROLES, TANGENT
+from prge.files.signatures import BACK, DECODE, PREFILL, STACK, TANGENT
 from prge.learning.vocabulary import pieces_of
 
 MIB = 1 << 20
-# Estimators and their kinds of calls, the best first.
-KINDS = {"exact": "exact", "tangent": "tangent", "antithetic": "stack"}
 # The most of a number that an outline is made of.
 _LARGEST_NUMBER = 1 << 44
 GROUP_SIZE = 32
@@ -252,7 +250,7 @@ def run_memory(
         memory: bytes of weights that may stay loaded; by default all may.
     """
     bounds = Bounds.for_rows(outline.longest)
-    role = BACK if contract.is_exact else TANGENT if contract.is_tangent else STACK
+    role = contract.role
     loaded = {STACK, BACK} if contract.is_exact else {role}
     kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
     if memory is not None:
@@ -309,7 +307,7 @@ def run_memory(
 
 
 def memory_table(
-    outline: Outline, contracts: Mapping[str, Contract], weights: Weights, roles: Collection[str]
+    outline: Outline, contracts: Mapping[Any, Contract], weights: Weights, roles: Collection[str]
 ) -> list[dict[str, Any]]:
     """Memory of runs on the native engine, a row for each estimator's call and bound of loaded weights.
 

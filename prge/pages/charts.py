@@ -1,79 +1,167 @@
-"""Line charts as SVG, drawn by hand: their text takes the colour of the page that they stand in."""
+"""Charts as SVG, drawn by hand: their text takes the colour of the page that they stand in.
+
+The one place that draws. `line_chart` has curves, with a band for the range over seeds and levels across;
+`bar_chart` has a bar for each name, with a whisker. A `Picture` of a report takes the text, and
+`as_file` makes it one for a file; `beside` puts several into one. Nothing in a chart is a script or a link.
+
+    line_chart([Line("p-rge", points, band=ranges)], "seconds", "accuracy", log=True, levels={"target": 0.9})
+    bar_chart([Bar("p-rge", 41.5, low=40.0, high=43.0, note="1 of 3 not reached")], "MB")
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Literal
 
 from prge.errors import shortened
-from prge.pages.palette import COLOURS
 
 Point = tuple[float, float]
 Look = Literal["faint", "line", "marked"]
 
+# Distinguishable with any kind of colour vision, on white and on black: M. Okabe, K. Ito, "Color Universal
+# Design", 2008.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # In units of the picture, about pixels on a phone; it grows with the page.
 _WIDTH, _HEIGHT = 380, 240
 _LEFT, _RIGHT, _BOTTOM, _LEGEND = 54, 12, 38, 16
+_BAR = 18
 # Points of a line at most: more can't be told apart on any screen.
 _MOST, _MOST_DOTS = 500, 100
 _TICKS = 5
-# The palette's last colour is black, which a dark page hides.
-_HUES = COLOURS[:-1]
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points in the order of their x; `name` is in the legend unless it is empty."""
+    """Points in the order of their x; `name` is in the legend unless it is empty.
+
+    `band` is (x, lowest, highest), such as over seeds. Lines of more hues than there are colours differ by
+    their dots.
+    """
 
     name: str
     points: Sequence[Point]
     hue: int = 0
     look: Look = "line"
+    band: Sequence[tuple[float, float, float]] = ()
 
 
-def line_chart(lines: Sequence[Line], x_label: str, y_label: str) -> str:
+@dataclass(frozen=True)
+class Bar:
+    """A bar from 0 to `value`, none where that is None; a whisker from `low` to `high`; a note behind it."""
+
+    name: str
+    value: float | None
+    hue: int = 0
+    look: Look = "line"
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+
+def line_chart(
+    lines: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    *,
+    log: bool = False,
+    levels: Mapping[str, float] | None = None,
+    x_names: Sequence[str] = (),
+) -> str:
     """An SVG of lines over one pair of axes; empty where no line has a point.
 
     Numbers are below 1e300, as those of metrics. The same lines give the same text.
+
+    Args:
+        lines: in the order of the legend.
+        x_label: under the picture.
+        y_label: beside it.
+        log: whether x is logarithmic; what isn't above 0 has no place then.
+        levels: values of y that a dashed line shows, by name.
+        x_names: words at x = 0, 1, ... in place of numbers.
     """
-    lines = [line for line in lines if line.points]
+    lines = [_above_zero(line) for line in lines] if log else lines
+    lines, levels = [line for line in lines if line.points], levels or {}
     if not lines:
         return ""
     named = [line for line in lines if line.name]
     top = 10 + _LEGEND * len(named)
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points]
+    xs = [x for line in lines for x, *_ in (*line.points, *line.band)]
+    ys = [y for line in lines for _, *ends in (*line.points, *line.band) for y in ends]
+    ys += levels.values()
     across = _Axis.over(min(0.0, *xs), max(xs), _LEFT, _WIDTH - _RIGHT)
-    up = _Axis.over(min(ys), max(ys), top + _HEIGHT - _BOTTOM, top, whole=True)
-    height, floor = top + _HEIGHT, up.start
-    parts = [
-        f'<svg viewBox="0 0 {_WIDTH} {height}" xmlns="http://www.w3.org/2000/svg" '
-        f'font-size="11" fill="currentColor" aria-label="{escape(f"{y_label} against {x_label}")}">'
-    ]
-    for row, line in enumerate(named):
-        at = 10 + _LEGEND * row
-        parts.append(_drawn(line, [(_LEFT, at), (_LEFT + 12, at), (_LEFT + 24, at)]))
-        parts.append(_text(_LEFT + 32, at + 4, shortened(line.name, 48), "start"))
+    if log:
+        across = _Axis.logarithmic(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
+    elif x_names:
+        across = replace(across, ticks=tuple(map(float, range(len(x_names)))))
+    floor, height = top + _HEIGHT - _BOTTOM, top + _HEIGHT
+    up = _Axis.over(min(ys), max(ys), floor, top, whole=True)
+    parts = [_begin(height, f"{y_label} against {x_label}"), *_legend(named)]
     for value in up.ticks:
-        y = up(value)
-        parts.append(_rule(_LEFT, y, _WIDTH - _RIGHT, y, 0.15))
-        parts.append(_text(_LEFT - 5, y + 4, number(value), "end"))
-    for value in across.ticks:
-        x = across(value)
-        parts.append(_rule(x, floor, x, floor + 4, 0.6))
-        parts.append(_text(x, floor + 16, number(value), "middle"))
-    parts.append(_rule(_LEFT, floor, _WIDTH - _RIGHT, floor, 0.6))
-    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, height - 6, x_label, "middle"))
+        parts.append(_rule((_LEFT, up(value)), (_WIDTH - _RIGHT, up(value)), 0.15))
+        parts.append(_text(_LEFT - 5, up(value) + 4, number(value), "end"))
+    parts += _floor(across, x_label, x_names, floor, height)
     parts.append(
         f'<text transform="translate(10 {(top + floor) / 2:.1f}) rotate(-90)" text-anchor="middle">'
         f"{escape(y_label)}</text>"
     )
+    for name, level in levels.items():
+        parts.append(_rule((_LEFT, up(level)), (_WIDTH - _RIGHT, up(level)), 0.8, ' stroke-dasharray="6 3"'))
+        parts.append(_text(_LEFT + 4, up(level) - 3, name, "start"))
     for line in lines:
+        parts.append(_band([(across(x), up(low), up(high)) for x, low, high in line.band], line.hue))
         parts.append(_drawn(line, [(across(x), up(y)) for x, y in thinned(line.points, _MOST)]))
     return "".join([*parts, "</svg>"])
+
+
+def bar_chart(bars: Sequence[Bar], x_label: str) -> str:
+    """An SVG with a bar under each name, from the top down; empty where there is none."""
+    if not bars:
+        return ""
+    values = [each for bar in bars for each in (bar.value, bar.low, bar.high) if each is not None]
+    # Room for the number behind the longest bar.
+    across = _Axis.over(min([0.0, *values]), max([0.0, *values]), 6, _WIDTH - 90)
+    height = 2 * _BAR * len(bars) + _BOTTOM + 6
+    floor = height - _BOTTOM
+    parts = [_begin(height, x_label)]
+    for row, bar in enumerate(bars):
+        top = 2 * _BAR * row
+        parts.append(_text(across(0), top + 14, shortened(bar.name, 48), "start"))
+        end, low, high = ((each or 0.0) for each in (bar.value, bar.low, bar.high))
+        middle = top + _BAR + 7
+        if bar.value is not None:
+            left, right = sorted((across(0), across(end)))
+            parts.append(
+                f'<rect x="{left:.1f}" y="{top + _BAR}" width="{right - left:.1f}" height="14" '
+                f'fill="{_colour(bar.hue)}" fill-opacity="{0.4 if bar.look == "faint" else 1}"/>'
+            )
+        if bar.low is not None and bar.high is not None:
+            parts.append(_rule((across(low), middle), (across(high), middle), 0.8))
+        told = " ".join(text for text in (number(end) if bar.value is not None else "", bar.note) if text)
+        parts.append(_text(across(max(end, low, high)) + 5, middle + 4, told, "start"))
+    return "".join([*parts, *_floor(across, x_label, (), floor, height), "</svg>"])
+
+
+def beside(charts: Sequence[str]) -> str:
+    """Charts of this module as one, side by side; empty ones take no room."""
+    sizes = [_size_of(chart) for chart in charts if chart]
+    if not sizes:
+        return ""
+    parts = [_begin(max(height for _, height in sizes), "", sum(width for width, _ in sizes))]
+    at = 0
+    for chart, (width, height) in zip(filter(None, charts), sizes, strict=True):
+        parts.append(chart.replace("<svg ", f'<svg x="{at}" width="{width}" height="{height}" ', 1))
+        at += width
+    return "".join([*parts, "</svg>"])
+
+
+def as_file(chart: str) -> str:
+    """A chart for a file of its own: dark text on white, at twice its size."""
+    width, height = _size_of(chart)
+    look = f'width="{2 * width}" height="{2 * height}" style="background:#fff;color:#24292f"'
+    return chart.replace("<svg ", f"<svg {look} ", 1)
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
@@ -107,6 +195,7 @@ class _Axis:
     start: float
     end: float
     ticks: tuple[float, ...]
+    is_log: bool = False
 
     @classmethod
     def over(cls, low: float, high: float, start: float, end: float, whole: bool = False) -> _Axis:
@@ -122,30 +211,102 @@ class _Axis:
         ticks = tuple(index * step for index in range(first, last + 1))
         return cls(min(low, *ticks), max(high, *ticks), start, end, ticks)
 
+    @classmethod
+    def logarithmic(cls, low: float, high: float, start: float, end: float) -> _Axis:
+        """An axis over values above 0; its ticks are 1, 2 and 5 of each power of ten, or powers alone."""
+        first, last = math.floor(math.log10(low)), math.floor(math.log10(high))
+        digits, stride = ((1, 2, 5), 1) if last - first <= 2 else ((1,), math.ceil((last - first) / _TICKS))
+        steps = [digit * 10.0**power for power in range(first, last + 1, stride) for digit in digits]
+        begin = max(step for step in steps if step <= low)
+        ticks = tuple(step for step in steps if begin <= step <= high)
+        return cls(begin, high if high > 1.01 * begin else 10 * begin, start, end, ticks, is_log=True)
+
     def __call__(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
+        low, high = self.low, self.high
+        if self.is_log:
+            value, low, high = math.log10(value), math.log10(low), math.log10(high)
+        share = (value - low) / (high - low)
         return self.start + share * (self.end - self.start)
+
+
+def _above_zero(line: Line) -> Line:
+    """What of a line has a place on a logarithmic axis."""
+    points = [point for point in line.points if point[0] > 0]
+    return replace(line, points=points, band=[each for each in line.band if each[0] > 0])
+
+
+def _legend(named: Sequence[Line]) -> list[str]:
+    parts = []
+    for row, line in enumerate(named):
+        at = 10 + _LEGEND * row
+        parts.append(_drawn(line, [(_LEFT, at), (_LEFT + 12, at), (_LEFT + 24, at)]))
+        parts.append(_text(_LEFT + 32, at + 4, shortened(line.name, 48), "start"))
+    return parts
+
+
+def _band(places: Sequence[tuple[float, float, float]], hue: int) -> str:
+    """The area between the lowest and the highest, by places of the picture."""
+    edge = [*((x, low) for x, low, _ in places), *((x, high) for x, _, high in reversed(places))]
+    return f'<polygon points="{_path(edge)}" fill="{_colour(hue)}" fill-opacity="0.15"/>' if edge else ""
+
+
+def _floor(axis: _Axis, label: str, names: Sequence[str], floor: float, height: float) -> list[str]:
+    """The axis at the bottom of a picture, with its ticks and its label."""
+    parts = [_rule((axis.start, floor), (axis.end, floor), 0.6)]
+    for index, value in enumerate(axis.ticks):
+        x = axis(value)
+        parts.append(_rule((x, floor), (x, floor + 4), 0.6))
+        parts.append(_text(x, floor + 16, names[index] if names else number(value), "middle"))
+    return [*parts, _text((axis.start + axis.end) / 2, height - 6, label, "middle")]
 
 
 def _drawn(line: Line, places: Sequence[Point]) -> str:
     """A line through places of the picture, in its own look."""
-    colour = _HUES[line.hue % len(_HUES)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     width, opacity = (0.8, 0.35) if line.look == "faint" else (1.8, 1)
     dashes = ' stroke-dasharray="5 3"' if line.look == "marked" else ""
     drawn = (
-        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" '
+        f'<polyline points="{_path(places)}" fill="none" stroke="{_colour(line.hue)}" stroke-width="{width}" '
         f'stroke-opacity="{opacity}" stroke-linejoin="round"{dashes}/>'
     )
     # One point is no line.
     single = len(places) == 1
-    dots = places if single or (line.look == "marked" and len(places) <= _MOST_DOTS) else ()
-    return drawn + "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>' for x, y in dots)
+    has_dots = line.look == "marked" or line.hue >= len(COLOURS)
+    dots = places if single or (has_dots and len(places) <= _MOST_DOTS) else ()
+    return drawn + "".join(_dot(x, y, line.hue) for x, y in dots)
 
 
-def _rule(x: float, y: float, to_x: float, to_y: float, opacity: float) -> str:
+def _dot(x: float, y: float, hue: int) -> str:
+    """A round dot, or a square one where colours begin again."""
+    if hue // len(COLOURS) % 2:
+        return f'<rect x="{x - 2.6:.1f}" y="{y - 2.6:.1f}" width="5.2" height="5.2" fill="{_colour(hue)}"/>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{_colour(hue)}"/>'
+
+
+def _begin(height: float, label: str, width: float = _WIDTH) -> str:
     return (
-        f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="currentColor" stroke-opacity="{opacity}"/>'
+        f'<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" font-size="11" '
+        f'fill="currentColor" aria-label="{escape(label)}">'
+    )
+
+
+def _size_of(chart: str) -> tuple[int, int]:
+    width, height = chart.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()
+    return int(width), int(height)
+
+
+def _colour(hue: int) -> str:
+    return COLOURS[hue % len(COLOURS)]
+
+
+def _path(places: Sequence[Point]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def _rule(begin: Point, end: Point, opacity: float, dashes: str = "") -> str:
+    (x, y), (to_x, to_y) = begin, end
+    return (
+        f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="currentColor" '
+        f'stroke-opacity="{opacity}"{dashes}/>'
     )
 
 

@@ -29,9 +29,10 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Code:
-    """What somebody would type, or what a program said."""
+    """What somebody would type, or what a program said; the language is Markdown's name of it."""
 
     text: str
+    language: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ class Quote:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture by its name."""
+    """A drawing of charts.py; an empty one is left out. In Markdown it is the file `name`.svg."""
 
-    name: str
+    drawing: str
     caption: str
+    name: str = ""
 
 
 Block = Heading | Paragraph | Bullets | Code | Quote | Table | Picture

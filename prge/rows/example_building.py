@@ -314,7 +314,7 @@ class _Builder:
 
     def fits(self, mask: Mask) -> bool:
         """Whether the bundle takes a sequence up to its last target."""
-        end = len(mask) - int(mask[::-1].argmax())
+        end = int(np.flatnonzero(mask).max(initial=-1)) + 1
         return end <= self.length and int(np.count_nonzero(mask[1:])) <= self.contract.positions
 
     def conversation(self, row: Row, messages: Sequence[Message]) -> tuple[Ids, Mask, int]:

@@ -37,8 +37,6 @@ class TrainingFlags:
     messages, Alpaca's or ShareGPT's."""
     columns: list[str] = field(default_factory=list)
     """Names for columns of the rows: prompt=question completion=answer."""
-    resume: Path | None = None
-    """Run folder to go on with, from its own settings."""
 
     seed: int = 42
     """Seed of row order and of random directions."""

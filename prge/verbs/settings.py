@@ -30,6 +30,7 @@ import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from prge.errors import ConfigError, shortened, shown
@@ -103,7 +104,7 @@ def parse_settings(
         show_help(_parser(settings_type, prog, positional, description))
         raise SystemExit(0)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
-    given = [entry for path in files for entry in _read_file(path, kinds, problems)]
+    given = [entry for path in files for entry in _read_file(path, settings_type, problems)]
     given += [entry for entry in words if entry.key in kinds]
     settings = _build(settings_type, given, problems, prog)
     if "print_config" in own:
@@ -115,7 +116,7 @@ def parse_settings(
 def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Settings:
     """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError as above."""
     problems: list[str] = []
-    given = _read_file(path, _kinds(settings_type), problems)
+    given = _read_file(path, settings_type, problems)
     return _build(settings_type, given, problems, prog)
 
 
@@ -154,15 +155,20 @@ def with_whole_paths(
 
 def settings_to_yaml(settings: Any, comments: bool = False) -> str:
     """All settings as YAML that `--config` reads back as equal; `comments` adds each field's help."""
+    values = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
+    return yaml_of(values, field_help(type(settings)) if comments else {})
+
+
+def yaml_of(values: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Settings by their names as YAML, each below its comment."""
     import yaml
 
-    helps = field_help(type(settings)) if comments else {}
     text = ""
-    for item in dataclasses.fields(settings):
+    for name, value in values.items():
         # By way of JSON, so that paths become texts and tuples lists.
-        value = json.loads(json.dumps(getattr(settings, item.name), default=str))
-        text += "".join(f"# {line}\n" for line in helps.get(item.name, "").splitlines())
-        text += yaml.safe_dump({item.name: value}, default_flow_style=False, sort_keys=False, width=110)
+        plain = json.loads(json.dumps(value, default=str))
+        text += "".join(f"# {line}\n" for line in comments.get(name, "").splitlines())
+        text += yaml.safe_dump({name: plain}, default_flow_style=False, sort_keys=False, width=110)
     return text
 
 
@@ -244,7 +250,7 @@ def _read_words(
     return given
 
 
-def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> list[_Given]:
+def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> list[_Given]:
     try:
         content = read_yaml(path)
     except (OSError, DocumentError) as error:
@@ -255,7 +261,9 @@ def _read_file(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> lis
     if not isinstance(content, dict):
         problems.append(f"{path} holds a {type(content).__name__}, not a mapping of settings")
         return []
-    return _given_by(content, str(path), kinds, problems)
+    # What a version of its own wrote down, settings of another verb may know better.
+    current = getattr(settings_type, "current", dict)
+    return _given_by(current(content), str(path), _kinds(settings_type), problems)
 
 
 def _given_by(

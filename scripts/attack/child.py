@@ -22,7 +22,7 @@ from pathlib import Path
 
 import prge.cli
 
-DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "plot")
+DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "report")
 # What the verbs import when they are called.
 _IMPORTED_LATE = ("jinja2", "tokenizers", "tqdm", "yaml")
 _TAIL, _MOST_OUTPUT = 3000, 4 << 20

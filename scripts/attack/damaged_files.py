@@ -123,8 +123,10 @@ REPLAY = Use(
     "finished",
 )
 INSPECT = Use(lambda scene: ["inspect", scene.folder / "bundle"])
-PLOT = Use(
-    lambda scene: ["plot", scene.folder / "finished", "--out", scene.folder / "plot.svg"], None, "finished"
+REPORT = Use(
+    lambda scene: ["report", scene.folder / "finished", "--out", scene.folder / "report.html"],
+    None,
+    "finished",
 )
 PROBE = Use(
     lambda scene: [
@@ -203,7 +205,7 @@ TARGETS: list[tuple[int, Target]] = [
     (4, Target("finished", "journal.jsonl", (REPLAY, RESUME_FINISHED), (damage.mutate_journal,))),
     (4, Target("unfinished", "config.yaml", (RESUME,))),
     (6, Target("unfinished", "metrics.jsonl", (RESUME,), (damage.mutate_json,))),
-    (2, Target("finished", "metrics.jsonl", (PLOT,), (damage.mutate_json,))),
+    (2, Target("finished", "metrics.jsonl", (REPORT,), (damage.mutate_json,))),
     (2, Target("unfinished", "log.txt", (RESUME,))),
     (2, Target("unfinished", "run.lock", (RESUME,))),
     (2, Target("unfinished", "run.json", (RESUME,))),

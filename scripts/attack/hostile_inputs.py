@@ -26,9 +26,9 @@ from workshop import REPOSITORY, Bench, Workshop
 
 from device_runner.evaluate import EvaluateSettings
 from device_runner.inspect_bundle import InspectSettings
-from device_runner.plot import PlotSettings
 from device_runner.probe import ProbeSettings
 from device_runner.replay import ReplaySettings
+from device_runner.report import ReportSettings
 from device_runner.session.settings import RunSettings
 
 MEGABYTE = 1 << 20
@@ -290,7 +290,7 @@ _VERBS: dict[str, tuple[type[Any], Callable[[Workshop, Path], list[object]]]] = 
         ],
     ),
     "replay": (ReplaySettings, lambda _, folder: ["replay", folder / "nothing", "--out", folder / "out"]),
-    "plot": (PlotSettings, lambda _, folder: ["plot", folder / "nothing"]),
+    "report": (ReportSettings, lambda _, folder: ["report", folder / "nothing"]),
 }
 # Large ones only take long, as they should.
 _TAKES_LONG = frozenset({"steps", "batches"})

@@ -29,10 +29,7 @@ _TORCH = ["--engine", "torch"]
 _DIFFERENCES = [
     ["--estimator", "antithetic"],
     ["--estimator", "antithetic", "--copies", "3"],
-    ["--estimator", "one-sided"],
-    ["--estimator", "one-sided", "--baseline", "leave-one-out"],
-    ["--estimator", "one-sided", "--normalize"],
-    ["--estimator", "antithetic", "--directions", "gaussian"],
+    ["--estimator", "fzoo"],
 ]
 _TANGENTS = [
     ["--estimator", "tangent", *more]
@@ -78,18 +75,6 @@ def attack_a_run_with_torch(bench: Bench, random: Random, folder: Path) -> tuple
     kind = random.choice(["decoder", "quantized", "encoder"])
     name, words = f"run with torch: {kind}", [*_run_words(bench.workshop, kind, random), *_TORCH]
     return _attacked(name, words, random, folder)
-
-
-def attack_a_baseline(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
-    """`prge baseline` by a method of its own."""
-    method, workshop = (
-        random.choice(["backprop-lora-fa", "backprop-lora", "backprop-full", "mezo", "far", "tinytl-biases"]),
-        bench.workshop,
-    )
-    words = ["baseline", "--bundle", workshop.bundle("decoder"), "--model", workshop.model("llama")]
-    words += ["--method", method, *workshop.rows, "--steps", random.choice(["6", "12"]), "--threads", "1"]
-    words += ["--learning-rate", "0.001", "--evaluate-every", "3", "--checkpoint-every", "2", "--quiet"]
-    return _attacked(f"baseline: {method}", list(map(str, words)), random, folder)
 
 
 def _run_words(workshop: Workshop, kind: str, random: Random) -> list[str]:

@@ -34,7 +34,7 @@ from damaged_files import attack_a_file
 from hostile_clients import attack_clients
 from hostile_inputs import attack_an_input
 from hostile_server import attack_a_device
-from kills import attack_a_baseline, attack_a_run, attack_a_run_with_torch
+from kills import attack_a_run, attack_a_run_with_torch
 from models import attack_a_model, attack_a_workstation
 from outcome import Case, Report, Verdict
 from transport import attack_a_transfer, why_not
@@ -70,8 +70,7 @@ PARTS = {
     "network_clients": Part(attack_clients, 0.05),
     "network_devices": Part(attack_a_fleets_server, 0.09),
     "network_server": Part(attack_a_device, 0.05),
-    "torch_kills": Part(attack_a_run_with_torch, 0.04, needs_torch=True),
-    "baseline_kills": Part(attack_a_baseline, 0.03, needs_torch=True),
+    "torch_kills": Part(attack_a_run_with_torch, 0.07, needs_torch=True),
     "workstation_kills": Part(attack_a_workstation, 0.03, needs_torch=True),
     "model_files": Part(attack_a_model, 0.03, needs_torch=True),
 }

@@ -36,11 +36,11 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
     import device_runner.run  # noqa: F401, what the driver holds
     from device_runner.engines.checkpoints import Checkpoints
     from device_runner.engines.opening import open_engines
-    from device_runner.session.inputs import make_estimator
     from device_runner.session.settings import RunSettings, bundle_for, settled
     from prge.files.bundle import open_bundle
     from prge.files.peft import read_peft
     from prge.learning.estimators.protocol import Step
+    from prge.learning.estimators.table import make_estimator
     from prge.learning.examples import Example, Slot, TokenSequence, make_batch
     from prge.verbs.settings import parse_settings
 

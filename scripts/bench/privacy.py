@@ -33,6 +33,7 @@ from unittest.mock import patch
 
 import numpy as np
 from auditing import audit
+from numpy.typing import NDArray
 from reports import circumstances, parser_of, report
 from timing import export
 
@@ -51,7 +52,6 @@ from prge.engine import Array, Engine, Float64Array, FloatArray, Slope
 from prge.errors import DivergenceError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
-from prge.learning.estimators.directions import normals
 from prge.learning.estimators.protocol import Measurement, Step
 from tests.tiny_models import save_model
 
@@ -283,6 +283,15 @@ def diverging(parts: Float64Array, norm: float, unit: float) -> Any:
 
 
 _whole_sum = reported.whole_sum
+
+
+def normals(words: NDArray[np.uint64]) -> FloatArray:
+    """As many independent standard normals as random words, an even number: f32 [words]."""
+    half = len(words) // 2
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    radius = np.sqrt(-2.0 * np.log(uniform[:half]))
+    angle = 2.0 * np.pi * uniform[half:]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)]).astype(np.float32)
 
 
 def floating(self: Reported, engine: Engine, step: Step) -> Measurement:

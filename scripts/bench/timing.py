@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from device_runner.engines.opening import Engines, open_engines
-from device_runner.session.inputs import make_estimator
-from device_runner.session.settings import EstimatorName, RunSettings, bundle_for, settled
+from device_runner.session.settings import RunSettings, bundle_for, settled
 from prge.files.bundle import open_bundle, read_chain, read_manifest
 from prge.files.peft import read_peft
 from prge.learning.estimators.protocol import Estimator, Measurement, Step
+from prge.learning.estimators.table import EstimatorName, make_estimator
 from prge.learning.examples import Example, Slot, TokenSequence, make_batch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -60,21 +60,17 @@ def main() -> None:
     given = parser.parse_args()
     known = set(_words(path.read_text() for path in given.texts))
     rows = []
-    for folder, (way, settings) in itertools.product(given.models, WAYS.items()):
+    for source, (way, settings) in itertools.product([*given.models, *given.runs], WAYS.items()):
         for min_p in MIN_P if settings.temperature else (0.0,):
-            row = {"model": folder.name, "way": way, "min_p": min_p}
-            row |= measure(folder, replace(settings, min_p=min_p), known)
+            chosen = replace(settings, min_p=min_p)
+            row = {"source": source.name, "way": way, "min_p": min_p}
+            if source in given.models:
+                row |= measure(source, chosen, known)
+            else:
+                row["whole"] = whole(given.bundle, source, given.rows, chosen)
             rows.append(row)
-            print(
-                " | ".join(f"{each:.3g}" if isinstance(each, float) else str(each) for each in row.values())
-            )
-    for run, (way, settings) in itertools.product(given.runs, WAYS.items()):
-        for min_p in MIN_P if settings.temperature else (0.0,):
-            row = {"run": run.name, "way": way, "min_p": min_p}
-            rows.append(
-                {**row, "whole": whole(given.bundle, run, given.rows, replace(settings, min_p=min_p))}
-            )
-            print(*rows[-1].values(), sep=" | ", flush=True)
+            cells = (f"{each:.3g}" if isinstance(each, float) else str(each) for each in row.values())
+            print(" | ".join(cells), flush=True)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 

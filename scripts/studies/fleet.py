@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from questions import make_questions
-from verbs import evaluations, prge, summarize
+from verbs import evaluations, made, parser_of, prge, report, scored, summarize
 
 from prge.learning.accounting import epsilon_of
+from prge.verbs.starting import json_of
 
 DEVICES, ROWS, HEAD = 100, 3000, {"questions": 60, "sst2": 400}
 Settings = Mapping[str, Any]
@@ -46,36 +47,23 @@ ARMS: dict[str, Settings] = {
     "FedAdam": {**CHANGES, "average": "fedadam", "evaluate_every": 2},
 }
 ONE_PLACE: Settings = {
-    "estimator": "exact",
-    "steps": 200,
-    "batch_size": 20,
-    "beta2": 0.98,
-    "schedule": "cosine",
-    "evaluate_every": 20,
+    **{"estimator": "exact", "steps": 200, "batch_size": 20, "evaluate_every": 20},
+    **{"beta2": 0.98, "schedule": "cosine"},
 }
 # Tried with seed 42, with noise at the largest epsilon; the best by loss of development rows is taken for all
 # seeds, or the first is.
 TRIED: Mapping[str, Sequence[Settings]] = {
     **{arm: ({"learning_rate": 4e-2}, {"learning_rate": 1e-2}) for arm in ARMS if arm.startswith("scalars")},
     "FedAvg": ({"learning_rate": 1e-2}, {"learning_rate": 3e-2}),
-    "FedAdam": (
-        {"learning_rate": 1e-2, "server_rate": 3e-2},
-        {"learning_rate": 1e-2, "server_rate": 1e-2},
-    ),
+    "FedAdam": tuple({"learning_rate": 1e-2, "server_rate": rate} for rate in (3e-2, 1e-2)),
     "one place": ({"learning_rate": 1e-2}, {"learning_rate": 3e-2}),
     "private scalars": ({"learning_rate": 1e-2}, {"learning_rate": 4e-2}),
     "private changes": ({"learning_rate": 10.0}, {"learning_rate": 3.0}),
 }
 EPSILONS = (1.0, 4.0, 8.0)
 PRIVATE: Settings = {
-    **FLEET,
-    "per_round": DEVICES,
-    "partition": "even",
-    "local_steps": 1,
-    "examples": ROWS // DEVICES,
-    "rounds": 8,
-    "clip": 0.1,
-    "evaluate_every": 1,
+    **{**FLEET, "per_round": DEVICES, "partition": "even", "rounds": 8, "local_steps": 1},
+    **{"examples": ROWS // DEVICES, "clip": 0.1, "evaluate_every": 1},
 }
 PRIVATE_ARMS: dict[str, Settings] = {
     "private scalars": {**PRIVATE, "queries": 16, "share_directions": True},
@@ -85,14 +73,10 @@ PRIVATE_ARMS: dict[str, Settings] = {
 
 def main() -> None:
     """Read the flags, make every run, print JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--encoder", required=True, help="folder or hub id")
     parser.add_argument("--sst2", type=Path, help="folder with the SST-2 files; needed by its task alone")
-    parser.add_argument("--out", type=Path, required=True, help="folder for rows, bundle and runs")
     parser.add_argument("--tasks", nargs="+", default=["questions", "sst2"], choices=sorted(HEAD))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--first-rates", action="store_true", help="search no rates: take those named first")
     parser.add_argument("--arms", nargs="+", default=[*ARMS, "one place", *PRIVATE_ARMS])
     arguments = parser.parse_args()
@@ -102,7 +86,7 @@ def main() -> None:
         study = Study(arguments.out / name, name, arguments.encoder, rows_of(arguments, name))
         searches = not arguments.first_rates
         results[name] = {arm: study.arm(arm, arguments.seeds, searches) for arm in arguments.arms}
-    print(json.dumps(results, indent=2))
+    report(results, arguments.out)
 
 
 def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, Path]:
@@ -110,8 +94,8 @@ def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, Path]:
     folder, count = arguments.out / name, HEAD[name]
     folder.mkdir(parents=True, exist_ok=True)
     if name == "questions":
-        made = make_questions({"dev": 300, "test": 600, "train": ROWS + count})
-        lines = {split: [json.dumps(row) for row in rows] for split, rows in made.items()}
+        drawn = make_questions({"dev": 300, "test": 600, "train": ROWS + count})
+        lines = {split: [json.dumps(row) for row in rows] for split, rows in drawn.items()}
         files = {split: folder / f"{split}.jsonl" for split in ("head", "train", "dev", "test")}
     else:
         lines = {
@@ -135,13 +119,10 @@ class Study:
     """The runs of one task."""
 
     def __init__(self, folder: Path, name: str, encoder: str, files: Mapping[str, Path]) -> None:
-        self.folder = folder
-        self.bundle = folder / "bundle"
-        self.files = files
+        self.folder, self.bundle, self.files = folder, folder / "bundle", files
         self.task = {"questions": "trec", "sst2": "sst2"}[name]
-        if not self.bundle.exists():
-            own = {"init": "eva", "init_rows": files["head"], "init_task": self.task}
-            prge("export", model=encoder, out=self.bundle, rank=1, **ADAPTERS[name], **own)
+        own = {"init": "eva", "init_rows": files["head"], "init_task": self.task}
+        made("export", self.bundle, model=encoder, rank=1, **ADAPTERS[name], **own)
 
     def arm(self, arm: str, seeds: Sequence[int], searches: bool) -> dict[str, Any]:
         """A way to train, with the settings that are best for the first seed."""
@@ -172,29 +153,25 @@ class Study:
         return self._simulate(name, {**(ARMS | PRIVATE_ARMS)[arm], **plan}, test)
 
     def _simulate(self, name: str, plan: Settings, test: bool = True) -> dict[str, Any]:
-        found = self.folder / f"{name}.json"
+        out, found = self.folder / name, self.folder / f"{name}.json"
         if not found.exists():
-            shutil.rmtree(self.folder / name, ignore_errors=True)
-            prge(
-                "fleet",
-                "simulate",
-                **plan,
-                **self._common(test),
-                head_rows=self.files["head"],
-                out=self.folder / name,
-                json=found,
-            )
-        figures = json.loads(found.read_text(encoding="utf-8"))
+            shutil.rmtree(out, ignore_errors=True)
+            given = {**self._of(("train", "dev", "test") if test else ("train", "dev")), "threads": 1}
+            prge("fleet", "simulate", **plan, **given, head_rows=self.files["head"], out=out, json=found)
+        figures = json_of(found)
         curve = [entry for entry in figures["curve"] if entry["evaluation"]]
-        best = min(curve, key=lambda entry: entry["evaluation"]["loss"])
-        until = [entry for entry in figures["curve"] if entry["number"] <= best["number"]]
+        best = min(curve, key=lambda entry: float(entry["evaluation"]["loss"]))
+
+        def until(last: Mapping[str, Any], name: str) -> float:
+            return sum(float(entry[name]) for entry in figures["curve"] if entry["number"] <= last["number"])
+
         facts = {
             "best_dev_loss": best["evaluation"]["loss"],
             "best_dev_accuracy": max(entry["evaluation"]["accuracy"] for entry in curve),
             "rounds_to_best": best["number"] + 1,
-            "kilobytes_up_to_best": sum(entry["bytes_up"] for entry in until) / 1000,
-            "kilobytes_down_to_best": sum(entry["bytes_down"] for entry in until) / 1000,
-            "device_seconds_to_best": sum(entry["device_seconds"] * plan["per_round"] for entry in until),
+            "kilobytes_up_to_best": until(best, "bytes_up") / 1000,
+            "kilobytes_down_to_best": until(best, "bytes_down") / 1000,
+            "device_seconds_to_best": until(best, "device_seconds") * plan["per_round"],
             "bytes_up_per_device_step": figures["bytes_up_per_device_step"],
             "privacy_epsilon": figures["privacy_epsilon"],
             "curve": [
@@ -202,8 +179,8 @@ class Study:
                     "round": entry["number"] + 1,
                     "loss": entry["evaluation"]["loss"],
                     "accuracy": entry["evaluation"]["accuracy"],
-                    "up": sum(each["bytes_up"] for each in figures["curve"][: entry["number"] + 1]),
-                    "down": sum(each["bytes_down"] for each in figures["curve"][: entry["number"] + 1]),
+                    "up": until(entry, "bytes_up"),
+                    "down": until(entry, "bytes_down"),
                 }
                 for entry in curve
             ],
@@ -214,40 +191,20 @@ class Study:
 
     def _one_place(self, name: str, plan: Settings) -> dict[str, Any]:
         """All rows on one machine, from the fleet's start, over as many examples as with changes."""
-        run, test = self.folder / name, self.folder / f"{name}.json"
-        if not test.exists():
-            own = self._of(("train", "dev"))
-            prge("run", **plan, **own, adapter=self._start(), out=run, threads=1)
-            prge("eval", bundle=self.bundle, task=self.task, data=self.files["test"], adapter=run, json=test)
-        scored = json.loads(test.read_text(encoding="utf-8"))
+        # The fleet's start: the bundle's adapter with the head that the server fits.
+        head = {**self._of(("train",)), "train": self.files["head"], "keep_gradients": True}
+        fitted = made("run", self.folder / "head", steps=1, head_folds=0, **head)
+        start = made("replay", self.folder / "start", fitted, step=0)
+        run = made("run", self.folder / name, **plan, **self._of(("train", "dev")), adapter=start, threads=1)
+        same = {"bundle": self.bundle, "task": self.task}
+        test = scored(self.folder / f"{name}.json", data=self.files["test"], adapter=run, **same)
         found = evaluations(run)
         return {
             "best_dev_loss": min(record["loss"] for record in found),
             "best_dev_accuracy": max(record["accuracy"] for record in found),
-            "after_accuracy": scored["accuracy"],
-            "after_loss": scored["loss"],
+            "after_accuracy": test["accuracy"],
+            "after_loss": test["loss"],
         }
-
-    def _start(self) -> Path:
-        """The bundle's adapter with the head that the server fits."""
-        start = self.folder / "start"
-        if not start.exists():
-            run = self.folder / "head"
-            prge(
-                "run",
-                bundle=self.bundle,
-                train=self.files["head"],
-                task=self.task,
-                out=run,
-                steps=1,
-                head_folds=0,
-                keep_gradients=True,
-            )
-            prge("replay", run, step=0, out=start)
-        return start
-
-    def _common(self, test: bool) -> dict[str, Any]:
-        return {**self._of(("train", "dev", "test") if test else ("train", "dev")), "threads": 1}
 
     def _of(self, splits: Sequence[str]) -> dict[str, Any]:
         return {"bundle": self.bundle, "task": self.task, **{split: self.files[split] for split in splits}}

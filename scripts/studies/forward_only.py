@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from init import Task, tasks
-from verbs import evaluations, prge, summarize
+from init import Task, run_of, task_parser, tasks
+from verbs import evaluations, made, prge, report, summarize
 
 FREE = {"optimizer": "adam"}
 GUIDED = {"optimizer": "adam-norm"}
@@ -33,36 +32,29 @@ BEFORE = {"demo": {"queries": 4, "batch-size": 4}, "wikitext": {"queries": 8, "b
 
 def main() -> None:
     """Read the flags, run every task, way and seed, print JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="folder or hub id of the model for --data")
-    parser.add_argument("--data", type=Path, help="JSON list of passages")
-    parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
-    parser.add_argument("--tasks", nargs="+", default=["demo"], choices=sorted(ROWS))
+    parser = task_parser(__doc__, "demo")
     parser.add_argument("--estimators", nargs="+", default=["tangent", "antithetic"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--share", type=float, default=0.8)
     parser.add_argument("--part", type=float, default=1.0, help="of the rows, for guided runs")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for name, task in tasks(arguments).items():
+        ways = (
+            ("free, as before", {**FREE, **BEFORE[name]}, (1e-2, 3e-2), 1.0),
+            ("free", {**FREE, **WIDE}, (1e-2, 3e-2, 6e-2), 1.0),
+            ("guided", {**GUIDED, **WIDE}, (1e-2, 3e-2, 6e-2), arguments.part),
+        )
         exact = trained(arguments, name, task, "exact", {}, arguments.seeds[0], task.rates["exact"][-1])
         before, lowest = exact[0][1], min(loss for _, loss in exact)
         target = before - arguments.share * (before - lowest)
         results[name] = {"before": before, "exact": lowest, "target": target}
         for estimator in arguments.estimators:
-            for way, settings, rates, part in (
-                ("free, as before", {**FREE, **BEFORE[name]}, (1e-2, 3e-2), 1.0),
-                ("free", {**FREE, **WIDE}, (1e-2, 3e-2, 6e-2), 1.0),
-                ("guided", {**GUIDED, **WIDE}, (1e-2, 3e-2, 6e-2), arguments.part),
-            ):
+            for way, settings, rates, part in ways:
                 found = way_of(arguments, name, task, estimator, settings, rates, part, target)
                 results[name][f"{estimator}, {way}"] = found
-                text = json.dumps(results, indent=2)
-                (arguments.out / "results.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+                report(results, arguments.out, show=False)
+    report(results, arguments.out)
 
 
 def way_of(
@@ -113,30 +105,17 @@ def trained(
         flags["evaluate-every"] = max(flags["steps"] // EVALUATIONS, 1)
     words = [name, estimator, *map(str, settings.values()), seed, f"{rate:g}", f"{part:g}"]
     folder = arguments.out / "-".join(map(str, words))
-    if not (folder / "final").exists():
-        prge(
-            "run",
-            bundle=bundle(arguments, name, task, guided),
-            train=task.files["train"],
-            dev=task.files["dev"],
-            out=folder,
-            seed=seed,
-            learning_rate=rate,
-            evaluate_at=[0],
-            select="loss",
-            threads=1,
-            quiet=[],
-            **task.rows,
-            **flags,
-        )
+    run_of(
+        *(folder, bundle(arguments, name, task, guided), task),
+        **{"seed": seed, "learning_rate": rate, "evaluate_at": [0], **flags},
+    )
     return [(record["rows"], record["loss"]) for record in evaluations(folder)]
 
 
 def bundle(arguments: argparse.Namespace, name: str, task: Task, guided: bool) -> Path:
     """The bundle of a task, exported and guided unless it was before."""
-    plain = Path(arguments.out / f"bundle-{name}")
-    if not plain.exists():
-        prge("export", model=task.model, out=plain, roles=["stack", "tangent", "back"], **task.export)
+    roles = ["stack", "tangent", "back"]
+    plain = made("export", arguments.out / f"bundle-{name}", model=task.model, roles=roles, **task.export)
     if not guided:
         return plain
     folder = plain.with_name(f"{plain.name}-guided")

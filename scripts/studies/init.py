@@ -13,16 +13,14 @@ seed. Calls the verbs as a user would and prints the table as JSON.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verbs import evaluations, prge, summarize
+from verbs import DEMO, evaluations, made, parser_of, report, scored, summarize
 from wikitext import split
 
-DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 WAYS: dict[str, dict[str, Any]] = {
     "random": {},
     "eva": {"init": "eva"},
@@ -48,56 +46,66 @@ class Task:
 
 def tasks(arguments: argparse.Namespace) -> dict[str, Task]:
     """The tasks that were asked for, by name."""
-    exact, tangent = (
-        {"optimizer": "adam", "schedule": "cosine", "estimator": name} for name in ("exact", "tangent")
-    )
-    task = {"task": DEMO / "task.yaml"}
-    found = {
-        "demo": Task(
-            str(DEMO / "model"),
-            {name: DEMO / f"{name}.jsonl" for name in ("train", "dev", "test")},
-            "loss",
-            ("loss", "accuracy"),
-            {"target-modules": ["o_proj", "down_proj"], "sequence-length": 32},
-            {"init-task": task["task"]},
-            task,
-            {
-                "exact": {**exact, "steps": 100, "batch-size": 4, "evaluate-every": 12},
-                "tangent": {**tangent, "steps": 300, "queries": 4, "batch-size": 4, "evaluate-every": 37},
-            },
-            {"exact": (1e-2, 3e-2), "tangent": (1e-2, 3e-2)},
-        )
-    }
+    found = {"demo": _demo()}
     if arguments.model and arguments.data:
-        found["wikitext"] = Task(
-            arguments.model,
-            split(arguments.data, arguments.out / "rows"),
-            "perplexity",
-            ("perplexity",),
-            {"sequence-length": 64, "prepend-bos": "always"},
-            {},
-            {"overflow": "split", "shuffle-seed": 0},
-            {
-                "exact": {**exact, "steps": 200, "batch-size": 8, "evaluate-every": 25},
-                "tangent": {**tangent, "steps": 400, "queries": 8, "batch-size": 2, "evaluate-every": 100},
-            },
-            {"exact": (1e-2, 3e-2), "tangent": (1e-2,)},
-        )
+        found["wikitext"] = _wikitext(arguments.model, split(arguments.data, arguments.out / "rows"))
     return {name: found[name] for name in arguments.tasks if name in found}
+
+
+def _demo() -> Task:
+    task = {"task": DEMO / "task.yaml"}
+    return Task(
+        str(DEMO / "model"),
+        {name: DEMO / f"{name}.jsonl" for name in ("train", "dev", "test")},
+        "loss",
+        ("loss", "accuracy"),
+        {"target-modules": ["o_proj", "down_proj"], "sequence-length": 32},
+        {"init-task": task["task"]},
+        task,
+        _runs({"steps": 100, "evaluate-every": 12}, {"steps": 300, "evaluate-every": 37, "queries": 4}, 4, 4),
+        {"exact": (1e-2, 3e-2), "tangent": (1e-2, 3e-2)},
+    )
+
+
+def _wikitext(model: str, files: Mapping[str, Path]) -> Task:
+    return Task(
+        model,
+        files,
+        "perplexity",
+        ("perplexity",),
+        {"sequence-length": 64, "prepend-bos": "always"},
+        {},
+        {"overflow": "split", "shuffle-seed": 0},
+        _runs(
+            {"steps": 200, "evaluate-every": 25}, {"steps": 400, "evaluate-every": 100, "queries": 8}, 8, 2
+        ),
+        {"exact": (1e-2, 3e-2), "tangent": (1e-2,)},
+    )
+
+
+def _runs(exact: dict[str, Any], tangent: dict[str, Any], *rows: int) -> dict[str, dict[str, Any]]:
+    """What runs are told by estimator, with their rows a step."""
+    same = {"optimizer": "adam", "schedule": "cosine"}
+    return {
+        name: {**same, "estimator": name, "batch-size": size, **more}
+        for name, size, more in zip(("exact", "tangent"), rows, (exact, tangent), strict=True)
+    }
+
+
+def task_parser(description: str | None, *names: str) -> argparse.ArgumentParser:
+    """A parser of a study of these tasks."""
+    parser = parser_of(description)
+    parser.add_argument("--model", help="folder or hub id of the model for --data")
+    parser.add_argument("--data", type=Path, help="JSON list of passages")
+    parser.add_argument("--tasks", nargs="+", default=[*names], choices=["demo", "wikitext"])
+    return parser
 
 
 def main() -> None:
     """Read the flags, run every task, way, estimator and seed, print JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="folder or hub id of the model for --data")
-    parser.add_argument("--data", type=Path, help="JSON list of passages")
-    parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
-    parser.add_argument("--tasks", nargs="+", default=["demo", "wikitext"])
+    parser = task_parser(__doc__, "demo", "wikitext")
     parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=list(WAYS))
     parser.add_argument("--estimators", nargs="+", default=["exact", "tangent"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
@@ -105,9 +113,8 @@ def main() -> None:
         for estimator in arguments.estimators:
             for way in arguments.ways:
                 results[f"{name}, {estimator}, {way}"] = measured(arguments, name, task, estimator, way)
-                text = json.dumps(results, indent=2)
-                (arguments.out / "results.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+                report(results, arguments.out, show=False)
+    report(results, arguments.out)
 
 
 def measured(
@@ -125,7 +132,9 @@ def measured(
     for seed in [first, *others]:
         folder = run(seed, rate)
         record = best(folder, task)
-        test = score(folder, bundle(arguments, name, task, way, seed), task)
+        rows = {key: value for key, value in task.rows.items() if key != "shuffle-seed"}
+        given = {"bundle": bundle(arguments, name, task, way, seed), "adapter": folder, "threads": 1}
+        test = scored(folder.with_name(f"{folder.name}.json"), data=task.files["test"], **given, **rows)
         figures = {f"test_{figure}": test[figure] for figure in task.figures}
         curve = {each["step"]: each[task.metric] for each in evaluations(folder)}
         runs.append(
@@ -141,46 +150,27 @@ def best(run: Path, task: Task) -> dict[str, Any]:
 
 
 def bundle(arguments: argparse.Namespace, name: str, task: Task, way: str, seed: int) -> Path:
-    """The bundle of a way and seed, exported unless it is there."""
+    """The bundle of a way and seed."""
     seed = arguments.seeds[0] if WAYS[way] else seed
-    folder = Path(arguments.out / f"bundle-{name}-{way}-{seed}")
-    if not folder.exists():
-        rows = {**WAYS[way], "init-rows": task.files["train"], **task.init} if WAYS[way] else {}
-        prge("export", model=task.model, out=folder, seed=seed, roles=ROLES, **task.export, **rows)
-    return folder
+    rows = {**WAYS[way], "init-rows": task.files["train"], **task.init} if WAYS[way] else {}
+    flags = {"model": task.model, "seed": seed, "roles": ROLES, **task.export, **rows}
+    return made("export", arguments.out / f"bundle-{name}-{way}-{seed}", **flags)
 
 
 def trained(
     arguments: argparse.Namespace, name: str, task: Task, estimator: str, way: str, seed: int, rate: float
 ) -> Path:
-    """A run, done unless it was before."""
-    folder = Path(arguments.out / f"run-{name}-{estimator}-{way}-{seed}-{rate:g}")
-    if not (folder / "final").exists():
-        prge(
-            "run",
-            bundle=bundle(arguments, name, task, way, seed),
-            train=task.files["train"],
-            dev=task.files["dev"],
-            out=folder,
-            seed=seed,
-            learning_rate=rate,
-            select="loss",
-            threads=1,
-            quiet=[],
-            **task.rows,
-            **task.run[estimator],
-        )
-    return folder
+    """A run."""
+    folder = arguments.out / f"run-{name}-{estimator}-{way}-{seed}-{rate:g}"
+    source = bundle(arguments, name, task, way, seed)
+    return run_of(folder, source, task, seed=seed, learning_rate=rate, **task.run[estimator])
 
 
-def score(run: Path, bundle: Path, task: Task) -> dict[str, Any]:
-    """What `prge eval` tells of a run's result on the test rows, kept beside the run."""
-    result = run.with_name(f"{run.name}.json")
-    if not result.exists():
-        rows = {key: value for key, value in task.rows.items() if key != "shuffle-seed"}
-        prge("eval", bundle=bundle, adapter=run, data=task.files["test"], json=result, threads=1, **rows)
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
+def run_of(folder: Path, bundle: Path, task: Task, **settings: Any) -> Path:
+    """A run of a task, with the step that is best on development rows."""
+    files = {name: task.files[name] for name in ("train", "dev")}
+    same = {"select": "loss", "threads": 1, "quiet": True}
+    return made("run", folder, bundle=bundle, **files, **same, **task.rows, **settings)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ rows. Settings were chosen on the 872 rows of dev.tsv with seed 42, which is non
 from __future__ import annotations
 
 import argparse
-import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verbs import prge, summarize
+from verbs import made, parser_of, report, scored, summarize, trained, write_rows
 
 from prge.rows.readers import Selection, read_rows, select_rows
 
@@ -34,7 +33,6 @@ TRAINING: dict[str, dict[str, Any]] = {
     "tangent": {"learning_rate": 6e-3, "clip": 1.0},
     "antithetic": {"learning_rate": 6e-3, "clip": 1.0, "epsilon": 1e-2},
 }
-POINTS = 4
 LENGTH = 64
 BACKPROP_RATES = (1e-2, 3e-2, 1e-1)
 BACKPROP_BATCH, BACKPROP_EPOCHS = 16, 4
@@ -42,22 +40,16 @@ BACKPROP_BATCH, BACKPROP_EPOCHS = 16, 4
 
 def main() -> None:
     """Read the flags, run every method, scheme and seed, print JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, seeds=(23, 29, 31))
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test-labeled.tsv")
-    parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[23, 29, 31])
     parser.add_argument("--quantize", nargs="+", default=["8da8w"])
     parser.add_argument("--estimators", nargs="+", default=["tangent"], choices=sorted(TRAINING))
     parser.add_argument("--rows", type=int, default=459_000, help="rows that every run computes, about")
     parser.add_argument("--learning-rate", type=float, help="of all runs by forward passes")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1, help="runs that go on at the same time")
-    parser.add_argument(
-        "--no-references", action="store_true", help="leave the frozen encoder and PyTorch out"
-    )
+    parser.add_argument("--no-references", action="store_true", help="leave frozen encoder and PyTorch out")
     parser.add_argument("--dev-only", action="store_true", help="leave the test rows alone, for tuning")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -72,9 +64,7 @@ def main() -> None:
                 results[f"{estimator}-{scheme}"] = summarize(runs, figures(arguments, "seconds"))
     if not arguments.no_references:
         add_references(arguments, results)
-    text = json.dumps(results, indent=2)
-    (arguments.out / "results.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    report(results, arguments.out)
 
 
 def add_references(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -109,162 +99,84 @@ def recovered(results: dict[str, Any], name: str) -> float:
 
 
 def forward_only(arguments: argparse.Namespace, scheme: str, estimator: str, seed: int) -> dict[str, Any]:
-    """One run by forward passes, its development curve and its scores."""
-    run = run_folder(arguments, scheme, estimator, seed)
+    """One run by forward passes, and its scores."""
     steps = arguments.rows // ROWS_OF_A_STEP[estimator]
-    if not (run / "final").exists():
-        prge(
-            "run",
-            bundle=bundle(arguments, scheme, seed),
-            estimator=estimator,
-            train=arguments.data / "train.tsv",
-            task="sst2",
-            out=run,
-            seed=seed,
-            shuffle_seed=seed,
-            train_limit=ROWS,
-            steps=steps,
-            checkpoint_every=steps // POINTS,
-            threads=arguments.threads,
-            **COMMON,
-            **STEP,
-            **TRAINING[estimator],
-        )
-    records = []
-    for step in [steps * part // POINTS for part in range(POINTS + 1)]:
-        adapter = run.with_name(f"{run.name}-{step}")
-        if not adapter.exists():
-            prge("replay", run, out=adapter, step=step)
-        found = score(arguments, scheme, seed, adapter, "dev")
-        rows = step * ROWS_OF_A_STEP[estimator]
-        records.append({"event": "evaluation", "step": step, "rows": rows, **found})
-    lines = [json.dumps(record) + "\n" for record in records]
-    run.with_name(f"{run.name}.jsonl").write_text("".join(lines))
-    seconds = json.loads((run / "run.json").read_text())["train"]["seconds"]
-    return {"seed": seed, **scores(arguments, scheme, seed, run), "seconds": seconds}
+    settings = {"estimator": estimator, **COMMON, **STEP, **TRAINING[estimator]}
+    run = training(arguments, scheme, seed, f"run-{estimator}-{scheme}-{seed}", steps=steps, **settings)
+    return {"seed": seed, **scores(arguments, scheme, seed, run), "seconds": trained(run)["seconds"]}
 
 
 def unchanged(arguments: argparse.Namespace, scheme: str, seed: int) -> dict[str, Any]:
-    """The encoder with its fitted head, before any step."""
-    run = first_step(arguments, scheme, seed)
-    adapter = run.with_name(f"{run.name}-0")
-    if not adapter.exists():
-        prge("replay", run, out=adapter, step=0)
+    """The encoder with the head that was fitted on it when frozen, before any step."""
+    run = training(arguments, scheme, seed, f"first-{scheme}-{seed}", steps=1)
+    adapter = made("replay", run.with_name(f"{run.name}-0"), run, step=0)
     return {"seed": seed, **scores(arguments, scheme, seed, adapter)}
 
 
-def first_step(arguments: argparse.Namespace, scheme: str, seed: int) -> Path:
-    """A run of one step, for its rows, and for its heads, which were fitted on the frozen encoder."""
-    run = Path(arguments.out / f"first-{scheme}-{seed}")
-    if not (run / "final").exists():
-        prge(
-            "run",
-            bundle=bundle(arguments, scheme, seed),
-            train=arguments.data / "train.tsv",
-            task="sst2",
-            out=run,
-            seed=seed,
-            shuffle_seed=seed,
-            train_limit=ROWS,
-            steps=1,
-            threads=arguments.threads,
-        )
-    return run
+def training(arguments: argparse.Namespace, scheme: str, seed: int, name: str, **settings: Any) -> Path:
+    """A run on the seed's rows."""
+    rows = {**of_seed(arguments, seed), "train": arguments.data / "train.tsv"}
+    return made("run", arguments.out / name, bundle=bundle(arguments, scheme, seed), **rows, **settings)
+
+
+def of_seed(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """What a seed draws of the training rows."""
+    return {
+        **{"task": "sst2", "seed": seed, "shuffle_seed": seed, "train_limit": ROWS},
+        "threads": arguments.threads,
+    }
 
 
 def backpropagation(arguments: argparse.Namespace, seed: int, rates: tuple[float, ...]) -> dict[str, Any]:
     """The reference in PyTorch on the seed's rows and adapter, at the best of some rates."""
     rate = rates[0]
     if len(rates) > 1:
-        rate = min(rates, key=lambda rate: baseline(arguments, seed, rate, test=False)["best"]["loss"])
+        rate = min(rates, key=lambda rate: float(baseline(arguments, seed, rate)["best"]["loss"]))
     found = baseline(arguments, seed, rate, test=not arguments.dev_only)
     splits = {"dev": found["best"], "test": found["test"]}
-    return {
-        "seed": seed,
-        "learning_rate": rate,
-        **{
-            f"{name}_{figure}": split[figure]
-            for name, split in splits.items()
-            if split is not None
-            for figure in ("accuracy", "loss")
-        },
+    figures = {
+        f"{name}_{figure}": split[figure]
+        for name, split in splits.items()
+        if split is not None
+        for figure in ("accuracy", "loss")
     }
+    return {"seed": seed, "learning_rate": rate, **figures}
 
 
-def baseline(arguments: argparse.Namespace, seed: int, rate: float, *, test: bool) -> dict[str, Any]:
-    """What a run of `prge baseline` came to, done unless it was before."""
-    out = Path(arguments.out / f"backprop-{seed}-{rate:g}{'-test' if test else ''}")
-    if not (out / "final").exists():
-        files = {"train": arguments.data / "train.tsv", "dev": arguments.data / "dev.tsv"}
-        if test:
-            files["test"] = arguments.data / "test-labeled.tsv"
-        epoch = -(-ROWS // BACKPROP_BATCH)
-        prge(
-            "baseline",
-            method="backprop-lora-fa",
-            model=arguments.model,
-            bundle=bundle(arguments, "fp32", seed),
-            task="sst2",
-            out=out,
-            seed=seed,
-            shuffle_seed=seed,
-            train_limit=ROWS,
-            steps=BACKPROP_EPOCHS * epoch,
-            evaluate_every=epoch,
-            select="loss",
-            batch_size=BACKPROP_BATCH,
-            learning_rate=rate,
-            schedule="linear",
-            threads=arguments.threads,
-            **files,
-        )
-    found: dict[str, Any] = json.loads((out / "run.json").read_text(encoding="utf-8"))["train"]
-    return found
+def baseline(arguments: argparse.Namespace, seed: int, rate: float, *, test: bool = False) -> dict[str, Any]:
+    """What a run of `prge baseline` came to."""
+    out = arguments.out / f"backprop-{seed}-{rate:g}{'-test' if test else ''}"
+    files = {"train": arguments.data / "train.tsv", "dev": arguments.data / "dev.tsv"}
+    if test:
+        files["test"] = arguments.data / "test-labeled.tsv"
+    epoch = -(-ROWS // BACKPROP_BATCH)
+    settings: dict[str, Any] = {
+        **{"steps": BACKPROP_EPOCHS * epoch, "evaluate_every": epoch, "select": "loss"},
+        **{"batch_size": BACKPROP_BATCH, "learning_rate": rate, "schedule": "linear"},
+    }
+    source = {"model": arguments.model, "bundle": bundle(arguments, "fp32", seed)}
+    rows = of_seed(arguments, seed)
+    return trained(made("baseline", out, method="backprop-lora-fa", **source, **rows, **files, **settings))
 
 
 def scores(arguments: argparse.Namespace, scheme: str, seed: int, adapter: Path) -> dict[str, Any]:
     """Loss and accuracy of an adapter on development and, unless tuning, test rows."""
-    return {
-        f"{name}_{figure}": found[figure]
-        for name in (["dev"] if arguments.dev_only else ["dev", "test"])
-        for found in [score(arguments, scheme, seed, adapter, name)]
-        for figure in ("accuracy", "loss")
-    }
-
-
-def score(arguments: argparse.Namespace, scheme: str, seed: int, adapter: Path, name: str) -> dict[str, Any]:
-    """Loss and accuracy of an adapter on the rows of a file, kept beside the adapter's folder."""
-    result = adapter.with_name(f"{adapter.name}-{name}.json")
-    if not result.exists():
-        prge(
-            "eval",
-            bundle=bundle(arguments, scheme, seed),
-            data=arguments.data / {"dev": "dev.tsv", "test": "test-labeled.tsv"}[name],
-            adapter=adapter,
-            task="sst2",
-            json=result,
-            threads=arguments.threads,
-        )
-    found: dict[str, Any] = json.loads(result.read_text())
+    same = {"bundle": bundle(arguments, scheme, seed), "task": "sst2", "threads": arguments.threads}
+    found: dict[str, Any] = {}
+    for name, file in (("dev", "dev"), ("test", "test-labeled"))[: 1 if arguments.dev_only else 2]:
+        result = adapter.with_name(f"{adapter.name}-{name}.json")
+        told = scored(result, adapter=adapter, data=arguments.data / f"{file}.tsv", **same)
+        found |= {f"{name}_{figure}": told[figure] for figure in ("accuracy", "loss")}
     return found
 
 
-def run_folder(arguments: argparse.Namespace, scheme: str, estimator: str, seed: int) -> Path:
-    """Folder of one run."""
-    return Path(arguments.out / f"run-{estimator}-{scheme}-{seed}")
-
-
 def bundle(arguments: argparse.Namespace, scheme: str, seed: int) -> Path:
-    """The bundle of a seed, exported unless it is there."""
-    others = Path(arguments.out / f"others-{seed}.jsonl")
+    """The bundle of a seed."""
     rows = select_rows(read_rows(arguments.data / "train.tsv"), Selection(ROWS, ROWS, seed))
-    others.write_text("".join(json.dumps(dict(row.fields)) + "\n" for row in rows), encoding="utf-8")
-    folder = Path(arguments.out / f"bundle-{scheme}-{seed}")
-    if not folder.exists():
-        flags: dict[str, Any] = {"quantize": scheme, "sequence_length": LENGTH, **ADAPTER}
-        flags |= {"roles": ["stack", "tangent"], "init_rows": others, "init_task": "sst2"}
-        prge("export", model=arguments.model, out=folder, **flags)
-    return folder
+    others = write_rows(arguments.out / f"others-{seed}.jsonl", (dict(row.fields) for row in rows))
+    flags: dict[str, Any] = {"quantize": scheme, "sequence_length": LENGTH, **ADAPTER}
+    flags |= {"roles": ["stack", "tangent"], "init_rows": others, "init_task": "sst2"}
+    return made("export", arguments.out / f"bundle-{scheme}-{seed}", model=arguments.model, **flags)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from verbs import answers, prge, summarize
+from verbs import answers, made, parser_of, report, summarize, trained, write_rows
 
 NAMES = "Lily Tim Tom Ben Sam Max Sue Amy Jack Anna Lucy Jane".split()
 ANIMALS = "cat dog fox bird bear frog duck mouse rabbit lion fish pig cow horse bee owl".split()
@@ -43,12 +43,8 @@ RATES = {"exact": 3e-3, "tangent": 3e-3, "antithetic": 3e-3}
 
 def main() -> None:
     """Read the flags, run every scheme, estimator and seed, print JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id")
-    parser.add_argument("--out", type=Path, required=True, help="folder for rows, bundles and runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--quantize", nargs="+", default=["8da4w"])
     parser.add_argument("--estimators", nargs="+", default=["exact"], choices=sorted(RATES))
     parser.add_argument("--learning-rate", type=float, help="of all runs, for tuning")
@@ -57,13 +53,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    files = {split: write(arguments.out / f"{split}.jsonl", rows) for split, rows in make_rows().items()}
+    rows = make_rows()
+    files = {split: write_rows(arguments.out / f"{split}.jsonl", each) for split, each in rows.items()}
     results = {
-        f"{estimator}-{scheme}": study(arguments, export(arguments, scheme), estimator, files)
+        f"{estimator}-{scheme}": study(arguments, scheme, estimator, files)
         for scheme in arguments.quantize
         for estimator in arguments.estimators
     }
-    print(json.dumps(results, indent=2))
+    report(results, arguments.out)
 
 
 def make_rows() -> dict[str, list[dict[str, str]]]:
@@ -86,32 +83,18 @@ def make_row(chance: random.Random, pair: tuple[str, str]) -> dict[str, str]:
     return {"prompt": PROMPT.format(**words), "completion": COMPLETION.format(**words)}
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
-    """Write rows as jsonl."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def export(arguments: argparse.Namespace, scheme: str) -> Path:
-    """The bundle of a scheme, exported unless it is there."""
-    bundle = Path(arguments.out / f"bundle-{scheme}")
-    if not bundle.exists():
-        prge("export", model=arguments.model, out=bundle, quantize=scheme, **SHAPE)
-    return bundle
-
-
 def study(
-    arguments: argparse.Namespace, bundle: Path, estimator: str, files: dict[str, Path]
+    arguments: argparse.Namespace, scheme: str, estimator: str, files: dict[str, Path]
 ) -> dict[str, Any]:
     """Train with every seed, and let the model answer before and after."""
     settings = {**COMMON, "learning_rate": arguments.learning_rate or RATES[estimator]}
+    place = arguments.out / f"bundle-{scheme}"
+    bundle = made("export", place, model=arguments.model, quantize=scheme, **SHAPE)
+    train = {"train": files["train"], "dev": files["dev"], "estimator": estimator, **settings}
     runs = {}
     for seed in arguments.seeds:
-        runs[seed] = arguments.out / f"{bundle.name}-{estimator}-{settings['learning_rate']:g}-{seed}"
-        if not (runs[seed] / "final").exists():
-            train = {"train": files["train"], "dev": files["dev"], "estimator": estimator}
-            length = {"seed": seed, "threads": arguments.threads}
-            prge("run", bundle=bundle, out=runs[seed], **train, **length, **settings)
+        out = arguments.out / f"{bundle.name}-{estimator}-{settings['learning_rate']:g}-{seed}"
+        runs[seed] = made("run", out, bundle=bundle, seed=seed, threads=arguments.threads, **train)
     data = files["dev" if arguments.dev_only else "test"]
     adapters = [BEFORE, *(f"{seed}={run}" for seed, run in runs.items())]
     found = answers(bundle=bundle, adapter=adapters, data=data)
@@ -140,12 +123,9 @@ def shares(found: list[dict[str, Any]], rows: list[dict[str, str]]) -> dict[str,
 
 def costs(run: Path) -> dict[str, Any]:
     """Seconds of a run with its evaluations, and its process's peak memory."""
-    found = json.loads((run / "run.json").read_text(encoding="utf-8"))["train"]
-    return {
-        "rows": found["rows"],
-        "seconds": found["seconds"],
-        "memory_mb": found["memory"]["peak_bytes"] / 1e6,
-    }
+    found = trained(run)
+    memory = found["memory"]["peak_bytes"] / 1e6
+    return {"rows": found["rows"], "seconds": found["seconds"], "memory_mb": memory}
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ from typing import Any
 import style
 import yaml
 from questions import make_questions
-from verbs import prge, summarize
+from verbs import DEMO, made, parser_of, prge, report, scored, summarize, trained, write_rows
 
 from prge.rows.readers import Selection, read_rows, select_rows
+from prge.verbs.starting import json_of
 
-DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 TEXTS = {"train": (0, 200), "dev": (800, 40), "test": (900, 100)}
 SENTENCES = {"train": ("train", 300), "dev": ("train", 100), "test": ("test-labeled", 600)}
 MIDDLE = (3e-3, 1e-2, 3e-2)
@@ -40,22 +40,17 @@ PYTORCH = {"lora-fa": "backprop-lora-fa", "lora": "backprop-lora"}
 
 def main() -> None:
     """Read the flags, run every task and seed, print JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--story-model", required=True, help="folder or hub id of babyllama")
     parser.add_argument("--encoder", required=True, help="folder or hub id of all-MiniLM-L6-v2")
     parser.add_argument("--texts", type=Path, required=True, help="JSON list of passages")
     parser.add_argument("--sst2", type=Path, required=True, help="folder of SST-2's tsv files")
-    parser.add_argument("--out", type=Path, required=True, help="folder for rows and runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--estimator", help="of prge tune and of the engine's grid; PyTorch is left out then")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results = {name: study(arguments, name) for name in arguments.tasks}
-    print(json.dumps(results, indent=2))
+    report({name: study(arguments, name) for name in arguments.tasks}, arguments.out)
 
 
 def candidates(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +105,7 @@ def _told(model: object, files: dict[str, Path]) -> dict[str, Any]:
 
 
 def _written(arguments: argparse.Namespace, name: str, rows: dict[str, list[Any]]) -> dict[str, Path]:
-    return {split: style.write(arguments.out / f"{name}-{split}.jsonl", rows[split]) for split in rows}
+    return {split: write_rows(arguments.out / f"{name}-{split}.jsonl", rows[split]) for split in rows}
 
 
 def _conversation(row: dict[str, str]) -> dict[str, Any]:
@@ -138,53 +133,49 @@ def compare(
     common = {"seed": seed, "threads": arguments.threads}
     if not result.exists():
         prge("tune", **words, out=tuned, json=result, estimator=arguments.estimator, **common)
-    found = json.loads(result.read_text(encoding="utf-8"))
-    final = json.loads((tuned / "run" / "run.json").read_text(encoding="utf-8"))["train"]
-    config = tuned / "run" / "config.yaml"
-    decided = yaml.safe_load(config.read_text(encoding="utf-8"))
-    alike = ("steps", "warmup", "schedule", "beta2", "select", "evaluate_every", "dev_limit")
+    found = json_of(result)
     figures = {
         "seed": seed,
         **_figures("before", found["score_before"]),
         **_figures("tuned", found["score_after"]),
         "tuned_rate": found["chosen"]["learning_rate"]["value"],
         "tuned_seconds": found["seconds"],
-        "final_seconds": final["seconds"],
+        "final_seconds": trained(tuned / "run")["seconds"],
         "peak_mb": found["peak_mb"],
     }
 
     def engine(rate: float) -> Path:
-        return _done(out / f"grid-{rate:.3g}", "run", config=config, learning_rate=rate)
+        return made("run", out / f"grid-{rate:.3g}", config=tuned / "run" / "config.yaml", learning_rate=rate)
 
-    best = rates.setdefault("grid", 0.0) or walked(engine)
-    rates["grid"] = best
-    scored = out / "grid.json"
+    best = rates["grid"] = rates.get("grid") or walked(engine)
     rows = {"bundle": tuned / "bundle", "data": tuned / "rows" / "test.jsonl", "task": words.get("task")}
-    prge("eval", adapter=engine(best), json=scored, threads=arguments.threads, **rows)
-    figures |= _figures("grid", json.loads(scored.read_text(encoding="utf-8"))) | {"grid_rate": best}
+    grid = scored(out / "grid.json", adapter=engine(best), threads=arguments.threads, **rows)
+    figures |= _figures("grid", grid) | {"grid_rate": best}
+    settings = {
+        **common,
+        **pytorch_settings(tuned, found),
+        "model": words["model"],
+        "task": words.get("task"),
+    }
     for way, method in PYTORCH.items() if arguments.estimator is None else ():
 
         def pytorch(rate: float, way: str = way, method: str = method) -> Path:
-            return _done(
-                out / f"{way}-{rate:.3g}",
-                "baseline",
-                method=method,
-                model=words["model"],
-                bundle=tuned / "bundle",
-                test=tuned / "rows" / "test.jsonl",
-                train=tuned / "rows" / "train.jsonl",
-                dev=tuned / "rows" / "dev.jsonl",
-                task=words.get("task"),
-                batch_size=found["chosen"]["batch_size"]["value"],
-                learning_rate=rate,
-                **{name: decided[name] for name in alike},
-                **common,
-            )
+            place = out / f"{way}-{rate:.3g}"
+            return made("baseline", place, method=method, learning_rate=rate, **settings)
 
         best = rates[way] = rates.get(way) or walked(pytorch)
-        trained = json.loads((pytorch(best) / "run.json").read_text(encoding="utf-8"))["train"]
-        figures |= _figures(way, trained["test"]) | {f"{way}_rate": best}
+        figures |= _figures(way, trained(pytorch(best))["test"]) | {f"{way}_rate": best}
     return figures
+
+
+def pytorch_settings(tuned: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """What a run in PyTorch shares with the one that `prge tune` ended with."""
+    decided = yaml.safe_load((tuned / "run" / "config.yaml").read_text(encoding="utf-8"))
+    alike = ("steps", "warmup", "schedule", "beta2", "select", "evaluate_every", "dev_limit")
+    files = {split: tuned / "rows" / f"{split}.jsonl" for split in ("train", "dev", "test")}
+    size = found["chosen"]["batch_size"]["value"]
+    same = {name: decided[name] for name in alike}
+    return {"bundle": tuned / "bundle", "batch_size": size, **files, **same}
 
 
 def _figures(way: str, scores: dict[str, Any] | None) -> dict[str, Any]:
@@ -204,16 +195,9 @@ def walked(run: Callable[[float], Path]) -> float:
 def development_loss(run: Callable[[float], Path], rate: float) -> float:
     """Loss of development rows at the best step; infinite if the run diverged."""
     try:
-        found = json.loads((run(rate) / "run.json").read_text(encoding="utf-8"))
+        return float(trained(run(rate))["best"]["loss"])
     except subprocess.CalledProcessError:  # it diverged
         return math.inf
-    return float(found["train"]["best"]["loss"])
-
-
-def _done(out: Path, verb: str, **flags: Any) -> Path:
-    if not (out / "final").exists():
-        prge(verb, out=out, **flags)
-    return out
 
 
 if __name__ == "__main__":

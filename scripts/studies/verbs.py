@@ -1,21 +1,57 @@
-"""What the studies share: calling the verbs as a user would, and tables over seeds."""
+"""What the studies share: flags, calls of the verbs as a user would make them, and tables over seeds."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from server_export.verbs import command_of, flags_of
+from prge.verbs.starting import command_of, json_of
+
+DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
+
+
+def parser_of(description: str | None, seeds: Sequence[int] = (42, 1337, 2025)) -> argparse.ArgumentParser:
+    """A parser with the flags that all studies have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*seeds])
+    return parser
+
+
+def report(results: dict[str, Any], out: Path, show: bool = True) -> None:
+    """Keep a study's results as JSON in its folder, and print them."""
+    text = json.dumps(results, indent=2)
+    (out / "results.json").write_text(text + "\n", encoding="utf-8")
+    if show:
+        print(text)
 
 
 def prge(verb: str, *words: object, **flags: Any) -> None:
     """Call a verb; its output goes to the error stream, so that a study prints JSON alone."""
     _call(verb, *words, **flags)
+
+
+def made(verb: str, out: Path, *words: object, **flags: Any) -> Path:
+    """The folder that a verb makes, made unless it was before."""
+    whole = out / "final" if verb in ("run", "baseline") else out
+    if not whole.exists():
+        prge(verb, *words, out=out, **flags)
+    return out
+
+
+def scored(result: Path, **flags: Any) -> dict[str, Any]:
+    """What `prge eval` tells, kept in the file `result`."""
+    if not result.exists():
+        prge("eval", json=result, **flags)
+    return json_of(result)
 
 
 def answers(**flags: Any) -> dict[str, list[dict[str, Any]]]:
@@ -28,14 +64,34 @@ def answers(**flags: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def _call(*words: object, stdout: Any = sys.stderr, **flags: Any) -> str:
-    command = command_of(*words, *flags_of(flags))
+    command = command_of(*words, *(word for name, value in flags.items() for word in _flag(name, value)))
     return subprocess.run(command, check=True, stdout=stdout, text=True).stdout or ""
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """A flag as words; None leaves it out, True gives it bare."""
+    if value is None:
+        return []
+    values = value if isinstance(value, list | tuple) else [value]
+    return [f"--{name.replace('_', '-')}", *(map(str, values) if value is not True else ())]
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
     """Evaluation records of a run's metrics, in order."""
     records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [record for record in records if record["event"] == "evaluation"]
+
+
+def trained(run: Path) -> dict[str, Any]:
+    """What a run, or a baseline, tells of its training."""
+    found: dict[str, Any] = json_of(run / "run.json")["train"]
+    return found
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> Path:
+    """Write rows as jsonl."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def summarize(runs: list[dict[str, Any]], names: Iterable[str]) -> dict[str, Any]:

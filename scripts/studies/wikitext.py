@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verbs import evaluations, prge, summarize
+from verbs import evaluations, made, parser_of, report, scored, summarize, trained, write_rows
 
 FIGURES = ("before", "after", "dev", "seconds")
 
@@ -43,38 +43,27 @@ BACKPROP: dict[str, Any] = {
 
 def main() -> None:
     """Read the flags, run every estimator, scheme and seed, print JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="JSON list of passages")
-    parser.add_argument("--out", type=Path, required=True, help="folder for bundles, runs and results.json")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--quantize", nargs="*", default=["fp32", "8da4w"])
-    parser.add_argument(
-        "--estimators", nargs="*", choices=sorted(TRAINING), default=["tangent", "antithetic"]
-    )
+    parser.add_argument("--estimators", nargs="*", choices=sorted(TRAINING), default=list(TRAINING))
     parser.add_argument("--rows", type=int, default=64_000, help="rows that every run computes, about")
     parser.add_argument("--backprop", action="store_true", help="train by backpropagation too (fp32)")
     parser.add_argument("--backprop-steps", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-
     files = split(arguments.data, arguments.out)
     results: dict[str, Any] = {}
     for scheme in arguments.quantize:
         for estimator in arguments.estimators:
             runs = [train(arguments, estimator, scheme, seed, files) for seed in arguments.seeds]
-            results[f"{estimator}-{scheme}"] = {
-                **summarize(runs, FIGURES),
-                "settings": {**STEP[estimator], **COMMON, **TRAINING[estimator]},
-            }
+            settings = {**STEP[estimator], **COMMON, **TRAINING[estimator]}
+            results[f"{estimator}-{scheme}"] = {**summarize(runs, FIGURES), "settings": settings}
     if arguments.backprop:
         runs = [reference(arguments, seed, files) for seed in arguments.seeds]
         results["backprop"] = {**summarize(runs, FIGURES), "settings": BACKPROP}
-    text = json.dumps(results, indent=2)
-    (arguments.out / "results.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    report(results, arguments.out)
 
 
 def split(data: Path, out: Path) -> dict[str, Path]:
@@ -82,79 +71,69 @@ def split(data: Path, out: Path) -> dict[str, Path]:
     passages = json.loads(data.read_text(encoding="utf-8"))
     middle = TRAIN_PASSAGES + DEV_PASSAGES
     parts = {
-        "train": passages[:TRAIN_PASSAGES],
-        "dev": passages[TRAIN_PASSAGES:middle],
-        "test": passages[middle:],
+        "train": slice(TRAIN_PASSAGES),
+        "dev": slice(TRAIN_PASSAGES, middle),
+        "test": slice(middle, None),
     }
     out.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for name, part in parts.items():
-        files[name] = out / f"{name}.jsonl"
-        lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in part]
-        files[name].write_text("".join(lines), encoding="utf-8")
-    return files
+    return {
+        name: write_rows(out / f"{name}.jsonl", ({"text": text} for text in passages[part]))
+        for name, part in parts.items()
+    }
 
 
 def export(arguments: argparse.Namespace, scheme: str, files: dict[str, Path]) -> Path:
-    """The bundle of a scheme, exported unless it is there."""
-    bundle = Path(arguments.out / f"bundle-{scheme}")
-    if not bundle.exists():
-        flags = {**SHAPE, **ADAPTER, "init-rows": files["train"]}
-        prge("export", model=arguments.model, out=bundle, quantize=scheme, **flags)
-    return bundle
+    """The bundle of a scheme."""
+    flags = {**SHAPE, **ADAPTER, "init-rows": files["train"]}
+    return made("export", arguments.out / f"bundle-{scheme}", model=arguments.model, quantize=scheme, **flags)
 
 
 def train(
     arguments: argparse.Namespace, estimator: str, scheme: str, seed: int, files: dict[str, Path]
 ) -> dict[str, Any]:
-    """Export, run unless it was done, and score one seed by `prge`."""
-    bundle = export(arguments, scheme, files)
-    run = arguments.out / f"run-{estimator}-{scheme}-{seed}"
+    """Export, run and score one seed by `prge`."""
     steps = arguments.rows // ROWS_OF_A_STEP[estimator]
-    chosen = {"overflow": "split", "shuffle-seed": 0, "dev-limit": DEV_LIMIT}
-    every = {"evaluate-every": steps // POINTS, "checkpoint-every": steps // POINTS}
-    length = {"steps": steps, "seed": seed, "threads": arguments.threads}
-    step = {"estimator": estimator, **STEP[estimator]}
-    flags = {**chosen, **every, **step, **COMMON, **TRAINING[estimator], **length}
-    if not (run / "final").exists():
-        prge("run", bundle=bundle, train=files["train"], dev=files["dev"], out=run, **flags)
-    records = evaluations(run)
-    best = min(records, key=lambda record: record["perplexity"])
-    return {
-        "seed": seed,
-        "before": evaluate(arguments, bundle, files["test"]),
-        "after": evaluate(arguments, bundle, files["test"], run),
-        "dev": best["perplexity"],
-        "best_step": best["step"],
-        "seconds": records[-1]["seconds"],
+    flags = {
+        **_rows(arguments, seed, files),
+        **{"steps": steps, "evaluate-every": steps // POINTS, "checkpoint-every": steps // POINTS},
+        **{"estimator": estimator, **STEP[estimator], **COMMON, **TRAINING[estimator]},
     }
-
-
-def evaluate(arguments: argparse.Namespace, bundle: Path, data: Path, adapter: Path | None = None) -> float:
-    """Token perplexity of an adapter, a run's or a PEFT folder, or of the model as it came."""
-    result = arguments.out / "eval.json"
-    flags = {} if adapter is None else {"adapter": adapter}
-    prge("eval", bundle=bundle, data=data, overflow="split", threads=arguments.threads, json=result, **flags)
-    return float(json.loads(result.read_text(encoding="utf-8"))["perplexity"])
+    bundle = export(arguments, scheme, files)
+    run = made("run", arguments.out / f"run-{estimator}-{scheme}-{seed}", bundle=bundle, **flags)
+    records = evaluations(run)
+    best = min(records, key=lambda record: float(record["perplexity"]))
+    return _figures(arguments, seed, bundle, run, files, best) | {"seconds": records[-1]["seconds"]}
 
 
 def reference(arguments: argparse.Namespace, seed: int, files: dict[str, Path]) -> dict[str, Any]:
     """Train the same fp32 adapter by backpropagation."""
     bundle = export(arguments, "fp32", files)
+    flags = {**_rows(arguments, seed, files), "steps": arguments.backprop_steps, **BACKPROP}
     out = arguments.out / f"backprop-{seed}"
+    found = trained(made("baseline", out, model=arguments.model, bundle=bundle, **flags))
+    return _figures(arguments, seed, bundle, out, files, found["best"]) | {"seconds": found["seconds"]}
+
+
+def _rows(arguments: argparse.Namespace, seed: int, files: dict[str, Path]) -> dict[str, Any]:
     chosen = {"overflow": "split", "shuffle-seed": 0, "dev-limit": DEV_LIMIT}
-    length = {"steps": arguments.backprop_steps, "seed": seed, "threads": arguments.threads}
     rows = {"train": files["train"], "dev": files["dev"], **chosen}
-    prge("baseline", model=arguments.model, bundle=bundle, out=out, **rows, **length, **BACKPROP)
-    found = json.loads((out / "run.json").read_text(encoding="utf-8"))["train"]
-    return {
-        "seed": seed,
-        "before": evaluate(arguments, bundle, files["test"]),
-        "after": evaluate(arguments, bundle, files["test"], out),
-        "dev": found["best"]["perplexity"],
-        "best_step": found["best"]["step"],
-        "seconds": found["seconds"],
-    }
+    return {**rows, "seed": seed, "threads": arguments.threads}
+
+
+def _figures(
+    arguments: argparse.Namespace,
+    seed: int,
+    bundle: Path,
+    run: Path,
+    files: dict[str, Path],
+    best: dict[str, Any],
+) -> dict[str, Any]:
+    """Token perplexity of the model as it came and of a run's adapter on test rows, and of the best step."""
+    same = {"bundle": bundle, "data": files["test"], "overflow": "split", "threads": arguments.threads}
+    before = scored(arguments.out / f"{bundle.name}.json", **same)
+    after = scored(arguments.out / f"{run.name}.json", **same, adapter=run)
+    perplexities = {"before": before["perplexity"], "after": after["perplexity"], "dev": best["perplexity"]}
+    return {"seed": seed, **perplexities, "best_step": best["step"]}
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from prge.contract import Contract
 from prge.errors import ConfigError, PrgeError
-from prge.files.chain import ROLE_OF
 from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.memory import memory_info
 from prge.host.progress import duration
 from prge.learning.costs import (
-    KINDS,
     Outline,
     Weights,
     bytes_text,
@@ -20,6 +18,7 @@ from prge.learning.costs import (
     programs_bytes,
     weights_of,
 )
+from prge.learning.estimators.table import ESTIMATORS, EstimatorName, fitting
 from server_export.settings import EstimateConfig, ExportConfig
 
 
@@ -54,36 +53,37 @@ class Estimate:
         return programs_bytes(self.outline, self.roles)
 
     @property
-    def estimators(self) -> list[str]:
+    def estimators(self) -> list[EstimatorName]:
         """Those that the roles allow, the best first."""
-        return [name for name, kind in KINDS.items() if ROLE_OF[kind] in self.roles]
+        return fitting(self.roles)
 
-    def contract(self, config: EstimateConfig, estimator: str, tokens: int, learnt: int) -> Contract:
+    def contract(
+        self, config: EstimateConfig, estimator: EstimatorName, tokens: int, learnt: int
+    ) -> Contract:
         """Of a run's call, whose rows have so many tokens at most and are asked so many.
 
         Raises:
             ConfigError: rows are longer than the bundle's, or it lacks the estimator's role.
         """
-        kind = KINDS[estimator]
+        entry = ESTIMATORS[estimator]
         problems = []
         if tokens > self.outline.longest:
             problems.append(f"tokens is {tokens}, rows of the bundle have up to {self.outline.longest}")
-        if ROLE_OF[kind] not in self.roles:
-            problems.append(f"estimator is {estimator}, but roles lack {ROLE_OF[kind]}")
+        if entry.role not in self.roles:
+            problems.append(f"estimator is {estimator}, but roles lack {entry.role}")
         if problems:
             raise ConfigError("the run doesn't fit the bundle:", problems)
         is_encoder = self.readout == "pooled"
         return Contract(
-            kind=kind,
+            role=entry.role,
             readout=self.readout,
-            copies=2 * config.queries if kind == "stack" else 1,
             batch_size=config.batch_size,
             sequence_length=tokens,
             positions=0 if is_encoder else max(learnt, 1),
             width=self.outline.width,
             vocabulary_size=self.vocabulary_size,
             modules=self.outline.modules,
-            queries=config.queries if kind == "tangent" else 0,
+            **entry.sizes(config.queries),
         )
 
 

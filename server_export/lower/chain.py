@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from prge.contract import STEP_ROLES
 from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
-from prge.files.signatures import DECODE, PREFILL, STACK, STEP_ROLES
+from prge.files.signatures import DECODE, PREFILL, STACK
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed

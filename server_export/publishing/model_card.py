@@ -11,7 +11,7 @@ from prge.files.curves import score_of
 from prge.files.documents import DocumentError, read_json
 from prge.files.run_folder import FINAL, SUMMARY
 from prge.learning.checkpoint import STATE, Progress
-from prge.learning.estimators.protocol import MEANINGS
+from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import BaseModel
 
@@ -53,19 +53,6 @@ _SETTINGS = (
     *("steps", "seed", "learning_rate", "schedule", "warmup", "optimizer", "momentum", "beta2"),
     *("batch_size", "calls", "clip", "patience", "head_learning_rate", "head_folds"),
 )
-# Those that an estimator has besides.
-_OF_ESTIMATOR = {
-    "tangent": ("queries", "share_directions"),
-    "antithetic": ("queries", "epsilon", "directions"),
-    "one-sided": ("queries", "epsilon", "directions", "baseline", "normalize"),
-    "exact": ("clip_examples",),
-}
-_TAGS = {
-    "tangent": "forward-mode-differentiation",
-    "antithetic": "zeroth-order",
-    "one-sided": "zeroth-order",
-    "exact": "backpropagation",
-}
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,7 @@ def model_card(facts: CardFacts) -> str:
     base = _base(facts.base)
     # The hub takes only hub ids here.
     header = ["---", *([f"base_model: {base}"] if facts.base.on_hub else [])]
-    tags = dict.fromkeys(_TAGS[each] for _, each in _estimators(facts.run))
+    tags = dict.fromkeys(ESTIMATORS[each].tag for _, each in _estimators(facts.run))
     header += [
         f"library_name: {_LIBRARIES[facts.format]}",
         "tags:",
@@ -175,7 +162,8 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
     stretches = _estimators(run)
     for since, estimator in stretches:
         yield ""
-        yield f"From step {since:,} on: {MEANINGS[estimator]}" if len(stretches) > 1 else MEANINGS[estimator]
+        meaning = ESTIMATORS[estimator].meaning
+        yield f"From step {since:,} on: {meaning}" if len(stretches) > 1 else meaning
     train, block = _mapping(run.get("train")), _mapping(run.get("run"))
     told = []
     if steps := _whole(train.get("steps")):
@@ -198,7 +186,7 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
         yield f"On development rows: {name.replace('_', ' ')} {start:.4g} before, {end:.4g} at best."
 
 
-def _estimators(run: Mapping[str, Any]) -> list[tuple[int, str]]:
+def _estimators(run: Mapping[str, Any]) -> list[tuple[int, EstimatorName]]:
     """The estimators that steps were taken with, each with its first step; those that a card can tell of."""
     stretches = _mapping(run.get("run")).get("estimators")
     if not isinstance(stretches, list):
@@ -206,8 +194,9 @@ def _estimators(run: Mapping[str, Any]) -> list[tuple[int, str]]:
     told = [(each.get("since"), each.get("estimator")) for each in stretches if isinstance(each, Mapping)]
     return [
         (since, name)
-        for since, name in told
-        if isinstance(since, int) and isinstance(name, str) and name in MEANINGS
+        for since, told_name in told
+        for name in ESTIMATORS
+        if name == told_name and isinstance(since, int)
     ]
 
 
@@ -248,7 +237,7 @@ def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
     if estimators:
         yield "estimator", ", then ".join(estimators)
     # Settings are those of the last one.
-    for name in (*_SETTINGS, *(_OF_ESTIMATOR[estimators[-1]] if estimators else ())):
+    for name in (*_SETTINGS, *(ESTIMATORS[estimators[-1]].settings if estimators else ())):
         if settings.get(name) is not None:
             yield name.replace("_", " "), _text(settings[name])
     yield from _numbers(_mapping(facts.run.get("train")), "")

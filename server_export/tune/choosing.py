@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from prge.files.bundle import Bundle
-from prge.files.chain import ROLE_OF
-from prge.learning.costs import KINDS, Outline, run_memory, weights_of_bundle
+from prge.learning.costs import Outline, run_memory, weights_of_bundle
+from prge.learning.estimators.table import ESTIMATORS, fitting
 from prge.rows.readers import Row
 from prge.rows.sources import Part
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
@@ -21,9 +21,6 @@ from server_export.tune.record import Record
 from server_export.tune.row_files import RowFiles
 from server_export.tune.settings import TuneSettings
 from server_export.tune.tokenizing import ROWS, Sequences, Tokenizing
-
-# Estimators that take a guide.
-GUIDED = ("tangent", "antithetic")
 
 
 class Choosing:
@@ -90,7 +87,7 @@ class Choosing:
 
         facts = RowFacts(**record.found("facts", measure))
         self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
-        guided = record.value("estimator") in GUIDED and has_guide
+        guided = ESTIMATORS[record.value("estimator")].has_directions and has_guide
         self.decide("optimizer", None, lambda: decisions.optimizer(guided))
         self.decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
         batch = record.value("batch_size")
@@ -102,7 +99,7 @@ class Choosing:
 
     def _fitting(self, bundle: Bundle, facts: RowFacts, batch: int) -> list[Decision]:
         """Rows of a call and weights that stay loaded, by the bundle's own outline."""
-        manifest, chain, kind = bundle.manifest, bundle.chain, KINDS[self._record.value("estimator")]
+        manifest, chain, entry = bundle.manifest, bundle.chain, ESTIMATORS[self._record.value("estimator")]
         outline = Outline.from_json(manifest["outline"], chain)
         sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
         loaded = chain.loaded_bytes(sizes.__getitem__)
@@ -110,10 +107,9 @@ class Choosing:
         weights = weights_of_bundle(outline, chain, sizes.__getitem__, scheme)
         length = min(facts.longest, chain.bounds.tokens)
         limit = self._settings.memory or self._record.value("memory")
-        queries, copies = 4 * (kind == "tangent"), 8 if kind == "stack" else 1
 
         def needed(rows: int, memory: int | None) -> int:
-            contract = chain.contract(kind, rows, copies=copies, queries=queries, length=length)
+            contract = chain.contract(entry.role, rows, **entry.sizes(), length=length)
             taken = run_memory(outline, contract, weights, chain.roles, "native", memory).total
             return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens
 
@@ -121,6 +117,10 @@ class Choosing:
 
 
 def _best_estimator(bundle: Bundle) -> Decision:
-    fitting = [name for name, kind in KINDS.items() if ROLE_OF[kind] in bundle.chain.roles]
-    why = "backpropagation needs the fewest rows" if fitting[0] == "exact" else "of the bundle's, the best"
-    return Decision("estimator", fitting[0], why)
+    best = fitting(bundle.chain.roles)[0]
+    why = (
+        "of the bundle's, the best"
+        if ESTIMATORS[best].has_directions
+        else "backpropagation needs the fewest rows"
+    )
+    return Decision("estimator", best, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 from prge.errors import PrgeError
 from prge.files.run_folder import JOURNAL
-from server_export.verbs import answer_of, flags_of, run_verb, wait_until_free
+from prge.verbs.starting import answer_of, configured, run_verb, wait_until_free
 
 
 class Place(Protocol):
@@ -25,7 +26,7 @@ class Place(Protocol):
 
         Args:
             folder: of the run.
-            settings: flags of `prge run`.
+            settings: of `prge run`, by their names.
             is_short: whether it is one of a search, of which nothing but errors is shown.
 
         Raises:
@@ -35,7 +36,14 @@ class Place(Protocol):
 
 
 class Here:
-    """Implements Place: this machine."""
+    """Implements Place: this machine.
+
+    Args:
+        settings: folder for what runs are started with.
+    """
+
+    def __init__(self, settings: Path) -> None:
+        self._settings = settings
 
     def bring(self, bundle: Path) -> None:
         """See Place."""
@@ -45,7 +53,7 @@ class Here:
         wait_until_free(folder)
         words: list[object] = ["run", "--resume", folder]
         if not (folder / JOURNAL).is_file() or not (folder / JOURNAL).stat().st_size:
-            words = ["run", *flags_of({**settings, "out": folder})]
+            words = [*configured("run", {**settings, "out": folder}, self._settings / f"{folder.name}.yaml")]
         run_verb(*words, quiet=is_short)
 
 
@@ -67,11 +75,13 @@ class Phone:
         serial: as `adb devices` lists it.
         folder: prge's on the phone; None: the usual one.
         name: of the tuning, which the names of its runs there begin with.
+        settings: folder for what verbs are started with.
     """
 
-    def __init__(self, serial: str | None, folder: str | None, name: str) -> None:
-        self._where = flags_of({"serial": serial, "folder": folder})
+    def __init__(self, serial: str | None, folder: str | None, name: str, settings: Path) -> None:
+        self._where = {"serial": serial, "folder": folder}
         self._name = name
+        self._settings = settings
 
     def facts(self) -> PhoneFacts:
         """Ask the phone.
@@ -79,7 +89,10 @@ class Phone:
         Raises:
             PrgeError: there is none, or it lacks something.
         """
-        told = answer_of("android", "doctor", "--json", *self._where, codes=(0, 1))
+        with tempfile.TemporaryDirectory(prefix="prge-") as place:  # the tuning's folder may not be begun
+            asked = {**self._where, "json": True}
+            words = configured("android doctor", asked, Path(place) / "doctor.yaml")
+            told = answer_of(*words, codes=(0, 1))
         checks = {check["name"]: check for check in json.loads(told)}
         for check in checks.values():
             if check["state"] == "missing":
@@ -97,10 +110,12 @@ class Phone:
 
     def bring(self, bundle: Path) -> None:
         """See Place."""
-        run_verb("android", "push", *self._where, bundle)
+        pushed = {**self._where, "paths": [bundle]}
+        run_verb(*configured("android push", pushed, self._settings / "push.yaml"))
 
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """See Place. Of a short run nothing stays on the phone."""
-        words = {**settings, "out": self.run_name(folder), "again": True, "pull": folder}
-        flags = flags_of({**words, "remove": is_short or None})
-        run_verb("android", "run", *self._where, *flags, quiet=is_short)
+        there = {"out": self.run_name(folder), "again": True, "pull": folder, "remove": is_short}
+        asked = {**settings, **self._where, **there}
+        words = configured("android run", asked, self._settings / f"{folder.name}.yaml")
+        run_verb(*words, quiet=is_short)

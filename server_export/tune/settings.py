@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from prge.errors import ConfigError
+from prge.learning.estimators.table import EstimatorName
 from prge.rows.example_building import Overflow
 from prge.rows.sources import hub_names
 from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import Bytes, with_whole_paths
-from server_export.settings import SCHEMES, EstimatorName, Init, PrependBos
+from server_export.settings import SCHEMES, Init, PrependBos
 
 OnBadRow = Literal["stop", "skip"]
 

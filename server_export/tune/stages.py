@@ -2,6 +2,7 @@
 
 rows/          train, dev and test as jsonl, with the columns that are read
 bundle/        the export, unless one is given
+settings/      what each verb was started with, as its --config reads it
 search/        short runs, one for each learning rate and number of steps
 run/           the final run
 start/         of an encoder: its run before the first step, with the head that was fitted then
@@ -17,7 +18,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -29,12 +30,14 @@ from prge.files.run_folder import DECISIONS, ENDED, JOURNAL, SUMMARY, read_metri
 from prge.files.signatures import DECODE
 from prge.host.progress import duration
 from prge.learning.estimators.guide import GUIDE
+from prge.learning.estimators.table import having
 from prge.rows.readers import Row, read_rows
 from prge.rows.report import unknown_note
 from prge.rows.sources import Part
 from prge.rows.tokenizer import bundle_tokenizer
+from prge.verbs.starting import configured, json_of, run_verb
 from server_export.tune import decisions
-from server_export.tune.choosing import GUIDED, Choosing
+from server_export.tune.choosing import Choosing
 from server_export.tune.decisions import Decision, Pace, RowFacts
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.places import Here, Phone, Place
@@ -42,7 +45,6 @@ from server_export.tune.rates import search_rates
 from server_export.tune.record import Record, status_of
 from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.settings import TuneSettings
-from server_export.verbs import flags_of, json_of, run_verb
 
 # Development rows that a run's evaluations read.
 _DEV_ROWS = 200
@@ -95,7 +97,8 @@ class _Tuning:
         self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
         self._choosing = Choosing(settings, self._record)
-        self._place: Place = Here()
+        self._verbs = settings.out / "settings"
+        self._place: Place = Here(self._verbs)
 
     def keep(self, is_there: bool) -> None:
         """Write rows that were just read, and what was decided by them, into the folder.
@@ -121,9 +124,9 @@ class _Tuning:
         settings, record = self._settings, self._record
         name = record.found("name_on_phone", lambda: f"tune-{secrets.token_hex(4)}")
         facts = record.found(
-            "phone", lambda: asdict(Phone(settings.serial, settings.phone_folder, name).facts())
+            "phone", lambda: asdict(Phone(settings.serial, settings.phone_folder, name, self._verbs).facts())
         )
-        self._place = Phone(facts["serial"], settings.phone_folder, name)
+        self._place = Phone(facts["serial"], settings.phone_folder, name, self._verbs)
         print(f"{facts['name']}; its runs are called {name}-...")
         free = facts["free_bytes"]
         if free is not None or settings.memory is not None:
@@ -156,10 +159,14 @@ class _Tuning:
             }
             if decided["init"] == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
-            run_verb("export", *flags_of({"model": settings.model, "out": self._folder, **asked, **decided}))
-        if settings.bundle is None and settings.estimator in GUIDED and not _has_guide(self._folder):
+            self._verb("export", {"model": settings.model, "out": self._folder, **asked, **decided})
+        if (
+            settings.bundle is None
+            and settings.estimator in having("queries")
+            and not _has_guide(self._folder)
+        ):
             rows = {"data": self._rows.train, "task": settings.task}
-            run_verb("guide", *flags_of({"bundle": self._folder, "model": settings.model, **rows}))
+            self._verb("guide", {"bundle": self._folder, "model": settings.model, **rows})
         print(f"bundle {open_bundle(self._folder).folder}")
 
     def plan(self) -> None:
@@ -227,7 +234,7 @@ class _Tuning:
         if open_bundle(self._folder).contract.is_encoder:
             start = self._settings.out / "start"
             if not start.is_dir():
-                run_verb("replay", run, *flags_of({"step": 0, "out": start}))
+                self._verb("replay", {"run": run, "step": 0, "out": start})
             self._score("before", start)
         self._score("after", run)
 
@@ -237,9 +244,9 @@ class _Tuning:
         if rows is None:
             print("there are no rows to score")
         elif not path.is_file():
-            words = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
             partial = path.with_suffix(".partial")
-            run_verb("eval", *flags_of({**words, **self._given("overflow", "threads"), "json": partial}))
+            scored = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
+            self._verb("eval", {**scored, **self._given("overflow", "threads"), "json": partial}, name)
             partial.rename(path)
         self._record.found("scoring_seconds", lambda: time.perf_counter() - begin)
 
@@ -300,8 +307,8 @@ class _Tuning:
         summary = folder / SUMMARY
         if status_of(folder) not in ENDED:
             try:
-                flags = {**self._shared(settings["steps"]), **settings, "quiet": is_short or None}
-                self._place.run(folder, flags, is_short)
+                given = {**self._shared(settings["steps"]), **settings, "quiet": is_short or None}
+                self._place.run(folder, given, is_short)
             except PrgeError:
                 if status_of(folder) != "diverged":
                     raise
@@ -343,12 +350,17 @@ class _Tuning:
         """Write the PEFT folder."""
         out = self._settings.out / "adapter"
         if not out.is_dir():
-            words = flags_of({"bundle": self._folder, "model": self._settings.model, "out": out})
-            run_verb("publish", self._settings.out / "run", *words)
+            source = {"source": self._settings.out / "run", "bundle": self._folder}
+            self._verb("publish", {**source, "model": self._settings.model, "out": out})
 
     def report(self) -> None:
         """Write the report."""
-        run_verb("report", self._settings.out / "run", "--out", self._settings.out / "report.html")
+        out = self._settings.out
+        self._verb("report", {"runs": [out / "run"], "out": out / "report.html"})
+
+    def _verb(self, verb: str, settings: Mapping[str, Any], name: str = "") -> None:
+        """Run a verb by a file in the folder: `name`.yaml, by default the verb's."""
+        run_verb(*configured(verb, settings, self._verbs / f"{name or verb}.yaml"))
 
     def result(self) -> dict[str, Any]:
         """Scores, decisions, memory and seconds."""
@@ -373,10 +385,11 @@ class _Tuning:
         """What a user may want to type now, for what the model has learnt."""
         out = str(self._settings.out)
         if self._rows.have_candidates:
-            return ["eval", out, *flags_of({"task": self._settings.task, "data": "TEST_ROWS"})]
+            task = ["--task", self._settings.task] if self._settings.task else []
+            return ["eval", out, *task, "--data", "TEST_ROWS"]
         if self._rows.are_messages and bundle_tokenizer(open_bundle(self._folder)).chat_template:
             return ["chat", out]
-        return ["generate", out, *flags_of({"prompt": "PROMPT"})]
+        return ["generate", out, "--prompt", "PROMPT"]
 
 
 def _has_guide(bundle: Path) -> bool:

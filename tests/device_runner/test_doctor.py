@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -14,9 +15,8 @@ from typing import Any
 import pytest
 
 from device_runner import doctor
-from device_runner.doctor import NEEDS, lacks, main, pip_command
+from device_runner.doctor import NEEDED, main, pip_command, run_lacks
 from device_runner.requirements import Check
-from prge.cli import VERBS
 from prge.host.packages import install, requirement
 
 GOOD_ENGINE = {"backends": ["XnnpackBackend"], "threads": 2}
@@ -40,13 +40,12 @@ def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks and verbs by name, from what `--json` printed."""
+    """Checks by name and what `prge run` lacks, from what `--json` printed."""
     content = json.loads(capsys.readouterr().out)
-    return {check["name"]: check for check in content["checks"]}, content["verbs"]
+    return {check["name"]: check for check in content["checks"]}, content["run"]
 
 
 def test_engine_really_loads_here() -> None:
-    pytest.importorskip("executorch")
     answer = doctor._probe_engine()
     assert isinstance(answer, dict), answer
     assert "XnnpackBackend" in answer["backends"]
@@ -58,29 +57,25 @@ def test_everything_present(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: requirement(name).partition("==")[2] or "9"
     )
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     numbers = [int(line[:2]) for line in lines[: lines.index("")]]
     assert numbers == list(range(1, len(numbers) + 1))
-    verdicts = dict(line.split()[1:] for line in lines[lines.index("") + 1 :])
-    assert verdicts == dict.fromkeys(VERBS, "ready")
+    assert lines[-1] == "`prge run` has all that it needs"
 
 
 @pytest.mark.usefixtures("engine")
 def test_missing_packages_are_all_told_with_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without(monkeypatch, "transformers", "matplotlib", "jinja2")
+    without(monkeypatch, "transformers", "jinja2")
     assert main(["--json"]) == 0
-    checks, verbs = report(capsys)
-    assert checks["transformers"]["state"] == checks["matplotlib"]["state"] == "missing"
-    assert verbs["run"] == {"missing": [], "remedy": ""}
-    assert verbs["plot"]["missing"] == ["matplotlib"]
-    assert verbs["export"] == {
-        "missing": ["transformers"],
-        "remedy": f"{install([requirement('transformers')])}",
-    }
+    checks, run = report(capsys)
+    assert checks["jinja2"]["found"] == "not installed; needed by chats and reports"
+    assert checks["transformers"]["state"] == "missing"
+    assert checks["transformers"]["remedy"] == install([requirement("transformers")])
+    assert run == {"missing": [], "remedy": ""}
 
 
 @pytest.mark.usefixtures("engine")
@@ -89,11 +84,11 @@ def test_code_1_if_run_lacks_something_and_the_rest_is_still_checked(
 ) -> None:
     without(monkeypatch, "executorch")
     assert main(["--json"]) == 1
-    checks, verbs = report(capsys)
-    assert checks["executorch"]["remedy"] == f"pip install {requirement('executorch')}"
+    checks, run = report(capsys)
+    command = f"pip install {requirement('executorch')}"
+    assert checks["executorch"]["remedy"] == command
     assert "adb" in checks
-    assert verbs["run"]["missing"] == ["executorch"]
-    assert verbs["inspect"]["missing"] == []
+    assert run == {"missing": ["executorch"], "remedy": command}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +170,7 @@ def test_little_memory_and_disk_are_warnings(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "memory_info", dict)
     assert doctor._check_memory().state == "warn"
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 20))
     assert doctor._check_disk().state == "warn"
 
 
@@ -189,26 +184,16 @@ def test_pip_command() -> None:
     assert pip_command(["engine"]).startswith("pip install --force-reinstall ")
 
 
-def test_every_verb_needs_something_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_training_needs_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_probe_engine", lambda: GOOD_ENGINE)
     names = {check.name for check in doctor.examine()}
-    assert all(set(needs) <= names for needs in NEEDS.values())
-    lacking = lacks([Check(name, "missing", "") for name in sorted(names)])
-    assert lacking.keys() == VERBS.keys()
-    core = "python numpy safetensors tokenizers PyYAML tqdm".split()
-    assert lacking["inspect"] == core
-    assert lacking["run"] == [*core, "torch", "executorch", "engine"]
-    assert lacking["export"] == [*lacking["run"], "torchao", "transformers", "peft"]
-    assert lacking["compare"] == [*lacking["export"], "matplotlib"]
-    assert lacking["plot"] == [*core, "matplotlib"]
+    assert run_lacks([Check(name, "missing", "") for name in names]) == list(NEEDED)
 
 
 def test_torch_is_not_needed_to_run_where_the_native_engine_is() -> None:
     checks = [Check("torch", "missing", ""), Check("engine", "missing", ""), Check("native", "ok", "")]
-    lacking = lacks(checks)
-    assert not any(lacking[verb] for verb in ("run", "eval", "probe", "generate", "chat"))
-    assert lacking["export"] == ["torch", "engine"]
-    assert lacks(checks[:2])["run"] == ["torch", "engine"]
+    assert run_lacks(checks) == []
+    assert run_lacks(checks[:2]) == ["torch", "engine"]
 
 
 def test_works_without_any_package(tmp_path: Path) -> None:
@@ -228,7 +213,7 @@ def test_works_without_any_package(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert (child.returncode, child.stderr) == (1, "")
-    assert "prge run       lacks numpy, safetensors" in child.stdout
+    assert "`prge run` lacks numpy, safetensors" in child.stdout
     assert f"pip install --no-deps -e {shlex.quote(str(repository))}" in child.stdout
 
 

@@ -11,6 +11,7 @@ from device_runner.inspect_bundle import inspect, main
 from prge.errors import BundleError
 from prge.files.bundle import ADAPTER, open_bundle
 from prge.learning.costs import Layer, Outline
+from prge.learning.estimators.table import ESTIMATORS
 from tests.bundles import make_bundle, make_small_chain
 
 
@@ -66,7 +67,7 @@ def test_memory_of_runs_is_told_by_estimator_and_bound(
     folder = make_bundle(tmp_path / "bundle", outline=OUTLINE.to_json())
     rows = inspect(folder)["memory"]
     assert [(row["estimator"], row["memory_bytes"]) for row in rows] == [
-        (name, bound) for name in ("exact", "tangent", "antithetic") for bound in (None, 1536)
+        (name, bound) for name in ESTIMATORS for bound in (None, 1536)
     ]
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out

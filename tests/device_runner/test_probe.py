@@ -50,8 +50,8 @@ def test_small_differences_of_an_exact_model_are_its_tangents(measure: Any, enco
     found = agreements(report)
     assert found["antithetic", SMALL].r > 0.9999
     assert found["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
-    assert found["one-sided", SMALL].r > 0.99
-    assert found["one-sided", LARGE].r < found["one-sided", SMALL].r
+    assert found["fzoo", SMALL].r > 0.99
+    assert found["fzoo", LARGE].r < found["fzoo", SMALL].r
     assert (report.best.estimator, report.best.epsilon) == ("antithetic", SMALL)
     assert (report.batches, report.examples, report.queries) == (5, 5 * BATCH, QUERIES)
 
@@ -65,7 +65,7 @@ def test_rounding_is_found_to_drown_small_steps(measure: Any) -> None:
 def test_rows_of_a_scalar(measure: Any) -> None:
     report = measure(Device())
     rows = {reading.estimator: reading.rows_per_scalar for reading in report.readings}
-    assert rows == {"antithetic": 2 * BATCH, "one-sided": BATCH * (1 + QUERIES) / QUERIES}
+    assert rows == {"antithetic": 2 * BATCH, "fzoo": BATCH * (1 + QUERIES) / QUERIES}
     assert report.tangent_rows_per_scalar == BATCH * (1 + QUERIES) / QUERIES
 
 
@@ -78,7 +78,7 @@ def test_neighbours_agree_without_tangents(measure: Any, encoder: bool) -> None:
     assert report.best.epsilon == SMALL
     assert report.tangent_rows_per_scalar is None
     rows = {reading.estimator: reading.rows_per_scalar for reading in report.readings}
-    assert rows == {"antithetic": 2 * BATCH, "one-sided": 2 * BATCH}
+    assert rows == {"antithetic": 2 * BATCH, "fzoo": 2 * BATCH}
 
 
 def test_slopes_between_neighbours_disagree_where_a_model_rounds(measure: Any) -> None:
@@ -235,7 +235,7 @@ class TestNoteOfARun:
         write_films(tmp_path)
         return RunSettings(tmp_path / "bundle", tmp_path / "train.jsonl", tmp_path / "run", steps=2)
 
-    @pytest.mark.parametrize("changes", [{}, {"estimator": "one-sided"}, {"directions": "gaussian"}], ids=str)
+    @pytest.mark.parametrize("changes", [{}, {"estimator": "fzoo"}], ids=str)
     def test_noise_is_told_once(
         self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
     ) -> None:

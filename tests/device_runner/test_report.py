@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_the_commands_that_come_next_are_for_this_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "my run")
     text = report(run)
     # Its bundle lies on another machine.
-    assert f"prge eval --bundle BUNDLE --adapter &#x27;{run}&#x27; --data TEST_ROWS" in text
+    assert f"prge eval --bundle BUNDLE --adapter &#39;{run}&#39; --data TEST_ROWS" in text
     assert "prge generate" in text and "prge publish" in text
     edit(run / "run.json", run={"roles": ["back"]})
     assert "prge generate" not in report(run)
@@ -130,7 +131,7 @@ def test_decisions_are_told_where_somebody_made_them(tmp_path: Path) -> None:
     assert table(Page(report(run)), "decision")[1:] == [["learning rate", "0.003", "best of 4"]]
     (run / "tune.json").write_text("[")
     text = report(run)
-    assert "tune.json can&#x27;t be read: not JSON" in text and "best of 4" in text
+    assert "tune.json can&#39;t be read: not JSON" in text and "best of 4" in text
 
 
 def test_an_estimator_that_was_changed_on_the_way_is_told_too(tmp_path: Path) -> None:
@@ -169,7 +170,43 @@ def test_several_runs_are_compared_and_then_told_one_by_one(tmp_path: Path) -> N
     page = Page(text)
     assert page.headings[:3] == ["2 runs", "Run first", "Run second"]
     assert [row[0] for row in table(page, "run")[1:]] == ["first", "second"]
-    assert text.count("<svg ") == 5
+    # Two of each run, then loss and perplexity of both against steps, rows and seconds.
+    assert text.count("<svg ") == 10
+    for axis in ("steps", "rows computed", "seconds"):
+        assert f"training loss against {axis}" in text and f"perplexity against {axis}" in text
+
+
+def test_curves_alone_are_a_picture(tmp_path: Path) -> None:
+    out = tmp_path / "curves.svg"
+    assert main([str(write_run(tmp_path / name)) for name in ("a", "b")] + ["--out", str(out)]) == 0
+    tree = ElementTree.parse(out).getroot()
+    assert len(list(tree.iter("{http://www.w3.org/2000/svg}polyline"))) > 6
+    assert {"a", "b"} <= {each.text for each in tree.iter("{http://www.w3.org/2000/svg}text")}
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"event": "evaluation", "step": 0, "rows": 8, "seconds": 1.0, "loss": 0.7, "accuracy": 0.5}],
+        [{"event": "step", "step": 0, "rows": 8, "seconds": 1.0, "loss": 0.7}],
+        [{"event": "step", "step": n, "rows": n, "seconds": n, "loss": (None, 2.0)[n]} for n in (0, 1)],
+        [{"event": "step", "step": 0, "loss": 0.7}],
+    ],
+    ids=["evaluation only", "one step", "loss not finite", "no rows or seconds"],
+)
+def test_sparse_records(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    runs = [tmp_path / name for name in ("sparse", "empty")]
+    for run, content in zip(runs, (records, []), strict=True):
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in content))
+    assert "<svg " in report(*runs)
+    with pytest.raises(RunError, match="nothing measured yet"):
+        main([str(runs[1]), "--out", str(tmp_path / "curves.svg")])
+
+
+def test_a_page_that_can_not_be_written(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="can't be written: No such file"):
+        main([str(write_run(tmp_path / "run")), "--out", str(tmp_path / "nowhere" / "report.html")])
 
 
 def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_models import SHALLOW, save_model
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def prge(*words: object, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
-    """Run one verb of the command line in a process of its own."""
-    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
-    # Threads of torch spin while they wait, which costs other processes of a small machine their time.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
-    if check and done.returncode:
-        raise AssertionError(
-            f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-        )
-    return done  # type: ignore[no-any-return]
+from tests.verbs import prge
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> Path:

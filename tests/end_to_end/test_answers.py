@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from prge.rows.text_metrics import exact_match, rouge_l, token_f1
-from tests.end_to_end.conftest import REPOSITORY, prge, write_rows
-
-pytestmark = pytest.mark.export
+from tests.end_to_end.conftest import write_rows
+from tests.verbs import REPOSITORY, prge
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
@@ -101,7 +100,8 @@ def server(workshop: Path, run: Path) -> Iterator[str]:
 
 
 def test_a_server_speaks_with_the_adapter_that_is_asked_for(server: str, run: Path) -> None:
-    openai = pytest.importorskip("openai")
+    import openai
+
     client = openai.OpenAI(base_url=server, api_key="none", max_retries=0)
 
     def say(model: str) -> str:

@@ -13,8 +13,6 @@ import pytest
 
 from prge.cli import main
 
-pytestmark = pytest.mark.export
-
 
 def configured(**change: object) -> Callable[[Path], object]:
     """A change of `config.json`."""

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from prge.files.peft import read_arrays
-from tests.end_to_end.conftest import prge
-
-pytestmark = pytest.mark.export
+from tests.verbs import prge
 
 
 def _words(encoder: Path, workshop: Path, out: Path) -> list[object]:

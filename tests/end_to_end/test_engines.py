@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.compilers import needs_compiler
-from tests.end_to_end.conftest import REPOSITORY, prge
+from tests.verbs import REPOSITORY, prge
 
-pytestmark = [
-    pytest.mark.export,
-    needs_compiler,
-]
+pytestmark = needs_compiler
 # Ends with 3 if anything imported torch.
 WITHOUT_TORCH = (
     "import sys; from prge.cli import main; code = main(); sys.exit(3 * ('torch' in sys.modules) or code)"

@@ -11,12 +11,11 @@ import pytest
 from prge.cli import main
 from prge.files.peft import read_arrays
 from prge.files.signatures import ROLES
-from tests.end_to_end.conftest import prge, write_rows
+from tests.end_to_end.conftest import write_rows
 from tests.tiny_models import save_model
+from tests.verbs import prge
 
-pytestmark = pytest.mark.export
-
-ESTIMATORS = ("tangent", "antithetic", "one-sided", "exact")
+ESTIMATORS = ("tangent", "antithetic", "fzoo", "exact")
 CHOICES = 6
 
 
@@ -145,9 +144,9 @@ def test_inspect_shows_what_the_export_wrote(bundle: Path) -> None:
     assert not any(entry["problem"] for entry in report["files"].values())
 
 
-def test_runs_are_plotted(runs: dict[str, Path], tmp_path: Path) -> None:
-    prge("plot", *runs.values(), "--out", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size
+def test_runs_are_drawn(runs: dict[str, Path], tmp_path: Path) -> None:
+    prge("report", *runs.values(), "--out", tmp_path / "curves.svg")
+    assert (tmp_path / "curves.svg").stat().st_size
 
 
 @pytest.mark.parametrize("form", ["peft", "merged", "program"])

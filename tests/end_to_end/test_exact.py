@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from prge.files.journal import Journal
-from tests.end_to_end.conftest import prge, write_rows
-
-pytestmark = pytest.mark.export
+from tests.end_to_end.conftest import write_rows
+from tests.verbs import prge
 
 
 def words_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[object]:
@@ -114,8 +112,8 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
 def test_what_has_no_meaning_for_it_is_refused(workshop: Path, upper_bundle: Path, tmp_path: Path) -> None:
     words = words_of(workshop, upper_bundle, tmp_path / "run")
     for more, message in (
-        (["--queries", 4], "--queries belongs to --estimator tangent, antithetic or one-sided"),
-        (["--epsilon", 0.1], "--epsilon belongs to --estimator antithetic or one-sided"),
+        (["--queries", 4], "--queries belongs to --estimator tangent, antithetic or fzoo"),
+        (["--epsilon", 0.1], "--epsilon belongs to --estimator antithetic or fzoo"),
         (["--estimator", "tangent"], "the bundle has the roles stack, back"),
         (["--clip-examples", 1], "--clip-examples needs --batch-size 1, it is not given"),
     ):

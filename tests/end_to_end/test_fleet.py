@@ -22,9 +22,7 @@ from device_runner.session.replaying import replay
 from prge.files.journal import Journal
 from prge.files.run_folder import FINAL, JOURNAL
 from tests.device_runner.fleet.network.nodes import device, free_port
-from tests.end_to_end.conftest import prge
-
-pytestmark = [pytest.mark.export, pytest.mark.slow]
+from tests.verbs import prge
 
 ROUNDS, SECONDS = 7, 120.0
 
@@ -52,6 +50,7 @@ def until(condition: Callable[[], bool], console: Path) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.whole
 def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Path) -> None:
     honest, keys, fleet, port = ("a", "b", "c"), tmp_path / "keys", tmp_path / "fleet", free_port()
     prge("fleet", "keys", keys, "--devices", *honest, "liar")

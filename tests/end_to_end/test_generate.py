@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from prge.cli import main
-from server_export.demo import DATA
 from tests.device_runner.android.fake_adb import FakePhone
-from tests.end_to_end.conftest import prge, write_rows
+from tests.end_to_end.conftest import write_rows
 from tests.server_export.adapters import trained_adapter
+from tests.verbs import prge
 
-pytestmark = pytest.mark.export
 PROMPTS = ("aa bb", "cc dd ?", "bb")
 END = 2
 STORIES = ("Once upon a time", "The little dog was very happy, because", "Lily said:")
@@ -88,13 +87,16 @@ def test_a_run_and_what_was_published_of_it_say_what_peft_says(
     assert found["base"] == base != tuned
 
 
-@pytest.mark.parametrize(
-    "name", ["demo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stories260K", "babyllama"))]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["demo", "stories260K", "babyllama"])
 def test_trained_models_write_what_the_merged_model_does(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    base = DATA / "model" if name == "demo" else request.getfixturevalue("shared") / "models" / name
+    base = (
+        Path(__file__).parents[2] / "server_export/demo_data/model"
+        if name == "demo"
+        else request.getfixturevalue("shared") / "models" / name
+    )
     trained = trained_adapter(base, tmp_path / "trained", size=0.02)
     bundle, merged = tmp_path / "bundle", tmp_path / "merged"
     roles = ["--roles", "prefill", "decode"]

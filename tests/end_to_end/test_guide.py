@@ -12,9 +12,7 @@ import pytest
 from prge.files.bundle import open_bundle
 from prge.files.peft import read_lora
 from prge.learning.estimators.guide import GUIDE, guide_of
-from tests.end_to_end.conftest import prge
-
-pytestmark = pytest.mark.export
+from tests.verbs import prge
 
 AXES = 3
 

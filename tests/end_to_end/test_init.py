@@ -11,10 +11,11 @@ import safetensors.numpy
 
 from prge.files.bundle import open_bundle
 from prge.files.peft import read_lora
-from tests.end_to_end.conftest import Made, export, prge
+from tests.end_to_end.conftest import Made, export
 from tests.end_to_end.test_generate import expected
+from tests.verbs import prge
 
-pytestmark = pytest.mark.export
+pytestmark = pytest.mark.whole
 
 
 @pytest.fixture(scope="module")

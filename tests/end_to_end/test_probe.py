@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import prge
-
-pytestmark = pytest.mark.export
+from tests.verbs import prge
 
 
 def probed(bundle: Path, workshop: Path, out: Path) -> dict[str, Any]:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.end_to_end.conftest import prge
-
-pytestmark = pytest.mark.export
+from tests.verbs import prge
 
 
 def test_another_adapter_of_the_same_shapes_lowers_nothing(workshop: Path, tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import safetensors.numpy
 
 from prge.cli import main
 from prge.files.peft import read_arrays
-from tests.end_to_end.conftest import prge
-
-pytestmark = pytest.mark.export
+from tests.verbs import prge
 
 
 @pytest.mark.parametrize("kind", ["tangent", "antithetic"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prge.cli import main
-from tests.end_to_end.conftest import REPOSITORY, prge
+from tests.verbs import REPOSITORY, prge
 
 
 def commands(text: str) -> list[list[str]]:
@@ -19,14 +19,13 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.strip()]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.timeout(900)
-@pytest.mark.export
 def test_step_by_step(tmp_path: Path) -> None:
     (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
     found = commands((REPOSITORY / "README.md").read_text())
     assert [words[1] for words in found] == [
-        "doctor", "export", "inspect", "run", "eval", "replay", "plot", "publish",
+        "doctor", "export", "inspect", "run", "eval", "replay", "report", "publish",
     ]  # fmt: skip
     for words in found:
         assert words[0] == "prge"
@@ -37,7 +36,7 @@ def test_step_by_step(tmp_path: Path) -> None:
             assert accuracy > 0.8
         if words[1] == "replay":
             assert "the same bits" in done.stdout
-    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    assert (tmp_path / "report.html").stat().st_size > 10_000
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
 
 
@@ -45,7 +44,14 @@ def test_every_verb_of_the_table_exists() -> None:
     from prge.cli import VERBS
 
     listed = re.findall(r"^\| `prge (\w+)`", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
-    assert set(listed) == set(VERBS) - {"demo"}
+    assert set(listed) == set(VERBS)
+
+
+def anchors(document: Path) -> set[str]:
+    """What links can name of a document: its headings, as GitHub writes them."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_links_lead_somewhere() -> None:
@@ -55,8 +61,10 @@ def test_links_lead_somewhere() -> None:
         REPOSITORY / "CHANGELOG.md",
         *(REPOSITORY / "docs").rglob("*.md"),
     ]:
-        for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
-            assert (document.parent / link).exists(), f"{document.name}: {link}"
+        for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", document.read_text()):
+            target = document.parent / link if link else document
+            assert target.exists(), f"{document.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{document.name}: {link}#{anchor}"
 
 
 def test_every_command_of_the_documents_has_flags_of_its_verb(monkeypatch: pytest.MonkeyPatch) -> None:

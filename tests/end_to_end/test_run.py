@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from prge.files.peft import read_arrays
-from tests.end_to_end.conftest import REPOSITORY, prge
-
-pytestmark = pytest.mark.export
+from tests.verbs import REPOSITORY, prge
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +100,8 @@ def test_tangents(run_words: list[object], words: list[object], tmp_path: Path) 
 @pytest.mark.parametrize(
     "words",
     [
-        ["--estimator", "one-sided", "--memory", "1000000"],
-        ["--estimator", "one-sided", "--baseline", "leave-one-out", "--normalize", "--optimizer", "sgd"],
-        ["--directions", "gaussian", "--optimizer", "momentum", "--schedule", "cosine", "--calls", 2],
+        ["--estimator", "fzoo", "--memory", "1000000", "--optimizer", "sgd"],
+        ["--optimizer", "momentum", "--schedule", "cosine", "--calls", 2],
         ["--queries", 3, "--copies", 2, "--warmup", 2, "--schedule", "linear"],
     ],
 )

@@ -19,9 +19,10 @@ from prge.verbs.settings import parse_settings
 from server_export.tune import decisions
 from server_export.tune.settings import TuneSettings
 from server_export.tune.stages import tune
-from tests.end_to_end.conftest import REPOSITORY, prge, write_rows
+from tests.end_to_end.conftest import write_rows
+from tests.verbs import REPOSITORY, prge
 
-pytestmark = [pytest.mark.slow, pytest.mark.export, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 STEPS = 8
 # Files that appear in the stages after rows and plan, and how a process is ended when they do.
@@ -87,6 +88,7 @@ def test_it_learns_and_says_what_it_chose(tuned: Path) -> None:
     assert "learning_rate" in report and chosen["learning_rate"]["why"].split(";")[0] in report
 
 
+@pytest.mark.whole
 def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
     workshop: Path, tuned: Path, tmp_path: Path
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_damaged_record_is_an_error(tuned: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "it lacks a part" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.whole
 def test_rows_that_are_all_equal_have_no_part_to_choose_by(workshop: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "equal.jsonl", [{"prompt": "aa", "completion": " bb"}] * 12)
     words = ["--bundle", workshop / "bundle", "--steps", 4, "--out", tmp_path / "out"]
@@ -137,6 +140,7 @@ def test_rows_that_are_all_equal_have_no_part_to_choose_by(workshop: Path, tmp_p
     assert "no development rows" in result["chosen"]["learning_rate"]["why"]
 
 
+@pytest.mark.whole
 def test_three_rows_and_a_long_one(workshop: Path, tmp_path: Path) -> None:
     """Of a hundred thousand tokens, and nothing of them is lost."""
     texts = ["aa bb " * 17_000, "cc dd", "dd cc"]
@@ -149,6 +153,7 @@ def test_three_rows_and_a_long_one(workshop: Path, tmp_path: Path) -> None:
     assert facts["longest"] <= 32 and facts["targets"] > 100_000
 
 
+@pytest.mark.whole
 def test_three_rows_are_tuned_on_with_one_of_them_to_choose_by(workshop: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in ("aa bb", "cc dd", "dd aa")])
     words = ["--bundle", workshop / "bundle", "--out", tmp_path / "out", "--learning-rate", 0.01]
@@ -163,6 +168,7 @@ def one_class(workshop: Path, folder: Path) -> Path:
     return write_rows(folder / "one.jsonl", [row for row in rows if row["label"] == 0])
 
 
+@pytest.mark.whole
 def test_rows_of_one_class_teach_that_class(workshop: Path, tmp_path: Path) -> None:
     rows = one_class(workshop, tmp_path)
     words = ["--bundle", workshop / "bundle", "--task", workshop / "task.yaml", "--out", tmp_path / "out"]
@@ -181,6 +187,7 @@ def test_an_encoder_needs_rows_of_every_class(workshop: Path, encoder: Path, tmp
     assert "no training row is of the class 'yes'" in done.stderr and not (tmp_path / "out").exists()
 
 
+@pytest.mark.whole
 def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_path: Path) -> None:
     lines = [{"text": text, "label": label} for text, label in (("aa", 0), ("bb", 1), ("cc", 0), ("dd", 1))]
     rows = write_rows(tmp_path / "rows.jsonl", lines)
@@ -197,6 +204,7 @@ def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_pa
     assert "\n  right   'yes'" in done.stdout
 
 
+@pytest.mark.whole
 def test_an_empty_completion_is_told_with_its_row(workshop: Path, tmp_path: Path) -> None:
     """Of the user's own file, before anything is made; the same folder takes the corrected command."""
     lines = [{"question": f"a{n}", "completion": " bb" if n % 7 else ""} for n in range(1, 9)]
@@ -214,6 +222,7 @@ def test_an_empty_completion_is_told_with_its_row(workshop: Path, tmp_path: Path
     assert f"left out 1 row of {rows}:\n  row 7: its completion is empty" in done.stdout
 
 
+@pytest.mark.whole
 def test_rates_that_diverge_in_the_search_are_not_taken(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +235,7 @@ def test_rates_that_diverge_in_the_search_are_not_taken(
     assert "loss of development rows inf" in capfd.readouterr().out
 
 
+@pytest.mark.whole
 def test_no_room_for_the_bundle_is_told_and_leaves_none(
     workshop: Path, small_disk: Callable[[str], Path]
 ) -> None:
@@ -239,6 +249,7 @@ def test_no_room_for_the_bundle_is_told_and_leaves_none(
     assert left == {"config.yaml", "rows", "run.lock", "tune.json"}
 
 
+@pytest.mark.whole
 def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:
     """The final run says what to do where the user insists on one."""
     words = [*words_of(workshop, tmp_path / "out"), "--learning-rate", 1e30]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import prge, write_rows
+from tests.end_to_end.conftest import write_rows
+from tests.verbs import prge
 
-pytestmark = [pytest.mark.slow, pytest.mark.export, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(600)]
 
 ANIMALS = ("dog", "cat", "bird", "fish", "frog", "bear", "duck", "mouse")
 THINGS = ("ball", "tree", "boat", "cake", "hat", "bell")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import REPOSITORY, prge
+from tests.verbs import REPOSITORY, prge
 
-pytestmark = [pytest.mark.slow, pytest.mark.export, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def test_inputs_of_an_encoder() -> None:
 
 
 def test_inputs_and_outputs_of_a_tangent_decoder() -> None:
-    contract = make_contract(kind="tangent", copies=1, queries=3)
+    contract = make_contract(role="tangent", copies=1, queries=3)
     assert [(spec.name, spec.shape) for spec in contract.inputs] == [
         ("tokens", (2, 16)),
         ("positions", (2, 3)),
@@ -53,7 +53,7 @@ def test_inputs_and_outputs_of_a_tangent_decoder() -> None:
 
 
 def test_outputs_of_a_tangent_encoder() -> None:
-    contract = make_contract(kind="tangent", copies=1, queries=3, readout="pooled", positions=0, width=12)
+    contract = make_contract(role="tangent", copies=1, queries=3, readout="pooled", positions=0, width=12)
     assert [(spec.name, spec.shape) for spec in contract.outputs] == [
         ("pooled", (2, 12)),
         ("dpooled", (3, 2, 12)),
@@ -67,9 +67,9 @@ def test_outputs_of_a_tangent_encoder() -> None:
         ({"batch_size": -1}, "batch_size is -1"),
         ({"sequence_length": 0}, "sequence_length is 0"),
         ({"vocabulary_size": 0}, "vocabulary_size is 0"),
-        ({"kind": "circle"}, "kind is 'circle'"),
-        ({"kind": "tangent", "copies": 1}, "queries is 0"),
-        ({"kind": "tangent", "copies": 4, "queries": 2}, "copies is 4"),
+        ({"role": "circle"}, "role is 'circle'"),
+        ({"role": "tangent", "copies": 1}, "queries is 0"),
+        ({"role": "tangent", "copies": 4, "queries": 2}, "copies is 4"),
         ({"queries": 2}, "queries is 2"),
         ({"readout": "logits"}, "readout is 'logits'"),
         ({"readout": "pooled", "width": 0}, "width is 0"),

@@ -61,6 +61,24 @@ def test_test_runs_style_types_and_tests_in_the_repository(checkout: Path, tmp_p
     assert lines[-1].endswith("|-k|a b|")
 
 
+@pytest.mark.parametrize(
+    ("words", "passed"),
+    [
+        ([], ["-m", "not whole"]),
+        (["-x"], ["-m", "not whole", "-x"]),
+        (["--all"], []),
+        (["--all", "-x"], ["-x"]),
+        (["-k", "whole"], ["-k", "whole"]),
+        (["tests/test_a.py::test_b"], ["tests/test_a.py::test_b"]),
+    ],
+)
+def test_a_first_tier_runs_unless_all_or_some_are_named(
+    checkout: Path, tmp_path: Path, words: list[str], passed: list[str]
+) -> None:
+    last = start(checkout, "test.sh", *words, cwd=tmp_path).stdout.splitlines()[-1]
+    assert last.partition("--quiet|")[2].split("|")[:-1] == passed
+
+
 @pytest.mark.parametrize("program", ["ruff", "mypy", "python"])
 def test_failure_of_any_part_is_the_failure_of_the_script(
     checkout: Path, tmp_path: Path, program: str

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("executorch")
-
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +15,7 @@ from prge.files.peft import read_peft
 from server_export.export import ExportConfig, export
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.export
+pytestmark = pytest.mark.whole
 
 
 @pytest.mark.parametrize("name", ["stories260K", "babyllama"])

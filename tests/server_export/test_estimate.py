@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from prge.contract import ROWS_OF_A_WAY_BACK
 from prge.errors import BundleError, ConfigError
-from prge.learning.estimators.exact import ROWS_OF_A_STEP
 from server_export.check.estimation import announce, estimate
 from server_export.estimate import main
 from server_export.settings import EstimateConfig
@@ -52,7 +52,7 @@ def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
 ) -> None:
     words = ("--model", outline_folder, "--tokens", 8)
     runs = report_of(capsys, *words)["runs"]
-    assert [run["estimator"] for run in runs[::2]] == ["exact", "tangent", "antithetic"]
+    assert [run["estimator"] for run in runs[::2]] == ["exact", "tangent", "antithetic", "fzoo"]
     for whole, bounded in zip(runs[::2], runs[1::2], strict=True):
         assert whole["memory_bytes"] is None and bounded["memory_bytes"] > 0
         assert bounded["resident_bytes"] < whole["resident_bytes"]
@@ -62,6 +62,7 @@ def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
     assert [run["estimator"] for run in report_of(capsys, *words, "--roles", "tangent")["runs"]] == [
         *2 * ["tangent"],
         *2 * ["antithetic"],
+        *2 * ["fzoo"],
     ]
     # A bound alone is one run, of the estimator that `prge run` would take.
     assert report_of(capsys, *words, "--memory", "1MB")["estimator"] == "exact"
@@ -77,7 +78,7 @@ def test_weights_make_no_difference(architecture: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "rows"), [("tangent", 4 * 5), ("antithetic", 4 * 8), ("exact", 4 * ROWS_OF_A_STEP)]
+    ("estimator", "rows"), [("tangent", 4 * 5), ("antithetic", 4 * 8), ("exact", 4 * ROWS_OF_A_WAY_BACK)]
 )
 def test_a_run_chooses_its_estimator(
     estimator: str, rows: int, outline_folder: Path, capsys: pytest.CaptureFixture[str]

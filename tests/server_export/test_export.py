@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("executorch")
-
 import torch
 
 from prge.errors import BundleError, ConfigError, RunError
@@ -43,7 +40,6 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.export
 def test_a_bundle_opens_and_says_what_it_is(llama_bundle: Path, llama_folder: Path) -> None:
     bundle = open_bundle(llama_bundle)
     manifest = bundle.manifest
@@ -79,7 +75,6 @@ def test_without_flags_it_has_all_roles() -> None:
     assert ExportConfig(model="m", out=Path("b")).roles == list(ROLES)
 
 
-@pytest.mark.export
 def test_an_existing_folder_is_kept_unless_overwriting_is_asked_for(
     llama_bundle: Path, llama_folder: Path
 ) -> None:
@@ -89,7 +84,6 @@ def test_an_existing_folder_is_kept_unless_overwriting_is_asked_for(
     assert (llama_bundle / "manifest.json").read_bytes() == before
 
 
-@pytest.mark.export
 def test_failed_verification_leaves_nothing(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +101,6 @@ def test_failed_verification_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.export
 def test_an_encoder_with_its_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_model(tmp_path / "model", "bert", **SHALLOW["bert"])
     argv = ["--model", str(folder), "--out", str(tmp_path / "bundle"), "--sequence-length", "8"]
@@ -120,7 +113,6 @@ def test_an_encoder_with_its_progress(tmp_path: Path, capsys: pytest.CaptureFixt
         assert word in output
 
 
-@pytest.mark.export
 def test_states_of_a_decoder_are_pooled_if_asked(llama_folder: Path, tmp_path: Path) -> None:
     bundle = open_bundle(export(config(llama_folder, tmp_path / "bundle", readout="pooled")))
     assert bundle.chain.is_encoder and bundle.pooling == "mean"
@@ -161,7 +153,6 @@ def test_settings_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 
 
-@pytest.mark.export
 def test_a_model_without_a_usual_choice_of_layers_is_exported_and_it_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from prge.learning.examples import Example
-from server_export.evidence.baselines.lora import insert_adapter
+from server_export.evidence.baselines.backpropagation import insert_adapter
 from server_export.guide import axes_of_gradients
 from tests.rows import choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows

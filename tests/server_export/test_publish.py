@@ -15,25 +15,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file, save_file
 
-pytest.importorskip("peft")
-torch = pytest.importorskip("torch")
-
-from safetensors.numpy import load_file, save_file  # noqa: E402
-
-from device_runner.engines.opening import open_engines  # noqa: E402
-from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError  # noqa: E402
-from prge.files.adapter import stack  # noqa: E402
-from prge.files.bundle import Bundle, file_sha256, manifest_sha256, open_bundle  # noqa: E402
-from prge.files.chain import STACK  # noqa: E402
-from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_peft  # noqa: E402
-from server_export.publish import main, publish  # noqa: E402
-from server_export.publishing.settings import PublishConfig  # noqa: E402
-from tests.server_export.adapters import RANK, trained_adapter, trained_folder  # noqa: E402
-from tests.tiny_models import DECODERS, LENGTH, make_model, save_model  # noqa: E402
+from device_runner.engines.opening import open_engines
+from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError
+from prge.files.adapter import stack
+from prge.files.bundle import Bundle, file_sha256, manifest_sha256, open_bundle
+from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_peft
+from prge.files.signatures import STACK
+from server_export.publish import main, publish
+from server_export.publishing.settings import PublishConfig
+from tests.server_export.adapters import RANK, trained_adapter, trained_folder
+from tests.tiny_models import DECODERS, LENGTH, make_model, save_model
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.export
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"roles": ["stack"], "rank": RANK, "sequence_length": LENGTH}
 HEAD = {
@@ -218,7 +214,7 @@ def test_an_encoders_program_gives_class_scores(saved: Path, tmp_path: Path) -> 
     assert manifest_of(folder)["outputs"][0]["name"] == "scores"
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"format": "program", "sequence_length": LENGTH, "quantize": "8da4w"}
     settings["model"] = str(saved / "llama")
@@ -233,7 +229,7 @@ def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tm
     assert 0.01 < manifest["verification"]["float_difference"] < 0.5
 
 
-def refused(error: type[PrgeError], match: str, **settings: Any) -> PrgeError:
+def refused(error: type[PrgeError], match: str, **settings: Any) -> Any:
     with pytest.raises(error, match=match) as caught:
         publish(PublishConfig(**settings))
     assert caught.value.remedy or isinstance(caught.value, ConfigError)

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from prge.contract import AdaptedModule, Contract
 from prge.engine import Engine, Float64Array, FloatArray
 from prge.files.adapter import Adapter, LoraBStack, adapter_size
-from prge.learning.estimators.directions import Directions, Distribution, GuidedDirections
+from prge.learning.estimators.directions import Directions, GuidedDirections
 from prge.learning.estimators.guide import Guide
 from prge.learning.estimators.protocol import Calls, Measurement, Step, clipped
 
@@ -68,35 +68,28 @@ class Antithetic:
 
 @dataclass(frozen=True)
 class OneSided:
-    """One-sided differences with a baseline: 1 + q copies, or q with `leave-one-out`.
+    """One-sided differences to a clean copy: 1 + q copies.
 
-    clean          scalar_i = (L(B + eps z_i) - L(B)) / eps
-    leave-one-out  scalar_i = (L_i - mean of the other L_j) / eps
-    With `normalize`, the standard deviation of the perturbed losses stands in for eps: FZOO's step
-    (arXiv 2506.09034), which shrinks where the loss is steep.
+    scalar_i = (L(B + eps z_i) - L(B)) / deviation of the perturbed losses
+
+    That is FZOO's step (arXiv 2506.09034), which shrinks where the loss is steep. Without `normalize` the
+    unit is eps: a derivative, as it is to be compared with others.
     """
 
     queries: int
     epsilon: float
-    baseline: Literal["clean", "leave-one-out"] = "clean"
-    normalize: bool = False
+    normalize: bool = True
 
     def variants(self) -> Sequence[Variant]:
-        """The clean copy where the baseline needs one, then one copy per query."""
-        clean = [Variant(0, 0.0)] if self.baseline == "clean" else []
-        return clean + [Variant(query, self.epsilon) for query in range(self.queries)]
+        """The clean copy, then one copy per query."""
+        return [Variant(0, 0.0), *(Variant(query, self.epsilon) for query in range(self.queries))]
 
     def scalars(self, losses: Float64Array) -> Float64Array:
-        """Differences to the baseline, f64 [queries]."""
-        perturbed = losses[-self.queries :]
-        if self.baseline == "clean":
-            difference: Float64Array = perturbed - losses[0]
-        else:
-            others = (perturbed.sum() - perturbed) / (self.queries - 1)
-            difference = perturbed - others
+        """Differences to the clean copy, f64 [queries]."""
+        perturbed = losses[1:]
+        difference: Float64Array = perturbed - losses[0]
         unit = float(perturbed.std()) if self.normalize else self.epsilon
-        slopes: Float64Array = difference / unit if unit > 0 else np.zeros_like(difference)
-        return slopes
+        return difference / unit if unit > 0 else np.zeros_like(difference)
 
 
 class Differences:
@@ -108,12 +101,10 @@ class Differences:
     def __init__(
         self,
         rule: Rule,
-        distribution: Distribution = "rademacher",
         clip: float = 0.0,
         guide: Guide | None = None,
     ) -> None:
         self.rule = rule
-        self.distribution = distribution
         self.clip = clip
         self.guide = guide
         self._stack: LoraBStack | None = None
@@ -170,8 +161,8 @@ class Differences:
         self, seed: int, step: int, modules: Sequence[AdaptedModule]
     ) -> Callable[[int], FloatArray]:
         if self.guide is None:
-            return Directions(self.distribution, seed, step, adapter_size(modules))
-        return GuidedDirections(self.distribution, seed, step, tuple(modules), self.guide)
+            return Directions(seed, step, adapter_size(modules))
+        return GuidedDirections(seed, step, tuple(modules), self.guide)
 
     def _stack_of(self, contract: Contract) -> LoraBStack:
         stack = self._stack

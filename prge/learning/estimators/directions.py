@@ -4,7 +4,7 @@ Counter-based: the Philox 4x64-10 generator (Salmon et al. 2011, "Parallel rando
 1, 2, 3") keyed by (seed, step) with the query in the counter. Nothing is stored and nothing is sequential:
 any direction of a run can be made again from its journal.
 
-    Directions          one direction a query, a sign or a normal for every value of the adapter
+    Directions          one direction a query, a sign for every value of the adapter
     GuidedDirections    the same for every axis of a guide instead
     RankOneDirections   one direction a query and example, a product u v^T of signs in every module
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,6 @@ from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule
 from prge.engine import Array, Float64Array, FloatArray, IntArray
 from prge.learning.estimators.guide import Guide
 
-Distribution = Literal["rademacher", "gaussian"]
 SignArray = NDArray[np.int8]
 
 GRID_BITS = 30
@@ -48,53 +46,32 @@ def rademacher(seed: int, step: int, query: int, size: int) -> FloatArray:
     return signs
 
 
-def gaussian(seed: int, step: int, query: int, size: int) -> FloatArray:
-    """Independent standard normals, f32 [size], by Box and Muller's transformation.
-
-    The same on every numpy version; logarithm and cosine come from the machine's mathematics library,
-    so machines may differ in the last bit.
-    """
-    return normals(philox(seed, step, query, size + size % 2))[:size]
-
-
-def normals(words: NDArray[np.uint64]) -> FloatArray:
-    """As many independent standard normals as random words, an even number: f32 [words]."""
-    half = len(words) // 2
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    radius = np.sqrt(-2.0 * np.log(uniform[:half]))
-    angle = 2.0 * np.pi * uniform[half:]
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)]).astype(np.float32)
-
-
 @dataclass(frozen=True)
 class Directions:
     """The directions of one step, made when asked for."""
 
-    distribution: Distribution
     seed: int
     step: int
     size: int
 
     def __call__(self, query: int) -> FloatArray:
         """Direction of one query, f32 [size]."""
-        make = {"rademacher": rademacher, "gaussian": gaussian}[self.distribution]
-        return make(self.seed, self.step, query, self.size)
+        return rademacher(self.seed, self.step, query, self.size)
 
 
 @dataclass(frozen=True)
 class GuidedDirections:
     """The directions of one step that a guide keeps to its axes, made when asked for."""
 
-    distribution: Distribution
     seed: int
     step: int
     modules: tuple[AdaptedModule, ...]
     guide: Guide
 
     def __call__(self, query: int) -> FloatArray:
-        """Direction of one query, f32 [size of the adapter]; the same bits on every machine for signs."""
+        """Direction of one query, f32 [size of the adapter]; the same bits on every machine."""
         widths = [module.rank * self.guide.width(module) for module in self.modules]
-        numbers = Directions(self.distribution, self.seed, self.step, sum(widths))(query)
+        numbers = Directions(self.seed, self.step, sum(widths))(query)
         parts, start = [], 0
         for module, width in zip(self.modules, widths, strict=True):
             own = numbers[start : start + width].reshape(module.rank, -1)

@@ -20,9 +20,6 @@ from prge.files.journal import GRADIENT, decode_array
 from prge.learning.estimators.protocol import Calls, Measurement, Step
 from prge.learning.examples import Batch, Example
 
-# A backward counts as two forwards wherever rows are compared, though past frozen weights it costs about one.
-ROWS_OF_A_STEP = 3
-
 
 class Exact:
     """Implements protocol.Estimator with the gradient itself.
@@ -70,7 +67,7 @@ class Exact:
 
     def rows(self, contract: Contract, batches: int) -> int:
         """See protocol.Estimator.rows."""
-        return ROWS_OF_A_STEP * contract.rows * batches
+        return contract.computed_rows * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

@@ -25,17 +25,6 @@ from prge.learning.examples import Batch
 from prge.learning.head import Classifier, Head
 from prge.learning.objectives import CROSS_ENTROPY, BatchLoss, Objective
 
-# What a run with an estimator does, in one sentence, for reports and model cards.
-MEANINGS = {
-    "exact": "Exact gradients: every step goes forward and backward through the model and follows the "
-    "gradient that backpropagation gives.",
-    "tangent": "Tangents: forward passes only; every step takes exact derivatives of the loss along a few "
-    "random directions and follows their mean, a noisy estimate of the gradient.",
-    "antithetic": "P-RGE (arXiv 2409.15520): forward passes only; every step compares the losses of two "
-    "perturbed copies of the adapter along a few random directions: a noisy estimate of the gradient.",
-    "one-sided": "One-sided differences: forward passes only; every step compares the loss of a perturbed "
-    "copy of the adapter with a baseline, along a few random directions: a noisy estimate of the gradient.",
-}
 # What a journal can have of a step for `Estimator.gradient`.
 LEARNT = frozenset({"scalars", GRADIENT})
 

@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prge.contract import Contract
+from prge.contract import ROWS_OF_A_WAY_BACK, Contract
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.peft import write_peft
-from prge.learning.estimators.exact import ROWS_OF_A_STEP
 from prge.learning.examples import Batch, Example, make_batch
 from server_export.evidence.baselines.method import Problem, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
@@ -176,7 +175,7 @@ class ExecutorchTraining:
         with torch.no_grad():
             for name, inside in self._module.named_parameters().items():
                 self._parameters[name].copy_(inside)
-        return StepResult(float(loss), ROWS_OF_A_STEP * self.problem.rows(examples))
+        return StepResult(float(loss), ROWS_OF_A_WAY_BACK * self.problem.rows(examples))
 
     def save(self, folder: Path) -> None:
         """Write the adapter as a run on a device does."""

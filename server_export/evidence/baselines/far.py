@@ -21,12 +21,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import (
     feed_forward_linears,
     require_trainable_weights,
     shuffled_batches,
 )
-from server_export.evidence.baselines.method import Backpropagation, Problem
+from server_export.evidence.baselines.method import Problem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model.lora_fa import replace_module
 

@@ -11,14 +11,14 @@ from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
 from prge.rows.sources import Part, read_source
-from prge.rows.task import Task
+from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from server_export.evidence.baselines.settings import BaselineSettings
 
 
 @dataclass(frozen=True)
 class BaselineInputs:
-    """The rows of a baseline, read as a device reads them."""
+    """The rows of a baseline, and the sentences about them."""
 
     bundle: Bundle
     tokenizer: Tokenizer
@@ -29,31 +29,30 @@ class BaselineInputs:
     report: str
 
 
-def read_inputs(bundle: Bundle, settings: BaselineSettings, task: Task | None) -> BaselineInputs:
+def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
     """Tokenize the rows as `prge run` and `prge eval` do.
 
     Raises:
         PrgeError: what is wrong with them.
     """
+    task = load_task(settings.task) if settings.task else None
     tokenizer = bundle_tokenizer(bundle)
     options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
     seed = settings.shuffle_seed
-    chosen = Selection(settings.train_start, settings.train_limit, seed)
-    rows = read_source(settings.train, "train", settings.columns)
-    train, report = load_examples(rows, tokenizer, bundle.contract, task, chosen, options)
-    texts = [report.text(), show_sample(train[0], tokenizer)]
-    others: list[list[Example]] = []
-    parts: list[tuple[Path | None, Part, Selection]] = [
-        (settings.dev, "dev", Selection(settings.dev_start, settings.dev_limit, seed)),
-        (settings.test, "test", Selection()),
-    ]
-    for where, part, selection in parts:
-        others.append([])
-        if where is not None:
-            rows = read_source(where, part, settings.columns)
-            others[-1], report = load_examples(
-                rows, tokenizer, bundle.score_contract, task, selection, options, training=False
-            )
-            texts.append(report.text())
-    dev, test = others
+    texts = []
+
+    def read(where: Path | None, part: Part, chosen: Selection) -> list[Example]:
+        if where is None:
+            return []
+        rows, training = read_source(where, part, settings.columns), part == "train"
+        contract = bundle.contract if training else bundle.score_contract
+        examples, report = load_examples(rows, tokenizer, contract, task, chosen, options, training=training)
+        texts.append(report.text())
+        if training:
+            texts.append(show_sample(examples[0], tokenizer))
+        return examples
+
+    train = read(settings.train, "train", Selection(settings.train_start, settings.train_limit, seed))
+    dev = read(settings.dev, "dev", Selection(settings.dev_start, settings.dev_limit, seed))
+    test = read(settings.test, "test", Selection())
     return BaselineInputs(bundle, tokenizer, task, train, dev, test, "\n".join(texts))

@@ -1,4 +1,4 @@
-"""What a baseline is given and what it returns: `Problem`, `Method`, and training by backpropagation."""
+"""What a baseline is given and what it returns: `Problem` and `Method`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from prge.contract import AdaptedModule
-from prge.learning.estimators.exact import ROWS_OF_A_STEP
 from prge.learning.examples import Example
-from server_export.evidence.baselines.methods import ADAM, Optimizer
 
 
 class Problem(Protocol):
@@ -70,19 +68,6 @@ class Method(Protocol):
 
 
 @runtime_checkable
-class Stateful(Protocol):
-    """A method that keeps more than its parameters between steps."""
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint must hold besides the parameters."""
-        ...
-
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from what `state` gave; called after the parameters were restored."""
-        ...
-
-
-@runtime_checkable
 class Saving(Protocol):
     """A method whose result has a format of its own."""
 
@@ -99,68 +84,3 @@ class Planned(Protocol):
     def activation_bytes(self) -> int:
         """Bytes that it plans for one step."""
         ...
-
-
-class Backpropagation:
-    """Steps along exact gradients of some of a model's parameters; the others are frozen."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        parameters: Sequence[nn.Parameter],
-        optimizer: Optimizer = ADAM,
-        prior_rows: int = 0,
-    ) -> None:
-        self.problem = problem
-        self.prior_rows = prior_rows
-        self._trained = list(parameters)
-        chosen = {id(parameter) for parameter in self._trained}
-        for parameter in problem.model.parameters():
-            parameter.requires_grad_(id(parameter) in chosen)
-        self._optimizer = make_torch_optimizer(optimizer, self._trained)
-
-    def parameters(self) -> list[nn.Parameter]:
-        """What it trains."""
-        return self._trained
-
-    def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
-        """One forward, one backward, one optimizer step."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.zero_grad()
-        loss = self.problem.loss(examples)
-        torch.autograd.backward(loss)
-        self.shape_gradients()
-        self._optimizer.step()
-        return StepResult(loss.item(), ROWS_OF_A_STEP * self.problem.rows(examples))
-
-    def shape_gradients(self) -> None:
-        """Called between the backward and the optimizer, for methods that change gradients."""
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors."""
-        return {
-            f"{index}.{name}": value
-            for index, values in self._optimizer.state_dict()["state"].items()
-            for name, value in values.items()
-            if value is not None
-        }
-
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Give the optimizer the tensors that `state` told."""
-        values: dict[int, dict[str, torch.Tensor]] = {}
-        for key, value in state.items():
-            index, _, name = key.partition(".")
-            values.setdefault(int(index), {})[name] = value
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": values, "param_groups": groups})
-
-
-def make_torch_optimizer(chosen: Optimizer, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a name; its learning rate is set before every step."""
-    if chosen.name == "sgd":
-        return torch.optim.SGD(parameters, lr=0.0)
-    if chosen.name == "momentum":
-        return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
-    kind = torch.optim.Adam if chosen.name == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=0.0, betas=(0.9, chosen.beta2))

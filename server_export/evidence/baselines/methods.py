@@ -6,8 +6,9 @@ Such a module has a function `prepare(problem: Problem, settings: BaselineSettin
 from __future__ import annotations
 
 import difflib
+import importlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from prge.errors import ConfigError
 
@@ -29,57 +30,67 @@ ADAM = Optimizer("adam")
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """Where a method is and what it takes.
+    """What a method is, where it is and what it takes.
 
-    `optimizers` are those that it has, its default first. `adapts`: it trains the bundle's adapter itself;
-    for the others an adapter that isn't zero is merged into the model beforehand. `settings` belong to it.
+    `module` is one of this package; `title` says what the method is, and `learning_rate` is the middle of a
+    search. `optimizers` are those that it has, its default first. `adapts`: it trains the bundle's adapter
+    itself; for the others an adapter that isn't zero is merged into the model beforehand. `settings` belong
+    to it. `forward_only`: it has no backward pass.
     """
 
     module: str
-    help: str
+    title: str
+    learning_rate: float
     optimizers: tuple[BaselineOptimizer, ...] = ALL_OPTIMIZERS
     adapts: bool = False
     settings: tuple[str, ...] = ()
+    forward_only: bool = False
+
+    def load(self) -> Any:
+        """The method's module."""
+        return importlib.import_module(f"server_export.evidence.baselines.{self.module}")
 
 
 METHODS: dict[str, MethodEntry] = {
     "backprop-lora-fa": MethodEntry(
-        "server_export.evidence.baselines.lora_fa",
-        "exact gradients of lora_B, what prge estimates",
-        adapts=True,
+        "backpropagation", "backpropagation through the same adapter", 1e-2, adapts=True
     ),
     "backprop-lora": MethodEntry(
-        "server_export.evidence.baselines.lora", "exact gradients of lora_A and lora_B", adapts=True
+        "backpropagation", "backpropagation through a whole LoRA: lora_A learns too", 3e-3, adapts=True
     ),
-    "backprop-full": MethodEntry(
-        "server_export.evidence.baselines.full", "exact gradients of every parameter"
-    ),
+    "backprop-full": MethodEntry("backpropagation", "backpropagation through all weights", 3e-4),
     "mezo": MethodEntry(
-        "server_export.evidence.baselines.mezo",
-        "two forwards of all parameters, perturbed in place",
+        "mezo",
+        "MeZO: the difference between two perturbations of all weights",
+        3e-4,
         optimizers=("sgd",),
         settings=("epsilon",),
+        forward_only=True,
     ),
     "executorch-training": MethodEntry(
-        "server_export.evidence.baselines.executorch_training",
-        "lora_B by ExecuTorch's own training module",
+        "executorch_training",
+        "ExecuTorch's training of the same adapter",
+        1.0,
         optimizers=("sgd",),
         adapts=True,
     ),
     "far": MethodEntry(
-        "server_export.evidence.baselines.far",
-        "the feed-forward nodes that a priming moves most (FAR)",
+        "far",
+        "FAR: the nodes of the feed-forward networks that a priming moves most",
+        1e-2,
         settings=("retention", "nodes", "priming_share", "priming_learning_rate", "keep_primed"),
     ),
-    "tinytl-biases": MethodEntry("server_export.evidence.baselines.tinytl", "all biases (TinyTL)"),
+    "tinytl-biases": MethodEntry("tinytl", "TinyTL: biases of linear layers and norms", 3e-3),
     "tinytl-lite-residual": MethodEntry(
-        "server_export.evidence.baselines.tinytl",
-        "all biases, and a narrow branch beside each block (TinyTL)",
+        "tinytl",
+        "TinyTL: biases, and a narrow branch beside every block",
+        3e-3,
         settings=("branch_pool", "branch_width"),
     ),
     "sparse-bp": MethodEntry(
-        "server_export.evidence.baselines.sparse",
-        "the channels and biases that an analysis chooses under a memory limit",
+        "sparse",
+        "sparse update: biases and channels that an analysis chose",
+        1e-3,
         settings=(
             "memory_share",
             "channel_fractions",
@@ -91,8 +102,9 @@ METHODS: dict[str, MethodEntry] = {
         ),
     ),
     "quantized-training": MethodEntry(
-        "server_export.evidence.baselines.quantized",
-        "int8 weights themselves, their gradients scaled by their units",
+        "quantized",
+        "int8 weights of the blocks, trained as codes",
+        1e-3,
         optimizers=("sgd",),
         settings=("rounding", "scaling", "calibration_rows"),
     ),

@@ -55,14 +55,6 @@ class MeZO:
         self._steps += 1
         return StepResult((above + below) / 2, 2 * self.problem.rows(examples))
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """How many steps were taken: seeds are counted on from there."""
-        return {"steps": torch.tensor(self._steps)}
-
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Count on from there."""
-        self._steps = int(state["steps"])
-
     def _add_noise(self, scale: float) -> None:
         """Add `scale` times the step's z, standard normal, to the parameters."""
         seed = np.random.SeedSequence([self.problem.seed, self._steps]).generate_state(1, np.uint64)[0]

@@ -16,19 +16,17 @@ from torch import nn
 
 from prge.contract import AdaptedModule, Contract
 from prge.engine import Array
-from prge.errors import BundleError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.peft import read_lora
 from prge.files.signatures import STACK
 from prge.learning.encoder_heads import Heads, fit_heads
-from prge.learning.examples import Batch, Example, make_batch
+from prge.learning.examples import Example, make_batch
+from prge.learning.objectives import BatchLoss
+from server_export.evidence.base import as_exported
 from server_export.model import readout
-from server_export.model.base import content_problems, model_problems
 from server_export.model.loading import LoadedModel, load_model
-from server_export.model.lora_fa import convert_conv1d
 from server_export.model.positions import position_numbers
-from server_export.model.quantization import round_base
 
 
 class ModelProblem:
@@ -57,12 +55,10 @@ class ModelProblem:
         seed: int,
         head_folds: int = 10,
     ) -> None:
-        _check_model(bundle, loaded)
+        as_exported(bundle, loaded)
         # Evaluations take no more rows at once than steps, so that none of them is what memory peaks at.
         self.contract = bundle.chain.contract(STACK, batch_rows)
         self.positions = position_numbers(loaded, self.contract.sequence_length)
-        convert_conv1d(loaded.model)
-        round_base(loaded.model, bundle.quantization or "fp32")
         start = read_lora(bundle.adapter)
         self.bundle = bundle
         self.model: nn.Module = loaded.model
@@ -88,12 +84,23 @@ class ModelProblem:
 
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:
         """Mean loss of training examples as prge/learning/objectives.py has it, f64 []."""
-        batch = make_batch(examples, self.contract, rows=self.rows(examples), pad=self.pad)
-        scores = self._class_scores(batch) if self.contract.is_encoder else self._candidate_scores(batch)
-        labels = torch.from_numpy(batch.labels)
-        chosen = scores.gather(1, labels.clamp_min(0)[:, None])[:, 0]
-        normalizer = torch.where(labels < 0, 0.0, torch.logsumexp(scores, 1))
-        return (normalizer - chosen).mean()
+        batch, head = make_batch(examples, self.contract, rows=self.rows(examples), pad=self.pad), None
+        if self.contract.is_encoder:
+            # The heads of the training rows are constants of the loss.
+            heads = self.prepare_heads()
+            head = heads.cross_fitted or heads.head
+            answers = self.pooled(batch.tokens, batch.attention_mask)
+        else:
+            row, slot = np.nonzero(batch.weights)
+            asked = batch.positions[row, slot], batch.targets[row, slot]
+            logprobs = self.log_probabilities(batch.tokens, row, *asked)
+            where = torch.from_numpy(row), torch.from_numpy(slot)
+            answers = logprobs.new_zeros(batch.weights.shape).index_put(where, logprobs)
+        loss = BatchLoss(batch, answers.detach().numpy(), head=head)
+        # The answers times their slopes: it has the loss's derivatives, and gets its value.
+        slopes = torch.from_numpy(loss.by_answer / batch.examples)
+        along = (answers.double() * slopes).sum()
+        return along + (float(loss.losses.mean()) - along.detach())
 
     def engine(self) -> ModelEngine:
         """The model as an engine; the adapter is the one inside the model, whatever is given."""
@@ -145,31 +152,6 @@ class ModelProblem:
         states = inputs[0]
         return (states.reshape(-1, states.shape[-1]).index_select(0, self._asked)[None],)
 
-    def _candidate_scores(self, batch: Batch) -> torch.Tensor:
-        """Score of every candidate, f64 [examples, candidates]; -inf where an example has fewer."""
-        most = int(batch.candidates.max())
-        row, slot = np.nonzero(batch.weights != 0)
-        cell = torch.from_numpy(batch.owner[row] * most + batch.candidate[row, slot])
-        weights = torch.from_numpy(batch.weights[row, slot])
-        logprobs = self.log_probabilities(
-            batch.tokens, row, batch.positions[row, slot], batch.targets[row, slot]
-        )
-        empty = torch.zeros(batch.examples * most, dtype=torch.float64)
-        scores = empty.index_add(0, cell, weights * logprobs.double()).reshape(batch.examples, most)
-        missing = np.arange(most) >= batch.candidates[:, None]
-        return scores.masked_fill(torch.from_numpy(missing), -torch.inf)
-
-    def _class_scores(self, batch: Batch) -> torch.Tensor:
-        """Class scores by the heads of the training rows, constants of the loss; f64 [examples, classes]."""
-        with torch.no_grad():
-            heads = self.prepare_heads()
-        folds = heads.cross_fitted.heads if heads.cross_fitted else (heads.head,)
-        own = [head for row in batch.rows for head in [folds[row % len(folds)]] if head is not None]
-        weight = torch.from_numpy(np.stack([head.weight for head in own])).double()
-        bias = torch.from_numpy(np.stack([head.bias for head in own])).double()
-        states = self.pooled(batch.tokens, batch.attention_mask).double()
-        return torch.bmm(weight, states[..., None])[..., 0] + bias
-
 
 class ModelEngine:
     """A problem's model behind `prge.engine.Engine`, so that rows are scored by the driver's own code."""
@@ -212,14 +194,3 @@ def open_problem(
     revision = recorded.get("revision") if recorded.get("name_or_path") == model else None
     loaded = load_model(model, pooled=bundle.contract.is_encoder, revision=revision)
     return ModelProblem(bundle, loaded, train, pad, batch_rows, seed, head_folds)
-
-
-def _check_model(bundle: Bundle, loaded: LoadedModel) -> None:
-    """Raise BundleError if the model can't be the bundle's."""
-    block = bundle.manifest.get("model", {})
-    problems = model_problems(loaded, block) or content_problems(loaded, block.get("sha256"))
-    if problems:
-        raise BundleError(
-            f"{loaded.name_or_path} is not the model of the bundle: " + "; ".join(problems),
-            remedy="give the model that the bundle was exported from with --model",
-        )

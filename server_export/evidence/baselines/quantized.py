@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from prge.learning.examples import Example
+from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import block_linears, require_trainable_weights
-from server_export.evidence.baselines.method import Backpropagation, Problem, StepResult
+from server_export.evidence.baselines.method import Problem, StepResult
 from server_export.evidence.baselines.methods import Optimizer
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model.lora_fa import replace_module
@@ -94,7 +94,7 @@ class QuantizedTraining(Backpropagation):
         parameters = [parameter for layer in self.layers for parameter in layer.parameters()]
         super().__init__(problem, parameters, Optimizer("sgd"), prior_rows)
         self._settings = settings
-        self._steps = 0
+        self._generator = torch.Generator(self.layers[0].scale.device).manual_seed(problem.seed)
 
     def shape_gradients(self) -> None:
         """Scale the gradients of the codes."""
@@ -105,23 +105,10 @@ class QuantizedTraining(Backpropagation):
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
         """One step of SGD after which the codes are rounded."""
         result = super().step(examples, learning_rate)
-        generator = None
-        if self._settings.rounding == "stochastic":
-            # Seeded anew in every step, so that a training that goes on rounds as one that never stopped.
-            seed = np.random.SeedSequence([self.problem.seed, self._steps]).generate_state(1)[0]
-            generator = torch.Generator(self.layers[0].scale.device).manual_seed(int(seed))
+        generator = self._generator if self._settings.rounding == "stochastic" else None
         for layer in self.layers:
             layer.round_codes(generator)
-        self._steps += 1
         return result
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """How many steps were taken: their roundings are drawn from it."""
-        return {"steps": torch.tensor(self._steps)}
-
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Count on from what `state` gave."""
-        self._steps = int(state["steps"])
 
 
 def prepare(problem: Problem, settings: BaselineSettings) -> QuantizedTraining:

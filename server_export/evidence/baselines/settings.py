@@ -11,6 +11,9 @@ from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import flag
 from server_export.evidence.baselines.methods import METHODS, BaselineOptimizer, Optimizer, find_method
 
+# Parameters of the best step, in the run folder while it trains.
+BEST = "best.pt"
+
 SearchName = Literal["greedy", "evolutionary"]
 
 
@@ -73,7 +76,7 @@ class BaselineSettings(TrainingFlags):
     """adam's and adamw's second coefficient."""
 
     def resolved(self) -> BaselineSettings:
-        """The same settings with absolute paths, for whoever resumes from another folder."""
+        """The same settings with absolute paths, for whoever uses them in another folder."""
         rest = super().resolved()
         return replace(rest, model=str(Path(self.model).resolve())) if Path(self.model).exists() else rest
 

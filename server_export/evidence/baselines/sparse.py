@@ -27,9 +27,10 @@ from torch import nn
 
 from prge.errors import ConfigError
 from prge.learning.examples import Example
-from server_export.evidence.baselines.allocation import Depth, Option, Part, Question, choose
+from server_export.evidence.baselines.allocation import Depth, Option, Part, Question, choose, single
+from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import block_linears, require_trainable_weights, shuffled_batches
-from server_export.evidence.baselines.method import Backpropagation, Problem
+from server_export.evidence.baselines.method import Problem
 from server_export.evidence.baselines.settings import BaselineSettings, SearchName
 from server_export.model.blocks import block_names
 from server_export.model.lora_fa import replace_module
@@ -143,22 +144,18 @@ def choose_scheme(problem: Problem, settings: BaselineSettings) -> tuple[Scheme,
     memory = measure_memory(problem, example_batch)
     analysis = _Analysis(problem, settings)
     has_biases = any(memory.biases)
-    bias_gains = [
-        analysis.gain(Scheme(depth)) if has_biases and depth >= lowest else 0.0
+    depths = [
+        Depth(
+            analysis.gain(Scheme(depth)) if has_biases and depth >= lowest else 0.0, memory.from_block(depth)
+        )
         for depth in range(len(blocks))
     ]
+    shares = settings.channel_fractions
     parts = [
         Part(
             name,
             depth,
-            tuple(
-                Option(
-                    fraction,
-                    analysis.gain(Scheme(depth, {name: fraction}, biases=False)),
-                    (memory.of_weight(name, layer, fraction),),
-                )
-                for fraction in settings.channel_fractions
-            ),
+            tuple(analysis.option(Scheme(depth, {name: share}, False), layer, memory) for share in shares),
         )
         for depth, layers in enumerate(blocks)
         if depth >= lowest
@@ -167,13 +164,7 @@ def choose_scheme(problem: Problem, settings: BaselineSettings) -> tuple[Scheme,
     full = memory.from_block(0) + sum(
         memory.of_weight(name, layer, 1.0) for layers in blocks for name, layer in layers.items()
     )
-    limit = int(settings.memory_share * full)
-    question = Question(
-        tuple(Depth(gain, (memory.from_block(depth),)) for depth, gain in enumerate(bias_gains)),
-        tuple(parts),
-        (limit,),
-        lowest,
-    )
+    question = Question(tuple(depths), tuple(parts), int(settings.memory_share * full), lowest)
     with_biases = [any(memory.biases[depth:]) for depth in range(len(blocks))]
     scheme = select(question, with_biases, settings.search, settings.seed)
     return scheme, analysis.rows + problem.rows(example_batch)
@@ -193,34 +184,14 @@ def select(
     Raises:
         ConfigError: nothing fits.
     """
-    choice = choose(question, search, seed)
-    if choice is not None:
-        return Scheme(choice.depth, choice.levels)
-    return _least_bad(question, with_biases)
-
-
-def _least_bad(question: Question, with_biases: Sequence[bool]) -> Scheme:
-    """The one share of a layer, or the biases from one block up, of the largest gain that fits."""
-    (limit,) = question.limits
-    bytes_of = [depth.costs[0] for depth in question.depths]
-    fitting = [
-        (option.gain, Scheme(part.block, {part.name: option.level}))
-        for part in question.parts
-        for option in part.options
-        if bytes_of[part.block] + option.costs[0] <= limit
-    ]
-    fitting += [
-        (question.depths[depth].gain, Scheme(depth))
-        for depth in range(question.lowest, len(bytes_of))
-        if with_biases[depth] and bytes_of[depth] <= limit
-    ]
-    if not fitting:
+    choice = choose(question, search, seed) or single(question, with_biases)
+    if choice is None:
         raise ConfigError(
             "there is nothing to update:",
-            [f"no bias or weight fits into {limit} bytes"],
+            [f"no bias or weight fits into {question.limit} bytes"],
             remedy="raise --memory-share or have smaller --channel-fractions",
         )
-    return max(fitting, key=lambda option: option[0])[1]
+    return Scheme(choice.depth, question.levels(choice))
 
 
 def apply_scheme(model: nn.Module, scheme: Scheme) -> list[nn.Parameter]:
@@ -347,6 +318,11 @@ class _Analysis:
                     parameter.copy_(value).requires_grad_(False)
                     parameter.grad = None
         return self._before - after if math.isfinite(after) else -math.inf
+
+    def option(self, scheme: Scheme, layer: nn.Linear, memory: Memory) -> Option:
+        """What a share of one layer's channels gains and takes; `scheme` has nothing else."""
+        ((name, share),) = scheme.weights.items()
+        return Option(share, self.gain(scheme), memory.of_weight(name, layer, share))
 
     def _loss(self) -> float:
         self.rows += self.problem.rows(self._held_out)

@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import block_linears
-from server_export.evidence.baselines.method import Backpropagation, Problem
+from server_export.evidence.baselines.method import Problem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model.blocks import block_names
 

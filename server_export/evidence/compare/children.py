@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prge.files.run_folder import reported
-from server_export.verbs import verb_code
+from prge.verbs.starting import verb_code
 
 SHOWN_LINES = 6
 

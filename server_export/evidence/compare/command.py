@@ -64,9 +64,10 @@ def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> d
 
 def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = None) -> None:
     """Write report.md, report.html and the figures of a result; its figures as JSON where asked for."""
+    from prge.pages.charts import as_file
     from prge.pages.rendering import to_html, to_markdown
     from server_export.evidence.compare.content import compose
-    from server_export.evidence.compare.figures import draw_all, for_file
+    from server_export.evidence.compare.figures import draw_all
     from server_export.evidence.compare.outcome import judge, to_json
 
     outcome = judge(result)
@@ -74,9 +75,9 @@ def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = 
     blocks = compose(result, outcome, pictures)
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for name, svg in pictures.items():
-        write_file(out / FIGURES / f"{name}.svg", for_file(svg).encode())
+        write_file(out / FIGURES / f"{name}.svg", as_file(svg).encode())
     write_file(out / MARKDOWN, to_markdown(blocks, FIGURES).encode())
-    write_file(out / PAGE, to_html(blocks, pictures).encode())
+    write_file(out / PAGE, to_html(blocks).encode())
     if json_file is not None:
         with reported(json_file):
             json_file.write_text(json.dumps(to_json(result, outcome), indent=2) + "\n", encoding="utf-8")

@@ -25,6 +25,7 @@ from prge.files.documents import DocumentError, read_yaml
 from prge.files.run_folder import read_metrics
 from prge.host.atomic import write_file
 from prge.verbs.settings import settings_to_yaml
+from prge.verbs.starting import wait_until_free
 from server_export.evidence.compare.agenda import Agenda
 from server_export.evidence.compare.budget import evenly, growing, steps_within
 from server_export.evidence.compare.children import last_words, run_verb
@@ -35,7 +36,6 @@ from server_export.evidence.compare.methods import (
     check_exports,
     chosen_methods,
     export_flags,
-    resume_words,
     run_words,
     test_words,
     words_of,
@@ -51,7 +51,6 @@ from server_export.evidence.compare.records import (
 from server_export.evidence.compare.rows import write_splits
 from server_export.evidence.compare.search import search
 from server_export.evidence.compare.settings import CompareSettings
-from server_export.verbs import wait_until_free
 
 CONFIG, RUN, OUTPUT, TEST = "config.yaml", "run", "output.txt", "test.json"
 MEASURED_STEPS = 8
@@ -225,8 +224,8 @@ class Comparison:
             return run
         bundle = self.bundle(method)
         wait_until_free(run)
-        if (run / CONFIG).is_file():
-            words = resume_words(method, run)
+        if method.family == "engine" and (run / CONFIG).is_file():
+            words = ["run", "--resume", str(run)]
         else:
             shutil.rmtree(run, ignore_errors=True)
             words = run_words(method, self.settings, plan, bundle, self.rows, run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Table
 from server_export.evidence.compare.analysis import Interval, Spread, paired_gap, paired_ratio
@@ -22,49 +22,53 @@ from server_export.evidence.compare.outcome import (
 NONE = "–"
 CAPTIONS = {
     "quality-seconds": "Quality on development rows against seconds of training: mean and range over seeds. "
-    "Solid: gradients from forward passes; dashed: from backward passes. Dotted line: the start.",
+    "Solid: gradients from forward passes; dashed, with dots: from backward passes.",
     "quality-rows": "The same against the rows computed.",
     "memory": "Memory. Blue: gradients from forward passes; orange: from backward passes.",
-    "time-to-target": "Seconds of training to the target, mean and range over seeds. A triangle to the right "
-    "marks where runs without it ended, one to the left a bound: the target was met before that.",
+    "time-to-target": "Seconds of training to the target: mean and range over the seeds that got there.",
 }
+# What the first sentences are about: figures of which the first that is known counts, and what is told.
+_QUESTIONS = (
+    (("seconds_to_target",), "get", "to the target sooner", "get to the target in about the same time"),
+    (("test_accuracy", "test_loss"), "end", "better on test rows", "end about as good on test rows"),
+    (("peak_mb",), "take", "less memory", "take about as much memory"),
+)
 
 
-def compose(result: Result, outcome: Outcome, pictures: Collection[str]) -> tuple[Block, ...]:
+def compose(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> tuple[Block, ...]:
     """The blocks of a report.
 
     Args:
         result: of a comparison.
         outcome: its judgement.
-        pictures: names of those that were drawn.
+        pictures: SVG by name.
     """
     return tuple(_blocks(result, outcome, pictures))
 
 
-def _blocks(result: Result, outcome: Outcome, pictures: Collection[str]) -> Iterator[Block]:
-    settings = result["settings"]
+def _blocks(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> Iterator[Block]:
     yield Heading(f"Training methods on {result['model_name']}", 1)
     yield Paragraph(_bottom_line(outcome))
     yield from _verdict(result, outcome)
-    yield from _failures(result)
+    failed = [
+        f"{name}: {failure}" for name, method in result["methods"].items() for failure in method["failures"]
+    ]
+    if failed:
+        yield Heading("What failed")
+        yield Bullets(tuple(failed))
     yield Heading("The methods")
     yield _methods_table(result)
     yield Heading("To equal quality" if has_quality(result) else "Figures")
     yield Paragraph(_target_text(outcome))
     yield _summary_table(result, outcome)
-    seeds = len(settings["seeds"])
     yield Paragraph(
-        f"Means over {_count(seeds, 'seed')}, with the range in brackets. Peak memory is over that of an "
-        f"idle runner, {_mb(result['idle_bytes'])}, the same for all methods: what PyTorch itself takes "
-        "counts, as a device needs it too. Over its own process idle, with its libraries loaded and nothing "
-        "done, a smaller PyTorch would cost. “not reached” counts the seeds that did not get to the target. "
-        "Tokens of training rows count once, however many copies of a row a step computes."
+        f"Means over {_count(len(result['settings']['seeds']), 'seed')}, with the range in brackets. Peak "
+        f"memory is over that of an idle runner, {_mb(result['idle_bytes'])}, the same for all methods: what "
+        "PyTorch itself takes counts, as a device needs it too. “not reached” counts the seeds that did not "
+        "get to the target. Tokens of training rows count once, however many copies of a row a step computes."
     )
-    for name in CAPTIONS:
-        if name in pictures:
-            yield Picture(name, CAPTIONS[name])
-    yield Heading("Who is ahead in what")
-    yield _winners_table(result, outcome)
+    for name, svg in pictures.items():
+        yield Picture(svg, CAPTIONS[name], name)
     yield from _against_reference(result, outcome)
     yield from _searches(result)
     yield from _how(result)
@@ -73,31 +77,15 @@ def _blocks(result: Result, outcome: Outcome, pictures: Collection[str]) -> Iter
 def _bottom_line(outcome: Outcome) -> str:
     """The comparison in three sentences: time to equal quality, quality, memory."""
     told = []
-    for keys, forward, backward, tie in (
-        (
-            ("seconds_to_target",),
-            "Forward passes alone get to the target sooner",
-            "Backpropagation gets to the target sooner",
-            "Both get to the target in about the same time",
-        ),
-        (
-            ("test_accuracy", "test_loss"),
-            "Forward passes alone end better on test rows",
-            "Backpropagation ends better on test rows",
-            "Both end about as good on test rows",
-        ),
-        (
-            ("peak_mb",),
-            "Forward passes alone take less memory",
-            "Backpropagation takes less memory",
-            "Both take about as much memory",
-        ),
-    ):
-        duels = {duel.figure.key: duel for duel in outcome.duels if duel.winner is not None}
+    duels = {duel.figure.key: duel for duel in outcome.duels if duel.winner is not None}
+    for keys, verb, better, tie in _QUESTIONS:
         duel = next((duels[key] for key in keys if key in duels), None)
         if duel is not None:
-            begin = {"forward": forward, "backward": backward, "tie": tie}[duel.winner or "tie"]
-            told.append(f"{begin}: {_sides_text(duel, outcome, brackets=False)}.")
+            begin = {
+                "forward": f"Forward passes alone {verb} {better}",
+                "backward": f"Backpropagation {verb}s {better}",
+            }.get(duel.winner or "", f"Both {tie}")
+            told.append(f"{begin}: {_without_brackets(_sides_text(duel, outcome))}.")
     return " ".join(told) or "Methods of one kind alone: the table below compares them with each other."
 
 
@@ -124,50 +112,34 @@ def _verdict(result: Result, outcome: Outcome) -> Iterator[Block]:
     for winner, title in (
         ("backward", "Where backpropagation wins"),
         ("forward", "Where forward passes win"),
+        ("tie", "Within noise"),
     ):
-        yield Heading(title)
-        told = [_duel_text(duel, outcome) for duel in outcome.duels if duel.winner == winner]
-        yield Bullets(tuple(told)) if told else Paragraph("In none of the figures measured here.")
-    ties = [_duel_text(duel, outcome) for duel in outcome.duels if duel.winner == "tie"]
-    if ties:
-        yield Heading("Within noise")
-        yield Bullets(tuple(ties))
+        told = [
+            f"{duel.figure.title}: {_sides_text(duel, outcome)}."
+            for duel in outcome.duels
+            if duel.winner == winner
+        ]
+        if told or winner != "tie":
+            yield Heading(title)
+            yield Bullets(tuple(told)) if told else Paragraph("In none of the figures measured here.")
 
 
-def _duel_text(duel: Duel, outcome: Outcome) -> str:
-    return f"{duel.figure.title}: {_sides_text(duel, outcome)}."
-
-
-def _sides_text(duel: Duel, outcome: Outcome, brackets: bool = True) -> str:
+def _sides_text(duel: Duel, outcome: Outcome) -> str:
     """The best of both sides in a figure, the better one first, and how many times apart they are."""
-
-    def told(name: str) -> str:
-        text = _value(duel.figure, outcome.figures[name][duel.figure.key])
-        return f"{name} {text if brackets else _without_brackets(text)}"
-
     names = [name for name in (duel.backward, duel.forward) if name is not None]
     if duel.winner == "forward":
         names.reverse()
-    if len(names) < 2:
-        return f"{told(names[0])}; of the others none got there with every seed" if names else "none"
-    text = f"{told(names[0])}, against {told(names[1])}"
+    told = [f"{name} {_value(duel.figure, outcome.figures[name][duel.figure.key])}" for name in names]
+    if len(told) < 2:
+        return f"{told[0]}; of the others none got there with every seed" if told else "none"
+    text = f"{told[0]}, against {told[1]}"
     if duel.ratio is None:
         return text
     # The larger over the smaller reads best.
     ratio = duel.ratio
     if ratio.value < 1:
         ratio = Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
-    times = _times(ratio)
-    return f"{text}: {times if brackets else _without_brackets(times)}"
-
-
-def _failures(result: Result) -> Iterator[Block]:
-    failed = [
-        f"{name}: {failure}" for name, method in result["methods"].items() for failure in method["failures"]
-    ]
-    if failed:
-        yield Heading("What failed")
-        yield Bullets(tuple(failed))
+    return f"{text}: {_times(ratio)} times"
 
 
 def _target_text(outcome: Outcome) -> str:
@@ -182,51 +154,53 @@ def _target_text(outcome: Outcome) -> str:
 
 
 def _summary_table(result: Result, outcome: Outcome) -> Table:
-    header = ("method", *(_header(figure) for figure in compared(result)))
+    header = ["method"]
+    for figure in compared(result):
+        has_unit = figure.unit and figure.unit != "rows"
+        header.append(f"{figure.title}, {figure.unit}" if has_unit else figure.title)
     rows = [
         (name, *(_value(figure, outcome.figures[name][figure.key], False) for figure in compared(result)))
         for name in result["methods"]
     ]
-    return Table(header, tuple(rows))
-
-
-def _winners_table(result: Result, outcome: Outcome) -> Table:
-    rows = []
-    for figure in compared(result):
-        ranking = outcome.rankings.get(figure.key)
-        if ranking is None:
-            rows.append((figure.title, NONE, NONE, NONE))
-            continue
-        best = _value(figure, outcome.figures[ranking.best][figure.key])
-        rows.append((figure.title, ranking.best, ", ".join(ranking.ties) or "none", best))
-    return Table(("figure", "best mean", "not told apart from it", "its value"), tuple(rows), labels=3)
+    return Table(tuple(header), tuple(rows))
 
 
 def _against_reference(result: Result, outcome: Outcome) -> Iterator[Block]:
-    if not result["methods"].get(REFERENCE, {}).get("runs"):
-        return
     others = [name for name, method in result["methods"].items() if name != REFERENCE and method["runs"]]
-    if not others:
+    if not others or not result["methods"].get(REFERENCE, {}).get("runs"):
         return
     yield Heading(f"Against {REFERENCE}")
-    ratios = [figure for figure in compared(result) if figure.as_ratio]
-    gaps = [figure for figure in compared(result) if not figure.as_ratio]
-    header = ("method", *(f"{figure.title}, times" for figure in ratios), *(_gap(figure) for figure in gaps))
+    header = ["method"]
+    for figure in compared(result):
+        difference = "difference in points" if figure.unit == "%" else "difference"
+        header.append(f"{figure.title}, {'times' if figure.as_ratio else difference}")
     reference = outcome.figures[REFERENCE]
-    rows = []
-    for name in others:
-        figures = outcome.figures[name]
-        cells = [_times_cell(figures[f.key], reference[f.key]) for f in ratios]
-        for figure in gaps:
-            gap = paired_gap(figures[figure.key].resolved, reference[figure.key].resolved)
-            cells.append(NONE if gap is None else _with_ends(gap, "+.2f" if figure.unit == "%" else "+.3f"))
-        rows.append((name, *cells))
-    yield Table(header, tuple(rows))
+    rows = [
+        (
+            name,
+            *(
+                _against(figure, outcome.figures[name][figure.key], reference[figure.key])
+                for figure in compared(result)
+            ),
+        )
+        for name in others
+    ]
+    yield Table(tuple(header), tuple(rows))
     yield Paragraph(
         "Ratios are geometric means over the seeds at which both have the figure, differences are means; in "
         "brackets 95 % bootstrap intervals, paired by seed. With so few seeds they are too narrow: take them "
         "for the least noise there is."
     )
+
+
+def _against(figure: Figure, own: Spread, other: Spread) -> str:
+    """A ratio or a difference of two spreads, with its interval."""
+    if not figure.as_ratio:
+        gap = paired_gap(own.resolved, other.resolved)
+        return NONE if gap is None else _with_ends(gap, "+.2f" if figure.unit == "%" else "+.3f")
+    ratio = paired_ratio(own.resolved, other.resolved)
+    censored = f", {own.censored} not reached" if own.censored else ""
+    return NONE if ratio is None else _times(ratio) + censored
 
 
 def _searches(result: Result) -> Iterator[Block]:
@@ -244,26 +218,24 @@ def _searches(result: Result) -> Iterator[Block]:
     )
     rows = []
     for name, method in result["methods"].items():
-        tried = ", ".join(
-            f"{trial['learning_rate']:g}: {_number(trial[quality])}" for trial in method["search"]
-        )
-        rate = method["learning_rate"]
-        rates = [trial["learning_rate"] for trial in method["search"]]
+        rate, rates = method["learning_rate"], [trial["learning_rate"] for trial in method["search"]]
+        tried = [f"{trial['learning_rate']:g}: {_number(trial[quality])}" for trial in method["search"]]
         # A better one may lie beyond.
         edge = ", at the edge" if rates and rate in (min(rates), max(rates)) else ""
-        rows.append((name, NONE if rate is None else f"{rate:g}{edge}", tried or NONE))
+        rows.append((name, NONE if rate is None else f"{rate:g}{edge}", ", ".join(tried) or NONE))
     yield Table(("method", "chosen", f"{quality} by rate tried"), tuple(rows), labels=3)
 
 
 def _how(result: Result) -> Iterator[Block]:
-    settings, meta = result["settings"], result["meta"]
+    settings, meta, counts = result["settings"], result["meta"], result["row_counts"]
+    methods = result["methods"].items()
+    own = [f" ({name}: {method['optimizer']} alone)" for name, method in methods if method.get("optimizer")]
+    steps = [
+        f"{name} {runs[0]['steps']:,} ({runs[0]['rows']:,} rows)"
+        for name, method in methods
+        if (runs := method["runs"])
+    ]
     yield Heading("How it was run")
-    counts = result["row_counts"]
-    own = "".join(
-        f" ({name}: {method['optimizer']}, which is all that it has)"
-        for name, method in result["methods"].items()
-        if method.get("optimizer")
-    )
     yield Bullets(
         (
             f"Budget of a run: {settings['budget_value']:,.6g} {settings['budget']}; a backward counts as "
@@ -273,23 +245,14 @@ def _how(result: Result) -> Iterator[Block]:
             "to test, the same files for all methods; a seed orders them the same way for all. Test rows are "
             "read once, at a run's best step on development rows.",
             f"Frozen weights: {settings['quantize']}, the same values for all methods. Optimizer: "
-            f"{settings['optimizer']}{own}, {settings['schedule']}; {_count(settings['threads'], 'thread')}.",
-            "A step of a method with several queries has that part of the "
-            f"{settings['batch_size']} examples: queries x examples is the same.",
-            "Steps: "
-            + "; ".join(
-                f"{name} {runs[0]['steps']:,} ({runs[0]['rows']:,} rows)"
-                for name, method in result["methods"].items()
-                for runs in [method["runs"]]
-                if runs
-            ),
-            "The schedule spans a run's whole budget: what a curve reaches on the way, a shorter run may "
-            "reach sooner.",
+            f"{settings['optimizer']}{''.join(own)}, {settings['schedule']}; "
+            f"{_count(settings['threads'], 'thread')}. A step of a method with several queries has that part "
+            f"of the {settings['batch_size']} examples: queries x examples is the same.",
+            f"Steps: {'; '.join(steps)}. The schedule spans a run's whole budget: what a curve reaches on "
+            "the way, a shorter run may reach sooner.",
             "A run is a process of its own; its peak is max(VmHWM, VmRSS + VmSwap). Memory over the loaded "
             "model is of a run of a few steps without evaluations: its peak less what was there before the "
             "first step, without pages of files; it isn't known where loading took more.",
-            "A step right after an evaluation counts at most as the median step: a program may be loaded "
-            "again for it.",
         )
     )
     yield Heading("Where, and with what")
@@ -307,28 +270,18 @@ def _how(result: Result) -> Iterator[Block]:
     yield Table(("what", "SHA-256"), tuple(hashes), labels=2)
 
 
-def _header(figure: Figure) -> str:
-    return f"{figure.title}, {figure.unit}" if figure.unit and figure.unit != "rows" else figure.title
-
-
-def _gap(figure: Figure) -> str:
-    return f"{figure.title}, difference" + (" in points" if figure.unit == "%" else "")
-
-
 def _value(figure: Figure, spread: Spread, with_unit: bool = True) -> str:
     """A figure over seeds: mean and range."""
-    if not spread.values:
+    low, high, total = spread.lowest, spread.highest, spread.censored + len(spread.values)
+    if low is None or high is None:
         reached = figure.key.endswith("_to_target") and spread.censored
-        return f"not reached: {spread.censored} of {spread.censored}" if reached else NONE
+        return f"not reached: {total} of {total}" if reached else NONE
     unit = f" {figure.unit}" if with_unit and figure.unit and figure.unit != "rows" else ""
-    low, high = spread.lowest, spread.highest
-    assert low is not None and high is not None
     if spread.bounded and spread.mean is not None:
         return f"< {_number(high)}{unit}"
     same = _number(low) == _number(high)
     ends = ("< " if spread.bounded else "") + (_number(low) if same else f"[{_number(low)}, {_number(high)}]")
     if spread.mean is None:
-        total = spread.censored + len(spread.values)
         return f"{ends}{unit}, not reached: {spread.censored} of {total}"
     return f"{_number(spread.mean)}{unit}" + ("" if same else f" {ends}")
 
@@ -337,16 +290,8 @@ def _without_brackets(text: str) -> str:
     return re.sub(r" \[[^\]]*\]", "", text)
 
 
-def _times_cell(first: Spread, second: Spread) -> str:
-    ratio = paired_ratio(first.resolved, second.resolved)
-    if ratio is None:
-        return NONE
-    censored = f", {first.censored} not reached" if first.censored else ""
-    return _with_ends(ratio, ".2f" if ratio.value < 100 else ".0f") + censored
-
-
 def _times(ratio: Interval) -> str:
-    return f"{_with_ends(ratio, '.2f' if ratio.value < 100 else '.0f')} times"
+    return _with_ends(ratio, ".2f" if ratio.value < 100 else ".0f")
 
 
 def _with_ends(interval: Interval, form: str) -> str:

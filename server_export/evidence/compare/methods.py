@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from prge.contract import ROWS_OF_A_WAY_BACK
 from prge.errors import ConfigError
-from prge.learning.estimators.exact import ROWS_OF_A_STEP
+from prge.learning.estimators.table import ESTIMATORS, EstimatorName
+from server_export.evidence.baselines.methods import METHODS as PYTORCH
 from server_export.evidence.compare.settings import CompareSettings
 from server_export.settings import ExportConfig
 
@@ -33,7 +35,7 @@ class Method:
     forward_only: bool
     title: str
     learning_rate: float
-    estimator: str = ""
+    estimator: EstimatorName | None = None
     queries: int = 1
     copies: int | None = None
     directions: int | None = None
@@ -48,11 +50,9 @@ class Method:
     def rows(self, batch_size: int) -> int:
         """Rows that a step computes; a backward counts as two forwards."""
         examples = self.examples(batch_size)
-        if not self.forward_only:
-            return ROWS_OF_A_STEP * examples
-        if self.estimator == "tangent":
-            return (1 + self.queries) * examples
-        return 2 * self.queries * examples
+        if self.estimator is not None:
+            return ESTIMATORS[self.estimator].rows(self.directions or self.queries) * examples
+        return (2 if self.forward_only else ROWS_OF_A_WAY_BACK) * examples
 
 
 def _antithetic(queries: int, name: str) -> Method:
@@ -64,10 +64,6 @@ def _antithetic(queries: int, name: str) -> Method:
 def _tangent(queries: int, name: str) -> Method:
     title = f"forward-mode differentiation: exact derivatives of the loss along {queries} random directions"
     return Method(name, "engine", True, title, 5e-3, estimator="tangent", queries=queries)
-
-
-def _pytorch(name: str, title: str, learning_rate: float, **more: Any) -> Method:
-    return Method(name, "pytorch", more.pop("forward_only", False), title, learning_rate, **more)
 
 
 METHODS: dict[str, Method] = {
@@ -89,7 +85,7 @@ METHODS: dict[str, Method] = {
         Method(
             "fzoo", "engine", True,
             "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation", 5e-3,
-            estimator="one-sided", queries=4, directions=7, run={"normalize": True},
+            estimator="fzoo", queries=4, directions=7,
         ),
         Method(
             "exact", "engine", False,
@@ -102,19 +98,13 @@ METHODS: dict[str, Method] = {
             estimator="exact", export={"adapt-layers": "top:2", "roles": ["stack", "back"]},
             run={"trunk-cache-bytes": 1 << 30},
         ),
-        _pytorch("backprop-lora-fa", "backpropagation through the same adapter", 1e-2),
-        _pytorch("backprop-lora", "backpropagation through a whole LoRA: lora_A learns too", 3e-3),
-        _pytorch("backprop-full", "backpropagation through all weights", 3e-4),
-        _pytorch(
-            "mezo", "MeZO: the difference between two perturbations of all weights", 3e-4,
-            forward_only=True, optimizer="sgd",
+        *(
+            Method(
+                name, "pytorch", entry.forward_only, entry.title, entry.learning_rate,
+                optimizer=entry.optimizers[0] if len(entry.optimizers) == 1 else None,
+            )
+            for name, entry in PYTORCH.items()
         ),
-        _pytorch("executorch-training", "ExecuTorch's training of the same adapter", 1.0, optimizer="sgd"),
-        _pytorch("far", "FAR: 40 % of the nodes of the feed-forward networks", 1e-2),
-        _pytorch("tinytl-biases", "TinyTL: biases of linear layers and norms", 3e-3),
-        _pytorch("tinytl-lite-residual", "TinyTL: biases, and a narrow branch beside every block", 3e-3),
-        _pytorch("sparse-bp", "sparse update: biases and channels that an analysis chose", 1e-3),
-        _pytorch("quantized-training", "int8 weights of the blocks, trained as codes", 1e-3, optimizer="sgd"),
     )
 }  # fmt: skip
 
@@ -226,16 +216,11 @@ def run_words(
         "engine": settings.engine,
         **(method.run or {}),
     }
-    if method.estimator != "exact":
+    if method.estimator is not None and ESTIMATORS[method.estimator].has_directions:
         flags["queries"] = method.directions or method.queries
     if method.copies:
         flags["copies"] = method.copies
     return ["run", *words_of(flags)]
-
-
-def resume_words(method: Method, run: Path) -> list[str]:
-    """Words after `prge` that go on with a run."""
-    return ["run" if method.family == "engine" else "baseline", "--resume", str(run)]
 
 
 def test_words(settings: CompareSettings, bundle: Path, rows: Path, run: Path, out: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,36 +40,30 @@ class Target:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that methods are compared in."""
+    """A figure that methods are compared in; differences up to `noise` of it mean nothing."""
 
     key: str
     title: str
-    unit: str
-    lower_is_better: bool
-    as_ratio: bool
+    unit: str = ""
+    lower_is_better: bool = True
+    as_ratio: bool = True
     noise: float = 0.0
-    of_quality: bool = True
+    of_quality: bool = False
+
+
+def _memory(key: str, title: str) -> Figure:
+    return Figure(key, title, "MB", noise=0.02)
 
 
 FIGURES = (
-    Figure("seconds_to_target", "seconds of training to the target", "s", True, True),
-    Figure("rows_to_target", "rows computed to the target", "rows", True, True),
-    Figure("test_accuracy", "accuracy on test rows", "%", False, False),
-    Figure("test_loss", "loss on test rows", "", True, False),
-    Figure("peak_mb", "peak memory over an idle runner", "MB", True, True, noise=0.02, of_quality=False),
-    Figure(
-        "own_peak_mb", "peak memory over its own process idle", "MB", True, True, noise=0.02, of_quality=False
-    ),
-    Figure(
-        "activation_mb",
-        "memory of steps over the loaded model",
-        "MB",
-        True,
-        True,
-        noise=0.02,
-        of_quality=False,
-    ),
-    Figure("tokens_per_second", "tokens of training rows a second", "", False, True, of_quality=False),
+    Figure("seconds_to_target", "seconds of training to the target", "s", of_quality=True),
+    Figure("rows_to_target", "rows computed to the target", "rows", of_quality=True),
+    Figure("test_accuracy", "accuracy on test rows", "%", False, as_ratio=False, of_quality=True),
+    Figure("test_loss", "loss on test rows", as_ratio=False, of_quality=True),
+    _memory("peak_mb", "peak memory over an idle runner"),
+    _memory("own_peak_mb", "peak memory over its own process idle"),
+    _memory("activation_mb", "memory of steps over the loaded model"),
+    Figure("tokens_per_second", "tokens of training rows a second", lower_is_better=False),
 )
 
 
@@ -153,7 +147,6 @@ class Outcome:
 
     target: Target
     figures: Mapping[str, Mapping[str, Spread]]
-    rankings: Mapping[str, Ranking]
     duels: tuple[Duel, ...]
 
     def column(self, key: str) -> dict[str, Spread]:
@@ -167,41 +160,27 @@ def judge(result: Result) -> Outcome:
     figures = {
         name: figures_of(method, target, result["idle_bytes"]) for name, method in result["methods"].items()
     }
-    rankings: dict[str, Ranking] = {}
     duels = []
     for figure in compared(result):
         column = {name: spreads[figure.key] for name, spreads in figures.items()}
-        noise = _noise(result, figure, column)
-        ranking = rank(column, figure.lower_is_better, noise, figure.as_ratio)
-        if ranking is not None:
-            rankings[figure.key] = ranking
         # A token teaches methods differently much: where there is quality, time to it is what counts.
         if figure.key != "tokens_per_second" or not has_quality(result):
-            duels.append(_duel(result, figure, column, noise))
-    return Outcome(target, figures, rankings, tuple(duels))
+            duels.append(_duel(result, figure, column))
+    return Outcome(target, figures, tuple(duels))
 
 
 def to_json(result: Result, outcome: Outcome) -> dict[str, Any]:
     """The figures that `--json` writes: fractions for accuracies, null for what is not known."""
-    methods = {}
-    for name, method in result["methods"].items():
-        figures = outcome.figures[name]
-        methods[name] = {
-            "title": method["title"],
-            "family": method["family"],
-            "forward_only": method["forward_only"],
-            "learning_rate": method["learning_rate"],
-            "test_accuracy": _numbers(figures["test_accuracy"], 0.01),
-            "test_loss": _numbers(figures["test_loss"]),
-            "seconds_to_target": _numbers(figures["seconds_to_target"]),
-            "rows_to_target": _numbers(figures["rows_to_target"]),
-            "peak_mb": _numbers(figures["peak_mb"]),
-            "own_peak_mb": _numbers(figures["own_peak_mb"]),
-            "activation_mb": _numbers(figures["activation_mb"]),
-            "step_ms": _numbers(figures["step_ms"]),
-            "tokens_per_second": _numbers(figures["tokens_per_second"]),
-            "failures": method["failures"],
+    methods = {
+        name: {
+            **{key: method[key] for key in ("title", "family", "forward_only", "learning_rate", "failures")},
+            **{
+                key: _numbers(spread, 0.01 if key == "test_accuracy" else 1.0)
+                for key, spread in outcome.figures[name].items()
+            },
         }
+        for name, method in result["methods"].items()
+    }
     return {
         "target": vars(outcome.target),
         "methods": methods,
@@ -265,27 +244,25 @@ def _noise(result: Result, figure: Figure, column: Mapping[str, Spread]) -> floa
     return 100 * math.sqrt(middle * (1 - middle) / rows)
 
 
-def _duel(result: Result, figure: Figure, column: Mapping[str, Spread], noise: float) -> Duel:
-    def best(forward_only: bool) -> str | None:
-        side = {
-            name: spread
-            for name, spread in column.items()
-            if result["methods"][name]["forward_only"] == forward_only
-        }
-        ranking = rank(side, figure.lower_is_better, noise, figure.as_ratio)
-        return None if ranking is None else ranking.best
+def _duel(result: Result, figure: Figure, column: Mapping[str, Spread]) -> Duel:
+    noise, methods = _noise(result, figure, column), result["methods"]
 
-    forward, backward = best(True), best(False)
+    def ranking(names: Iterable[str]) -> Ranking | None:
+        own = {name: column[name] for name in names}
+        return rank(own, figure.lower_is_better, noise, figure.as_ratio)
+
+    sides = [
+        ranking(name for name in column if methods[name]["forward_only"] == side) for side in (True, False)
+    ]
+    forward, backward = (None if side is None else side.best for side in sides)
     if forward is None or backward is None:
         only = "forward" if forward else "backward" if backward else None
-        if len({method["forward_only"] for method in result["methods"].values() if method["runs"]}) < 2:
+        if len({method["forward_only"] for method in methods.values() if method["runs"]}) < 2:
             only = None
         # A target that only one side reaches is won; a figure that only one side has is not.
         return Duel(figure, forward, backward, None, only if figure.key.endswith("_to_target") else None)
-    ranking = rank(
-        {name: column[name] for name in (forward, backward)}, figure.lower_is_better, noise, figure.as_ratio
-    )
     ratio = paired_ratio(column[forward].resolved, column[backward].resolved) if figure.as_ratio else None
-    assert ranking is not None
-    winner = "tie" if ranking.ties else "forward" if ranking.best == forward else "backward"
+    both = ranking((forward, backward))
+    assert both is not None
+    winner = "tie" if both.ties else "forward" if both.best == forward else "backward"
     return Duel(figure, forward, backward, ratio, winner)

@@ -16,13 +16,11 @@ from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from server_export.evidence.base import as_exported
 from server_export.evidence.leak.rows import Form, Rows, known_form, unknown_part
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.victim import Victim
-from server_export.model.base import content_problems, model_problems
 from server_export.model.loading import LoadedModel, load_model
-from server_export.model.lora_fa import convert_conv1d
-from server_export.model.quantization import round_base
 from server_export.model.start import start_adapter
 from server_export.model.tokenization import load_tokenizer, on_device
 
@@ -121,15 +119,7 @@ def _load(settings: LeakSettings, bundle: Bundle | None) -> LoadedModel:
     if not loaded.is_decoder:
         raise _encoder(settings.model_path)
     if bundle is not None:
-        block = bundle.manifest.get("model", {})
-        if problems := model_problems(loaded, block) or content_problems(loaded, block.get("sha256")):
-            raise ConfigError(
-                f"{settings.model_path} is not the model of the bundle:",
-                problems,
-                remedy="give the model that the bundle was exported from with --model",
-            )
-        convert_conv1d(loaded.model)
-        round_base(loaded.model, bundle.quantization or "fp32")
+        as_exported(bundle, loaded)
     return loaded
 
 

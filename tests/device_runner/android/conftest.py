@@ -18,7 +18,7 @@ from tests.device_runner.android.daemons import (
     lacking_for_network,
     lacking_for_packages,
 )
-from tests.end_to_end.conftest import prge
+from tests.verbs import prge
 
 DEMO = REPOSITORY / "server_export" / "demo_data"
 

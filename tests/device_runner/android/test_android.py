@@ -17,8 +17,6 @@ from prge.files.peft import find_adapter, read_peft
 from tests.device_runner.android.conftest import DEMO
 from tests.device_runner.android.daemons import PHONE, SERIAL, Daemon, wait_for_device
 
-pytestmark = [pytest.mark.export, pytest.mark.slow]
-
 SNIPPET = """
 import sys
 from pathlib import Path
@@ -86,6 +84,7 @@ def test_exit_codes_and_texts_come_through(daemon: Daemon) -> None:
     assert missing.startswith("2 copying /nowhere to x failed") and "No such file" in missing
 
 
+@pytest.mark.whole
 def test_which_device(daemon: Daemon) -> None:
     environment = dict(daemon.environment)
     other = daemon.prge("status", "--serial", "nobody", check=2).stderr
@@ -101,6 +100,7 @@ def test_which_device(daemon: Daemon) -> None:
         daemon.adb("disconnect", alias)
 
 
+@pytest.mark.whole
 def test_doctor(daemon: Daemon, phone: Path) -> None:
     checks = json.loads(daemon.prge("doctor", "--json", "--folder", phone).stdout)
     states = {check["name"]: check["state"] for check in checks}
@@ -112,6 +112,7 @@ def test_doctor(daemon: Daemon, phone: Path) -> None:
     assert "has no runtime" in bare and "prge android push" in bare
 
 
+@pytest.mark.whole
 def test_push_sends_what_differs(daemon: Daemon, phone: Path, runtime: Path) -> None:
     words = ["push", runtime, "--folder", phone]
     assert "0 files sent" in daemon.prge(*words).stdout
@@ -122,6 +123,7 @@ def test_push_sends_what_differs(daemon: Daemon, phone: Path, runtime: Path) -> 
     assert (phone / "runtime" / "run.sh").read_bytes() == (runtime / "run.sh").read_bytes()
 
 
+@pytest.mark.whole
 def test_a_run_with_a_difficult_name(
     daemon: Daemon, phone: Path, run_words: list[object], stack_bundle: Path, tmp_path: Path
 ) -> None:
@@ -157,6 +159,7 @@ def test_a_run_with_a_difficult_name(
     assert "has no run" in daemon.prge("pull", name, "--folder", phone, check=2).stderr
 
 
+@pytest.mark.whole
 def test_killed_three_times_it_ends_in_the_same_bits(
     daemon: Daemon, phone: Path, run_words: list[object]
 ) -> None:
@@ -201,6 +204,7 @@ def lost(daemon: Daemon, phone: Path) -> str:
     return error.replace(f"there is no device {SERIAL}", f"the device {SERIAL}")
 
 
+@pytest.mark.whole
 def test_stop_and_go_on(daemon: Daemon, phone: Path, run_words: list[object], runtime: Path) -> None:
     daemon.prge("run", *run_words, "--steps", 2000, "--out", "long")
     assert "is running" in daemon.prge("clean", "--all", "--folder", phone, check=2).stderr
@@ -218,6 +222,7 @@ def test_stop_and_go_on(daemon: Daemon, phone: Path, run_words: list[object], ru
     assert status(daemon, phone, "long")["state"] == "killed"
 
 
+@pytest.mark.whole
 def test_rows_on_the_device_and_errors_of_the_driver(
     daemon: Daemon, phone: Path, run_words: list[object], tmp_path: Path
 ) -> None:
@@ -242,6 +247,7 @@ def test_rows_on_the_device_and_errors_of_the_driver(
     assert "not JSON" in daemon.prge("logs", "bad", "--console", "--folder", phone).stdout
 
 
+@pytest.mark.whole
 def test_a_full_device(
     daemon: Daemon, runtime: Path, small_disk: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -254,6 +260,7 @@ def test_a_full_device(
     assert said.startswith("2 copying") and "No space left" in said
 
 
+@pytest.mark.whole
 def test_the_daemon_comes_back(daemon: Daemon, phone: Path) -> None:
     daemon.kill()
     begin = time.monotonic()

@@ -56,8 +56,9 @@ def test_of_a_folder_its_files_are_sent(tmp_path: Path) -> None:
 
 
 def test_what_takes_a_library_to_read_is_sent_as_jsonl(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet needs pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
     parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "train.parquet")
     phone: Any = Phone()
     assert send_rows(phone, tmp_path / "train.parquet", "train") == "/phone/data/train.jsonl"

@@ -20,7 +20,7 @@ from tests.device_runner.android.fleet_of_one import train_fleet_of_one
 from tests.device_runner.fleet.network.nodes import Echoes, rounds_of, serving
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_phone_takes_part_by_its_cable(tmp_path: Path) -> None:
     phone, keys = FakePhone(tmp_path / "phone"), tmp_path / "keys"
     make_keys(keys, [], ["one"])
@@ -59,8 +59,7 @@ def test_a_runtime_without_flower_is_told(tmp_path: Path) -> None:
     assert "the runtime on fake is one without Flower\n  make another: prge android bundle --fleet" in told
 
 
-@pytest.mark.export
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_phone_that_sees_nothing_but_its_cable_trains(
     daemon: Daemon, stack_bundle: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -70,7 +70,7 @@ def settings(place: Path, archive: LocalArchive, **changes: Any) -> BundleSettin
     )
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
     archive: LocalArchive, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,7 @@ def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
     assert again.tree == built.tree == open_runtime(tmp_path / "else where" / "runtime").tree
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_lock_whose_versions_an_archive_has_no_more(
     archive: LocalArchive, runtime: Path, tmp_path: Path
 ) -> None:
@@ -111,14 +111,14 @@ def test_a_lock_whose_versions_an_archive_has_no_more(
     assert not (tmp_path / "runtime").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_lock_needs_no_archive_for_what_is_in_the_cache(runtime: Path, tmp_path: Path) -> None:
     lock = read_lock(runtime / "runtime.json", "amd64")
     files = download_debian(DEBIAN, "amd64", default_cache(), Archive("file:///nowhere"), lock)
     assert {package.name for package in files} == set(DEBIAN)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_what_a_signature_does_not_vouch_for_is_refused(archive: LocalArchive, tmp_path: Path) -> None:
     """A changed index, a foreign key, no signature, a changed package: nothing of them is used."""
     copy = LocalArchive(tmp_path / "copy", archive.keys, archive._gpg)
@@ -151,7 +151,7 @@ def test_what_a_signature_does_not_vouch_for_is_refused(archive: LocalArchive, t
     assert refusal().what.startswith("apt-get download failed") and "Hash Sum mismatch" in refusal().what
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_an_archive_that_lacks_packages_or_is_not_there(archive: LocalArchive, tmp_path: Path) -> None:
     with pytest.raises(PrgeError, match="lacks packages: a-name, b-name"):
         names = ["libc6", "b-name", "a-name"]
@@ -162,7 +162,7 @@ def test_an_archive_that_lacks_packages_or_is_not_there(archive: LocalArchive, t
         download_debian(["libc6"], "amd64", tmp_path, Archive(archive.address, tmp_path / "nothing"))
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_another_wheel_than_the_locks_is_refused(runtime: Path, tmp_path: Path) -> None:
     content = json.loads((runtime / "runtime.json").read_text())
     content["packages"]["wheels"]["tqdm"]["sha256"] = "0" * 64

@@ -34,7 +34,7 @@ def test_names_that_a_run_can_not_have(name: str) -> None:
         check_name(name)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path: Path) -> None:
     manifest = json.loads((runtime / "runtime.json").read_text())
     opened = open_runtime(runtime)
@@ -50,7 +50,7 @@ def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path
         open_runtime(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_runtime_for_fleets_runs_flower(runtime: Path, tmp_path: Path) -> None:
     """`runtime` skips where none can be built."""
     made = build_runtime(BundleSettings(out=tmp_path / "fleet", machine="amd64", fleet=True))

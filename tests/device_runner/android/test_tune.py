@@ -20,7 +20,7 @@ from tests.device_runner.android.fake_adb import FakePhone
 from tests.end_to_end.conftest import export, write_rows
 from tests.tiny_models import save_model
 
-pytestmark = [pytest.mark.export, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 8
 # Runs that a tuning of so few steps begins: ten steps for their time, one for each learning rate, the last.
@@ -56,7 +56,7 @@ class Workstation:
         return sorted(path.name for path in (self.folder / "runs").glob("*"))
 
 
-@pytest.fixture(scope="module", params=["a script", "adb"])
+@pytest.fixture(scope="module", params=["a script", pytest.param("adb", marks=pytest.mark.whole)])
 def workstation(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Workstation]:
@@ -137,6 +137,7 @@ def test_test_rows_stay_here(workstation: Workstation, tuned: Path) -> None:
     assert {"train.jsonl", "dev.jsonl"} <= {*names} and "test.jsonl" not in names
 
 
+@pytest.mark.whole
 def test_a_run_that_went_on_without_this_machine_is_met_again(
     place: Path, workstation: Workstation, tuned: Path, tmp_path: Path
 ) -> None:

@@ -95,7 +95,10 @@ def example(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS, seed:
 
 def room(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[Array]:
     """Memory for a method's outputs."""
-    shapes = {"score": [(rows, tokens, WIDTH)], "back": [(rows, tokens, WIDTH), (RANK, WIDTH)]}
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "score": [(rows, tokens, WIDTH)],
+        "back": [(rows, tokens, WIDTH), (RANK, WIDTH)],
+    }
     return [np.full(shape, np.nan, np.float32) for shape in shapes[method]]
 
 
@@ -146,7 +149,10 @@ def _block(seed: int, scheme: str) -> dict[str, nn.Module]:
 def _lower(block: dict[str, nn.Module], dynamic: bool) -> Any:
     rows, tokens = Dim("rows", min=1, max=MOST_ROWS), Dim("tokens", min=2, max=MOST_TOKENS)
     state = {0: rows, 1: tokens}
-    shapes = {"score": (state, {0: tokens, 1: tokens}, None), "back": (state, state, None)}
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "score": (state, {0: tokens, 1: tokens}, None),
+        "back": (state, state, None),
+    }
     exported = {
         method: export(
             module,

@@ -36,7 +36,7 @@ class Zeros(CheckedEngine):
 
 CONTRACTS = {
     "stack": make_contract(),
-    "exact": make_contract(kind="exact", copies=1),
+    "exact": make_contract(role="back", copies=1),
     "encoder": make_contract(readout="pooled", positions=0, width=8),
 }
 LIMITS = {

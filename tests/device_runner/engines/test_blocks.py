@@ -10,10 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 import safetensors.numpy
 
 from device_runner.engines import packed_files
@@ -24,7 +20,7 @@ from tests.bundles import read_json, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import POSITIONS, computed, inputs_of, opened
 
-pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
+pytestmark = needs_compiler
 
 BLOCK, OTHER, EMBEDDING, HEAD = (f"weights/{name}.ptd" for name in ("000", "001", "embedding", "head-00"))
 PROGRAM = "programs/block.pte"
@@ -82,7 +78,7 @@ def answer(folder: Path, engine: str = "native") -> bytes:
 def gradient(folder: Path) -> bytes:
     """Of a call that is always the same, with answers."""
     bundle = open_bundle(folder)
-    contract = bundle.chain.contract("exact", 2)
+    contract = bundle.chain.contract("back", 2)
     return b"".join(map(bytes, computed(opened(bundle, contract).step, inputs_of(contract)).values()))
 
 
@@ -322,7 +318,7 @@ def test_a_packed_file_of_the_way_back_is_made_again_wherever_it_is_damaged(
 def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: Path) -> None:
     """With room for one block's weights each block is mapped again for every call, there and back."""
     bundle = open_bundle(folder)
-    contract = bundle.chain.contract("exact", 2)
+    contract = bundle.chain.contract("back", 2)
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
     engine, given = opened(bundle, contract, memory=largest).step, inputs_of(contract)
     before = [array.tobytes() for array in computed(engine, given).values()]

@@ -10,10 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 import torch
 
 from device_runner.engines.checkpoints import Checkpoints
@@ -32,7 +28,7 @@ from tests.device_runner.engines.chains import (
     slope_of,
 )
 
-pytestmark = [pytest.mark.export, pytest.mark.slow, needs_compiler]
+pytestmark = needs_compiler
 
 # Copies, rows, queries and questions beyond the bounds of one call, which are 8, 4, 8 and 128.
 STACKS = [(1, 3), (3, 2), (1, 37), (10, 5)]
@@ -40,7 +36,7 @@ TANGENTS = [(2, 3), (9, 6)]
 ROWS = [3, 9]
 
 
-@pytest.fixture(scope="module", params=["llama", "bert"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("bert", marks=pytest.mark.whole)])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
     return make_chain(request.param)
 
@@ -130,7 +126,7 @@ def test_tangents_are_the_models_derivatives(bundle: Bundle, whole: Whole, queri
 @pytest.mark.parametrize("batch", ROWS)
 def test_an_exact_step_has_the_models_gradient(bundle: Bundle, whole: Whole, batch: int) -> None:
     """A question that is asked twice counts twice."""
-    contract = contract_of(bundle, "exact", batch)
+    contract = contract_of(bundle, "back", batch)
     given = inputs_of(contract)
     found = computed(opened(bundle, contract).step, given)
     lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
@@ -143,7 +139,7 @@ def test_an_exact_step_has_the_models_gradient(bundle: Bundle, whole: Whole, bat
 
 
 def test_a_slope_of_another_shape_than_the_answers_is_refused(bundle: Bundle) -> None:
-    contract = contract_of(bundle, "exact", 3)
+    contract = contract_of(bundle, "back", 3)
     engine = opened(bundle, contract).step
     with pytest.raises(EngineError, match=r"slope of the loss has the shape \[\], the answers \[3, \d+\]"):
         engine.gradient(inputs_of(contract), lambda answers: answers.sum())
@@ -179,7 +175,7 @@ def test_an_encoders_first_state(folder: Path, whole: Whole) -> None:
         pytest.skip("a decoder pools nothing")
     bundle = replace(bundle, chain=replace(bundle.chain, pooling="first"))
     first = replace(whole, pooling="first")
-    contract = contract_of(bundle, "exact", 5)
+    contract = contract_of(bundle, "back", 5)
     given = inputs_of(contract)
     answers, gradients = opened(bundle, contract).step.gradient(given, slope_of)
     lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
@@ -193,7 +189,7 @@ def test_an_encoders_first_state(folder: Path, whole: Whole) -> None:
 
 
 Sizes = dict[str, int]
-KINDS: list[tuple[str, Sizes]] = [("stack", {"copies": 3}), ("tangent", {"queries": 2}), ("exact", {})]
+KINDS: list[tuple[str, Sizes]] = [("stack", {"copies": 3}), ("tangent", {"queries": 2}), ("back", {})]
 
 
 @pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=[kind for kind, _ in KINDS])
@@ -217,7 +213,7 @@ def test_with_room_for_one_block_the_bits_are_the_same(
 
 
 def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
-    contract = contract_of(bundle, "exact", 9)
+    contract = contract_of(bundle, "back", 9)
     programs = opened(bundle, contract)
     with counted_loads(programs) as loads:
         for _ in range(3):
@@ -247,7 +243,7 @@ def test_many_calls_take_no_more_buffers_than_the_first(
 
 
 def test_checkpoints_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundle, tmp_path: Path) -> None:
-    contract = contract_of(bundle, "exact", 9)
+    contract = contract_of(bundle, "back", 9)
     given = inputs_of(contract)
     expected = computed(opened(bundle, contract).step, given)
     in_file, half = Checkpoints("float32", tmp_path, 0), Checkpoints("float16")
@@ -261,7 +257,7 @@ def test_checkpoints_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundl
 
 def test_a_short_call_follows_one_of_exactly_the_bounds(bundle: Bundle) -> None:
     bounds = bundle.chain.bounds
-    contract = contract_of(bundle, "exact", bounds.batch)
+    contract = contract_of(bundle, "back", bounds.batch)
     assert contract.sequence_length == bounds.tokens
     engine = opened(bundle, contract).step
     short = inputs_of(contract, seed=1)
@@ -277,7 +273,7 @@ def test_a_short_call_follows_one_of_exactly_the_bounds(bundle: Bundle) -> None:
 
 
 def test_answers_are_not_changed_by_later_calls(bundle: Bundle) -> None:
-    contract = contract_of(bundle, "exact", 5)
+    contract = contract_of(bundle, "back", 5)
     engine = opened(bundle, contract).step
     first = computed(engine, inputs_of(contract))
     before = {name: array.tobytes() for name, array in first.items()}
@@ -324,7 +320,7 @@ def test_another_number_of_threads_is_refused_while_engines_live(bundle: Bundle)
 def test_with_little_memory_the_next_block_is_read_while_one_computes(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contract = contract_of(bundle, "exact", 2)
+    contract = contract_of(bundle, "back", 2)
     largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     engine = opened(bundle, contract, memory=largest).step
     blocks: Any = engine._blocks  # type: ignore[attr-defined]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
 
 from device_runner.engines import torch_runtime
 from device_runner.engines.choice import Backend, choose
@@ -45,7 +43,7 @@ def test_an_interrupt_while_the_runtime_is_imported_is_no_missing_runtime(
         # As an extension module of pybind11 answers.
         raise ImportError("initialization failed") from KeyboardInterrupt()
 
-    monkeypatch.setattr(torch_runtime.importlib, "import_module", interrupted)
+    monkeypatch.setattr(importlib, "import_module", interrupted)
     torch_runtime.runtime.cache_clear()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -58,7 +56,7 @@ def test_a_missing_runtime_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(torch_runtime.importlib, "import_module", absent)
+    monkeypatch.setattr(importlib, "import_module", absent)
     torch_runtime.runtime.cache_clear()
     try:
         with pytest.raises(EngineError, match=r"can't be imported.*\n.*pip install executorch"):

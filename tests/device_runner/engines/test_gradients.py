@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
@@ -35,7 +31,7 @@ from tests.device_runner.engines.chains import (
 from tests.server_export.derive.test_backprop import straight_through
 
 # One export takes most of a minute where nothing else computes.
-pytestmark = [pytest.mark.export, pytest.mark.slow, pytest.mark.timeout(900), needs_compiler]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(900), needs_compiler]
 
 # Of the largest entry; more where autograd in float32 is further from itself in double precision.
 TOLERANCE = 4e-6
@@ -51,7 +47,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
-    contract = bundle.chain.contract("exact", rows)
+    contract = bundle.chain.contract("back", rows)
     return contract, inputs_of(contract, seed)
 
 

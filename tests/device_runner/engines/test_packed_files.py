@@ -14,9 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 from device_runner.engines import packed_files
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native.runtime import Arena, Program, WeightsFile, without_threads
@@ -26,7 +23,7 @@ from prge.errors import BundleError
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import METHODS, Kind, example, room, sha256
 
-pytestmark = [pytest.mark.export, needs_compiler]
+pytestmark = needs_compiler
 PROBES = {name: example(name) for name in METHODS}
 
 

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("executorch")
-
 import torch
 
 from device_runner.engines import speaking
@@ -21,8 +18,6 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import DECODE, PREFILL, STACK
 from tests.device_runner.engines.chains import POSITIONS, Whole, export_chain
-
-pytestmark = [pytest.mark.export, pytest.mark.slow]
 
 # What is different in the engine; tests/server_export/derive/test_continuing.py has the graphs of all.
 ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2")
@@ -76,7 +71,7 @@ def difference(found: FloatArray, expected: FloatArray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-@pytest.fixture(params=["llama", *ARCHITECTURES])
+@pytest.fixture(params=["llama", *(pytest.param(name, marks=pytest.mark.whole) for name in ARCHITECTURES)])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path], tmp_path: Path) -> Path:
     if request.param == "llama":
         return make_chain("llama")

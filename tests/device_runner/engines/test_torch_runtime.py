@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 from device_runner.engines import torch_runtime
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native import runtime as native_runtime
@@ -18,8 +15,6 @@ from device_runner.engines.refusals import RefusedError
 from prge.errors import PrgeError
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import METHODS, MOST_ROWS, Kind, example, room
-
-pytestmark = pytest.mark.export
 
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from device_runner.fleet import device
 from device_runner.fleet.common import pack_state
 from device_runner.fleet.device import FLEETS, LEDGER, answer
 from device_runner.fleet.messages import Answer, Behind, Refusal, Steps, Task, parse_answer
 from device_runner.fleet.opening import open_fleet
+from device_runner.session.gates import Gates
 from prge.engine import FloatArray
 from prge.files.journal import Journal
 from prge.learning.accounting import epsilon_of
@@ -288,7 +288,7 @@ def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
 ) -> None:
     looks = iter([False] * 3 + [True] * 100)
     with monkeypatch.context() as patch:
-        patch.setattr(device.Gates, "hold", lambda *_: next(looks))
+        patch.setattr(Gates, "hold", lambda *_: next(looks))
         assert "out of time" in server.refusal(6)
     assert len(server.lines) == 1
     assert server.ask(6, missed=b"", state=b"") == Behind(6)

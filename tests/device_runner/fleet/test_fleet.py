@@ -317,33 +317,33 @@ def test_a_round_with_an_absurd_result_is_discarded_and_said(fleet: Fleet) -> No
 
 
 Check = Callable[[RoundReport], bool]
+
+
+def says(**changes: Any) -> Callable[[Answer], bytes]:
+    """The honest answer but for some of its fields."""
+    return lambda said: replace(said, **changes).to_bytes()
+
+
+def refused(words: str) -> Check:
+    """That the liar is refused by these words."""
+    return lambda report: words in report.refused[NODE]
+
+
+def is_usual(report: RoundReport) -> bool:
+    """That the round's loss is what three honest devices' would be."""
+    return 0.1 < (report.loss or 0.0) < 3 and not report.problem
+
+
 LIES: dict[str, tuple[Callable[[Answer], bytes], dict[str, Any], Check]] = {
-    **{
-        f"a loss of {loss}": (
-            lambda said, loss=loss: replace(said, losses=np.full(3, loss, np.float32)).to_bytes(),
-            {},
-            lambda report: 0.1 < (report.loss or 0.0) < 3 and not report.problem,
-        )
-        for loss in (9999.0, -9999.0, 0.0)
-    },
-    **{
-        f"{examples} examples": (
-            lambda said, examples=examples: replace(said, examples=examples).to_bytes(),
-            {"estimator": "exact"},
-            lambda report, examples=examples: f"took {examples} examples" in report.refused[NODE],
-        )
-        for examples in (0, 2**32 - 1)
-    },
-    **{
-        f"an epsilon of {epsilon}": (
-            lambda said, epsilon=epsilon: replace(said, privacy_epsilon=epsilon).to_bytes(),
-            {},
-            lambda report: "spent a privacy_epsilon" in report.refused[NODE],
-        )
-        for epsilon in (-1.0, np.nan)
-    },
+    "a high loss": (says(losses=np.full(3, 9999, np.float32)), {}, is_usual),
+    "a low loss": (says(losses=np.full(3, -9999, np.float32)), {}, is_usual),
+    "no loss": (says(losses=np.zeros(3, np.float32)), {}, is_usual),
+    "no examples": (says(examples=0), {"estimator": "exact"}, refused("took 0 examples")),
+    "too many": (says(examples=2**32 - 1), {"estimator": "exact"}, refused(f"took {2**32 - 1} examples")),
+    "an epsilon below zero": (says(privacy_epsilon=-1.0), {}, refused("spent a privacy_epsilon")),
+    "an epsilon that is none": (says(privacy_epsilon=np.nan), {}, refused("spent a privacy_epsilon")),
     "an epsilon without end": (
-        lambda said: replace(said, privacy_epsilon=np.inf).to_bytes(),
+        says(privacy_epsilon=np.inf),
         {},
         lambda report: report.privacy_epsilon == 0.0,
     ),

@@ -16,14 +16,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from device_runner.serving.app import BYTES_A_TOKEN, BYTES_BESIDE, MOST_HELD
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
 from tests.device_runner.serving.child import CONTEXT, FAILING, SlowSpeaker, adapters, make_tokenizer
-
-openai = pytest.importorskip("openai")
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SLOW = 0.01
@@ -405,7 +404,6 @@ def test_a_key_and_an_end_by_a_signal() -> None:
 
 
 def test_executorchs_own_conformance_test(child: Child) -> None:
-    pytest.importorskip("executorch")
     import executorch
 
     contract = Path(executorch.__path__[0]) / "examples/llm_server/conformance/test_openai_contract.py"

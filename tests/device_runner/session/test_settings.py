@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from device_runner.session.inputs import make_estimator
 from device_runner.session.settings import RunSettings, bundle_for, paced, settled
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle
 from prge.files.signatures import BACK, STACK, TANGENT
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided
 from prge.learning.estimators.exact import Exact
+from prge.learning.estimators.table import make_estimator
 from prge.learning.estimators.tangents import Tangents
 from prge.verbs.settings import parse_settings
 from tests.bundles import make_small_chain, opened_bundle
@@ -52,7 +53,7 @@ def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
     ("changes", "told"),
     [
         ({"estimator": "tangent"}, "the bundle has the roles stack.*export with the role tangent"),
-        ({"estimator": "exact"}, "choose one of antithetic, one-sided, or export with the role back"),
+        ({"estimator": "exact"}, "choose one of antithetic, fzoo, or export with the role back"),
         (
             {"clip_examples": 1.0, "batch_size": 1},
             "--clip-examples belongs to --estimator exact, the estimator is antithetic",
@@ -69,13 +70,9 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], told: str) -
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"baseline": "leave-one-out"}, "--baseline belongs to --estimator one-sided, .* is not given"),
-        ({"normalize": True, "estimator": "antithetic"}, "--normalize belongs to --estimator one-sided"),
-        ({"normalize": True, "estimator": "tangent"}, "--normalize belongs to --estimator one-sided"),
         ({"epsilon": 1.0, "estimator": "tangent"}, "--epsilon belongs to"),
-        ({"directions": "gaussian", "estimator": "tangent"}, "--directions belongs to"),
-        ({"copies": 2, "estimator": "exact"}, "--copies belongs to --estimator antithetic or one-sided"),
-        ({"share_directions": True, "estimator": "one-sided"}, "--share-directions belongs to"),
+        ({"copies": 2, "estimator": "exact"}, "--copies belongs to --estimator antithetic or fzoo"),
+        ({"share_directions": True, "estimator": "fzoo"}, "--share-directions belongs to"),
         (
             {"clip_examples": 1.0, "estimator": "tangent", "batch_size": 1},
             "--clip-examples belongs to --estimator exact, the estimator is tangent",
@@ -91,10 +88,6 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], told: str) -
             "--sample-prompts and --sample-rows: give one of them",
         ),
         ({"clip_examples": -1.0, "batch_size": 1}, "--clip-examples is -1.0, must be at least 0"),
-        (
-            {"baseline": "leave-one-out", "estimator": "one-sided", "queries": 1},
-            "--baseline leave-one-out needs --queries of at least 2",
-        ),
     ],
 )
 def test_settings_without_a_meaning(changes: dict[str, Any], told: str) -> None:
@@ -103,7 +96,7 @@ def test_settings_without_a_meaning(changes: dict[str, Any], told: str) -> None:
 
 
 def test_a_default_that_is_given_is_no_mistake() -> None:
-    words = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01", "--directions", "rademacher"]
+    words = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
     given = parse_settings(RunSettings, words, "prge run")
     assert settled(given, with_roles({STACK, TANGENT})).estimator == "tangent"
 
@@ -142,34 +135,31 @@ def test_estimators_have_what_the_settings_say() -> None:
     tangents = make_estimator(settled(_settings(estimator="tangent", share_directions=True, clip=0.5), CHAIN))
     assert isinstance(tangents, Tangents)
     assert (tangents.shared, tangents.clip) == (True, 0.5)
-    differences = make_estimator(
-        settled(_settings(estimator="antithetic", directions="gaussian", clip=0.5, epsilon=0.1), CHAIN)
-    )
+    differences = make_estimator(settled(_settings(estimator="antithetic", clip=0.5, epsilon=0.1), CHAIN))
     assert isinstance(differences, Differences)
     assert differences.rule == Antithetic(4, 0.1)
-    assert (differences.distribution, differences.clip) == ("gaussian", 0.5)
-    one_sided = make_estimator(settled(_settings(estimator="one-sided", normalize=True), CHAIN))
+    assert differences.clip == 0.5
+    fzoo = make_estimator(settled(_settings(estimator="fzoo"), CHAIN))
     exact = make_estimator(settled(_settings(clip=0.5, clip_examples=0.1, batch_size=1, calls=4), CHAIN))
     assert isinstance(exact, Exact)
     assert (exact.clip, exact.clip_examples) == (0.5, 0.1)
-    assert isinstance(one_sided, Differences) and one_sided.rule == OneSided(4, 0.01, "clean", True)
+    assert isinstance(fzoo, Differences) and fzoo.rule == OneSided(4, 0.01)
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "sizes"),
+    ("changes", "role", "sizes"),
     [
-        ({}, "exact", (1, 4, 0)),
+        ({}, "back", (1, 4, 0)),
         ({"estimator": "tangent"}, "tangent", (1, 4, 4)),
         ({"estimator": "antithetic", "queries": 3}, "stack", (6, 4, 0)),
-        ({"estimator": "one-sided", "batch_size": 2}, "stack", (5, 2, 0)),
-        ({"estimator": "one-sided", "baseline": "leave-one-out"}, "stack", (4, 4, 0)),
+        ({"estimator": "fzoo", "batch_size": 2}, "stack", (5, 2, 0)),
         ({"estimator": "antithetic", "copies": 1}, "stack", (1, 4, 0)),
-        ({"estimator": "exact"}, "exact", (1, 4, 0)),
+        ({"estimator": "exact"}, "back", (1, 4, 0)),
     ],
 )
-def test_a_run_chooses_its_calls(changes: dict[str, Any], kind: str, sizes: tuple[int, int, int]) -> None:
+def test_a_run_chooses_its_calls(changes: dict[str, Any], role: str, sizes: tuple[int, int, int]) -> None:
     contract = bundle_for(settled(_settings(**changes), CHAIN), CHAIN).contract
-    assert contract.kind == kind
+    assert contract.role == role
     assert (contract.copies, contract.batch_size, contract.queries) == sizes
 
 
@@ -192,3 +182,26 @@ def test_a_call_that_is_too_large_names_the_runs_flags() -> None:
     settings = settled(_settings(estimator="tangent", queries=1 << 20, batch_size=1 << 12), CHAIN)
     with pytest.raises(ConfigError, match=r"(?s)inputs and outputs take .*fewer --queries or a smaller"):
         bundle_for(settings, CHAIN)
+
+
+def test_what_an_earlier_version_wrote_down_is_read_where_it_means_the_same() -> None:
+    stored = {"estimator": "tangent", "directions": "rademacher", "baseline": "clean", "normalize": False}
+    assert RunSettings.current(stored) == {"estimator": "tangent"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"),
+    [
+        ({"estimator": "antithetic", "directions": "gaussian"}, "--directions gaussian.*start a new run"),
+        ({"estimator": "one-sided", "normalize": True}, "--normalize True.*--estimator one-sided.*fzoo"),
+        ({"estimator": "one-sided", "baseline": "clean"}, "--estimator one-sided.*--estimator fzoo"),
+    ],
+)
+def test_a_run_with_what_this_version_lacks_is_refused(
+    stored: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){told}"):
+        RunSettings.current(stored)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    with pytest.raises(ConfigError, match=f"(?s){told}"):
+        parse_settings(RunSettings, ["--config", str(tmp_path / "config.yaml")], "prge run")

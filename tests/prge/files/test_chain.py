@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prge.contract import LARGEST_SIZE
+from prge.contract import LARGEST_SIZE, STEP_ROLES
 from prge.errors import BundleError
 from prge.files.bundle import open_bundle
 from prge.files.chain import Bounds, Chain
@@ -130,8 +130,8 @@ def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) ->
     # What was read can be run: nothing below may fail.
     assert STACK in chain.roles and 1 <= chain.lowest_adapted < len(chain.blocks)
     for role in chain.roles:
-        kind = {STACK: "stack", TANGENT: "tangent", BACK: "exact"}[role]
-        chain.contract(kind, 2, queries=3 if kind == "tangent" else 0)
+        if role in STEP_ROLES:
+            chain.contract(role, 2, queries=3 if role == TANGENT else 0)
 
 
 def _of(kind: int, role: str) -> Callable[[Json], Json]:
@@ -229,9 +229,9 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
     del block["kinds"][2]["methods"][BACK]
     without = Chain.from_json(block)
     assert without.roles == (STACK, TANGENT)
-    assert without.contract("tangent", 2, queries=1).kind == "tangent"
+    assert without.contract("tangent", 2, queries=1).role == "tangent"
     with pytest.raises(BundleError, match=r"lacks the role back, it has stack, tangent\n.*another estimator"):
-        without.contract("exact", 2)
+        without.contract("back", 2)
 
 
 def test_a_contract_is_of_any_size_and_reads_every_position() -> None:
@@ -241,7 +241,7 @@ def test_a_contract_is_of_any_size_and_reads_every_position() -> None:
     assert stack.modules == chain.modules and stack.readout == "logprobs"
     tangent = chain.contract("tangent", 5, queries=9, length=1)
     assert (tangent.queries, tangent.sequence_length, tangent.positions) == (9, 2, 1)
-    exact = chain.contract("exact", 5)
+    exact = chain.contract("back", 5)
     assert exact.is_exact and [spec.name for spec in exact.outputs] == ["logprobs"]
 
 
@@ -257,7 +257,7 @@ def test_an_encoders_contract_reads_states() -> None:
 def test_a_bundle_opens_with_a_contract_for_steps_and_one_for_scoring(tmp_path: Path) -> None:
     bundle = open_bundle(make_bundle(tmp_path / "bundle", make_chain()))
     assert bundle.chain == make_chain()
-    assert (bundle.contract.kind, bundle.contract.batch_size) == ("stack", Bounds().batch)
+    assert (bundle.contract.role, bundle.contract.batch_size) == ("stack", Bounds().batch)
     assert bundle.score_contract.rows == Bounds().copies * Bounds().batch
 
 

@@ -354,7 +354,8 @@ def test_reading_and_writing_import_no_torch() -> None:
 
 def small_model(seed: int = 0) -> Any:
     """A model of two linear layers, as PEFT adapts it."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     torch.manual_seed(seed)
     layers = {"q_proj": torch.nn.Linear(5, 3), "v_proj": torch.nn.Linear(5, 4)}
     return torch.nn.Sequential(torch.nn.ModuleDict(layers))
@@ -362,8 +363,9 @@ def small_model(seed: int = 0) -> Any:
 
 def written_by_peft(folder: Path, dtype: str = "float32", **settings: Any) -> Any:
     """A folder of the real package with random matrices; returns its model."""
-    peft = pytest.importorskip("peft")
-    torch = pytest.importorskip("torch")
+    import peft
+    import torch
+
     targets = ["q_proj", "v_proj"]
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=targets, init_lora_weights=False, **settings)
     model = peft.get_peft_model(small_model(), config).to(getattr(torch, dtype))
@@ -420,7 +422,8 @@ def test_an_adapter_with_ranks_of_its_own_goes_out_and_in(tmp_path: Path) -> Non
 
 
 def test_peft_loads_what_is_written(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     generator = np.random.default_rng(0)
     shapes = {"0.q_proj": (5, 3), "0.v_proj": (5, 4)}
     adapter = PeftAdapter(
@@ -440,7 +443,8 @@ def test_peft_loads_what_is_written(tmp_path: Path) -> None:
 
 
 def test_peft_loads_an_adapter_of_a_program_that_began_with_peft(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     written_by_peft(tmp_path / "start")
     modules = read_lora(tmp_path / "start").modules
     trained = Adapter.zeros(modules)

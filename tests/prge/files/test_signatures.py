@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from prge.contract import STEP_ROLES
 from prge.files import signatures
-from prge.files.signatures import BACK, DECODE, PREFILL, ROLES, STACK, STEP_ROLES, TANGENT, of_block, of_head
+from prge.files.signatures import BACK, DECODE, PREFILL, ROLES, STACK, TANGENT, of_block, of_head
 
 SIZES = {"copies": 3, "batch": 2, "queries": 5, "tokens": 7, "entering": 11, "leaving": 13}
 SIZES |= {

@@ -11,7 +11,6 @@ from prge.contract import AdaptedModule, Contract
 from prge.errors import BundleError
 from prge.files.signatures import ROLES
 from prge.learning.costs import (
-    KINDS,
     Layer,
     Outline,
     bytes_text,
@@ -44,7 +43,7 @@ OUTLINE = Outline(
     longest=512,
 )
 STACK = Contract(
-    kind="stack",
+    role="stack",
     readout="logprobs",
     copies=8,
     batch_size=2,
@@ -54,8 +53,8 @@ STACK = Contract(
     vocabulary_size=1000,
     modules=OUTLINE.modules,
 )
-TANGENT = replace(STACK, kind="tangent", copies=1, queries=4)
-EXACT = replace(STACK, kind="exact", copies=1)
+TANGENT = replace(STACK, role="tangent", copies=1, queries=4)
+EXACT = replace(STACK, role="back", copies=1)
 LAYER_NUMBERS = 8 * 64 * 64 + 6 * 64 * 128
 WEIGHTS = weights_of(OUTLINE, "fp32", False, ROLES)
 
@@ -155,7 +154,7 @@ def test_the_least_bound_is_the_largest_file_of_a_block() -> None:
 
 
 def test_a_table_of_memory_has_all_estimators_and_both_bounds() -> None:
-    contracts = dict(zip(KINDS, (EXACT, TANGENT, STACK), strict=True))
+    contracts = dict(zip(("exact", "tangent", "antithetic"), (EXACT, TANGENT, STACK), strict=True))
     rows = memory_table(OUTLINE, contracts, WEIGHTS, ROLES)
     assert [(row["estimator"], row["memory_bytes"]) for row in rows] == [
         (name, bound) for name in ("exact", "tangent", "antithetic") for bound in (None, WEIGHTS.largest)

@@ -137,8 +137,7 @@ def _bits(state: TrainingState) -> bytes:
 
 ESTIMATORS = {
     "antithetic": Differences(Antithetic(4, 1e-2)),
-    "one-sided": Differences(OneSided(4, 1e-2)),
-    "leave-one-out": Differences(OneSided(4, 1e-2, "leave-one-out")),
+    "fzoo": Differences(OneSided(4, 1e-2)),
     "tangent": Tangents(),
     "tangent, shared directions": Tangents(shared=True),
     "tangent, clipped": Tangents(clip=1.0),

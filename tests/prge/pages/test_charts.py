@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.pages.charts import Line, line_chart, number, thinned
+from prge.pages.charts import Bar, Line, as_file, bar_chart, beside, line_chart, number, thinned
 
 SVG = "{http://www.w3.org/2000/svg}"
 finite = st.floats(-1e300, 1e300)
@@ -58,6 +58,60 @@ def test_names_are_escaped() -> None:
     svg = line_chart([Line("<b>&", [(0, 1.0)])], '"x"', "<y>")
     texts = [each.text for each in ElementTree.fromstring(svg).iter(f"{SVG}text")]
     assert "<b>&" in texts and "<y>" in texts
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-300, 1e300), finite), min_size=1, max_size=30),
+    st.floats(-1e300, 1e300),
+)
+def test_logarithmic_pictures_hold_lines_bands_and_levels(
+    line: list[tuple[float, float]], level: float
+) -> None:
+    band = [(x, y, y) for x, y in line]
+    svg = line_chart(
+        [Line("a", [(0.0, 1.0), *line], 7, "marked", band)], "s", "y", log=True, levels={"<target>": level}
+    )
+    tree = ElementTree.fromstring(svg)
+    width, height = (float(each) for each in tree.get("viewBox", "").split()[2:])
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in places(svg))
+    assert "<target>" in [each.text for each in tree.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"), [(1, 90, "1 2 5 10 20 50 s"), (3, 3, "2 s"), (2, 9e5, "1 10 100")]
+)
+def test_ticks_of_a_logarithmic_axis(low: float, high: float, ticks: str) -> None:
+    svg = line_chart([Line("", [(low, 0.0), (high, 0.7)])], "s", "y", log=True)
+    texts = [each.text for each in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+    assert " ".join(map(str, texts[texts.index("0.8") + 1 :])).startswith(ticks)
+
+
+@given(st.lists(st.tuples(finite, finite, finite), min_size=1, max_size=5))
+def test_bars_and_whiskers_lie_inside_the_picture(bars: list[tuple[float, float, float]]) -> None:
+    svg = bar_chart(
+        [Bar(f"<{n}>", end, n, "line", low, high, note="&") for n, (end, low, high) in enumerate(bars)], "MB"
+    )
+    tree = ElementTree.fromstring(svg)
+    width, height = (float(each) for each in tree.get("viewBox", "").split()[2:])
+    for bar in tree.iter(f"{SVG}rect"):
+        x, y, size = (float(bar.get(name, "")) for name in ("x", "y", "width"))
+        assert 0 <= x <= x + size <= width and 0 <= y <= height
+
+
+def test_longer_bars_are_longer_and_bars_without_a_value_have_a_note_alone() -> None:
+    svg = bar_chart([Bar("a", 1.0), Bar("b", 2.0), Bar("c", None, note="not reached")], "MB")
+    first, second = (float(each.get("width", "")) for each in ElementTree.fromstring(svg).iter(f"{SVG}rect"))
+    assert second == pytest.approx(2 * first, rel=0.01)
+    assert "not reached" in svg
+    assert bar_chart([], "MB") == ""
+
+
+def test_charts_beside_each_other_are_one_file() -> None:
+    one, two = line_chart([Line("", [(0, 1.0)])], "x", "y"), bar_chart([Bar("a", 1.0)], "MB")
+    both = as_file(beside([one, "", two]))
+    assert len(list(ElementTree.fromstring(both).iter(f"{SVG}svg"))) == 3
+    assert 'viewBox="0 0 760 ' in both
+    assert beside([""]) == ""
 
 
 @pytest.mark.parametrize("lines", [[], [Line("nothing", [])]])

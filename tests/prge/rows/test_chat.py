@@ -36,7 +36,8 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("conversation", sorted(CONVERSATIONS))
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_same_text_as_transformers(name: str, conversation: str, add_generation_prompt: bool) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), **SPECIAL)
     messages = CONVERSATIONS[conversation]
     mine = ChatTemplate(TEMPLATES[name], SPECIAL)
@@ -130,7 +131,8 @@ def test_messages_without_an_answer_are_a_prompt() -> None:
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_same_tokens_as_transformers(name: str) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), **SPECIAL)
     messages = CONVERSATIONS["two turns"]
     mine = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)

@@ -238,6 +238,13 @@ def test_messages_that_a_template_refuses(contract: MakeContract) -> None:
     ]
 
 
+def test_messages_of_which_a_template_writes_nothing(contract: MakeContract) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    for template, tokens in ((" ", 1), ("{{ '' }}", 0)):
+        problems = problems_of(rows({"messages": chat}), chat_tokenizer(template), contract())
+        assert problems == [f"row 1: has {tokens} tokens and none to learn from"]
+
+
 def test_messages_without_a_template(tokenizer: Tokenizer, contract: MakeContract) -> None:
     assert problems_of(rows({"messages": []}), tokenizer, contract()) == [
         "its rows are messages and the model has no chat template"

@@ -33,8 +33,9 @@ def test_jsonl_by_the_name_of_json(write: Write) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet needs pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
     path = tmp_path / "a.parquet"
     turns = [{"role": "user", "content": "Hi"}]
     table = pyarrow.table(

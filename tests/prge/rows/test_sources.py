@@ -148,14 +148,12 @@ except DataError as error:
 
 
 def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
-    pytest.importorskip("huggingface_hub")
     told, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
     assert "no such data set could be had" in told and "HF_HUB_OFFLINE=1" in told
     assert seconds < 15
 
 
 def test_offline_nothing_but_the_cache_is_asked(tmp_path: Path) -> None:
-    pytest.importorskip("huggingface_hub")
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
     code = "source = read_source('nyu-mll/glue:sst2', 'dev')\nprint(source.name, source.rows)"
     told, _ = ask(tmp_path, code, **offline)
@@ -188,7 +186,6 @@ facts.write_text(facts.read_text().replace('"dataset_name": "json"', '"dataset_n
 
 
 def test_the_librarys_own_cache_is_read_offline(tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason="data sets of the hub need datasets")
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
 
     def told(code: str) -> str:

@@ -286,7 +286,7 @@ def test_a_word_without_an_end_is_told() -> None:
         threes().encode("b" + "a" * (3 * LONGEST_WINDOW))
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_ten_megabytes_take_little_memory(name: str) -> None:
     real(name)

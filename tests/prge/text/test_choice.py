@@ -113,8 +113,9 @@ def test_only_tokens_that_the_filters_leave_are_drawn(
     ids=str,
 )
 def test_filters_leave_the_tokens_that_transformers_leaves(filters: dict[str, Any]) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     chosen = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     chosen |= filters
     logits = np.random.default_rng(5).normal(0, 3, 50).astype(np.float32)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("argcomplete")
 if shutil.which("bash") is None:
     pytest.skip("there is no bash", allow_module_level=True)
 
@@ -58,7 +57,7 @@ def tab(tmp_path: Path) -> object:
     [
         ("prge t", {"tune"}),
         ("prge tune rows.jsonl --batch", {"--batch-size"}),
-        ("prge run --estimator ", {"tangent", "antithetic", "one-sided", "exact"}),
+        ("prge run --estimator ", {"tangent", "antithetic", "fzoo", "exact"}),
         ("prge run --estimator ta", {"tangent"}),
         ("prge run --lr 3 --se", {"--seed", "--select"}),
         ("prge export --no-", {"--no-cache"}),
@@ -68,7 +67,7 @@ def tab(tmp_path: Path) -> object:
         ("prge doctor --", {"--json", "--config", "--print-config", "--help"}),
         ("prge cache --clear --js", {"--json"}),
         ("prge nonsense --", set()),
-        ("prge plot -- ", set()),
+        ("prge report -- ", set()),
         ("prge run --bundle ", {"bin/"}),
         ("prge run --resume ", set()),  # bash goes on with its own: files
         ("prge chat ", set()),

@@ -14,8 +14,6 @@ from kills import differences
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = [pytest.mark.export, pytest.mark.slow]
-
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,6 +21,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("attack")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("part", "cases"),
     [("kills", 1), ("files", 40), ("inputs", 20), ("network_clients", 4), ("network_devices", 1)],

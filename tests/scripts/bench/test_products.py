@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("executorch")
-
 import torch
 from products import BlockProducts, Call, load_products
 
@@ -33,7 +30,6 @@ def test_every_layer_and_adapter_is_multiplied() -> None:
     assert [answer.shape[-1] for answer in answers] == [8, 12, 8, 2, 5, 4, 12]
 
 
-@pytest.mark.export
 @pytest.mark.parametrize("scheme", ["fp32", "8da4w"])
 def test_products_run_in_the_engine(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGURATIONS, "tiny", TINY)

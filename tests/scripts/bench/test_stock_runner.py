@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("executorch.extension.llm.runner")
-
 from stock_runner import make_program, stock_runner
 
 from tests.tiny_models import SHALLOW, save_model
 
 
-@pytest.mark.slow
-@pytest.mark.export
+@pytest.mark.whole
 def test_the_runner_answers_one_round_at_a_time(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama", **SHALLOW["llama"])
     program = make_program(model, tmp_path / "llm", "8da4w", length=32)

@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("executorch")
-
 from chain import compared, shape_of
 from loops import copies_of
 from step import figures_of, taken

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("executorch")
-
 import torch
 from emulation import WAYS, Emulated, cosine
 from way_back import layer_figures, linear
@@ -13,7 +10,6 @@ from way_back import layer_figures, linear
 torch.set_num_threads(1)
 
 
-@pytest.mark.export
 def test_only_rounding_turns_a_slope() -> None:
     ways = layer_figures("8da4w", "64x96", 8, 0.0)
     assert ways["unpacked"]["cosine"] == pytest.approx(1, abs=1e-9)
@@ -21,7 +17,6 @@ def test_only_rounding_turns_a_slope() -> None:
     assert 0.99 < ways["int4"]["cosine"] < 0.999 < ways["int8"]["cosine"] < 0.99999
 
 
-@pytest.mark.export
 @pytest.mark.parametrize(("scheme", "other", "bytes_saved"), [("8da8w", "int8", 1), ("fp32", "float32", 4)])
 def test_constants_that_both_directions_read_are_stored_once(
     scheme: str, other: str, bytes_saved: float

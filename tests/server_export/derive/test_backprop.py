@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torchao")
-
 import torch
 import torch.nn.functional as F
 from torch import nn

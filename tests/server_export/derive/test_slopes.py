@@ -7,9 +7,6 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings

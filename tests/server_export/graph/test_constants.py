@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from torch import nn
 from torch.fx import GraphModule

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from server_export.graph.rotation import turn_by_layers

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from server_export.graph.shapes import Shapes, with_size, without_memory

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from hypothesis import given, settings
 from hypothesis.extra.numpy import array_shapes

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("executorch")
-
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,8 +19,6 @@ from server_export.lower import cache
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind
 from server_export.lower.sizes import Size, dynamic_program
-
-pytestmark = pytest.mark.export
 
 WIDTH = 16
 SIZES = {"rows": Size(10007, 3, 1, 8)}

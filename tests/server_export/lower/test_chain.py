@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("executorch")
-
 import torch
 from safetensors.torch import load_file
 
@@ -23,7 +20,7 @@ from server_export.model.files import find_files
 from server_export.model.loading import outline_model
 from tests.tiny_models import WIDTH, save_model
 
-pytestmark = [pytest.mark.export, pytest.mark.slow]
+pytestmark = pytest.mark.whole
 
 LONGEST = 16
 LAYERS = 3

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("executorch")
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -164,7 +161,6 @@ def engine_of(folder: Path, kind: LoweredKind, weights: Mapping[str, torch.Tenso
     return _load_for_executorch(str(folder / "kind.pte"), str(folder / "block.ptd"))
 
 
-@pytest.mark.export
 @pytest.mark.parametrize("scheme", ["fp32", "8da8w", "8da4w"])
 def test_a_kind_runs_with_the_weights_of_its_blocks(scheme: str, tmp_path: Path) -> None:
     first, second = (quantized(Block(seed), scheme) for seed in (1, 2))
@@ -184,7 +180,6 @@ def anonymous_megabytes() -> int:
     return next(int(line.split()[1]) // 1000 for line in lines if line.startswith("RssAnon"))
 
 
-@pytest.mark.export
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system doesn't tell")
 def test_a_call_takes_memory_for_its_own_sizes_whatever_the_bounds(tmp_path: Path) -> None:
     """XNNPACK writes to all of its workspace, which is at least as large as its program says."""
@@ -197,7 +192,6 @@ def test_a_call_takes_memory_for_its_own_sizes_whatever_the_bounds(tmp_path: Pat
     assert anonymous_megabytes() - before < 100
 
 
-@pytest.mark.export
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path) -> None:
     first, second = (Embedding(seed, is_quantized) for seed in (1, 2))
@@ -210,7 +204,6 @@ def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path)
             torch.testing.assert_close(answer(tmp_path, kind, weights, "score", tokens), block(tokens))
 
 
-@pytest.mark.export
 @pytest.mark.parametrize("scheme", ["fp32", "8da4w"])
 def test_a_head_runs_with_other_weights(scheme: str, tmp_path: Path) -> None:
     first, second = (quantized(Head(seed), scheme) for seed in (1, 2))
@@ -224,7 +217,6 @@ def test_a_head_runs_with_other_weights(scheme: str, tmp_path: Path) -> None:
             assert difference.abs().max() < TOLERANCE[scheme]
 
 
-@pytest.mark.export
 def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) -> None:
     block = quantized(Block(1), "8da4w")
     back = Back(quantized(Block(1), "fp32"))

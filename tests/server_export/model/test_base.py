@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from prge.errors import BundleError
 from server_export.model.base import BaseModel, base_in_manifest, base_in_peft, base_of, model_problems
 from server_export.model.loading import load_model, parameter_count

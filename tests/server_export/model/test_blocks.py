@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-pytest.importorskip("peft")
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from prge.errors import ConfigError  # noqa: E402
-from server_export.bundle import write_adapter  # noqa: E402
-from server_export.model.blocks import block_names, blocks_below, in_top_blocks  # noqa: E402
-from server_export.model.lora_fa import convert_conv1d  # noqa: E402
-from server_export.settings import ExportConfig  # noqa: E402
-from tests.server_export.model.starts import start  # noqa: E402
-from tests.tiny_models import ARCHITECTURES, make_model  # noqa: E402
+from prge.errors import ConfigError
+from server_export.bundle import write_adapter
+from server_export.model.blocks import block_names, blocks_below, in_top_blocks
+from server_export.model.lora_fa import convert_conv1d
+from server_export.settings import ExportConfig
+from tests.server_export.model.starts import start
+from tests.tiny_models import ARCHITECTURES, make_model
 
 torch.set_num_threads(1)
 

@@ -15,6 +15,7 @@ from server_export.model.files import find_files
 from server_export.model.loading import load_model, outline_model
 from server_export.model.lora_fa import convert_conv1d, default_target_modules, match_target_modules
 from server_export.model.traced import BATCH, COPIES, TOKENS
+from tests.tiers import rest
 from tests.tiny_models import VOCABULARY, save_model
 
 RANK, LONGEST = 4, 64
@@ -83,10 +84,8 @@ def answers(
     return state
 
 
-@pytest.mark.slow
-@pytest.mark.export
 @pytest.mark.parametrize(
-    "folder", ["llama", "qwen3", "gemma3", "gpt2", "opt", "bert", "roberta"], indirect=True
+    "folder", ["llama", "bert", *rest("qwen3", "gemma3", "gpt2", "opt", "roberta")], indirect=True
 )
 def test_its_blocks_compute_what_the_model_computes(folder: Path) -> None:
     chain = chain_of(folder)

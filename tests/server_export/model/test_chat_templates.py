@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -32,7 +29,7 @@ from tests.tiny_models import make_tokenizer
 
 SIZE = 1000
 CONTRACT = Contract(
-    kind="stack",
+    role="stack",
     readout="logprobs",
     copies=1,
     batch_size=1,

@@ -77,7 +77,7 @@ def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     contract = Contract(
-        kind="stack",
+        role="stack",
         readout="logprobs",
         copies=1,
         batch_size=4,

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("peft")
-
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import constants

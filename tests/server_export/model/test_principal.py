@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft.utils.incremental_pca import IncrementalPCA
 
 from server_export.model.principal import Directions, Principal, spread_ranks
 
@@ -40,7 +41,7 @@ def test_they_are_the_singular_vectors_of_all_states(count: int, width: int, pie
 
 def test_they_are_pefts_of_states_without_a_mean() -> None:
     """PEFT's EVA centres; states and their opposites have no mean."""
-    pca = pytest.importorskip("peft.utils.incremental_pca").IncrementalPCA(4)
+    pca = IncrementalPCA(4)
     given = states(1000, 24)
     for part in given.split(100):
         pca.partial_fit(torch.cat([part, -part]))

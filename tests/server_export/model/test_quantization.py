@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torchao")
-
 import torch
 from torch import nn
 
@@ -100,7 +97,6 @@ def test_large_embedding_becomes_int8_rows(architecture: str, monkeypatch: pytes
     assert bool(((table(torch.arange(128)) - vectors).abs() <= step * 0.501).all())
 
 
-@pytest.mark.export
 @pytest.mark.parametrize("scheme", ["8da8w", "8da4w"])
 def test_the_engine_answers_near_the_float_model(tmp_path: Path, scheme: str) -> None:
     plain, _ = quantized("llama", "fp32")

@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 from server_export.model import random_models

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-
 from tokenizers import Tokenizer
 
 from prge.errors import BundleError

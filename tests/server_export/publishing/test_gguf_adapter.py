@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-gguf = pytest.importorskip("gguf")
-
-from prge.errors import BundleError  # noqa: E402
-from prge.files.peft import read_lora  # noqa: E402
-from server_export.publish import main  # noqa: E402
-from server_export.publishing.gguf_adapter import write_gguf  # noqa: E402
-from tests.server_export.adapters import RANK, trained_adapter  # noqa: E402
-from tests.tiny_models import make_config, save_model  # noqa: E402
+from prge.errors import BundleError
+from prge.files.peft import read_lora
+from server_export.publish import main
+from server_export.publishing.gguf_adapter import write_gguf
+from tests.server_export.adapters import RANK, trained_adapter
+from tests.tiny_models import make_config, save_model
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 NAMES = {"q_proj": "attn_q", "v_proj": "attn_v", "qkv_proj": "attn_qkv", "c_attn": "attn_qkv"}

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("huggingface_hub")
-pytest.importorskip("peft")
-
 from tests.server_export.adapters import trained_adapter
 from tests.server_export.publishing.hub_server import TOKEN, Hub, running
 from tests.tiny_models import save_model

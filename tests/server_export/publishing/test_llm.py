@@ -6,23 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from executorch.extension.llm import runner
 
-torch = pytest.importorskip("torch")
-runner = pytest.importorskip("executorch.extension.llm.runner")
-
-from prge.errors import BundleError, ConfigError  # noqa: E402
-from server_export.demo import DATA  # noqa: E402
-from server_export.model.loading import prepare_model  # noqa: E402
-from server_export.publish import main  # noqa: E402
-from server_export.publishing import llm  # noqa: E402
-from server_export.publishing.llm import LlmSpec, build_llm, ends_of  # noqa: E402
-from tests.server_export.adapters import trained_adapter  # noqa: E402
-from tests.tiny_models import DECODERS, SHALLOW, WINDOW, make_model, make_tokenizer, save_model  # noqa: E402
+from prge.errors import BundleError, ConfigError
+from server_export.model.loading import prepare_model
+from server_export.publish import main
+from server_export.publishing import llm
+from server_export.publishing.llm import LlmSpec, build_llm, ends_of
+from tests.server_export.adapters import trained_adapter
+from tests.tiny_models import DECODERS, SHALLOW, WINDOW, make_model, make_tokenizer, save_model
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.export
 NEW = 24
-DEMO = DATA / "model"
+DEMO = Path(__file__).parents[3] / "server_export/demo_data/model"
 
 
 def published(base: Path, root: Path, *settings: str) -> Path:
@@ -89,7 +86,7 @@ def test_the_folder_has_what_an_app_needs(demo: Path) -> None:
     assert "GenerationConfig(num_bos=1" in (demo / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("scheme", ["fp32", "8da4w"])
 def test_a_tokenizer_of_sentencepiece_keeps_its_spaces(shared: Path, tmp_path: Path, scheme: str) -> None:
     folder = published(shared / "models/babyllama", tmp_path, "--quantize", scheme)
@@ -104,7 +101,7 @@ def test_a_tokenizer_of_sentencepiece_keeps_its_spaces(shared: Path, tmp_path: P
         assert checks["quantized_difference"] < 0.02 and checks["float_difference"] < 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("architecture", sorted(DECODERS.keys() - {"opt"}))
 def test_architectures_and_windows(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
@@ -118,7 +115,7 @@ def test_architectures_and_windows(
     assert built.facts["get_max_seq_len"] == 8 and "get_eos_ids" not in built.facts
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_positions_that_depend_on_data_are_refused(tmp_path: Path) -> None:
     """transformers takes OPT's from the end of a sum over its mask."""
     with pytest.raises(BundleError, match="ExecuTorch can't lower the program"):

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_tokenizers as reader
 
-pytest.importorskip("transformers")
-reader = pytest.importorskip("pytorch_tokenizers")
-
-from prge.errors import BundleError  # noqa: E402
-from server_export.publishing.runner_tokenizer import write_runner_tokenizer  # noqa: E402
-from tests.tiny_models import make_tokenizer  # noqa: E402
+from prge.errors import BundleError
+from server_export.publishing.runner_tokenizer import write_runner_tokenizer
+from tests.tiny_models import make_tokenizer
 
 TEXT = "the dog sat"
 

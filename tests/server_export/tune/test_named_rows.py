@@ -19,7 +19,7 @@ from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 CONTRACT = Contract(
-    kind="stack",
+    role="stack",
     readout="logprobs",
     copies=2,
     batch_size=4,
@@ -142,7 +142,7 @@ def test_target_tokens_that_would_be_lost_are_told_before_anything_is_made(tmp_p
 def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:
     lines = [{"sentence": f"film {n}", "label": 0} for n in range(6)]
     rows = NamedRows(tune(write(tmp_path / "a.jsonl", *lines), task="sst2"))
-    encoder = replace(CONTRACT, kind="stack", readout="pooled", positions=0)
+    encoder = replace(CONTRACT, role="stack", readout="pooled", positions=0)
     rows.check(TOKENIZER, encoder)
     with pytest.raises(DataError, match="no training row is of the class"):
         rows.split(TOKENIZER, encoder)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-pytest.importorskip("transformers")
-torch = pytest.importorskip("torch")
-
-from prge.rows.tokenizer import Tokenizer  # noqa: E402
-from server_export.check.estimation import estimate  # noqa: E402
-from server_export.settings import EstimateConfig  # noqa: E402
-from server_export.tune import tokenizing as module  # noqa: E402
-from server_export.tune.decisions import Decision  # noqa: E402
-from server_export.tune.tokenizing import Sequences, Tokenizing, frozen_losses  # noqa: E402
-from tests.tiny_models import make_model, make_tokenizer, save_model  # noqa: E402
+from prge.rows.tokenizer import Tokenizer
+from server_export.check.estimation import estimate
+from server_export.settings import EstimateConfig
+from server_export.tune import tokenizing as module
+from server_export.tune.decisions import Decision
+from server_export.tune.tokenizing import Sequences, Tokenizing, frozen_losses
+from tests.tiny_models import make_model, make_tokenizer, save_model
 
 TEXTS = ("is this so? yes", "a b c d e", "x")
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("executorch")
-
 from device_runner.engines.native import build
 from prge.errors import EngineError
 from tests.compilers import needs_compiler

@@ -11,9 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native.build import stock_package
 from device_runner.engines.native.runtime import (
@@ -32,7 +29,7 @@ from prge.files.bundle import file_sha256
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import METHODS, MOST_ROWS, MOST_TOKENS, WIDTH, Kind, example, room
 
-pytestmark = [pytest.mark.export, needs_compiler]
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])

@@ -35,7 +35,7 @@ from device_runner.fleet.network.superlink import SuperLink, superlink
 from tests.device_runner.fleet.network.enemy import Asked, Enemy, garbage, object_of
 from tests.device_runner.fleet.network.nodes import Echoes, rounds_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 MOST_BYTES = 1 << 20
 SECONDS = 8.0
 

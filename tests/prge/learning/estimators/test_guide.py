@@ -51,7 +51,7 @@ def whole(guide: Guide) -> np.ndarray:
 
 def test_a_direction_is_a_sign_for_each_rank_and_axis_times_the_axes() -> None:
     guide = make_guide()
-    found = GuidedDirections("rademacher", 5, 6, MODULES, guide)(2)
+    found = GuidedDirections(5, 6, MODULES, guide)(2)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, rademacher(5, 6, 2, 2 * 3 + 2) @ whole(guide), rtol=1e-5, atol=1e-6)
 
@@ -95,7 +95,7 @@ def test_the_gradient_is_the_mean_of_scalar_times_direction(seed: int, queries: 
     found = Tangents(guide=guide).gradient({"scalars": scalars.tolist()}, seed, 3, MODULES)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     of_copies = Differences(Antithetic(queries, 0.1), guide=guide)
-    copies = GuidedDirections("rademacher", seed, 3, MODULES, guide)
+    copies = GuidedDirections(seed, 3, MODULES, guide)
     expected = np.mean([scalars[q, 0] * copies(q).astype(float) for q in range(queries)], 0)
     found = of_copies.gradient({"scalars": scalars[:, 0].tolist()}, seed, 3, MODULES)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -111,7 +111,7 @@ def _by_tangents(slope: np.ndarray, guide: Guide) -> np.ndarray:
 
 
 def _by_copies(slope: np.ndarray, guide: Guide) -> np.ndarray:
-    directions = GuidedDirections("rademacher", 1, 2, MODULES, guide)
+    directions = GuidedDirections(1, 2, MODULES, guide)
     scalars = [float(directions(query) @ slope) for query in range(6000)]
     learnt = {"scalars": scalars}
     return Differences(Antithetic(len(scalars), 0.1), guide=guide).gradient(learnt, 1, 2, MODULES)

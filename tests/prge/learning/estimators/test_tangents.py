@@ -79,7 +79,8 @@ def _exact_gradients(
 
 def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> np.ndarray:
     """The step's directions as vectors, [queries, examples, size]."""
-    step = RankOneDirections(SEED, STEP, *estimate.scalars.shape, adapter.modules, shared)
+    queries, examples = estimate.scalars.shape
+    step = RankOneDirections(SEED, STEP, queries, examples, adapter.modules, shared)
     products = [np.einsum("qer,qeo->qero", u, v) for _, u, v in step.factors()]
     return np.concatenate([p.reshape(*p.shape[:2], -1) for p in products], -1)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.fx import Graph, GraphModule  # noqa: E402
-
-from server_export.derive.tangent.builder import Builder  # noqa: E402
-from tests.server_export.derive.tangent.graphs import QUERIES, TOKENS  # noqa: E402
+from server_export.derive.tangent.builder import Builder
+from tests.server_export.derive.tangent.graphs import QUERIES, TOKENS
 
 
 @pytest.fixture

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from server_export.derive.tangent.builder import Builder

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torchao")
-
 import hypothesis.strategies as st
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings

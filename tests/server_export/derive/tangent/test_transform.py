@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("executorch")
-
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.export import ExportConfig, export
 from tests.tiny_models import LENGTH, save_model

@@ -1,8 +1,7 @@
-"""`prge baseline`: what a run leaves behind, and that a killed one goes on to the same numbers."""
+"""`prge baseline`: what a run leaves behind, and that a killed one is begun again."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
-from device_runner.plot import draw
+from device_runner.report import ReportSettings, report
 from prge.cli import main
 from prge.errors import ConfigError, DivergenceError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_arrays, read_peft
 from prge.files.run_folder import read_metrics
+from prge.running.watching import Watcher
 from prge.verbs.settings import field_help
-from server_export.evidence.baselines import runner
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -65,9 +62,9 @@ def test_what_a_run_leaves_behind(make_settings: MakeSettings, workplace: Path) 
     # The test rows of this run are its development rows, scored with the best step's adapter.
     assert train["test"]["examples"] == 16
     assert train["test"]["loss"] == pytest.approx(best["loss"], rel=1e-6)
-    draw([settings.out], settings.out / "plot.png")
-    assert {path.name for path in settings.out.iterdir()} >= {"config.yaml", "inputs.json", "log.txt"}
-    assert not (settings.out / "checkpoint").exists()
+    report(ReportSettings((settings.out,), settings.out / "curves.svg"))
+    assert {path.name for path in settings.out.iterdir()} >= {"config.yaml", "log.txt"}
+    assert not (settings.out / "best.pt").exists()
 
 
 def test_its_adapter_is_one_of_the_bundle(make_settings: MakeSettings) -> None:
@@ -79,30 +76,28 @@ def test_its_adapter_is_one_of_the_bundle(make_settings: MakeSettings) -> None:
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"executorch-training"}))
-def test_killed_and_resumed_it_ends_in_the_same_numbers(
+def test_killed_and_begun_again_it_ends_in_the_same_numbers(
     make_settings: MakeSettings, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rate = 1e-4 if method in ("mezo", "backprop-full", "quantized-training") else 0.01
-    chosen: dict[str, Any] = {"method": method, "learning_rate": rate, "dev": None}
+    chosen: dict[str, Any] = {"method": method, "learning_rate": rate, "steps": 4, "evaluate_every": 2}
     if method == "sparse-bp":
         # A quarter of one block has no room for anything.
         chosen["memory_share"] = 0.9
     whole = make_settings(out=tmp_path / "whole", **chosen)
     run(whole)
     killed = make_settings(out=tmp_path / "killed", **chosen)
-    on_step = runner.Watcher.on_step
-    for last in (3, 8):
+    on_step = Watcher.on_step
 
-        def stop(self: Any, record: Any, *rest: Any, last: int = last) -> None:
-            on_step(self, record, *rest)
-            if record["step"] + 1 == last:
-                raise KeyboardInterrupt
+    def stop(self: Any, record: Any, *rest: Any) -> None:
+        on_step(self, record, *rest)
+        if record["step"] == 2:
+            raise KeyboardInterrupt
 
-        monkeypatch.setattr(runner.Watcher, "on_step", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(killed)
-        assert json.loads((killed.out / "run.json").read_text())["run"]["status"] == "interrupted"
-    monkeypatch.setattr(runner.Watcher, "on_step", on_step)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Watcher, "on_step", stop)
+        run(killed)
+    assert json.loads((killed.out / "run.json").read_text())["run"]["status"] == "interrupted"
     run(killed)
     (path,) = whole.out.glob("final/*.safetensors")
     expected, found = read_arrays(path), read_arrays(killed.out / "final" / path.name)
@@ -110,45 +105,15 @@ def test_killed_and_resumed_it_ends_in_the_same_numbers(
     assert all(np.array_equal(expected[name], found[name]) for name in expected)
     losses = [[record["loss"] for record in read_metrics(folder)] for folder in (whole.out, killed.out)]
     assert losses[0] == losses[1]
-    assert train_block(whole.out)["rows"] == train_block(killed.out)["rows"]
+    assert not (killed.out / "best.pt").exists()
 
 
-def test_an_encoder_goes_on_with_the_heads_that_it_began_with(
-    make_settings: MakeSettings, encoder_workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = {"head_folds": 4, "divergence_ratio": 1e9, "learning_rate": 1e-3}
-    whole = make_settings(encoder_workplace, out=tmp_path / "whole", **changes)
-    run(whole)
-    killed = make_settings(encoder_workplace, out=tmp_path / "killed", **changes)
-    on_step = runner.Watcher.on_step
-
-    def stop(self: Any, record: Any, *rest: Any) -> None:
-        on_step(self, record, *rest)
-        if record["step"] + 1 == 7:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner.Watcher, "on_step", stop)
-    with pytest.raises(KeyboardInterrupt):
-        run(killed)
-    monkeypatch.undo()
-    monkeypatch.setattr(
-        "server_export.evidence.baselines.problem.fit_heads", lambda *_: pytest.fail("fitted again")
-    )
-    run(killed)
-    for name in (WEIGHTS, "head.safetensors"):
-        expected, found = (read_arrays(folder / "final" / name) for folder in (whole.out, killed.out))
-        assert all(np.array_equal(expected[key], found[key]) for key in expected)
-
-
-def test_a_finished_run_returns_at_once(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_left_alone(make_settings: MakeSettings) -> None:
     settings = make_settings(steps=2)
     run(settings)
-    monkeypatch.setattr(runner, "train_baseline", lambda *_: pytest.fail("it trained again"))
-    assert run(settings) == settings.out / "final"
-    with pytest.raises(ConfigError, match="steps was 2, is 3"):
-        run(make_settings(steps=3))
-    with pytest.raises(ConfigError, match="the train is another one"):
-        run(make_settings(steps=2, train=settings.dev))
+    with pytest.raises(RunError, match="holds a finished run"):
+        run(settings)
+    assert (settings.out / "final" / WEIGHTS).is_file()
 
 
 def test_a_run_of_another_kind_is_left_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
@@ -207,7 +172,7 @@ def test_help_names_every_method_and_every_module_is_there() -> None:
     text = field_help(BaselineSettings)["method"]
     for name, entry in METHODS.items():
         assert name in text
-        assert callable(importlib.import_module(entry.module).prepare)
+        assert callable(entry.load().prepare)
 
 
 def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,4 +184,5 @@ def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFix
     assert "--queries is no flag of this verb" in capsys.readouterr().err
     assert main(words) == 0
     assert capsys.readouterr().out.endswith(f"{settings.out / 'final'}\n")
-    assert main(["baseline", "--resume", str(settings.out)]) == 0
+    assert main(words) == 2
+    assert "holds a finished run" in capsys.readouterr().err

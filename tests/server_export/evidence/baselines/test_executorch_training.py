@@ -7,24 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("executorch")
-
 import numpy as np
+import pytest
 import torch
 
 from prge.errors import ConfigError
 from prge.files.bundle import open_bundle
 from prge.files.peft import read_peft
+from server_export.evidence.baselines.backpropagation import insert_adapter
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.executorch_training import ExecutorchTraining
-from server_export.evidence.baselines.lora import insert_adapter
 from tests.rows import choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
 
-pytestmark = pytest.mark.export
 TINY = {"num_hidden_layers": 1}
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-pytest.importorskip("peft")
-torch = pytest.importorskip("torch")
-
-from prge.errors import ConfigError  # noqa: E402
-from server_export.evidence.baselines.far import SplitLinear, prepare, prime, reconfigure  # noqa: E402
-from server_export.evidence.baselines.layers import feed_forward_linears  # noqa: E402
-from tests.server_export.evidence.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
-from tests.tiny_models import ARCHITECTURES  # noqa: E402
+from prge.errors import ConfigError
+from server_export.evidence.baselines.far import SplitLinear, prepare, prime, reconfigure
+from server_export.evidence.baselines.layers import feed_forward_linears
+from tests.server_export.evidence.baselines.tiny_problem import TinyProblem, method_settings
+from tests.tiny_models import ARCHITECTURES
 
 torch.set_num_threads(1)
 SETTINGS = method_settings("far", priming_share=0.25, steps=8, priming_learning_rate=1e-3)

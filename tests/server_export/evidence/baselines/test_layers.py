@@ -5,22 +5,18 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
+from torch import nn
 
-pytest.importorskip("peft")
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from prge.errors import ConfigError  # noqa: E402
-from server_export.evidence.baselines.layers import (  # noqa: E402
+from prge.errors import ConfigError
+from server_export.evidence.baselines.layers import (
     block_linears,
     feed_forward_linears,
     require_trainable_weights,
     shuffled_batches,
 )
-from server_export.model.quantization import quantize_layers  # noqa: E402
-from tests.server_export.evidence.baselines.tiny_problem import TinyProblem  # noqa: E402
-from tests.tiny_models import ARCHITECTURES, WIDTH, make_model  # noqa: E402
+from server_export.model.quantization import quantize_layers
+from tests.server_export.evidence.baselines.tiny_problem import TinyProblem
+from tests.tiny_models import ARCHITECTURES, WIDTH, make_model
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from server_export.evidence.baselines.activations import SavedActivations

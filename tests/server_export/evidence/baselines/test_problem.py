@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from prge.engine import Engine
@@ -17,7 +14,7 @@ from prge.files.adapter import Adapter, stack
 from prge.learning.evaluation import pooled_states, score
 from prge.learning.examples import Example, make_batch
 from prge.learning.head import fit_cross_fitted, fit_head
-from server_export.evidence.baselines.lora import insert_adapter
+from server_export.evidence.baselines.backpropagation import insert_adapter
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.model.loading import prepare_model
 from server_export.model.quantization import Int8Embedding

@@ -6,18 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-pytest.importorskip("peft")
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from prge.errors import ConfigError  # noqa: E402
-from prge.verbs.bounds import flag  # noqa: E402
-from server_export.evidence.baselines.allocation import Depth, Option, Part, Question  # noqa: E402
-from server_export.evidence.baselines.layers import block_linears  # noqa: E402
-from server_export.evidence.baselines.settings import SearchName  # noqa: E402
-from server_export.evidence.baselines.sparse import (  # noqa: E402
+from prge.errors import ConfigError
+from prge.verbs.bounds import flag
+from server_export.evidence.baselines.allocation import Depth, Option, Part, Question
+from server_export.evidence.baselines.layers import block_linears
+from server_export.evidence.baselines.settings import SearchName
+from server_export.evidence.baselines.sparse import (
     Scheme,
     SparseLinear,
     apply_scheme,
@@ -27,10 +24,10 @@ from server_export.evidence.baselines.sparse import (  # noqa: E402
     prepare,
     select,
 )
-from server_export.model.blocks import block_names  # noqa: E402
-from tests.server_export.evidence.baselines.saved import saved_storages  # noqa: E402
-from tests.server_export.evidence.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
-from tests.tiny_models import ARCHITECTURES, LENGTH  # noqa: E402
+from server_export.model.blocks import block_names
+from tests.server_export.evidence.baselines.saved import saved_storages
+from tests.server_export.evidence.baselines.tiny_problem import TinyProblem, method_settings
+from tests.tiny_models import ARCHITECTURES, LENGTH
 
 torch.set_num_threads(1)
 SETTINGS = method_settings(
@@ -132,12 +129,12 @@ def test_memory_is_what_autograd_saves(architecture: str) -> None:
 
 def question(limit: int, *parts: Part, biases: float = 0.5, lowest: int = 0) -> Question:
     """Two blocks: a way back to the lower one takes 220 bytes, to the upper one 115; both gain as much."""
-    depths = (Depth(biases, (220,)), Depth(biases, (115,)))
-    return Question(depths, parts, (limit,), lowest)
+    depths = (Depth(biases, 220), Depth(biases, 115))
+    return Question(depths, parts, limit, lowest)
 
 
 def part(name: str, block: int, *options: tuple[float, float, int]) -> Part:
-    return Part(name, block, tuple(Option(level, gain, (size,)) for level, gain, size in options))
+    return Part(name, block, tuple(Option(level, gain, size) for level, gain, size in options))
 
 
 def test_selection_takes_gains_per_byte_within_the_limit() -> None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-pytest.importorskip("peft")
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from prge.errors import ConfigError  # noqa: E402
-from server_export.evidence.baselines.tinytl import (  # noqa: E402
+from prge.errors import ConfigError
+from server_export.evidence.baselines.tinytl import (
     LiteResidual,
     pool_tokens,
     prepare,
 )
-from tests.server_export.evidence.baselines.saved import saved_storages  # noqa: E402
-from tests.server_export.evidence.baselines.tiny_problem import TinyProblem, method_settings  # noqa: E402
-from tests.tiny_models import ARCHITECTURES, LENGTH, WIDTH  # noqa: E402
+from tests.server_export.evidence.baselines.saved import saved_storages
+from tests.server_export.evidence.baselines.tiny_problem import TinyProblem, method_settings
+from tests.tiny_models import ARCHITECTURES, LENGTH, WIDTH
 
 torch.set_num_threads(1)
 VARIANTS = ("tinytl-biases", "tinytl-lite-residual")

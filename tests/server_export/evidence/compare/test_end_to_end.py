@@ -39,8 +39,7 @@ def curve(result: dict[str, Any], method: str) -> list[float]:
     return [point["loss"] for point in result["methods"][method]["runs"][0]["curve"]]
 
 
-@pytest.mark.slow
-@pytest.mark.export
+@pytest.mark.whole
 def test_killed_and_gone_on_with(tmp_path: Path) -> None:
     out = tmp_path / "cmp"
     run = out / "runs/p-rge-q1-5/run"

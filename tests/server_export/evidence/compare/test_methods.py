@@ -8,7 +8,7 @@ import pytest
 
 from device_runner.evaluate import EvaluateSettings
 from device_runner.session.settings import RunSettings
-from prge.files.chain import ROLE_OF
+from prge.learning.estimators.table import ESTIMATORS
 from prge.verbs.settings import parse_settings
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.evidence.compare.methods import (
@@ -25,7 +25,6 @@ from server_export.evidence.compare.methods import (
 from server_export.settings import ExportConfig
 from tests.comparisons import settings_for
 
-KINDS = {"antithetic": "stack", "one-sided": "stack"}
 ROWS = {split: Path(f"{split}.jsonl") for split in ("train", "dev", "test")}
 
 
@@ -59,7 +58,7 @@ def test_engine_methods_have_command_lines_that_parse(name: str, tmp_path: Path)
     words = words_of({**export_flags(method, settings), "out": tmp_path / "bundle"})
     config = parse_settings(ExportConfig, words, "prge export")
     assert config.sequence_length == 16
-    assert ROLE_OF[KINDS.get(method.estimator, method.estimator)] in config.roles
+    assert method.estimator and ESTIMATORS[method.estimator].role in config.roles
     plan = Plan(10, 1.25e-3, 3, (0, 2, 7, 10))
     verb, *words = run_words(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     run = parse_settings(RunSettings, words, "prge run")

@@ -51,7 +51,7 @@ def test_without_the_reference_another_sets_the_target(tmp_path: Path) -> None:
     assert "best of p-rge" in find_target(result).origin
     result["methods"] = {"exact": make_method(False, [])}
     assert find_target(result).value is None
-    assert judge(result).rankings == {}
+    assert {duel.winner for duel in judge(result).duels} == {None}
 
 
 def test_no_target_without_a_gain(tmp_path: Path) -> None:
@@ -69,7 +69,9 @@ def test_random_weights_have_no_quality(tmp_path: Path) -> None:
     result["settings"]["model"] = "random:smollm2-135m"
     outcome = judge(result)
     assert outcome.target.value is None
-    assert set(outcome.rankings) == {"peak_mb", "own_peak_mb", "activation_mb", "tokens_per_second"}
+    assert {duel.figure.key for duel in outcome.duels} == {
+        "peak_mb", "own_peak_mb", "activation_mb", "tokens_per_second",
+    }  # fmt: skip
     write_report(result, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "weights are random" in text
@@ -110,7 +112,8 @@ def test_accuracies_within_their_standard_error_are_ties(tmp_path: Path) -> None
     ]
     far = [make_run(seed, 0.3, 0.02, 48, test={"loss": 0.5, "accuracy": 0.81}) for seed in SEEDS]
     result["methods"] = {"p-rge": make_method(True, close), "backprop-lora": make_method(False, far)}
-    assert judge(result).rankings["test_accuracy"].ties == ("p-rge",)
+    winners = {duel.figure.key: duel.winner for duel in judge(result).duels}
+    assert winners["test_accuracy"] == "tie"
 
 
 def test_json_has_fractions_and_nulls(tmp_path: Path) -> None:

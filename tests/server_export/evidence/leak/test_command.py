@@ -106,7 +106,7 @@ def test_each_list_is_varied_alone() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_demo_leaks(tmp_path: Path) -> None:
     fewer = ["--lengths", "8", "--steps", "10", "--seeds", "42", "1337"]
     assert main(["--preset", "demo", *fewer, "--json", str(tmp_path / "leak.json")]) == 0

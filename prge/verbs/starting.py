@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import PrgeError, RunError
-from prge.files.run_folder import LOCK, run_lock
+from prge.files.run_folder import LOCK, reported, run_lock
+from prge.host.atomic import write_file
 from prge.host.parents import environment_of_child
+from prge.verbs.settings import yaml_of
 
 # For what a verb saves when it is told to stop, and when a terminal has told it.
 _SECONDS_TO_END, _SECONDS_TO_OBEY = 30.0, 3.0
@@ -26,7 +29,7 @@ def run_verb(*words: object, quiet: bool = False) -> None:
         PrgeError: it ended with another code than 0; its own message is on the terminal.
     """
     if not quiet:
-        print("$ prge " + " ".join(map(str, words)), flush=True)
+        print(f"$ prge {shlex.join(map(str, words))}", flush=True)
     if code := verb_code(*words, stdout=subprocess.DEVNULL if quiet else None):
         raise _failed(words, code)
 
@@ -82,14 +85,22 @@ def command_of(*words: object) -> list[str]:
     return [sys.executable, "-m", "prge.cli", *map(str, words)]
 
 
-def flags_of(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as words of a command line; None leaves one out, True gives the bare flag."""
-    words = []
-    for name, value in settings.items():
-        if value is not None:
-            values = value if isinstance(value, list | tuple) else [value]
-            words += [f"--{name.replace('_', '-')}", *(map(str, values) if value is not True else ())]
-    return words
+def configured(verb: str, settings: Mapping[str, Any], path: Path) -> list[str]:
+    """Words that start a verb with settings, which are written to a file that stays.
+
+    Args:
+        verb: such as `run` or `android run`.
+        settings: of the verb, by their names; None leaves one out.
+        path: the YAML file; its folder is made.
+
+    Raises:
+        RunError: the file can't be written.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    with reported(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, yaml_of(given).encode())
+    return [*verb.split(), "--config", str(path)]
 
 
 def json_of(path: Path) -> dict[str, Any]:

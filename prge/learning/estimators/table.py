@@ -1,0 +1,166 @@
+"""The estimators that a run can choose: what each is, needs of a bundle, takes for a step, and is set by.
+
+Settings, engines, costs, comparisons, fleets and reports read this table, and nothing else knows a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from prge.contract import ROWS_OF_A_WAY_BACK
+from prge.files.signatures import BACK, STACK, TANGENT
+from prge.learning.estimators.differences import Antithetic, Differences, OneSided
+from prge.learning.estimators.exact import Exact
+from prge.learning.estimators.guide import Guide
+from prge.learning.estimators.protocol import Estimator
+from prge.learning.estimators.tangents import Tangents
+
+EstimatorName = Literal["exact", "tangent", "antithetic", "fzoo"]
+DEFAULT_QUERIES = 4
+
+
+@dataclass(frozen=True)
+class EstimatorFlags:
+    """Settings of whoever takes steps: which estimator, and how it is to work."""
+
+    estimator: EstimatorName | None = None
+    """exact: the gradient by backpropagation; tangent: exact derivatives along directions; antithetic: two
+    perturbed copies a query (P-RGE); fzoo: one copy a query, compared with a clean one in units of the
+    losses' deviation. Default: exact, or of a bundle without that role tangent, or antithetic."""
+    queries: int | None = None
+    """Random directions a step; default: 4. An exact gradient has none."""
+    copies: int | None = None
+    """antithetic, fzoo: copies of the adapter in one call; default: all of a step."""
+    share_directions: bool = False
+    """tangent: one direction a query for all examples of a step, instead of one for each."""
+    guided: bool = True
+    """Keep random directions to the axes that `prge guide` found, where the bundle has them."""
+    epsilon: float = 1e-2
+    """antithetic, fzoo: length of a perturbation, in units of the adapter's values."""
+    clip: float = 0.0
+    """Largest root mean square of a step's scalars, of each example's with tangents: an estimate of the
+    gradient's norm; exact: largest norm of a step's gradient; 0: no clipping. Helps where a step has few
+    examples and they differ much."""
+    clip_examples: float = 0.0
+    """exact: largest norm of each example's gradient; needs --batch-size 1, examples accumulate over --calls.
+    For differential privacy, which needs noise too, or where few examples are outliers; 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One estimator.
+
+    Attributes:
+        role: what a bundle needs beside `stack`, and what a call of a step computes.
+        settings: names of those of EstimatorFlags that it alone, or with few others, has.
+        make: the estimator that some settings ask for, with the guide that its directions keep to.
+        variants: copies of the adapter that a step of so many queries compares.
+        beta2: Adam's second coefficient, where nobody names one.
+        tag: what model hubs call the kind of training.
+        meaning: what a run does, in a sentence.
+    """
+
+    role: str
+    settings: tuple[str, ...]
+    make: Callable[[EstimatorFlags, Guide | None], Estimator]
+    tag: str
+    meaning: str
+    variants: Callable[[int], int] = lambda queries: 1
+    beta2: float = 0.999
+
+    @property
+    def has_directions(self) -> bool:
+        """Whether its steps follow random directions."""
+        return "queries" in self.settings
+
+    def sizes(self, queries: int | None = None, copies: int | None = None) -> dict[str, int]:
+        """Copies and queries of the contract of its calls."""
+        queries = queries or DEFAULT_QUERIES
+        return {
+            "copies": copies or self.variants(queries) if self.role == STACK else 1,
+            "queries": queries if self.role == TANGENT else 0,
+        }
+
+    def rows(self, queries: int) -> int:
+        """Rows that a step computes for each example."""
+        if self.role == BACK:
+            return ROWS_OF_A_WAY_BACK
+        return 1 + queries if self.role == TANGENT else self.variants(queries)
+
+
+def _exact(settings: EstimatorFlags, guide: Guide | None) -> Estimator:
+    return Exact(settings.clip, settings.clip_examples)
+
+
+def _tangents(settings: EstimatorFlags, guide: Guide | None) -> Estimator:
+    return Tangents(settings.share_directions, settings.clip, guide)
+
+
+def _antithetic(settings: EstimatorFlags, guide: Guide | None) -> Estimator:
+    rule = Antithetic(settings.queries or DEFAULT_QUERIES, settings.epsilon)
+    return Differences(rule, settings.clip, guide)
+
+
+def _fzoo(settings: EstimatorFlags, guide: Guide | None) -> Estimator:
+    rule = OneSided(settings.queries or DEFAULT_QUERIES, settings.epsilon)
+    return Differences(rule, settings.clip, guide)
+
+
+# The best first.
+ESTIMATORS: dict[EstimatorName, Entry] = {
+    "exact": Entry(
+        role=BACK,
+        settings=("clip_examples",),
+        make=_exact,
+        beta2=0.98,
+        tag="backpropagation",
+        meaning="Exact gradients: every step goes forward and backward through the model and follows the "
+        "gradient that backpropagation gives.",
+    ),
+    "tangent": Entry(
+        role=TANGENT,
+        settings=("queries", "share_directions"),
+        make=_tangents,
+        tag="forward-mode-differentiation",
+        meaning="Tangents: forward passes only; every step takes exact derivatives of the loss along a few "
+        "random directions and follows their mean, a noisy estimate of the gradient.",
+    ),
+    "antithetic": Entry(
+        role=STACK,
+        settings=("queries", "copies", "epsilon"),
+        make=_antithetic,
+        variants=lambda queries: 2 * queries,
+        tag="zeroth-order",
+        meaning="P-RGE (arXiv 2409.15520): forward passes only; every step compares the losses of two "
+        "perturbed copies of the adapter along a few random directions: a noisy estimate of the gradient.",
+    ),
+    "fzoo": Entry(
+        role=STACK,
+        settings=("queries", "copies", "epsilon"),
+        make=_fzoo,
+        variants=lambda queries: 1 + queries,
+        tag="zeroth-order",
+        meaning="FZOO (arXiv 2506.09034): forward passes only; every step compares the losses of perturbed "
+        "copies of the adapter with that of a clean one, along a few random directions, in units of their "
+        "deviation: a noisy estimate of the gradient.",
+    ),
+}
+
+
+def fitting(roles: Collection[str]) -> list[EstimatorName]:
+    """The estimators of a bundle with some roles, the best first."""
+    return [name for name, entry in ESTIMATORS.items() if entry.role in roles]
+
+
+def having(setting: str) -> list[EstimatorName]:
+    """The estimators that a setting belongs to."""
+    return [name for name, entry in ESTIMATORS.items() if setting in entry.settings]
+
+
+def make_estimator(settings: EstimatorFlags, guide: Guide | None = None) -> Estimator:
+    """The estimator that settings ask for; ValueError where they name none."""
+    if settings.estimator is None:
+        raise ValueError("which estimator is not settled")
+    return ESTIMATORS[settings.estimator].make(settings, guide if settings.guided else None)

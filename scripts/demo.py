@@ -1,0 +1,163 @@
+"""The whole path on a tiny model that comes with the package, each step a command of its own.
+
+tune, killed on the way -> resume -> guide its bundle -> two estimators more -> write -> a table, a picture
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from prge.errors import PrgeError
+from prge.rows.readers import read_rows
+from prge.rows.task import load_task
+from prge.verbs.starting import json_of, run_verb, started
+
+DATA = Path(__file__).resolve().parents[1] / "server_export" / "demo_data"
+MODEL, TASK = DATA / "model", DATA / "task.yaml"
+TRAIN, DEV, TEST = (DATA / f"{part}.jsonl" for part in ("train", "dev", "test"))
+
+# One bundle for all three: directions of the rows help exact gradients alone.
+EXPORT = "--target-modules o_proj down_proj --init random".split()
+# On the bundle, guided, and beside the run of `prge tune`, which takes exact gradients.
+METHODS = {"p-rge": "antithetic", "tangent": "tangent"}
+FORWARD = """--queries 8 --batch-size 2 --steps 200 --optimizer adam-norm --learning-rate 0.03
+    --schedule cosine --evaluate-every 100""".split()
+# Candidates are compared with each other. To write the right one, the model learns it as a text, and its end.
+WRITING = """--estimator exact --steps 300 --learning-rate 0.01 --evaluate-every 0 --sample-every 0
+    --batch-size 4 --optimizer adam --schedule cosine""".split()
+_STEPS_BEFORE_THE_KILL = 40
+
+
+def main() -> int:
+    """Run every step into a folder; print accuracies, and of every method rows, seconds, memory."""
+    parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for all that is made")
+    out = parser.parse_args().out
+    if out.exists() and any(out.iterdir()):
+        parser.error(f"{out} is not empty: remove it, or give another folder with --out")
+    try:
+        print(_table(demo(out), out))
+    except PrgeError as error:
+        print(f"demo.sh: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def demo(out: Path) -> dict[str, Any]:
+    """Run every step; returns the figures of the table.
+
+    Raises:
+        PrgeError: a step failed; its own message is on the terminal.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    begin, tuned, guided = time.perf_counter(), out / "tuned", out / "guided"
+    task = ["--task", TASK]
+    print("\n1/4  tune it with one command; it is killed on the way, and goes on", flush=True)
+    rows = ["--data", TRAIN, "--dev", DEV, "--test", TEST, *task]
+    _killed_on_the_way(tuned / "run", "tune", "--model", MODEL, *EXPORT, *rows, "--out", tuned)
+    run_verb("tune", "--resume", tuned, "--json", out / "tuned.json")
+    found = json_of(out / "tuned.json")
+    print("\n2/4  train it twice more on its bundle, with forward passes alone", flush=True)
+    shutil.copytree(tuned / "bundle", guided)
+    run_verb("guide", "--bundle", guided, "--model", MODEL, "--data", TRAIN, *task)
+    methods = {}
+    for name, estimator in METHODS.items():
+        data = ["--bundle", guided, "--train", TRAIN, "--dev", DEV, *task, "--out", out / name]
+        run_verb("run", *data, "--estimator", estimator, *FORWARD)
+        score = out / f"{name}.json"
+        run_verb("eval", guided, "--data", TEST, *task, "--adapter", out / name, "--json", score)
+        methods[name] = _figures(out / name, json_of(score))
+    methods["exact"] = _figures(tuned / "run", found["score_after"])
+    print("\n3/4  teach it to write its answer, and ask it before and after", flush=True)
+    samples = _written(out, tuned / "bundle")
+    print("\n4/4  draw the curves", flush=True)
+    run_verb("report", *(out / name for name in METHODS), tuned / "run", "--out", out / "report.html")
+    return {
+        "accuracy_before": found["score_before"]["accuracy"],
+        "methods": methods,
+        "samples": samples,
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def _figures(run: Path, score: dict[str, Any]) -> dict[str, Any]:
+    """What a finished run cost, and what its adapter scores."""
+    train = json_of(run / "run.json")["train"]
+    return {
+        "accuracy": score["accuracy"],
+        "peak_mb": (train["memory"]["peak_bytes"] or 0) / 1e6,
+        **{name: train[name] for name in ("rows", "seconds", "steps")},
+    }
+
+
+def _written(out: Path, bundle: Path) -> dict[str, Any]:
+    """What the model writes after a text of each class that it never saw, before and after a run."""
+    task = load_task(str(TASK))
+    rows = [row.fields for row in read_rows(TRAIN)]
+    answers = [
+        {"prompt": task.prompt(row), "completion": task.candidates(row)[task.label(row)]} for row in rows
+    ]
+    unseen = {task.label(row.fields): row.fields for row in read_rows(TEST)}
+    prompts = [{"prompt": task.prompt(row)} for row in unseen.values()]
+    for name, lines in (("answers", answers), ("prompts", prompts)):
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = ["--train", out / "answers.jsonl", "--sample-prompts", out / "prompts.jsonl"]
+    run_verb("run", "--bundle", bundle, *data, *WRITING, "--out", out / "writing")
+    samples: dict[str, Any] = json_of(out / "writing" / "run.json")["train"]["samples"]
+    return samples
+
+
+def _killed_on_the_way(run: Path, *words: object) -> None:
+    """Start a verb and kill it, and with it all that it started, as a phone would, a few steps into a run."""
+    print("$ prge " + " ".join(map(str, words)), flush=True)
+    journal = run / "journal.jsonl"
+    with started(*words) as process:
+        while process.poll() is None:
+            if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= _STEPS_BEFORE_THE_KILL:
+                process.kill()
+                break
+            time.sleep(0.02)
+    if process.returncode != -signal.SIGKILL:
+        raise PrgeError(f"`prge {words[0]}` ended with code {process.returncode}", remedy="see above")
+    print(f"killed process {process.pid} and its children with SIGKILL")
+
+
+def _table(figures: dict[str, Any], out: Path) -> str:
+    lines = [
+        "",
+        f"before    {figures['accuracy_before']:>47.1%} of test rows right",
+        "",
+        f"{'':<10}{'steps':>9}{'rows':>10}{'seconds':>10}{'memory':>10}{'accuracy':>10}",
+    ]
+    for name, found in figures["methods"].items():
+        memory = f"{found['peak_mb']:.0f} MB"
+        lines.append(
+            f"{name:<10}{found['steps']:>9,}{found['rows']:>10,}{found['seconds']:>10.1f}{memory:>10}"
+            f"{found['accuracy']:>10.1%}"
+        )
+    for before, after in zip(*figures["samples"].values(), strict=True):
+        lines += [
+            "",
+            before["prompt"],
+            f"  before: {before['text'].strip()}",
+            f"  after:  {after['text'].strip()}",
+        ]
+    lines += [
+        "",
+        f"seconds in all: {figures['seconds']:.1f}",
+        f"report:   {out / 'report.html'}",
+        f"report:   {out / 'tuned' / 'report.html'}",
+        f"adapter:  {out / 'tuned' / 'adapter'} (loads with peft.PeftModel.from_pretrained)",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

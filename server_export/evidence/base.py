@@ -1,0 +1,26 @@
+"""The model that a bundle was exported from, with the values that the bundle computes with."""
+
+from __future__ import annotations
+
+from prge.errors import BundleError
+from prge.files.bundle import Bundle
+from server_export.model.base import content_problems, model_problems
+from server_export.model.loading import LoadedModel
+from server_export.model.lora_fa import convert_conv1d
+from server_export.model.quantization import round_base
+
+
+def as_exported(bundle: Bundle, loaded: LoadedModel) -> None:
+    """Give a model the frozen values of a bundle in place, as floats; its Conv1D layers become linear ones.
+
+    Raises:
+        BundleError: it is another model.
+    """
+    block = bundle.manifest.get("model", {})
+    if problems := model_problems(loaded, block) or content_problems(loaded, block.get("sha256")):
+        raise BundleError(
+            f"{loaded.name_or_path} is not the model of the bundle: " + "; ".join(problems),
+            remedy="give the model that the bundle was exported from with --model",
+        )
+    convert_conv1d(loaded.model)
+    round_base(loaded.model, bundle.quantization or "fp32")

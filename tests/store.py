@@ -1,0 +1,77 @@
+"""What takes seconds to make, such as exported bundles, kept for all tests and for later runs.
+
+It lies in pytest's cache, `.pytest_cache` of the repository; `pytest --cache-clear` empties it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import inspect
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# What an export and the making of tiny models follow from. Fronts and evidence change no bundle.
+_CODE = (
+    "prge/**/*.py",
+    "server_export/**/*.py",
+    "server_export/demo_data/**/*.*",
+    "tests/tiny_models.py",
+    "tests/device_runner/engines/chains.py",
+)
+_NOT = tuple(
+    ROOT / room
+    for room in (
+        "prge/pages",
+        "prge/text",
+        *(f"server_export/{room}" for room in ("tune", "evidence", "publishing")),
+    )
+)
+_PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers", "numpy", "safetensors")
+_DAY = 24 * 60 * 60
+
+
+class Store:
+    """Folders by name, of the code as it is; of other code those that no run has asked for in a day go."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / _key()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        os.utime(self._folder)
+        for other in folder.iterdir():
+            if time.time() - other.stat().st_mtime > _DAY:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def made(self, name: str, fill: Callable[[Path], object]) -> Path:
+        """A folder to read from, by its name; filled by who asks first, while other processes wait.
+
+        Its files have absolute paths in them, so it stays where it is filled.
+        """
+        source = Path(inspect.getfile(fill))
+        folder = self._folder / f"{name}-{hashlib.sha256(source.read_bytes()).hexdigest()[:8]}"
+        with folder.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.fstat(lock.fileno()).st_size:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                lock.write("filled")
+        return folder
+
+
+@lru_cache(maxsize=1)
+def _key() -> str:
+    found = hashlib.sha256(f"{ROOT} {sys.version}".encode())
+    for package in _PACKAGES:
+        found.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    for path in sorted(path for pattern in _CODE for path in ROOT.glob(pattern)):
+        if not any(path.is_relative_to(room) for room in _NOT):
+            found.update(f"{path.relative_to(ROOT)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
