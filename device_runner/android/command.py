@@ -264,9 +264,9 @@ def _logs(argv: list[str]) -> int:
     settings = _parse(LogsSettings, argv, "logs", ["name"])
     phone = settings.phone()
     _known(phone, settings.name)
-    place = ("jobs", settings.name, "console.txt") if settings.console else ("runs", settings.name, "log.txt")
-    words = quote([phone.path(*place)])
-    print(phone.adb.check(f"tail -n {settings.lines} {words}", f"reading {place[-1]}"), end="")
+    file = ("jobs", settings.name, "console.txt") if settings.console else ("runs", settings.name, "log.txt")
+    words = quote([phone.path(*file)])
+    print(phone.adb.check(f"tail -n {settings.lines} {words}", f"reading {file[-1]}"), end="")
     return 0
 
 
@@ -353,10 +353,12 @@ ACTIONS = {
 }
 
 
-def _parse(kind: type[Settings], argv: list[str], verb: str, positional: Sequence[str] = ()) -> Settings:
+def _parse(
+    settings_type: type[Settings], argv: list[str], verb: str, positional: Sequence[str] = ()
+) -> Settings:
     help_ = ACTIONS[verb.split()[0]].help
     description = f"{help_[0].upper()}{help_[1:]}."
-    return parse_settings(kind, argv, f"prge android {verb}", positional, description)
+    return parse_settings(settings_type, argv, f"prge android {verb}", positional, description)
 
 
 def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:

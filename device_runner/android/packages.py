@@ -91,9 +91,9 @@ class Lock:
     debian: Mapping[str, Package]
     wheels: Mapping[str, Package]
 
-    def named(self, names: Sequence[str], kind: Literal["debian", "wheels"]) -> list[Package]:
+    def named(self, names: Sequence[str], source: Literal["debian", "wheels"]) -> list[Package]:
         """Its packages of these names; raises ConfigError where it lacks some."""
-        packages: Mapping[str, Package] = getattr(self, kind)
+        packages: Mapping[str, Package] = getattr(self, source)
         if lacking := [name for name in names if name not in packages]:
             raise ConfigError(
                 "the lock lacks packages:",
@@ -111,13 +111,13 @@ def read_lock(path: Path, machine: Machine) -> Lock:
     """
     try:
         content = read_json(path)
-        made_for, kinds = content["machine"], content["packages"]
+        made_for, sources = content["machine"], content["packages"]
         debian, wheels = (
             {
                 name: Package(name, _text(facts["version"]), _text(facts["sha256"]))
-                for name, facts in kinds[kind].items()
+                for name, facts in sources[source].items()
             }
-            for kind in ("debian", "wheels")
+            for source in ("debian", "wheels")
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -159,10 +159,10 @@ def download_wheels(
         remedy += " Leave --lock out to take those that prge is tested with"
     if importlib.util.find_spec("pip") is None:
         remedy = "this Python has no pip: install it with `python -m ensurepip`"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as place:
-        asked = Path(place, "wheels.txt")
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as scratch:
+        asked = Path(scratch, "wheels.txt")
         asked.write_text("\n".join(lines))
-        words = [*_PIP, "--dest", place, "--find-links", str(folder), "--requirement", str(asked)]
+        words = [*_PIP, "--dest", scratch, "--find-links", str(folder), "--requirement", str(asked)]
         words += ["--require-hashes"] * (lock is not None)
         for platform in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
             words += ["--platform", f"{platform}_{_WHEEL_MACHINES[machine]}"]
@@ -170,7 +170,9 @@ def download_wheels(
             _run([*words, "--no-index"])
         except PrgeError:  # the cache lacks some
             _run(words, remedy=remedy)
-        brought = {_plain(path.name): path.replace(folder / path.name) for path in Path(place).glob("*.whl")}
+        brought = {
+            _plain(path.name): path.replace(folder / path.name) for path in Path(scratch).glob("*.whl")
+        }
     wheels = {}
     for line in lines:
         name, _, version = line.partition(" ")[0].partition("==")
@@ -201,8 +203,8 @@ def download_debian(
     files = _cached(wanted, folder)
     if wanted and len(files) == len(wanted):
         return files
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as place:
-        private = Path(place)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as scratch:
+        private = Path(scratch)
         environment = _private_apt(private, machine, archive, is_locked=lock is not None)
         _apt(["apt-get", *_STRICT, "update"], environment)
         offered = _offered(names, environment, every_version=lock is not None)

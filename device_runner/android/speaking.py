@@ -82,10 +82,10 @@ def _bundle_of(phone: Phone, name: str) -> str:
     return bundle
 
 
-def _flags(kind: type[Any], settings: Any) -> list[str]:
-    """The flags of `kind` that differ from their defaults, as words."""
+def _flags(settings_type: type[Any], settings: Any) -> list[str]:
+    """The flags of `settings_type` that differ from their defaults, as words."""
     words = []
-    for item in fields(kind):
+    for item in fields(settings_type):
         value = getattr(settings, item.name)
         if value == item.default:
             continue

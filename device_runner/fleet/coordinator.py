@@ -524,10 +524,10 @@ class Coordinator:
 
     def _undo_half_a_round(self) -> None:
         """Leave out steps of a round that a kill cut off."""
-        kinds = [record["kind"] for record in self.journal.records]
-        ended = max((index for index, kind in enumerate(kinds) if kind == "round"), default=-1)
-        if "step" in kinds[ended + 1 :]:
-            self.journal.undo_after(kinds.index("step", ended + 1))
+        types = [record["kind"] for record in self.journal.records]
+        ended = max((index for index, each in enumerate(types) if each == "round"), default=-1)
+        if "step" in types[ended + 1 :]:
+            self.journal.undo_after(types.index("step", ended + 1))
         self._told: list[bytes] = []
 
     def _state(self) -> TrainingState:
