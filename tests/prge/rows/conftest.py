@@ -38,7 +38,7 @@ def encoder_tokenizer() -> Tokenizer:
 def contract() -> Callable[..., Contract]:
     def make(**changes: Any) -> Contract:
         values = {
-            "kind": "stack",
+            "role": "stack",
             "readout": "logprobs",
             "copies": 2,
             "batch_size": 4,
