@@ -63,7 +63,7 @@ class ServerSettings(Plan):
     seconds: float = 600.0
     """How long a round's answers are waited for."""
     evaluate_every: int = 1
-    """Rounds between scores of development rows."""
+    """Rounds between scores of development rows; 0: before the first and after the last alone."""
     engine: EngineName = "auto"
     """See `prge run --help`."""
     threads: int | None = None

@@ -203,6 +203,12 @@ def test_a_task_brings_only_what_is_missing(fleet: Fleet) -> None:
     assert len(list(there.missed_steps())) == 1 and not there.agreement
 
 
+def test_development_rows_are_scored_before_and_after_alone(fleet: Fleet) -> None:
+    settings = fleet.settings(rounds=3, evaluate_every=0)
+    fleet.run(settings)
+    assert [step for step, _ in _evaluations(settings.out)] == [0, 9]
+
+
 def test_garbage_is_refused_by_name_and_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
     liar = NODES[1]
 
