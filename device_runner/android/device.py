@@ -29,7 +29,7 @@ from prge.files.documents import parse_json
 from prge.files.run_folder import ENDED
 from prge.rows.readers import PARQUET
 from prge.rows.sources import Part, read_source, rows_file
-from prge.verbs.settings import settings_to_yaml
+from prge.verbs.settings import yaml_of
 
 FOLDER = "/data/local/tmp/prge"
 OWN = "runtime runtime.tree bundles adapters data jobs runs fleets cache tmp".split()
@@ -186,16 +186,6 @@ class Phone:
             raise DeviceError(f"{remote} is not what was sent", remedy="send it again")
         self.adb.check(f"mv {quote([f'{remote}.new', remote])}", f"renaming {remote}")
         return remote
-
-    def send_settings(self, name: str, settings: Any) -> str:
-        """Bring a verb's settings as the YAML file of a job; returns its path there."""
-        job = self.path("jobs", name)
-        self.make(job)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "settings.yaml"
-            path.write_text(settings_to_yaml(settings), encoding="utf-8")
-            self.adb.push(path, f"{job}/settings.yaml")
-        return f"{job}/settings.yaml"
 
     def send_runtime(self, local: Path, *, check: bool = False, everything: bool = False) -> int:
         """Bring a runtime folder; see `send_folder`."""
@@ -422,7 +412,7 @@ class Phone:
         return f"prge android logs {name} --console"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceSettings:
     """Which device, and where on it."""
 
@@ -531,3 +521,13 @@ def send_rows(phone: Phone, where: Path, part: Part) -> str:
         rows = read_source(where, part).rows
         written.write_text("".join(json.dumps(row.fields) + "\n" for row in rows), encoding="utf-8")
         return phone.send_file(written)
+
+
+def send_settings(phone: Phone, settings: Mapping[str, Any], folder: str) -> list[str]:
+    """Bring settings of a verb, by their names, to a folder of the phone; words with which it reads them."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "settings.yaml")
+        path.write_text(yaml_of(settings), encoding="utf-8")
+        phone.make(folder)
+        phone.adb.push(path, f"{folder}/settings.yaml")
+    return ["--config", f"{folder}/settings.yaml"]

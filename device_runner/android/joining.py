@@ -6,10 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from device_runner.android.adb import quote
-from device_runner.android.device import FOLDER, Phone, check_name, rows_there
+from device_runner.android.device import DeviceSettings, Phone, check_name, rows_there, send_settings
 from device_runner.android.runtime import MANIFEST
 from device_runner.fleet.device import DeviceSettings as JoiningSettings
-from device_runner.fleet.joining import JoinSettings
 from device_runner.fleet.serve import check_keys
 from prge.errors import DeviceError
 
@@ -19,7 +18,7 @@ _LOCAL = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AndroidJoinSettings(JoiningSettings):
+class AndroidJoinSettings(JoiningSettings, DeviceSettings):
     """Let a device take part in a fleet."""
 
     server: str
@@ -33,10 +32,6 @@ class AndroidJoinSettings(JoiningSettings):
     """Instead of --keys: no encryption. To try things out."""
     data_on_device: bool = False
     """--train names a file that is on the device already."""
-    serial: str | None = None
-    """The device, as `adb devices` lists it; default: the only one, or ANDROID_SERIAL."""
-    folder: str = FOLDER
-    """prge's folder on the device."""
 
     def __post_init__(self) -> None:
         check_keys(self.keys, self.insecure)
@@ -56,29 +51,23 @@ def join_words(phone: Phone, settings: AndroidJoinSettings, bundle: str) -> list
     """
     _need_flower(phone)
     own = phone.path("fleets", settings.name)
-    rows = Path(rows_there(phone, settings.train, "train", settings.data_on_device))
-    task, policy = settings.task, settings.policy
-    if task and Path(task).is_file():
-        task = phone.send_file(Path(task))
-    if policy is not None:
-        policy = Path(phone.send_file(policy))
-    keys = None
-    if settings.keys is not None:
-        keys = Path(f"{own}-keys")
-        phone.send_folder(settings.keys, str(keys), names=KEY_FILES)
-        phone.adb.check(f"chmod -R go= {quote([keys])}", "protecting the keys")
+    rows = rows_there(phone, settings.train, "train", settings.data_on_device)
+    sent = {item.name: getattr(settings, item.name) for item in fields(JoiningSettings)}
+    sent |= {"bundle": bundle, "train": rows, "server": settings.server, "folder": own}
+    if settings.task and Path(settings.task).is_file():
+        sent["task"] = phone.send_file(Path(settings.task))
+    if settings.policy is not None:
+        sent["policy"] = phone.send_file(settings.policy)
+    if settings.keys is None:
+        sent["insecure"] = True
+    else:
+        phone.send_folder(settings.keys, f"{own}-keys", names=KEY_FILES)
+        phone.adb.check(f"chmod -R go= {quote([f'{own}-keys'])}", "protecting the keys")
+        sent["keys"] = f"{own}-keys"
     host, _, port = settings.server.rpartition(":")
     if host in _LOCAL:
         phone.adb.reverse(port)
-    names = {item.name for item in fields(JoinSettings)}
-    there = {name: value for name, value in vars(settings).items() if name in names}
-    there |= {"folder": Path(own), "bundle": Path(bundle), "train": rows, "task": task, "policy": policy}
-    return [
-        "fleet",
-        "join",
-        "--config",
-        phone.send_settings(settings.name, JoinSettings(**{**there, "keys": keys})),
-    ]
+    return ["fleet", "join", *send_settings(phone, sent, phone.path("jobs", settings.name))]
 
 
 def _need_flower(phone: Phone) -> None:

@@ -58,7 +58,7 @@ def _check(name: str) -> None:
 
 
 def _status(argv: Sequence[str]) -> int:
-    settings = parse_settings(StatusSettings, argv, "prge fleet status", ["folder"], _described("status"))
+    settings = parse_settings(StatusSettings, argv, "prge fleet status", ["folder"])
     status = read_status(settings.folder)
     print(json.dumps(asdict(status), indent=2) if settings.json else status.text())
     return 0
@@ -67,7 +67,7 @@ def _status(argv: Sequence[str]) -> int:
 def _keys(argv: Sequence[str]) -> int:
     from device_runner.fleet.network.keys import DEVICES, SERVER, make_keys
 
-    settings = parse_settings(KeysSettings, argv, "prge fleet keys", ["out"], _described("keys"))
+    settings = parse_settings(KeysSettings, argv, "prge fleet keys", ["out"])
     made = make_keys(settings.out, settings.hosts, settings.devices)
     out = settings.out
     if made.until is not None:
@@ -88,8 +88,3 @@ ACTIONS = {
     "simulate": Action("train a fleet of simulated devices in one process, and count", simulate.main),
     "keys": Action("make the certificates and keys of a server and its devices", _keys),
 }
-
-
-def _described(verb: str) -> str:
-    help_ = ACTIONS[verb].help
-    return f"{help_[0].upper()}{help_[1:]}."

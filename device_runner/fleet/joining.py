@@ -13,7 +13,6 @@ from device_runner.fleet.serve import check_keys
 from prge.errors import RunError
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = "Take part in a fleet, on a device."
 # Words of who makes a folder a device's, or asks how to.
 _MAKING = ("--bundle", "--config", "--help", "-h", "--print-config")
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     """Run the verb; see `prge fleet join --help`."""
     settings: RejoinSettings
     if any(word.partition("=")[0] in _MAKING for word in argv):
-        settings = parse_settings(JoinSettings, argv, "prge fleet join", description=DESCRIPTION)
+        settings = parse_settings(JoinSettings, argv, "prge fleet join")
     else:
         settings = parse_settings(RejoinSettings, argv, "prge fleet join")
     from device_runner.fleet.network.client import client_app

@@ -12,7 +12,7 @@ from prge.verbs.bounds import bound_problems
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """Publish a trained adapter."""
+    """Give a trained adapter to PEFT or llama.cpp, merge it, or make a program for ExecuTorch."""
 
     source: Path
     """Folder of a run or of `prge tune`, checkpoint or PEFT folder with the trained adapter."""
@@ -31,7 +31,7 @@ class PublishConfig:
 
     format: Literal["peft", "merged", "program", "llm", "gguf"] = "peft"
     """peft: an adapter for PEFT; gguf: an adapter for llama.cpp; merged: a Hugging Face model; program: an
-    ExecuTorch inference program; llm: one that generates, for ExecuTorch's LLM runner and its apps."""
+    encoder as an ExecuTorch program; llm: a decoder as one, for ExecuTorch's LLM runner and its apps."""
 
     sequence_length: int | None = None
     """program, llm: tokens that it takes, an llm's answer among them; without it the bundle's length, for an

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from prge.errors import ConfigError
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 from server_export.settings import ExportConfig
 
-PRESETS = Path(__file__).with_name("presets")
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
-DESCRIPTION = (
-    "Try to read rows from what a device of a fleet would send of them. Failing is no proof of safety."
-)
 
 ReportName = Literal["exact", "top", "scalars"]
 Objective = Literal["dlg", "cosine", "tag"]
@@ -45,9 +41,11 @@ class Case:
 
 @dataclass(frozen=True)
 class LeakSettings:
-    """What to attack, on which rows, and how hard."""
+    """Try to read rows from what a device of a fleet would send of them. Failing is no proof of safety."""
 
-    preset: Literal["demo"] | None = None
+    PRESETS: ClassVar = Path(__file__).with_name("presets")
+
+    preset: str | None = None
     """Settings to begin with: demo, the tiny model that comes along; flags win over them."""
     model: str | None = None
     """Folder or hub id of the model; demo: the one that comes along."""
@@ -109,7 +107,7 @@ class LeakSettings:
     json: Path | None = None
     """File to write all figures to as JSON."""
     out: Path | None = None
-    """Picture of the token recovery; its ending chooses the format: svg, png or pdf."""
+    """Picture of the token recovery, an SVG file."""
 
     @property
     def model_path(self) -> str:
@@ -164,8 +162,8 @@ class LeakSettings:
             problems.append("a bundle has its own layers: leave out --target-modules and --adapt-layers")
         if (self.bundle is not None or self.adapter is not None) and len(self.ranks) > 1:
             problems.append("a bundle or an adapter has its own rank: leave out --ranks")
-        if self.out is not None and self.out.suffix not in (".svg", ".png", ".pdf"):
-            problems.append(f"--out is {self.out}, must end in .svg, .png or .pdf")
+        if self.out is not None and self.out.suffix != ".svg":
+            problems.append(f"--out is {self.out}, must end in .svg")
         if problems:
             raise ConfigError(
                 "this can't be attacked:", problems, remedy="`prge leak --help` explains the settings"
@@ -178,8 +176,4 @@ def read_command_line(argv: Sequence[str]) -> LeakSettings:
     Raises:
         ConfigError: settings that can't be used.
     """
-    settings = parse_settings(LeakSettings, argv, "prge leak", description=DESCRIPTION)
-    if settings.preset is None:
-        return settings
-    words = ["--config", str(PRESETS / f"{settings.preset}.yaml"), *argv]
-    return parse_settings(LeakSettings, words, "prge leak", description=DESCRIPTION)
+    return parse_settings(LeakSettings, argv, "prge leak")

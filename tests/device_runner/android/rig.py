@@ -194,7 +194,7 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     _prge("publish", there, "--bundle", bundle, "--model", DEMO / "model", "--out", work / "published")
     opened = open_bundle(bundle)
     ours, theirs = (
-        read_peft(find_adapter(run), opened.contract.modules, opened.adapter).values for run in (here, there)
+        read_peft(find_adapter(run), opened.chain.modules, opened.adapter).values for run in (here, there)
     )
     return {
         "steps": STEPS,
