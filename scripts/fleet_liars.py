@@ -81,7 +81,7 @@ class Fleet(Simulation):
 
     def take_round(self, fleet: Coordinator) -> RoundReport:
         """Let honest devices answer, then liars, who know what all others say."""
-        tasks = fleet.tasks(range(len(self.own)))
+        tasks = fleet.tasks(range(len(self.seeds)))
         said = {device: self._answer(fleet, device) for device in tasks}
         parsed = {device: parse_answer(content) for device, content in said.items() if content}
         told = {device: each for device, each in parsed.items() if isinstance(each, Answer)}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from device_runner.android.adb import Adb, quote
-from device_runner.android.device import DeviceSettings, Job, Phone, check_name, send_rows, send_settings
+from device_runner.android.device import DeviceSettings, Job, Phone, check_name, rows_there, send_settings
 from device_runner.android.joining import AndroidJoinSettings, join_words
 from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
@@ -260,9 +260,9 @@ def _logs(argv: list[str]) -> int:
     settings = _parse(LogsSettings, argv, "logs", ["name"])
     phone = settings.phone()
     _known(phone, settings.name)
-    place = ("jobs", settings.name, "console.txt") if settings.console else ("runs", settings.name, "log.txt")
-    words = quote([phone.path(*place)])
-    print(phone.adb.check(f"tail -n {settings.lines} {words}", f"reading {place[-1]}"), end="")
+    file = ("jobs", settings.name, "console.txt") if settings.console else ("runs", settings.name, "log.txt")
+    words = quote([phone.path(*file)])
+    print(phone.adb.check(f"tail -n {settings.lines} {words}", f"reading {file[-1]}"), end="")
     return 0
 
 
@@ -342,8 +342,10 @@ ACTIONS = {
 }
 
 
-def _parse(kind: type[Settings], argv: list[str], verb: str, positional: Sequence[str] = ()) -> Settings:
-    return parse_settings(kind, argv, f"prge android {verb}", positional)
+def _parse(
+    settings_type: type[Settings], argv: list[str], verb: str, positional: Sequence[str] = ()
+) -> Settings:
+    return parse_settings(settings_type, argv, f"prge android {verb}", positional)
 
 
 def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
@@ -351,26 +353,20 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     own = {item.name for item in fields(RunSettings)}
     plain = RunSettings(**{name: value for name, value in vars(settings).items() if name in own})
     named: dict[Part, Path | None] = {"train": plain.train, "dev": plain.dev}
-    rows: dict[str, Any] = {}
-    for name, path in named.items():
-        if path is None:
-            continue
-        if settings.data_on_device:
-            if not path.is_absolute() or not phone.exists(str(path), "r"):
-                raise DeviceError(
-                    f"--{name}: {phone.adb.serial} has no readable {path}",
-                    remedy="give an absolute path on the device, or leave --data-on-device out",
-                )
-        else:
-            rows[name] = Path(send_rows(phone, path, name))
-    changes: dict[str, Any] = {**rows, "bundle": Path(_send_bundle(phone, plain.bundle))}
+    changes: dict[str, Any] = {
+        name: Path(rows_there(phone, path, name, settings.data_on_device))
+        for name, path in named.items()
+        if path is not None
+    }
+    changes |= {
+        name: Path(phone.send_file(path))
+        for name in ("sample_prompts", "heads_of")
+        if (path := getattr(plain, name)) is not None
+    }
+    changes["bundle"] = Path(_send_bundle(phone, plain.bundle))
     changes["out"] = Path(phone.path("runs", plain.out.name))
     if plain.task and Path(plain.task).is_file():
         changes["task"] = phone.send_file(Path(plain.task))
-    if plain.sample_prompts:
-        changes["sample_prompts"] = Path(phone.send_file(plain.sample_prompts))
-    if plain.heads_of:
-        changes["heads_of"] = Path(phone.send_file(plain.heads_of))
     if plain.adapter:
         source = find_adapter(plain.adapter)
         remote = phone.path("adapters", digest(str(source.resolve()))[:12])

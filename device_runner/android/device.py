@@ -91,9 +91,9 @@ class Phone:
         """A path in prge's folder."""
         return "/".join((self.folder, *parts))
 
-    def exists(self, path: str, kind: str = "e") -> bool:
-        """Whether a path is there; `kind` is a letter of the shell's test, such as f, d or r."""
-        return self.adb.shell(f"[ -{kind} {quote([path])} ]").code == 0
+    def exists(self, path: str, test: str = "e") -> bool:
+        """Whether a path is there; `test` is a letter of the shell's test, such as f, d or r."""
+        return self.adb.shell(f"[ -{test} {quote([path])} ]").code == 0
 
     def free_bytes(self) -> int | None:
         """Free storage where prge's folder is or will be; None if the device doesn't tell."""
@@ -146,14 +146,14 @@ class Phone:
             if told.code == 0 and told.output.strip() == tree:
                 return 0
         before()
-        place, mark_word = quote([remote]), quote([mark])
+        folder, mark_word = quote([remote]), quote([mark])
         self.adb.check(f"rm -f {mark_word}", f"unmarking {remote}")
         self.make(remote)
         there = {} if everything else self._hashes(remote)
         extra = sorted(set(there) - set(wanted))
         for start in range(0, len(extra), _WORDS):
             names = quote([f"./{name}" for name in extra[start : start + _WORDS]])
-            self.adb.check(f"cd {place} && rm -f {names}", f"removing old files of {remote}")
+            self.adb.check(f"cd {folder} && rm -f {names}", f"removing old files of {remote}")
         lacking = [name for name, hash_ in wanted.items() if there.get(name) != hash_]
         if lacking:
             self._need_room(sum(here[name].stat().st_size for name in lacking), remote)
@@ -497,6 +497,18 @@ def _replace(made: Path, out: Path) -> None:
 def _first_line(path: Path) -> bytes:
     with path.open("rb") as stream:
         return stream.readline()
+
+
+def rows_there(phone: Phone, where: Path, part: Part, on_device: bool) -> str:
+    """The path on the device of rows that a user names: those that are there, or are brought now."""
+    if not on_device:
+        return send_rows(phone, where, part)
+    if not where.is_absolute() or not phone.exists(str(where), "r"):
+        raise DeviceError(
+            f"--{part}: {phone.adb.serial} has no readable {where}",
+            remedy="give an absolute path on the device, or leave --data-on-device out",
+        )
+    return str(where)
 
 
 def send_rows(phone: Phone, where: Path, part: Part) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from device_runner.android.adb import quote
-from device_runner.android.device import DeviceSettings, Phone, check_name, send_rows, send_settings
+from device_runner.android.device import DeviceSettings, Phone, check_name, rows_there, send_settings
 from device_runner.android.runtime import MANIFEST
 from device_runner.fleet.device import DeviceSettings as JoiningSettings
 from device_runner.fleet.serve import check_keys
@@ -51,11 +51,7 @@ def join_words(phone: Phone, settings: AndroidJoinSettings, bundle: str) -> list
     """
     _need_flower(phone)
     own = phone.path("fleets", settings.name)
-    rows = settings.train
-    if not settings.data_on_device:
-        rows = Path(send_rows(phone, settings.train, "train"))
-    elif not phone.exists(str(rows), "r"):
-        raise DeviceError(f"--train: {phone.adb.serial} has no readable {rows}")
+    rows = rows_there(phone, settings.train, "train", settings.data_on_device)
     sent = {item.name: getattr(settings, item.name) for item in fields(JoiningSettings)}
     sent |= {"bundle": bundle, "train": rows, "server": settings.server, "folder": own}
     if settings.task and Path(settings.task).is_file():

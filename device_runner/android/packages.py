@@ -31,6 +31,11 @@ PYTHON = "3.13"
 SECONDS = 1800
 _WHEEL_MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}
 _KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+_PIP = [
+    *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+    *("--no-deps", "--only-binary", ":all:", "--implementation", "cp", "--python-version", PYTHON),
+    *("--abi", f"cp{PYTHON.replace('.', '')}", "--abi", "abi3", "--abi", "none"),
+]
 # What this machine's own settings may have loosened.
 _STRICT = (
     "-o Acquire::AllowInsecureRepositories=false -o Acquire::AllowWeakRepositories=false "
@@ -86,9 +91,9 @@ class Lock:
     debian: Mapping[str, Package]
     wheels: Mapping[str, Package]
 
-    def named(self, names: Sequence[str], kind: Literal["debian", "wheels"]) -> list[Package]:
+    def named(self, names: Sequence[str], source: Literal["debian", "wheels"]) -> list[Package]:
         """Its packages of these names; raises ConfigError where it lacks some."""
-        packages: Mapping[str, Package] = getattr(self, kind)
+        packages: Mapping[str, Package] = getattr(self, source)
         if lacking := [name for name in names if name not in packages]:
             raise ConfigError(
                 "the lock lacks packages:",
@@ -106,13 +111,13 @@ def read_lock(path: Path, machine: Machine) -> Lock:
     """
     try:
         content = read_json(path)
-        made_for, kinds = content["machine"], content["packages"]
+        made_for, sources = content["machine"], content["packages"]
         debian, wheels = (
             {
                 name: Package(name, _text(facts["version"]), _text(facts["sha256"]))
-                for name, facts in kinds[kind].items()
+                for name, facts in sources[source].items()
             }
-            for kind in ("debian", "wheels")
+            for source in ("debian", "wheels")
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -135,7 +140,7 @@ def _text(value: object) -> str:
 def download_wheels(
     pinned: Sequence[str], machine: Machine, cache: Path, lock: Lock | None = None
 ) -> dict[Package, Path]:
-    """The wheel of each package, from the cache or through pip.
+    """The wheel of each package, from the cache or through this Python's pip, which checks a lock's hashes.
 
     Args:
         pinned: names and versions, such as `numpy==2.4.6`; with a lock its versions count.
@@ -147,27 +152,33 @@ def download_wheels(
         PrgeError: pip can't get one, or it is another file than the lock names.
     """
     folder = private_folder(cache / "wheels" / machine)
-    names = [line.partition("==")[0] for line in pinned]
-    locked = {} if lock is None else {item.name: item for item in lock.named(names, "wheels")}
-    wanted = [f"{item.name}=={item.version}" for item in locked.values()] or list(pinned)
-
-    def found() -> dict[Package, Path]:
-        packages = {}
-        for path in sorted(folder.glob("*.whl")):
-            for name, _, version in (line.partition("==") for line in wanted):
-                if _wheel_key(*path.name.split("-")[:2]) == _wheel_key(name, version):
-                    package = Package(name, version, file_sha256(path))
-                    if package == locked.get(name, package):
-                        packages[package] = path
-        return packages
-
-    has = {f"{item.name}=={item.version}" for item in found()}
-    if lacking := [line for line in wanted if line not in has]:
-        _pip_download(lacking, machine, folder, locked)
-    there = found()
-    if len(there) < len(wanted):
-        raise PrgeError(f"pip brought other packages than {' '.join(lacking)}")
-    return there
+    lines, remedy = list(pinned), "is the package index there, and does it have these versions?"
+    if lock is not None:
+        named = lock.named([line.partition("==")[0] for line in pinned], "wheels")
+        lines = [f"{item.name}=={item.version} --hash=sha256:{item.sha256}" for item in named]
+        remedy += " Leave --lock out to take those that prge is tested with"
+    if importlib.util.find_spec("pip") is None:
+        remedy = "this Python has no pip: install it with `python -m ensurepip`"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as scratch:
+        asked = Path(scratch, "wheels.txt")
+        asked.write_text("\n".join(lines))
+        words = [*_PIP, "--dest", scratch, "--find-links", str(folder), "--requirement", str(asked)]
+        words += ["--require-hashes"] * (lock is not None)
+        for platform in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
+            words += ["--platform", f"{platform}_{_WHEEL_MACHINES[machine]}"]
+        try:
+            _run([*words, "--no-index"])
+        except PrgeError:  # the cache lacks some
+            _run(words, remedy=remedy)
+        brought = {
+            _plain(path.name): path.replace(folder / path.name) for path in Path(scratch).glob("*.whl")
+        }
+    wheels = {}
+    for line in lines:
+        name, _, version = line.partition(" ")[0].partition("==")
+        path = next(path for wheel, path in brought.items() if wheel.startswith(_plain(f"{name}-{version}-")))
+        wheels[Package(name, version, file_sha256(path))] = path
+    return wheels
 
 
 def download_debian(
@@ -192,8 +203,8 @@ def download_debian(
     files = _cached(wanted, folder)
     if wanted and len(files) == len(wanted):
         return files
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as place:
-        private = Path(place)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as scratch:
+        private = Path(scratch)
         environment = _private_apt(private, machine, archive, is_locked=lock is not None)
         _apt(["apt-get", *_STRICT, "update"], environment)
         offered = _offered(names, environment, every_version=lock is not None)
@@ -288,38 +299,9 @@ def configured_archive() -> str:
     return addresses[0]
 
 
-def _pip_download(
-    wanted: Sequence[str], machine: Machine, folder: Path, locked: Mapping[str, Package]
-) -> None:
-    """Download wheels for a machine with this Python's pip; of locked ones pip checks the hash."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as place:
-        words = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-        words += ["--no-deps", "--only-binary", ":all:", "--dest", place]
-        words += ["--implementation", "cp", "--python-version", PYTHON.replace(".", "")]
-        for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none"):
-            words += ["--abi", abi]
-        for platform in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
-            words += ["--platform", f"{platform}_{_WHEEL_MACHINES[machine]}"]
-        if locked:
-            hashes = {f"{item.name}=={item.version}": item.sha256 for item in locked.values()}
-            lines = [f"{line} --hash=sha256:{hashes[line]}\n" for line in wanted]
-            (Path(place) / "lock.txt").write_text("".join(lines))
-            words += ["--require-hashes", "--requirement", str(Path(place) / "lock.txt")]
-        else:
-            words += wanted
-        remedy = "is the package index there, and does it have these versions?"
-        if locked:
-            remedy += " Leave --lock out to take those that prge is tested with"
-        if importlib.util.find_spec("pip") is None:
-            remedy = "this Python has no pip: install it with `python -m ensurepip`"
-        _run(words, remedy=remedy)
-        for path in Path(place).glob("*.whl"):
-            path.replace(folder / path.name)
-
-
-def _wheel_key(name: str, version: str) -> tuple[str, str]:
-    """Of a package as its wheel's file name spells it."""
-    return re.sub(r"[-_.]+", "_", name).lower(), version
+def _plain(name: str) -> str:
+    """A name that packages, and wheels' files, spell in several ways."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _apt(words: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> str:

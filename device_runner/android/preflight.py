@@ -81,9 +81,9 @@ def _space(phone: Phone) -> Check:
 
 def _folder(phone: Phone) -> Check:
     """Whether files can be kept in prge's folder and run from there."""
-    place = quote([phone.folder])
+    folder = quote([phone.folder])
     answer = phone.adb.shell(
-        f"mkdir -p {place} && cd {place} && echo 'exit 7' >.try && chmod 755 .try && rm .try"
+        f"mkdir -p {folder} && cd {folder} && echo 'exit 7' >.try && chmod 755 .try && rm .try"
     )
     if answer.code:
         return Check("folder", "missing", answer.said, "give a folder that adb's shell may write: --folder")

@@ -129,15 +129,15 @@ def build_runtime(settings: BundleSettings) -> Runtime:
     debian = download_debian(names, machine, cache, archive, lock)
     wheels = download_wheels(pinned, machine, cache, lock)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".runtime-") as place:
-        system, made = Path(place) / "system", Path(place) / "made"
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".runtime-") as work:
+        system, made = Path(work) / "system", Path(work) / "made"
         system.mkdir()
         unpack_debian(debian.values(), system)
         _take_libraries(system, made / "lib", machine, fleet)
         _take_python(system, made / "py", fleet)
         for package, wheel in wheels.items():
             if package.name == "executorch":
-                _take_engine(wheel, Path(place) / "engine", made, compiler)
+                _take_engine(wheel, Path(work) / "engine", made, compiler)
             else:
                 _take_wheel(wheel, made / "site")
         _take_driver(made / "site")
@@ -185,8 +185,8 @@ def _take_libraries(system: Path, target: Path, machine: Machine, fleet: bool) -
 
 
 def _find(system: Path, name: str, triplet: str) -> Path:
-    for place in (f"usr/lib/{triplet}", f"lib/{triplet}", "usr/lib64", "usr/lib", "lib"):
-        path = system / place / name
+    for where in (f"usr/lib/{triplet}", f"lib/{triplet}", "usr/lib64", "usr/lib", "lib"):
+        path = system / where / name
         if path.is_symlink() and os.readlink(path).startswith("/"):
             path = system / os.readlink(path).lstrip("/")
         if path.is_file():
@@ -276,8 +276,8 @@ def _seal(folder: Path, machine: Machine, packages: Mapping[str, Iterable[Packag
         "prge": __version__,
         "driver": driver_hash(),
         "packages": {
-            kind: {item.name: {"version": item.version, "sha256": item.sha256} for item in those}
-            for kind, those in packages.items()
+            source: {item.name: {"version": item.version, "sha256": item.sha256} for item in those}
+            for source, those in packages.items()
         },
         "files": _hashes(folder),
     }

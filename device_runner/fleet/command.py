@@ -6,15 +6,12 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
-from device_runner.fleet import serve, simulate
-from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_device
+from device_runner.fleet import joining, serve, simulate
 from device_runner.fleet.status import read_status
-from prge.errors import PrgeError, RunError
+from prge.errors import PrgeError
 from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
 
@@ -44,28 +41,6 @@ class StatusSettings:
     """Print a JSON object instead of text."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RejoinSettings:
-    """Take part in a fleet with a folder that is a device's already."""
-
-    server: str
-    """HOST:PORT of the server."""
-    folder: Path
-    """Folder of the device: what it knows of its fleets, and what they have cost its privacy. Keep it."""
-    keys: Path | None = None
-    """The device's folder of `prge fleet keys`: by these it knows its server, and is known."""
-    insecure: bool = False
-    """Instead of --keys: no encryption. To try things out."""
-
-    def __post_init__(self) -> None:
-        serve.check_keys(self.keys, self.insecure)
-
-
-@dataclass(frozen=True, kw_only=True)
-class JoinSettings(DeviceSettings, RejoinSettings):
-    """Take part in a fleet: wait for its server's tasks, and answer those that the policy allows."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run one verb; see `prge fleet --help`."""
     return run_action(
@@ -80,28 +55,6 @@ def _check(name: str) -> None:
             f"prge fleet {name} needs Python 3.11 or newer, for Flower",
             remedy=f"this is {platform.python_version()}",
         )
-
-
-def _join(argv: Sequence[str]) -> NoReturn:
-    settings: RejoinSettings
-    if _has(argv, "--bundle", "--config", "--help", "-h", "--print-config"):
-        settings = parse_settings(JoinSettings, argv, "prge fleet join")
-    else:
-        settings = parse_settings(RejoinSettings, argv, "prge fleet join")
-    from device_runner.fleet.network.client import client_app
-    from device_runner.fleet.network.keys import DeviceKeys
-    from device_runner.fleet.network.supernode import Connection, join
-
-    if isinstance(settings, JoinSettings):
-        own = {item.name: getattr(settings, item.name) for item in fields(DeviceSettings)}
-        make_device(settings.folder, DeviceSettings(**own))
-    elif not (settings.folder / DEVICE).is_file():
-        raise RunError(
-            f"{settings.folder} is no device's folder", remedy="give --bundle and --train, which make it one"
-        )
-    keys = None if settings.keys is None else DeviceKeys.open(settings.keys)
-    app = client_app(partial(answer, settings.folder))
-    join(settings.folder, Connection(settings.server, keys), app, partial(print, flush=True))
 
 
 def _status(argv: Sequence[str]) -> int:
@@ -130,12 +83,8 @@ def _keys(argv: Sequence[str]) -> int:
 
 ACTIONS = {
     "serve": Action("begin a fleet, or go on with one: wait for devices and take its rounds", serve.main),
-    "join": Action("take part in a fleet, on a device", _join),
+    "join": Action("take part in a fleet, on a device", joining.main),
     "status": Action("tell how a fleet stands", _status),
     "simulate": Action("train a fleet of simulated devices in one process, and count", simulate.main),
     "keys": Action("make the certificates and keys of a server and its devices", _keys),
 }
-
-
-def _has(argv: Sequence[str], *flags: str) -> bool:
-    return any(word.partition("=")[0] in flags for word in argv)

@@ -201,7 +201,7 @@ class Coordinator:
         least_answers: a round with fewer is asked for again.
         seconds: how long an answer is waited for, which devices are told.
         score: scores development rows that the server has.
-        evaluate_every: rounds between these scores.
+        evaluate_every: rounds between these scores; 0: before the first and after the last alone.
 
     Raises:
         RunError: the folder is no fleet's, or its journal is damaged.
@@ -237,6 +237,7 @@ class Coordinator:
         self.over = [record for record in self.journal.records if record["kind"] == "round"]
         self.estimator = replayer(self.plan, Guide.from_journal(self.journal))
         self.state = self._state()
+        self._told: list[bytes] = []
         self._devices: dict[int, _Device] = {}
         for line in self.over:
             self._take_note(line)
@@ -499,7 +500,8 @@ class Coordinator:
 
     def _is_due(self, rounds: int) -> bool:
         """Whether development rows are scored after so many rounds."""
-        return self.finished or rounds >= self.plan.rounds or rounds % self._evaluate_every == 0
+        every = self._evaluate_every or self.plan.rounds
+        return self.finished or rounds >= self.plan.rounds or rounds % every == 0
 
     def _score_if_due(self, scored: Record | None = None) -> Record:
         """Score development rows if it is time to, unless the journal has that; nothing if it isn't."""
@@ -524,11 +526,10 @@ class Coordinator:
 
     def _undo_half_a_round(self) -> None:
         """Leave out steps of a round that a kill cut off."""
-        kinds = [record["kind"] for record in self.journal.records]
-        ended = max((index for index, kind in enumerate(kinds) if kind == "round"), default=-1)
-        if "step" in kinds[ended + 1 :]:
-            self.journal.undo_after(kinds.index("step", ended + 1))
-        self._told: list[bytes] = []
+        types = [record["kind"] for record in self.journal.records]
+        ended = max((index for index, each in enumerate(types) if each == "round"), default=-1)
+        if "step" in types[ended + 1 :]:
+            self.journal.undo_after(types.index("step", ended + 1))
 
     def _state(self) -> TrainingState:
         """The common state after the journal's steps."""

@@ -30,7 +30,7 @@ from device_runner.fleet.common import (
     start_sha256,
     unpack_state,
 )
-from device_runner.fleet.local import Local, Own, by_row, open_local
+from device_runner.fleet.local import Local, by_row, open_local, told
 from device_runner.fleet.messages import Behind, MessageError, Refusal, RefusedError, Task
 from device_runner.fleet.policy import Policy
 from device_runner.fleet.privacy.ledger import BEGUN, Ledger
@@ -157,14 +157,13 @@ class _Round:
         if not self._catches_up(state, stopped):
             raise self._out_of_time()
         taken = ledger.steps_before(task.sha256.hex(), task.number)
-        own = Own(read_json(self.folder / OWN)["rows_seed"], taken)
+        seed = read_json(self.folder / OWN)["rows_seed"]
         try:
             with Journal(folder / JOURNAL) as journal:
-                learnt = local.steps(state, journal, own, stopped)
+                learnt = local.steps(state, journal, seed, taken, stopped)
             if learnt is None:
                 raise self._out_of_time()
-            told = learnt.told(self.agreement, task.number, state.step, privacy_epsilon)
-            content = told.to_bytes()
+            content = told(self.agreement, task.number, state.step, privacy_epsilon, learnt)
         except DivergenceError:
             # Kept as an answer is: with noise drawn anew it might say something else.
             content = Refusal("its steps diverge: the learning rate is too high").to_bytes()
@@ -244,15 +243,15 @@ class _Round:
         }
         if line is not None and {**line, "time": entry["time"]} != entry:
             raise RefusedError("the round was begun with other rows")
-        told = ledger.privacy_epsilon(line or entry, plan.delta, plan.unit, whole=False)
+        said = ledger.privacy_epsilon(line or entry, plan.delta, plan.unit, whole=False)
         most, own = self.policy.most_privacy_epsilon, 0.0
         if most is not None:
             own = ledger.privacy_epsilon(line or entry, plan.delta, self.policy.unit, whole=True)
-        if reason := spent(own, most or 0.0) or spent(told, plan.most_privacy_epsilon):
+        if reason := spent(own, most or 0.0) or spent(said, plan.most_privacy_epsilon):
             raise RefusedError(reason)
         if line is None:
             ledger.begin(entry)
-        return line or entry, told
+        return line or entry, said
 
     def _known_state(self) -> TrainingState | Behind:
         """A common state that the missed rounds follow, of what is kept and what the task brings."""

@@ -32,33 +32,8 @@ from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
 from prge.verbs.kinds import Bytes
 
-
-@dataclass(frozen=True)
-class Own:
-    """What a device has for itself: the seed of its rows' order, steps taken so far."""
-
-    rows_seed: int
-    taken: int
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """What came of a device's steps: losses f32 [K], and scalars f32 [K * scalars of a step] or a change."""
-
-    losses: FloatArray
-    values: FloatArray
-
-    def told(self, agreement: Agreement, number: int, step: int, privacy_epsilon: float) -> Answer:
-        """The answer to a task.
-
-        Args:
-            agreement: of the fleet.
-            number: of the round.
-            step: where the round began.
-            privacy_epsilon: that the device has spent, with this round.
-        """
-        examples = agreement.plan.examples * agreement.plan.local_steps
-        return Answer(agreement.sha256, number, step, examples, privacy_epsilon, self.losses, self.values)
+# Losses f32 [K], and scalars f32 [K * scalars of a step] or a change f32 [size].
+Learnt = tuple[FloatArray, FloatArray]
 
 
 @dataclass(frozen=True)
@@ -82,7 +57,8 @@ class Local:
         self,
         start: TrainingState,
         journal: Journal,
-        own: Own,
+        rows_seed: int,
+        taken: int,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Learnt | None:
         """Take a round's steps; what the journal holds of them already isn't measured again.
@@ -90,11 +66,12 @@ class Local:
         Args:
             start: the common state where the round begins; it stays as it is.
             journal: of this device in this round.
-            own: of this device.
+            rows_seed: of the order of this device's rows.
+            taken: steps that the device took before, from which on the order goes on.
             stopped: whether to give up.
 
         Returns:
-            What to answer; None if it was stopped.
+            What came of them; None if it was stopped.
 
         Raises:
             DivergenceError: see prge.learning.training.
@@ -103,18 +80,12 @@ class Local:
         state = self._from(start)
         first, end = state.step, state.step + plan.local_steps
         order = _Turns if plan.noise else _OwnRows
-        sampler = order(self.examples, self.engine.contract, own.rows_seed, self.settings.calls, self.pad)
-        sampler.offset = own.taken - first
+        sampler = order(self.examples, self.engine.contract, rows_seed, self.settings.calls, self.pad)
+        sampler.offset = taken - first
         loop = TrainingSettings(end, plan.seed, checkpoint_every=0)
+        rates = rates_of(plan)
         learner = AdapterLearner(
-            self.engine,
-            sampler,
-            self._estimator,
-            rates_of(plan),
-            state,
-            loop,
-            journal,
-            lambda state: None,
+            self.engine, sampler, self._estimator, rates, state, loop, journal, lambda state: None
         )
         train(learner, loop, _Silence(), stopped)
         records = [record for step in range(first, end) if (record := journal.step(step)) is not None]
@@ -122,8 +93,8 @@ class Local:
             return None
         losses = np.array([record["loss"] for record in records], np.float32)
         if plan.by_scalars:
-            return Learnt(losses, np.array([record["scalars"] for record in records], np.float32).ravel())
-        return Learnt(losses, state.adapter.values - start.adapter.values)
+            return losses, np.array([record["scalars"] for record in records], np.float32).ravel()
+        return losses, state.adapter.values - start.adapter.values
 
     def _from(self, start: TrainingState) -> TrainingState:
         """The state that the device's own steps change."""
@@ -172,6 +143,18 @@ def open_local(
     )
     pad, data = inputs.tokenizer.pad_id, inputs.origin["train"]
     return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data)
+
+
+def told(agreement: Agreement, number: int, step: int, privacy_epsilon: float, learnt: Learnt) -> bytes:
+    """The answer to the task of a round, which began at a step.
+
+    Args:
+        agreement, number, step: of the task.
+        privacy_epsilon: that the device has spent, with this round.
+        learnt: what came of the steps.
+    """
+    examples = agreement.plan.examples * agreement.plan.local_steps
+    return Answer(agreement.sha256, number, step, examples, privacy_epsilon, *learnt).to_bytes()
 
 
 def plan_steps(

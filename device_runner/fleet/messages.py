@@ -131,7 +131,7 @@ class Task:
         """
         reader = Reader(content)
         if (found := reader.begin()) != _TASK:
-            raise MessageError(f"a message of kind {found}, not a task")
+            raise MessageError(f"a message of type {found}, not a task")
         sha256, number, step, seconds, *sizes = reader.unpack(_TASK_HEAD)
         if sizes[0] > MOST_AGREEMENT_BYTES or not 0 <= seconds < 1e9:
             raise MessageError("a task that no server writes")
@@ -213,7 +213,7 @@ def parse_answer(content: bytes) -> Answer | Refusal | Behind:
     """
     reader = Reader(content)
     if (found := reader.begin()) not in _SAID:
-        raise MessageError(f"a message of kind {found}, not an answer")
+        raise MessageError(f"a message of type {found}, not an answer")
     said = _SAID[found].read(reader)
     reader.end()
     return said
@@ -264,8 +264,8 @@ class Reader:
             raise MessageError(f"a message with {self.left} bytes too many")
 
 
-def _head(kind: int) -> bytes:
-    return struct.pack("<BB", FORM, kind)
+def _head(what: int) -> bytes:
+    return struct.pack("<BB", FORM, what)
 
 
 def _floats(values: FloatArray) -> bytes:

@@ -59,7 +59,7 @@ class ServerSettings(Plan, EngineFlags, RowsFlags):
     seconds: float = 600.0
     """How long a round's answers are waited for."""
     evaluate_every: int = 1
-    """Rounds between scores of development rows."""
+    """Rounds between scores of development rows; 0: before the first and after the last alone."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from device_runner.fleet.coordinator import agreement_of
 from device_runner.fleet.opening import ServerSettings, open_fleet
 from prge.errors import ConfigError, RunError
 from prge.files.run_folder import run_lock
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         folder = parse_settings(ResumeSettings, argv, "prge fleet serve").resume
         if not (folder / SETTINGS).is_file():
             raise RunError(f"{folder} is no fleet's folder", remedy="begin a fleet with `prge fleet serve`")
+        agreement_of(folder)  # an earlier version's has settings that this one lacks
         settings = read_settings(ServeSettings, folder / SETTINGS, "prge fleet serve")
     else:
         settings = parse_settings(ServeSettings, argv, "prge fleet serve")

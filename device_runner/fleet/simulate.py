@@ -20,7 +20,7 @@ import numpy as np
 from device_runner.engines.opening import open_engines
 from device_runner.fleet.agreement import plan_of
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.local import Local, Own, by_row, plan_steps
+from device_runner.fleet.local import Local, by_row, plan_steps, told
 from device_runner.fleet.messages import Refusal
 from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
@@ -128,7 +128,8 @@ class Simulation:
         self.local = Local(plan, sized.settings, bundle, self.engines.step, inputs.train, pad)
         self.rows = ServerRows(bundle, inputs.task, self.engines, pad)
         seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)
-        self.own = [Own(int(seed), 0) for seed in seeds]
+        self.seeds = [int(seed) for seed in seeds]
+        self.taken = [0] * settings.devices
         self.seconds: dict[int, Record] = {}
 
     def go_on(self, fleet: Coordinator) -> None:
@@ -147,16 +148,12 @@ class Simulation:
             )
         for record in fleet.over:
             for device in {*record["answered"], *record["silent"], *map(int, record["refused"])}:
-                self._count(device)
-
-    def _count(self, device: int) -> None:
-        own = self.own[device]
-        self.own[device] = replace(own, taken=own.taken + self.plan.local_steps)
+                self.taken[device] += self.plan.local_steps
 
     def take_round(self, fleet: Coordinator) -> RoundReport:
         """Ask the round's devices, and hand their answers to the server."""
         begin = time.perf_counter()
-        tasks = fleet.tasks(range(len(self.own)))
+        tasks = fleet.tasks(range(len(self.seeds)))
         middle, number = time.perf_counter(), fleet.round
         answers = {device: said for device in tasks if (said := self._answer(fleet, device)) is not None}
         after = time.perf_counter()
@@ -169,23 +166,24 @@ class Simulation:
 
     def _answer(self, fleet: Coordinator, device: int) -> bytes | None:
         """What a device says; None from one whose steps diverge."""
-        own, examples, plan = self.own[device], self.dealt[device], self.plan
-        self._count(device)
+        examples, plan, before = self.dealt[device], self.plan, self.taken[device]
+        taken = self.taken[device] = before + plan.local_steps
         privacy_epsilon = 0.0
         if plan.noise:
-            taken, rows = self.own[device].taken, len(by_row(examples))
+            rows = len(by_row(examples))
             times = taken if plan.unit == "owner" else exposure(taken, min(plan.examples, rows), rows)
             privacy_epsilon = epsilon_of([(COUNTED * plan.noise, times)], plan.delta)
         if reason := spent(privacy_epsilon, plan.most_privacy_epsilon):
             return Refusal(reason).to_bytes()
         with tempfile.TemporaryDirectory() as scratch, Journal(Path(scratch) / JOURNAL) as journal:
             try:
-                learnt = replace(self.local, examples=examples).steps(fleet.state, journal, own)
+                local = replace(self.local, examples=examples)
+                learnt = local.steps(fleet.state, journal, self.seeds[device], before)
             except DivergenceError:
                 return None
         if learnt is None:
             return None
-        return learnt.told(fleet.agreement, fleet.round, fleet.state.step, privacy_epsilon).to_bytes()
+        return told(fleet.agreement, fleet.round, fleet.state.step, privacy_epsilon, learnt)
 
     def test(self, state: TrainingState) -> Record:
         """Scores of the test rows; none without any."""

@@ -73,7 +73,7 @@ def read_status(folder: Path) -> Status:
     plan = agreement_of(folder).plan
     journal = Journal(folder / JOURNAL, writable=False)
     rounds, evaluations = (
-        [record for record in journal.records if record["kind"] == kind] for kind in ("round", "evaluation")
+        [record for record in journal.records if record["kind"] == each] for each in ("round", "evaluation")
     )
     names = _names(folder)
     devices = {name: DeviceStatus() for name in names.values()}

@@ -121,8 +121,8 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> Mad
     if problems:
         raise KeysError("these keys can't be made:", problems)
     server = folder / SERVER
-    for place in (folder, server, server / DEVICES, folder / DEVICES):
-        private_folder(place)
+    for each in (folder, server, server / DEVICES, folder / DEVICES):
+        private_folder(each)
     key = _authority(folder)
     certificate = (server / AUTHORITY).read_bytes()
     until = None

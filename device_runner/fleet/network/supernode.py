@@ -85,14 +85,14 @@ def join(
     home = flower_home(folder)
     check_server(connection)
     log_to(home / "tasks.log")
-    place, refused = home / "supernode.log", 0.0
+    console, refused = home / "supernode.log", 0.0
     while True:
         began = time.monotonic()
-        with _supernode(home, connection, place) as node:
+        with _supernode(home, connection, console) as node:
             node.serve(app, tell)
-        words = last_lines(place)
+        words = last_lines(console)
         if not any(_REFUSED in line for line in words):
-            raise DeviceError(f"the connection has ended; the end of {place}:\n  " + "\n  ".join(words))
+            raise DeviceError(f"the connection has ended; the end of {console}:\n  " + "\n  ".join(words))
         lasted = time.monotonic() - began
         refused = refused + lasted + _SECONDS_TO_RETRY if lasted < _SECONDS_TO_RETRY * 4 else lasted
         if refused > _SECONDS_REFUSED:
@@ -182,11 +182,11 @@ def _supernode(home: Path, connection: Connection, output: Path) -> Iterator[_Su
     """Start a SuperNode; it ends with the block, or with this process."""
     secret = secrets.token_bytes(32)
     # A file, since that is how Flower takes it; it is read when the SuperNode starts.
-    place = home / "secret"
-    write_private(place, secret)
+    secret_file = home / "secret"
+    write_private(secret_file, secret)
     host, port = "127.0.0.1", _free_port()
     words = ["--superlink", connection.server, "--host", host, "--port", str(port)]
-    words += ["--isolation", "process", "--superexec-auth-secret-file", str(place)]
+    words += ["--isolation", "process", "--superexec-auth-secret-file", str(secret_file)]
     if connection.keys is None:
         words += ["--insecure"]
     else:
@@ -209,7 +209,7 @@ def _supernode(home: Path, connection: Connection, output: Path) -> Iterator[_Su
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        place.unlink(missing_ok=True)
+        secret_file.unlink(missing_ok=True)
 
 
 def check_server(connection: Connection) -> None:

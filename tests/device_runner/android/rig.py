@@ -9,7 +9,6 @@ only adb's own folder can be written. It takes root, and a kernel that starts ar
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -28,7 +27,6 @@ from prge.errors import PrgeError
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.files.peft import find_adapter, read_peft
-from prge.learning.estimators.directions import Directions
 from tests.device_runner.android.daemons import (
     PORT,
     REPOSITORY,
@@ -41,7 +39,7 @@ from tests.device_runner.android.fleet_of_one import train_fleet_of_one
 
 DEMO = REPOSITORY / "server_export" / "demo_data"
 SHELL_USER = 2000
-FOLDER, FLEET_FOLDER = "/data/local/tmp/prge", "/data/local/tmp/fleet"
+FLEET_FOLDER = "/data/local/tmp/fleet"
 MOST_MEGABYTES = 140
 MOST_DIFFERENCE = 1e-4
 STEPS = 8
@@ -148,7 +146,6 @@ def _examine(work: Path) -> dict[str, object]:
     checks = [
         runtime.megabytes <= MOST_MEGABYTES,
         runtime.tree == again.tree,
-        figures["directions_equal"],
         figures["max_scalar_difference"] <= MOST_DIFFERENCE,  # type: ignore[operator]
         figures["max_adapter_difference"] <= 0.05 * figures["largest_adapter_value"],  # type: ignore[operator]
         figures["published"],
@@ -200,11 +197,9 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
         read_peft(find_adapter(run), opened.chain.modules, opened.adapter).values for run in (here, there)
     )
     return {
-        "directions_equal": _directions_there(rig) == _directions(),
         "steps": STEPS,
         "max_scalar_difference": _scalar_difference(here, there),
         "max_adapter_difference": float(np.abs(ours - theirs).max()),
-        "largest_scalar": _largest_scalar(here),
         "largest_adapter_value": float(np.abs(ours).max()),
         "paused_while_hot": paused,
         "published": (work / "published" / "adapter_model.safetensors").is_file(),
@@ -261,37 +256,6 @@ def _scalar_difference(here: Path, there: Path) -> float:
             assert a["rows"] == b["rows"] and a["seed"] == b["seed"], f"step {step} has other rows or seed"
             largest = max(largest, float(np.abs(np.subtract(a["scalars"], b["scalars"])).max()))
     return largest
-
-
-def _largest_scalar(run: Path) -> float:
-    with Journal(run / "journal.jsonl") as journal:
-        return float(
-            max(np.abs(record["scalars"]).max() for step in range(STEPS) if (record := journal.step(step)))
-        )
-
-
-_DIRECTIONS = """
-import hashlib
-from prge.learning.estimators.directions import Directions
-h = hashlib.sha256()
-for step in range(8):
-    for query in range(4):
-        h.update(Directions(42, step, 8192)(query).tobytes())
-print(h.hexdigest())
-"""
-
-
-def _directions() -> str:
-    found = hashlib.sha256()
-    for step in range(8):
-        for query in range(4):
-            found.update(Directions(42, step, 8192)(query).tobytes())
-    return found.hexdigest()
-
-
-def _directions_there(rig: Rig) -> str:
-    command = f"sh {FOLDER}/runtime/run.sh -c '{_DIRECTIONS.replace(chr(39), chr(34))}'"
-    return rig.adb("shell", command).stdout.strip()
 
 
 def _make_root(work: Path, root: Path) -> None:

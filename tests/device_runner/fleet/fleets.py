@@ -49,8 +49,13 @@ class Fleet:
         """Make a device's folder, anew or with another policy."""
         path = self.folder / f"{node}.yaml"
         path.write_text(policy)
-        fields = {"train": self.folder / f"{node}.jsonl", "policy": path if policy else None, **changes}
-        make_device(self.folder / str(node), DeviceSettings(bundle=self.bundle, task=self.task, **fields))
+        fields: dict[str, Any] = {
+            "bundle": self.bundle,
+            "task": self.task,
+            "train": self.folder / f"{node}.jsonl",
+            "policy": path if policy else None,
+        }
+        make_device(self.folder / str(node), DeviceSettings(**fields | changes))
         (self.folder / str(node) / OWN).write_text(json.dumps({"rows_seed": node + 1}))
 
     def settings(self, **changes: Any) -> ServerSettings:

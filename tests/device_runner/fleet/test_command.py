@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,21 @@ def test_what_is_missing_is_told(
     assert main(["fleet", *words]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_fleet_of_an_earlier_version_is_told_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agreement = {"name": "old", "plan": {"directions": "common", "most_epsilon": 0.0}, "bundle": "b" * 64}
+    (tmp_path / "agreement.json").write_text(json.dumps(agreement))
+    (tmp_path / "serve.yaml").write_text("directions: common\n")
+    (tmp_path / "journal.jsonl").touch()
+    for words in (["serve", "--resume", str(tmp_path)], ["status", str(tmp_path)]):
+        assert main(["fleet", *words]) == 2
+        told = capsys.readouterr().err
+        assert (
+            "none of this version of prge" in told and "go on with the version that began the fleet" in told
+        )
 
 
 def test_keys_are_made_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,16 +210,13 @@ class TestRowsDecideNothing:
 
 
 class TestWhatIsNotOfThePlan:
-    @pytest.mark.parametrize(
-        ("number", "changes", "reason"),
-        [
+    def test_a_round(self, server: Server) -> None:
+        for number, changes, reason in (
             (0, {"step": 2}, "the plan has no round 1 from step 2 on"),
             (3, {"step": 5}, "the plan has no round 4 from step 5 on"),
             (50, {}, "the plan has no round 51"),
-        ],
-    )
-    def test_a_round(self, server: Server, number: int, changes: dict[str, Any], reason: str) -> None:
-        assert reason in server.refusal(number, **changes)
+        ):
+            assert reason in server.refusal(number, **changes)
         assert not server.lines
 
     def test_missed_steps(self, server: Server) -> None:
@@ -237,12 +234,9 @@ class TestWhatIsNotOfThePlan:
         assert "steps to 2, the round begins at 4" in server.refusal(2, missed=good.to_bytes())
         assert isinstance(server.ask(3, missed=server.steps(1).to_bytes()), Behind)
 
-    def test_missed_steps_of_changes(self, fleet: Fleet) -> None:
+    def test_missed_steps_of_changes_and_more_bytes_of_them_than_there_are(self, fleet: Fleet) -> None:
         server = Server(fleet, estimator="exact")
-        wrong = server.steps(0)
-        assert "steps from 0 on" in server.refusal(1, step=1, missed=wrong.to_bytes())
-
-    def test_more_bytes_of_rounds_than_there_are(self, server: Server) -> None:
+        assert "steps from 0 on" in server.refusal(1, step=1, missed=server.steps(0).to_bytes())
         content = bytearray(server.task(1))
         content[34:38] = (2**32 - 1).to_bytes(4, "little")
         said = parse_answer(answer(server.folder, bytes(content)))
@@ -273,15 +267,12 @@ class TestWhatIsNotOfThePlan:
             assert reason in server.refusal(0, state=state(change))
         assert not server.lines
 
-    @pytest.mark.parametrize(
-        ("setting", "value"), [("noise", 1e-200), ("noise", 1e9), ("clip", 1e-300), ("clip", 1e30)]
-    )
-    def test_noise_that_has_no_grid(self, server: Server, setting: str, value: float) -> None:
-        said = json.loads(server.agreement.content)
-        said["plan"][setting] = value
-        assert f"--{setting} is {value:g}, with noise it must be from " in server.refusal(
-            0, agreement=json.dumps(said).encode()
-        )
+    def test_noise_that_has_no_grid(self, server: Server) -> None:
+        for setting, value in (("noise", 1e-200), ("noise", 1e9), ("clip", 1e-300), ("clip", 1e30)):
+            said = json.loads(server.agreement.content)
+            said["plan"][setting] = value
+            problem = f"--{setting} is {value:g}, with noise it must be from "
+            assert problem in server.refusal(0, agreement=json.dumps(said).encode())
 
 
 def test_a_plan_that_is_refused_makes_no_room(fleet: Fleet) -> None:

@@ -185,9 +185,9 @@ def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
     rounds = Echoes(2)
-    slow = "time.sleep(6 if task[0] == 0 else 0) or task"
+    slow = "time.sleep(15 if task[0] == 0 else 0) or task"
     with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow):
-        lines = rounds_of(link, rounds, 1, seconds=6)
+        lines = rounds_of(link, rounds, 1, seconds=15)
     assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
     assert any("answers round 1, too late: dropped" in line for line in lines)
 
