@@ -79,16 +79,6 @@ def read_source(
     return Source(source.name, rows, source.sha256, renamed)
 
 
-def source_sha256(where: Path | str, part: Part) -> str:
-    """What identifies the rows that a user names; raises as `read_source`."""
-    path = rows_file(where, part)
-    if path is None:
-        return read_source(where, part).sha256
-    if not path.is_file():
-        raise DataError(f"{path} can't be read as data", ["there is no such file"], remedy="check the path")
-    return file_sha256(path)
-
-
 def rows_file(where: Path | str, part: Part) -> Path | None:
     """The file that holds the rows that a user names; None for a data set of the hub.
 

@@ -149,6 +149,27 @@ def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
     )
 
 
+@pytest.mark.parametrize(("retired", "told"), [("rademacher", ""), ("gaussian", "--directions gaussian")])
+def test_a_run_of_an_earlier_version_goes_on_or_is_refused(
+    settings: RunSettings, retired: str, told: str
+) -> None:
+    """Its config.yaml and its journal have settings that this version lacks."""
+    run(settings)
+    config, journal = settings.out / "config.yaml", settings.out / "journal.jsonl"
+    config.write_text(f"directions: {retired}\nbaseline: clean\n{config.read_text()}")
+    first, *rest = journal.read_bytes().splitlines(keepends=True)
+    record = json.loads(first)["record"]
+    record["settings"]["directions"] = retired
+    content = json.dumps(record, separators=(",", ":"))
+    line = f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
+    journal.write_bytes(b"".join([line, *rest]))
+    if not told:
+        assert run_verb.main(["--resume", str(settings.out)]) == 0
+    else:
+        with pytest.raises(ConfigError, match=f"(?s){told}.*start a new run"):
+            run_verb.main(["--resume", str(settings.out)])
+
+
 def test_the_score_before_costs_one_evaluation_and_a_resumed_run_keeps_it(
     device: Device, settings: RunSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,6 @@
 """The estimators that a run can choose: what each is, needs of a bundle, takes for a step, and is set by.
 
-Settings, engines, costs, comparisons, fleets and reports read this table, and nothing else knows a name.
+Settings, engines, costs, comparisons, fleets and reports read this table.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 from prge.errors import ConfigError, DataError
 from prge.files.bundle import file_sha256
 from prge.rows.readers import Row
-from prge.rows.sources import is_hub_name, parse_columns, read_source, rows_file, source_sha256
+from prge.rows.sources import is_hub_name, parse_columns, read_source, rows_file
 
 Write = Callable[[str, "str | bytes"], Path]
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,6 @@ def test_a_file(write: Write) -> None:
     source = read_source(path)
     assert source.rows == [Row(1, {"text": "one"})]
     assert (source.name, source.sha256) == (str(path), file_sha256(path))
-    assert source_sha256(path, "train") == source.sha256
 
 
 def test_a_folder_has_a_file_for_each_part(write: Write) -> None:
