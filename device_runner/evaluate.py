@@ -77,7 +77,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         PrgeError: bad input.
     """
     bundle = open_bundle(settings.bundle)
-    contract = bundle.score_contract
+    contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
     way = way_to_answers(settings, task)
@@ -100,7 +100,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             )
         head = Head(examples[0].candidates, contract.width)
         read_head(trained / HEAD, head)
-    engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True)
+    engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
     engine = engines.score
     generator = Generator(engines.speaker(SLOTS), tokenizer) if way == "generate" else None
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.session.settings import DEFAULT_BATCH
+from device_runner.session.planning import DEFAULT_BATCH
 from prge.contract import AdaptedModule
 from prge.errors import BundleError, printable
 from prge.files.adapter import adapter_size
