@@ -14,6 +14,7 @@ from prge import __version__
 from prge.errors import PrgeError, RunError
 from prge.host.interrupts import ignore_interrupts, one_interrupt
 from prge.host.memory import GET_MEMORY, tells_no_memory
+from prge.host.packages import needing
 from prge.host.parents import end_with_starter
 from prge.host.terminal import best_effort, flush, open_standard_files, silence
 from prge.verbs.helping import words_of_help
@@ -92,19 +93,8 @@ def _main(words: list[str]) -> int:
 
 
 def _start(verb: Verb, argv: list[str]) -> int:
-    try:
-        module = importlib.import_module(verb.module)
-        return int(module.main(argv))
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "prge", "server_export", "device_runner") or os.environ.get("PRGE_DEBUG"):
-            raise
-        from prge.host.packages import install_extra
-
-        raise PrgeError(
-            f"the package {missing} is not installed",
-            remedy=f"{install_extra('', verb.extra)}\n  `prge doctor` shows what is missing",
-        ) from None
+    with needing(verb.extra):
+        return int(importlib.import_module(verb.module).main(argv))
 
 
 def _guarded(prog: str, work: Callable[[], int | None]) -> int:

@@ -6,9 +6,13 @@ No index has prge itself: commands name the packages instead of `prge[extra]`.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from prge.errors import PrgeError
 
 
 def requirement(name: str) -> str:
@@ -46,3 +50,18 @@ def _required() -> list[tuple[str, str]]:
 
 def _plain_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Turn the lack of a package inside the block into a PrgeError that names the extra; "" names none."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "prge", "server_export", "device_runner") or os.environ.get("PRGE_DEBUG"):
+            raise
+        raise PrgeError(
+            f"the package {missing} is not installed",
+            remedy=f"{install_extra('', extra)}\n  `prge doctor` shows what is missing",
+        ) from None

@@ -85,7 +85,7 @@ class OptimizerFlags:
 
 @dataclass(frozen=True)
 class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
-    """A training, in any way."""
+    """What is trained, on what, and how long."""
 
     bundle: Path
     """Folder that `prge export` wrote."""

@@ -64,11 +64,14 @@ def show_settings(
     introduced: dict[str, type[Any]] = {}
     for base in reversed(settings_type.__mro__[:-1]):
         introduced = dict.fromkeys(inspect.get_annotations(base), base) | introduced
-    for base in settings_type.__mro__[:-1]:
-        own = [name for name in fields if introduced[name] is base]
-        if own:
-            print("\nsettings:" if base is settings_type else f"\n{_paragraph(base).rstrip('.')}:")
-        for name in own:
+    groups = [[name for name in fields if introduced[name] is base] for base in settings_type.__mro__[:-1]]
+    # Those with something that must be given come first.
+    for names in sorted(
+        filter(None, groups), key=lambda names: not any(is_required(fields[n]) for n in names)
+    ):
+        base = introduced[names[0]]
+        print("\nsettings:" if base is settings_type else f"\n{_paragraph(base).rstrip('.')}:")
+        for name in names:
             _entry(_form(name, kinds[name], fields[name]), f"{helps.get(name, '')} {_note(fields[name])}")
     print("\nwhere settings come from:")
     for form, text in _SOURCES:
@@ -134,7 +137,7 @@ def _entry(form: str, text: str) -> None:
     """A flag and its help, in two columns."""
     lines = textwrap.wrap(text, _WIDTH - _INDENT) or [""]
     first = f"  {form:<{_INDENT - 2}}"
-    print(f"{first}{lines.pop(0)}".rstrip() if len(first) <= _INDENT else first.rstrip())
+    print(f"{first}{lines.pop(0)}".rstrip() if len(form) <= _INDENT - 4 else first.rstrip())
     for line in lines:
         print(f"{'':<{_INDENT}}{line}")
 

@@ -23,7 +23,7 @@ DEFAULT_QUERIES = 4
 
 @dataclass(frozen=True)
 class EstimatorFlags:
-    """Settings of whoever takes steps: which estimator, and how it is to work."""
+    """The estimator."""
 
     estimator: EstimatorName | None = None
     """exact: the gradient by backpropagation; tangent: exact derivatives along directions; antithetic: two

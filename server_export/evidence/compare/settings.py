@@ -12,7 +12,7 @@ from prge.errors import ConfigError
 from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.sources import Part, file_of_part
 from prge.rows.windows import Overflow
-from prge.running.training_flags import TrainingFlags
+from prge.running.training_flags import RowsFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 from server_export.settings import ExportConfig, PrependBos
@@ -23,8 +23,8 @@ BudgetKind = Literal["rows", "seconds", "steps"]
 Quality = Literal["loss", "accuracy"]
 
 
-@dataclass(frozen=True)
-class CompareSettings:
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings(RowsFlags):
     """Compare training methods on one model, one frozen base and the same rows, at equal quality."""
 
     PRESETS: ClassVar = Path(__file__).with_name("presets")
@@ -51,8 +51,6 @@ class CompareSettings:
     task: str | None = None
     """Task name, or a YAML file, which may lie in the data folder; without one, the columns say what a row
     is."""
-    columns: list[str] = field(default_factory=list)
-    """Names for columns of the rows: prompt=question completion=answer."""
     train_start: int = 0
     """Training rows to leave out at the file's beginning, after shuffling."""
     train_limit: int | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from prge.errors import ConfigError
+from prge.running.training_flags import RowsFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 from server_export.settings import ExportConfig
@@ -40,7 +41,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class LeakSettings:
+class LeakSettings(RowsFlags):
     """Try to read rows from what a device of a fleet would send of them. Failing is no proof of safety."""
 
     PRESETS: ClassVar = Path(__file__).with_name("presets")
@@ -59,8 +60,6 @@ class LeakSettings:
     task: str | None = None
     """Task of the rows, as for `prge run`, with candidates of one token each: its text and its label are
     attacked, not its template. Without one, rows are texts."""
-    columns: list[str] = field(default_factory=list)
-    """Names for columns of the rows: prompt=question completion=answer."""
     target_modules: list[str] = field(default_factory=list)
     """Linear layers to adapt, without a bundle."""
     adapt_layers: str | None = None

@@ -1,0 +1,52 @@
+"""`import prge`: the page about it runs as it stands, and its functions take what the verbs take."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import prge
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(900)
+def test_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "server_export").symlink_to(REPOSITORY / "server_export")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/api.md").read_text(), re.DOTALL):
+        capsys.readouterr()
+        exec(block, names)
+    told = capsys.readouterr().out
+    assert "run(): 'lr' is no setting of this verb; here it is learning_rate" in told
+    assert "--out is missing: a path" in told
+    run, tuned = names["run"], names["tuned"]
+    assert isinstance(run, prge.Run) and isinstance(tuned, prge.Tuned)
+    assert run.before and run.best and run.best["loss"] < run.before["loss"]
+    assert (run.adapter / "adapter_model.safetensors").is_file()
+    assert (tuned.adapter / "adapter_config.json").is_file()
+    assert prge.open_bundle(tuned.bundle).sha256 == prge.open_bundle("bundle").sha256
+
+
+def test_it_is_imported_when_it_is_used() -> None:
+    code = "import sys, prge; print(sorted(name for name in sys.modules if name.startswith('prge.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    with pytest.raises(AttributeError, match="has no attribute 'tunes'"):
+        prge.tunes  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_bad_settings_are_errors_of_prge() -> None:
+    with pytest.raises(prge.PrgeError, match="--steps is 0, must be at least 1"):
+        prge.run(bundle=Path("b"), train=Path("t"), out=Path("o"), steps=0)
+    with pytest.raises(prge.PrgeError, match=r"export\(\): quantize must be a text, not 8"):
+        prge.export(model="m", out=Path("o"), quantize=8)  # type: ignore[arg-type]
+    with pytest.raises(prge.PrgeError, match="is not a bundle"):
+        prge.load("nowhere")
