@@ -140,7 +140,6 @@ def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> tuple[li
         ],
         "publish peft": [*publish, "--format", "peft"],
         "publish merged": [*publish, "--format", "merged"],
-        "publish program": [*publish, "--format", "program"],
         "replay": ["replay", finished],
     }
     name = random.choice([*calls, "publish peft", "replay"])
