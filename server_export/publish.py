@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 CARD, GGUF = "README.md", "adapter.gguf"
-DESCRIPTION = (
-    "Give a trained adapter to PEFT or llama.cpp, merge it into its model, or make a program for ExecuTorch."
-)
 # What a published folder has one of; no other folder is ever replaced.
 _PUBLISHED = (CONFIG, "config.json", MANIFEST, GGUF)
 
@@ -45,9 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `prge publish`; returns the exit code."""
     from prge.verbs.settings import parse_settings
 
-    config = parse_settings(
-        PublishConfig, argv, "prge publish", positional=["source"], description=DESCRIPTION
-    )
+    config = parse_settings(PublishConfig, argv, "prge publish", positional=["source"])
     repository = None
     if config.push is not None:
         repository = find_repository(config.push, config.public, config.overwrite)
@@ -116,7 +111,7 @@ def _write_encoder(folder: Path, config: PublishConfig, trained: Trained, loaded
             raise ConfigError(
                 "the program's length isn't known:", ["there is no bundle"], remedy="give --sequence-length"
             )
-        length = bundle.contract.sequence_length
+        length = bundle.chain.bounds.tokens
     pooling = (bundle.pooling if bundle is not None else None) or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
     built = build_encoder(folder, _tuned(loaded, trained, scheme), length, pooling, scheme, head)
@@ -141,7 +136,7 @@ def _write_llm(folder: Path, config: PublishConfig, trained: Trained, loaded: Lo
     check_generates(loaded)
     length = longest_row(loaded, config.sequence_length)
     if config.sequence_length is None and trained.bundle is not None:
-        length = max(length, trained.bundle.contract.sequence_length)
+        length = max(length, trained.bundle.chain.bounds.tokens)
     tokenizer = _tokenizer(trained)
     begins = bool((_in_manifest(trained, "tokenizer") or {}).get("prepend_bos"))
     loaded = _tuned(loaded, trained, scheme)

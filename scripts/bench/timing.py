@@ -1,18 +1,23 @@
-"""What the benchmarks share: exports in processes of their own, and a training step to be timed."""
+"""What the benchmarks share: random models, exports in processes of their own, and a step to be timed."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from device_runner.engines.opening import Engines, open_engines
-from device_runner.session.settings import RunSettings, bundle_for, settled
+from device_runner.session.planning import plan_run
+from device_runner.session.settings import RunSettings
 from prge.files.bundle import open_bundle, read_chain, read_manifest
 from prge.files.peft import read_peft
 from prge.learning.estimators.protocol import Estimator, Measurement, Step
@@ -20,6 +25,17 @@ from prge.learning.estimators.table import EstimatorName, make_estimator
 from prge.learning.examples import Example, Slot, TokenSequence, make_batch
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def random_model(name: str, layers: int | None = None, place: Path | None = None) -> Iterator[Path]:
+    """A folder for a while, in which `model` is an architecture with random weights."""
+    # Only here: a measured process has no exporter.
+    from server_export.model.random_models import save_random_model
+
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        save_random_model(Path(folder, "model"), name, layers)
+        yield Path(folder)
 
 
 def export(model: Path, out: Path, *flags: str, checkout: Path = ROOT) -> dict[str, float]:
@@ -61,6 +77,15 @@ class TimedStep:
         measurement = self.estimator.measure(self.engines.step, self.step)
         return time.perf_counter() - begin, measurement
 
+    def seconds(self) -> float:
+        """Of one step."""
+        return self()[0]
+
+    def with_loss(self) -> tuple[float, float]:
+        """Seconds and loss of one step."""
+        seconds, measurement = self()
+        return seconds, measurement.loss
+
 
 def timed_step(
     folder: Path,
@@ -71,6 +96,7 @@ def timed_step(
     queries: int = 4,
     copies: int | None = None,
     memory: int | None = None,
+    engine: Any = "auto",
 ) -> TimedStep:
     """A step on random rows, all of whose tokens are targets.
 
@@ -83,6 +109,7 @@ def timed_step(
         queries: of an estimator that has any.
         copies: of the adapter in one call; by default all of a step.
         memory: bytes of weights that may stay loaded.
+        engine: as of `prge run`.
     """
     settings = RunSettings(
         bundle=folder,
@@ -94,16 +121,15 @@ def timed_step(
         batch_size=rows,
     )
     bundle = open_bundle(folder)
-    settings = settled(settings, bundle)
-    bundle = bundle_for(settings, bundle)
-    engines = open_engines(bundle, threads, memory=memory)
-    adapter = read_peft(bundle.adapter, bundle.contract.modules, bundle.adapter)
+    plan = plan_run(bundle, [], settings)
+    engines = open_engines(bundle, plan.contract, threads, engine, memory)
+    adapter = read_peft(bundle.adapter, bundle.chain.modules, bundle.adapter)
     random = np.random.default_rng(0)
     adapter.values[:] = random.standard_normal(adapter.size) * 0.01
     examples = []
     for row in range(rows):
-        numbers = random.integers(0, bundle.contract.vocabulary_size, tokens).tolist()
+        numbers = random.integers(0, bundle.chain.vocabulary_size, tokens).tolist()
         slots = tuple(Slot(place, numbers[place + 1], 1 / (tokens - 1), 0) for place in range(tokens - 1))
         examples.append(Example(row, (TokenSequence(tuple(numbers), slots),), 1, None))
-    step = Step(adapter, [make_batch(examples, bundle.contract)], 0, 0)
-    return TimedStep(engines, make_estimator(settings), step)
+    step = Step(adapter, [make_batch(examples, plan.contract)], 0, 0)
+    return TimedStep(engines, make_estimator(plan.settings), step)

@@ -48,6 +48,11 @@ class Method:
         """The verb that trains it."""
         return "run" if self.family == "engine" else "baseline"
 
+    @property
+    def has_directions(self) -> bool:
+        """Whether its steps have random directions on the engine."""
+        return self.estimator is not None and ESTIMATORS[self.estimator].has_directions
+
     def examples(self, batch_size: int) -> int:
         """Training examples of a step."""
         return max(1, batch_size // self.queries)
@@ -213,10 +218,9 @@ def run_settings(
             "test": rows["test"] if plan.with_test else None,
         }
     assert method.estimator is not None  # as of all that run on the engine
-    directions = ESTIMATORS[method.estimator].has_directions
     return chosen | {
         "estimator": method.estimator,
-        "queries": method.directions or method.queries if directions else None,
+        "queries": (method.directions or method.queries) if method.has_directions else None,
         "copies": method.copies,
         "batch_size": method.examples(settings.batch_size),
         "checkpoint_every": plan.checkpoint_every,

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.learning.optimizers import OptimizerName, ScheduleName
-from prge.rows.example_building import Overflow
 from prge.rows.sources import Part, file_of_part
+from prge.rows.windows import Overflow
 from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
-from server_export.evidence.presets import DEMO, with_preset
 from server_export.settings import ExportConfig, PrependBos
 
-PRESETS = Path(__file__).with_name("presets")
-DESCRIPTION = "Compare training methods on one model, one frozen base and the same rows, at equal quality."
+DEMO = Path(__file__).resolve().parents[2] / "demo_data"
 
 BudgetKind = Literal["rows", "seconds", "steps"]
 Quality = Literal["loss", "accuracy"]
@@ -27,7 +25,9 @@ Quality = Literal["loss", "accuracy"]
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """What to compare, on what, and how long."""
+    """Compare training methods on one model, one frozen base and the same rows, at equal quality."""
+
+    PRESETS: ClassVar = Path(__file__).with_name("presets")
 
     out: Path
     """Folder of the comparison; the same command goes on with it."""
@@ -101,7 +101,7 @@ class CompareSettings:
 
     optimizer: OptimizerName = "adam"
     """Optimizer of every method."""
-    schedule: ScheduleName = "linear"
+    schedule: ScheduleName = TrainingFlags.schedule
     """Learning rate over the steps."""
     threads: int = 1
     """Threads of every run."""
@@ -196,6 +196,4 @@ def read_command_line(argv: Sequence[str]) -> CompareSettings:
     Raises:
         ConfigError: an unknown preset or settings that can't be used.
     """
-    return parse_settings(
-        CompareSettings, with_preset(argv, PRESETS), "prge compare", description=DESCRIPTION
-    )
+    return parse_settings(CompareSettings, argv, "prge compare")

@@ -17,7 +17,7 @@ from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_arrays, read_peft
 from prge.files.run_folder import read_metrics
 from prge.running.watching import Watcher
-from prge.verbs.settings import field_help
+from prge.verbs.helping import field_help
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -47,7 +47,7 @@ def test_what_a_run_leaves_behind(make_settings: MakeSettings, workplace: Path) 
     train = train_block(settings.out)
     assert (train["steps"], train["rows"]) == (40, 480)
     assert train["trained_values"] == sum(
-        m.rank * m.out_features for m in open_bundle(settings.bundle).contract.modules
+        m.rank * m.out_features for m in open_bundle(settings.bundle).chain.modules
     )
     assert 0 < train["evaluation_seconds"] < train["seconds"]
     assert train["memory"]["baseline_bytes"] < train["memory"]["peak_bytes"]
@@ -71,7 +71,7 @@ def test_its_adapter_is_one_of_the_bundle(make_settings: MakeSettings) -> None:
     settings = make_settings()
     run(settings)
     bundle = open_bundle(settings.bundle)
-    adapter = read_peft(find_adapter(settings.out), bundle.contract.modules, bundle.adapter)
+    adapter = read_peft(find_adapter(settings.out), bundle.chain.modules, bundle.adapter)
     assert np.abs(adapter.values).max() > 0
 
 
@@ -121,13 +121,6 @@ def test_a_run_of_another_kind_is_left_alone(make_settings: MakeSettings, tmp_pa
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RunError, match="holds a run of another kind"):
         run(make_settings())
-
-
-def test_evaluations_come_at_the_steps_that_are_named_and_after_the_last(make_settings: MakeSettings) -> None:
-    settings = make_settings(evaluate_every=0, evaluate_at=[0, 1, 5])
-    run(settings)
-    evaluated = [record for record in read_metrics(settings.out) if record["event"] == "evaluation"]
-    assert [record["step"] for record in evaluated] == [0, 1, 5, 12]
 
 
 def test_patience_ends_a_run_and_the_best_step_is_the_result(make_settings: MakeSettings) -> None:
