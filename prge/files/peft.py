@@ -187,14 +187,17 @@ def read_peft(
     folder = Path(folder)
     config = _checked_config(folder)
     problems = _variant_problems(config) + (_number_problems(config) or _rank_problems(config, modules))
+    template = None if template_folder is None else Path(template_folder)
+    if template is not None:
+        problems += _template_problems(config, read_config(template))
     with _open_weights(folder / WEIGHTS) as weights:
         bad = _tensor_problems(weights, modules)
         problems += bad.values()
         for name in (weight_name(module.name, letter) for module in modules for letter in _LETTERS):
             if name not in bad:
                 problems += _infinite(name, weights.get_tensor(name))
-        if template_folder is not None:
-            problems += _template_problems(config, weights, Path(template_folder), modules, bad)
+        if template is not None:
+            problems += _frozen_problems(weights, template, modules, bad)
         if problems:
             raise AdapterError(
                 f"the adapter {folder} doesn't fit the bundle",
@@ -438,18 +441,8 @@ def _variant_problems(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _template_problems(
-    config: Mapping[str, Any],
-    weights: Any,
-    template: Path,
-    modules: Sequence[AdaptedModule],
-    bad: Container[str],
-) -> list[str]:
-    """In what an adapter differs from its bundle's own, which has its scale and its `lora_A` inside.
-
-    `bad` are tensors that are no such ones anyway.
-    """
-    expected, frozen = read_config(template), read_arrays(template / WEIGHTS)
+def _template_problems(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """In what a configuration differs from that of the bundle's own adapter, whose scale is in the bundle."""
     problems = [
         f"{CONFIG} has {name} {shown(config.get(name))}, the bundle was exported with "
         f"{shown(expected.get(name))}"
@@ -457,15 +450,21 @@ def _template_problems(
         # PEFT writes a pattern without entries.
         if (config.get(name) or None) != (expected.get(name) or None)
     ]
-    problems += _base_problems(config, expected)
+    return problems + _base_problems(config, expected)
+
+
+def _frozen_problems(
+    weights: Any, template: Path, modules: Sequence[AdaptedModule], bad: Container[str]
+) -> list[str]:
+    """Whether the `lora_A` of a file are those inside the bundle; those among `bad` are none anyway."""
+    frozen = read_arrays(template / WEIGHTS)
     names = [name for module in modules if (name := weight_name(module.name, "A")) not in bad]
     others = [name for name in names if not np.array_equal(weights.get_tensor(name), frozen.get(name, ()))]
-    if others:
-        problems.append(
-            f"lora_A of {len(others)} of {len(modules)} modules differs from the one inside the bundle, "
-            f"which is frozen there; the first is {others[0]}"
-        )
-    return problems
+    return [
+        f"lora_A of {len(others)} of {len(modules)} modules differs from the one inside the bundle, "
+        f"which is frozen there; the first is {first}"
+        for first in others[:1]
+    ]
 
 
 def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:

@@ -116,7 +116,7 @@ def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> tuple[li
         "export": _export(bench.workshop.model("llama")),
         "publish peft": [*publish, "--format", "peft"],
         "publish merged": [*publish, "--format", "merged"],
-        "publish program": [*publish, "--format", "program"],
+        "publish llm": [*publish, "--format", "llm"],
         "replay": ["replay", finished],
     }
     name = random.choice([*calls, "publish peft", "replay"])

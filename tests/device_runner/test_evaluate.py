@@ -71,4 +71,4 @@ def test_a_question_that_leaves_no_room_loses_its_beginning_or_is_refused() -> N
 
 def test_a_question_with_its_answer_is_one_row() -> None:
     with pytest.raises(ConfigError, match="--overflow is split: a question with its answer is one row"):
-        run(EvaluateSettings(Path("bundle"), Path("data"), "squad", overflow="split"))
+        run(EvaluateSettings(bundle=Path("bundle"), data=Path("data"), task="squad", overflow="split"))
