@@ -25,7 +25,8 @@ from device_runner.session.noise import (
     neighbours_agree,
     slopes,
 )
-from device_runner.session.settings import EngineFlags, batch_for
+from device_runner.session.planning import batch_for
+from device_runner.session.settings import EngineFlags
 from prge.contract import Contract
 from prge.engine import Engine, Float64Array
 from prge.errors import ConfigError, EngineError
@@ -132,9 +133,8 @@ class Report:
                 f"most signal: {measured}."
             )
         quantized = self.quantization is not None and agreement.r < POOR
-        remedy = (
-            f" Int8 activations ({self.quantization}) make differences noisy; {WITHOUT_NOISE}." * quantized
-        )
+        noisy = f" Int8 activations ({self.quantization}) make differences noisy; {WITHOUT_NOISE}."
+        remedy = noisy if quantized else ""
         between = agreement.r if best.between is None else best.between.r
         if between <= 0:
             return f"No epsilon agrees with its neighbour: these differences hold no signal.{remedy}"
@@ -235,14 +235,13 @@ def probe(settings: ProbeSettings) -> Report:
     task = load_task(settings.task) if settings.task else None
     options = BuildOptions(settings.overflow, settings.append_eos)
     rows = read_source(settings.data, "train", settings.columns)
-    examples, data = load_examples(rows, tokenizer, bundle.contract, task, settings.selection, options)
+    examples, data = load_examples(rows, tokenizer, bundle.chain.scoring, task, settings.selection, options)
     contract = _step(bundle.chain, settings.batch_size or batch_for(examples), queries)
-    bundle = bundle.for_steps(contract)
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
-    programs = open_engines(bundle, settings.threads, engine=settings.engine, memory=settings.memory)
+    programs = open_engines(bundle, contract, settings.threads, settings.engine, settings.memory)
     head = _head(source, programs.score, adapter, examples, tokenizer.pad_id)
     if contract.is_tangent:
         readings = _against_tangents(programs, adapter, sampler, settings, head)

@@ -128,6 +128,6 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.data, "train", settings.columns)
     chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
-    examples, _ = load_examples(rows, tokenizer, bundle.contract, task, chosen, BuildOptions("auto"))
+    examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, BuildOptions("auto"))
     widest = max(len(example.sequences) for example in examples)
     return open_problem(bundle, settings.model, examples, tokenizer.pad_id, widest, settings.seed)

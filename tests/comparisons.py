@@ -116,9 +116,9 @@ class PretendedVerbs:
     def __call__(self, words: list[str], log: Path) -> int:
         """Do as `server_export.evidence.compare.children.run_verb` does."""
         verb, how, given = words
-        settings: dict[str, Any] = (
-            {"resume": given} if how == "--resume" else yaml.safe_load(Path(given).read_text())
-        )
+        settings: dict[str, Any] = {"resume": given}
+        if how != "--resume":
+            settings = yaml.safe_load(Path(given).read_text())
         self.calls.append((verb, settings))
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as stream:

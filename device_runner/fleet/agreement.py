@@ -17,6 +17,7 @@ from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
 from prge.files.documents import parse_json
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName, having
+from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.task import Task
 from prge.running.training_flags import OptimizerFlags, RateFlags
 from prge.verbs.bounds import bound_problems
@@ -70,8 +71,11 @@ class Plan(OptimizerFlags, RateFlags):
     devices that lie while they are less than a third."""
     outlier: float = 4.0
     """Shorten answers that are this many times longer than the median of a round's answers."""
+    optimizer: OptimizerName = "adam"
     beta2: float = 0.98
     learning_rate: float = 1e-2
+    schedule: ScheduleName = "constant"
+    warmup: int = 0
 
     average: Literal["fedavg", "fedadam", "fedprox"] = "fedavg"
     """exact: what the server makes of the devices' changes: their mean, by Adam, or the mean of steps that

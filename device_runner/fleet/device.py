@@ -256,9 +256,9 @@ class _Round:
 
     def _known_state(self) -> TrainingState | Behind:
         """A common state that the missed rounds follow, of what is kept and what the task brings."""
-        modules, width = self.bundle.chain.modules, self.bundle.contract.width
+        modules, width = self.bundle.chain.modules, self.bundle.chain.width
         path, task = self.fleet / STATE, self.task
-        classes = len(self.classes) if self.bundle.contract.is_encoder else 0
+        classes = len(self.classes) if self.bundle.chain.is_encoder else 0
         state: TrainingState | None = None
         if task.state:
             state = unpack_state(task.state, self.plan, modules, width, classes)

@@ -11,7 +11,8 @@ from device_runner.engines.opening import Engines, open_engines
 from device_runner.fleet.agreement import Agreement, Plan, plan_of, task_sha256
 from device_runner.fleet.common import first_state, start_sha256
 from device_runner.fleet.coordinator import Coordinator, begin_fleet, has_begun
-from device_runner.session.settings import EngineFlags, bundle_for
+from device_runner.session.planning import plan_run
+from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.journal import Record
@@ -75,7 +76,7 @@ class ServerRows:
         source = read_source(rows, part, settings.columns)
         tokenizer = bundle_tokenizer(self.bundle)
         examples, _ = load_examples(
-            source, tokenizer, self.bundle.score_contract, self.task, Selection(limit=limit), training=False
+            source, tokenizer, self.bundle.chain.scoring, self.task, Selection(limit=limit), training=False
         )
         return examples
 
@@ -108,13 +109,11 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     """
     plan = plan_of(settings)
     bundle = open_bundle(settings.bundle)
-    bundle = bundle_for(plan.run_settings(settings.bundle), bundle)
+    plan_run(bundle, [], plan.run_settings(settings.bundle))
     task = load_task(settings.task) if settings.task else None
     rows = None
     if settings.dev or settings.head_rows:
-        engines = engines or open_engines(
-            bundle, settings.threads, settings.engine, settings.memory, only_scoring=True
-        )
+        engines = engines or open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
         rows = ServerRows(bundle, task, engines, bundle_tokenizer(bundle).pad_id)
     if not has_begun(settings.out):
         head = _head(settings, bundle, rows)
@@ -165,6 +164,6 @@ def _head(settings: ServerSettings, bundle: Bundle, rows: ServerRows | None) -> 
             remedy="give --task, and --head-rows with a few labelled rows, or --adapter with a run's head",
         )
     classes = len(load_task(settings.task).label_words)
-    head = Head(classes, bundle.contract.width)
+    head = Head(classes, bundle.chain.width)
     read_head(folder / HEAD, head)
     return head

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from device_runner.engines.trunk_cache import Precision
-from prge.contract import Contract
 from prge.engine import EngineName
 from prge.errors import ConfigError
-from prge.files.bundle import Bundle
 from prge.files.run_folder import CONFIG
-from prge.files.signatures import DECODE, PREFILL
 from prge.learning.estimators.table import (
-    DEFAULT_QUERIES,
-    ESTIMATORS,
     EstimatorFlags,
-    fitting,
     having,
 )
-from prge.learning.examples import Example
-from prge.learning.sampling import Sampler
 from prge.running.training_flags import OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import flag
 from prge.verbs.kinds import Bytes
 
-DEFAULT_BATCH = 4
-# Gradients of so many steps and the checkpoint before them take about as much room.
-STEPS_OF_GRADIENTS = 4
 # What earlier versions wrote down, and the one value that all runs have now.
 _RETIRED: Mapping[str, object] = {"directions": "rademacher", "baseline": "clean", "normalize": False}
 
@@ -151,79 +139,6 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, TrainingFlags):
         return {name: value for name, value in stored.items() if name not in _RETIRED}
 
 
-def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
-    """The settings with the estimator and the number of queries, if any, of a run on a bundle.
-
-    Raises:
-        ConfigError: the bundle lacks the estimator's role, or settings have no meaning for it.
-    """
-    chain = bundle.chain
-    names = fitting(chain.roles)
-    estimator = settings.estimator or names[0]
-    entry = ESTIMATORS[estimator]
-    if estimator not in names:
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            [f"--estimator is {estimator}, the bundle has the roles {', '.join(chain.roles)}"],
-            remedy=f"choose one of {', '.join(names)}, or export with the role {entry.role}",
-        )
-    if settings.trunk_cache_bytes and chain.lowest_adapted == 1:
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            ["--trunk-cache-bytes is given, and no block lies below the first adapted layer"],
-            remedy="leave it out, or export with --adapt-layers top:k",
-        )
-    if settings.sample_prompts and not {PREFILL, DECODE} <= set(chain.roles):
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            [f"--sample-prompts is given, and the bundle has the roles {', '.join(chain.roles)}"],
-            remedy="leave it out, or export with the roles prefill and decode",
-        )
-    queries = settings.queries or DEFAULT_QUERIES if entry.has_directions else None
-    every = settings.checkpoint_every
-    if not entry.has_directions and not settings.keep_gradients:
-        every = min(every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
-    return replace(settings, estimator=estimator, queries=queries, checkpoint_every=every)
-
-
-def paced(settings: RunSettings, contract: Contract, examples: Sequence[Example]) -> RunSettings:
-    """The settings with the steps that their epochs of some training rows take, and no epochs.
-
-    Raises:
-        ConfigError: a batch has no room for an example, or other settings don't fit so many steps.
-    """
-    if settings.epochs is None:
-        return settings
-    per_step = Sampler(examples, contract, settings.seed, settings.calls).per_step
-    steps = max(1, math.ceil(settings.epochs * len(examples) / per_step))
-    return replace(settings, epochs=None, steps=steps)
-
-
-def bundle_for(settings: RunSettings, bundle: Bundle, examples: Sequence[Example] = ()) -> Bundle:
-    """The bundle with the contract of a step that settled settings ask for.
-
-    Args:
-        settings: of the run.
-        bundle: an opened bundle.
-        examples: training rows; without `batch_size` a batch has room for the widest.
-
-    Raises:
-        BundleError: it lacks the estimator's role.
-        ConfigError: no call can have these sizes.
-    """
-    batch, chain = settings.batch_size or batch_for(examples), bundle.chain
-    if settings.estimator is None:
-        raise ValueError("which estimator is not settled")
-    entry = ESTIMATORS[settings.estimator]
-    contract = chain.contract(entry.role, batch, **entry.sizes(settings.queries, settings.copies))
-    return bundle.for_steps(contract, frugal=settings.memory is not None)
-
-
 def _either(names: Sequence[str]) -> str:
     """Names in a sentence: a, b or c."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def batch_for(examples: Sequence[Example]) -> int:
-    """Sequences of a call where nobody names a number: 4, or as many as the widest example has."""
-    return max([DEFAULT_BATCH, *(len(example.sequences) for example in examples)])

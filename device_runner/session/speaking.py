@@ -128,9 +128,9 @@ class ChatFlags(SpeakingFlags):
 def open_speaking(folder: Path) -> Bundle:
     """Open a bundle whose model writes text; raises BundleError for another one."""
     bundle = open_bundle(folder)
-    if bundle.contract.readout != "logprobs":
+    if bundle.chain.readout != "logprobs":
         raise BundleError(
-            f"{folder} writes no text: its readout is {bundle.contract.readout}",
+            f"{folder} writes no text: its readout is {bundle.chain.readout}",
             remedy="export a causal language model, without label words",
         )
     return bundle
@@ -143,7 +143,7 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
         RunError: the path is a run without a result.
         AdapterError: it holds no adapter, or one that doesn't fit the bundle.
     """
-    modules = bundle.contract.modules
+    modules = bundle.chain.modules
     if word == BASE:
         return BASE, Adapter.zeros(modules)
     if word == BUNDLE:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from prge.learning.optimizers import OptimizerName, ScheduleName
+from prge.learning.optimizers import OptimizerName, ScheduleName, usual_warmup
 from prge.learning.training import TrainingSettings
-from prge.rows.example_building import Overflow
 from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
+from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import with_whole_paths
 
@@ -62,24 +62,25 @@ class OverflowFlags:
 class RateFlags:
     """The learning rate."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     """Peak learning rate."""
-    schedule: ScheduleName = "constant"
+    schedule: ScheduleName = "cosine"
     """Learning rate over the steps after warm-up."""
-    warmup: int = 0
-    """Steps of linear warm-up."""
+    warmup: int | None = None
+    """Steps of linear warm-up; default: a tenth of all, at least 8, at most a third."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
     """The optimizer."""
 
-    optimizer: OptimizerName = "adam"
-    """sgd, momentum, adam, or adam-norm: one second moment for all values, for guided directions."""
+    optimizer: OptimizerName | None = None
+    """sgd, momentum, adam, or adam-norm: one second moment for all values. Default: adam-norm where
+    directions keep to a guide, whose axes have lengths that it keeps; else adam."""
     momentum: float = 0.9
     """momentum's coefficient, and adam's beta1."""
-    beta2: float = 0.999
-    """adam's second coefficient."""
+    beta2: float | None = None
+    """adam's second coefficient; default: 0.98 with exact gradients, else 0.999."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,11 @@ class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
         """The part of the settings that the loop needs."""
         return TrainingSettings(**{item.name: getattr(self, item.name) for item in fields(TrainingSettings)})
 
+    @property
+    def rising(self) -> int:
+        """Steps of warm-up."""
+        return usual_warmup(self.steps) if self.warmup is None else self.warmup
+
     def shared_problems(self, steps: int | None) -> list[str]:
         """What can't be used of the settings above; `steps` of the training, if they are known."""
         problems = bound_problems(self)
@@ -154,7 +160,7 @@ class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
             ]
         if self.head_folds == 1:
             problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
-        if steps is not None and self.warmup > steps:
+        if steps is not None and self.warmup is not None and self.warmup > steps:
             problems.append(f"--warmup is {self.warmup}, --steps only {steps}")
         if self.patience and not self.dev:
             problems.append("--patience needs --dev rows to judge by")

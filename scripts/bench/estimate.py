@@ -36,7 +36,8 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
     import device_runner.run  # noqa: F401, what the driver holds
     from device_runner.engines.checkpoints import Checkpoints
     from device_runner.engines.opening import open_engines
-    from device_runner.session.settings import RunSettings, bundle_for, settled
+    from device_runner.session.planning import plan_run
+    from device_runner.session.settings import RunSettings
     from prge.files.bundle import open_bundle
     from prge.files.peft import read_peft
     from prge.learning.estimators.protocol import Step
@@ -65,19 +66,25 @@ def run_alone(folder: Path, engine: str, words: list[str]) -> dict[str, float]:
         batch_size=config.batch_size,
         memory=config.memory,
     )
-    settings = settled(settings, bundle)
-    bundle = bundle_for(settings, bundle)
+    plan = plan_run(bundle, [], settings)
     checkpoints = Checkpoints(folder=folder, most=config.memory)
-    engines = open_engines(bundle, engine=engine, memory=config.memory, checkpoints=checkpoints)  # type: ignore[arg-type]
+    engines = open_engines(
+        bundle,
+        plan.contract,
+        engine=engine,  # type: ignore[arg-type]
+        memory=config.memory,
+        scoring=plan.scoring,
+        checkpoints=checkpoints,
+    )
     random = np.random.default_rng(0)
     examples = []
     for row in range(config.batch_size):
         numbers = random.integers(0, bundle.chain.vocabulary_size, config.tokens).tolist()
         slots = tuple(Slot(place, token, 1.0, 0) for place, token in enumerate(numbers[1:]))
         examples.append(Example(row, (TokenSequence(tuple(numbers), slots),), 1, None))
-    adapter = read_peft(bundle.adapter, bundle.contract.modules, bundle.adapter)
-    step = Step(adapter, [make_batch(examples, bundle.contract)], 0, 0)
-    estimator = make_estimator(settings)
+    adapter = read_peft(bundle.adapter, bundle.chain.modules, bundle.adapter)
+    step = Step(adapter, [make_batch(examples, plan.contract)], 0, 0)
+    estimator = make_estimator(plan.settings)
     ended, anonymous = threading.Event(), [0]
 
     def look() -> None:

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 from prge.errors import ConfigError
 from prge.files.run_folder import CONFIG
 from prge.learning.estimators.table import EstimatorName
-from prge.rows.example_building import Overflow
 from prge.rows.sources import hub_names
+from prge.rows.windows import Overflow
 from prge.running.training_flags import RowsFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Bytes

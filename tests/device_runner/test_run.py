@@ -51,6 +51,8 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
         steps=STEPS,
         calls=2,
         learning_rate=0.02,
+        schedule="constant",
+        warmup=0,
         evaluate_every=4,
         checkpoint_every=5,
         head_folds=4,
@@ -643,11 +645,11 @@ def test_a_guided_run_resumes_and_replays_to_the_same_bits(
 ) -> None:
     """Its journal holds the guide: a replay needs no bundle."""
     bundle = open_bundle(settings.bundle)
-    axes = np.random.default_rng(0).normal(size=(2, bundle.contract.modules[0].out_features))
-    add_guide(bundle, Guide({module.name: axes.astype(np.float32) for module in bundle.contract.modules}))
+    axes = np.random.default_rng(0).normal(size=(2, bundle.chain.modules[0].out_features))
+    add_guide(bundle, Guide({module.name: axes.astype(np.float32) for module in bundle.chain.modules}))
     guided = replace(settings, estimator=estimator, optimizer="adam-norm")
     run(guided)
-    moved = read_peft(settings.out / "final", bundle.contract.modules).values.reshape(-1, axes.shape[1])
+    moved = read_peft(settings.out / "final", bundle.chain.modules).values.reshape(-1, axes.shape[1])
     inside = moved @ np.linalg.pinv(axes) @ axes
     np.testing.assert_allclose(moved, inside, atol=1e-6)
     assert moved.any()

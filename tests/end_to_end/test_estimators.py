@@ -149,7 +149,7 @@ def test_runs_are_drawn(runs: dict[str, Path], tmp_path: Path) -> None:
     assert (tmp_path / "curves.svg").stat().st_size
 
 
-@pytest.mark.parametrize("form", ["peft", "merged", "program"])
+@pytest.mark.parametrize("form", ["peft", "merged", "llm"])
 def test_a_run_is_published(runs: dict[str, Path], tmp_path: Path, form: str) -> None:
     assert here("publish", runs["exact"], "--out", tmp_path / form, "--format", form) == 0
     if form == "peft":

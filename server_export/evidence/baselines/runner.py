@@ -23,7 +23,7 @@ from prge.learning.examples import Example, token_count
 from prge.learning.optimizers import schedule
 from prge.learning.sampling import Sampler
 from prge.learning.training import train
-from prge.rows.scoring import evaluate, extract_answers, text_metrics
+from prge.rows.scoring import evaluate
 from prge.running.watching import Watcher, graceful_stop
 from server_export.evidence.baselines.inputs import BaselineInputs
 from server_export.evidence.baselines.learner import BaselineLearner
@@ -108,7 +108,7 @@ def _problem(settings: BaselineSettings, inputs: BaselineInputs) -> ModelProblem
         settings.model,
         inputs.train,
         inputs.tokenizer.pad_id,
-        settings.batch_size or max(inputs.bundle.contract.batch_size, widest),
+        settings.batch_size or max(inputs.bundle.chain.bounds.batch, widest),
         settings.seed,
         settings.head_folds,
     )
@@ -123,7 +123,7 @@ def _learner(settings: BaselineSettings, inputs: BaselineInputs, problem: ModelP
     return BaselineLearner(
         method,
         Sampler(inputs.train, problem.contract, settings.seed, pad=problem.pad).chosen,
-        schedule(settings.schedule, settings.learning_rate, settings.steps, settings.warmup),
+        schedule(settings.schedule, settings.learning_rate, settings.steps, settings.rising),
         settings.divergence_ratio,
         settings.out / BEST,
         lambda: chain(problem.model.parameters(), problem.model.buffers(), method.parameters()),
@@ -154,11 +154,6 @@ def _test(settings: BaselineSettings, inputs: BaselineInputs, problem: ModelProb
     """Loss and metric of the test rows, as `prge eval` has them."""
     record = _score(settings, inputs, problem, inputs.test)
     del record["value"]
-    task = inputs.task
-    if task is not None and task.answers_in_passage:
-        adapter = Adapter.zeros(problem.modules)
-        answers = extract_answers(problem.engine(), adapter, inputs.test, inputs.tokenizer, task)
-        record |= text_metrics(task, answers, inputs.test)
     return record
 
 

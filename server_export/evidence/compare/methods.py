@@ -217,6 +217,7 @@ def run_settings(
             "batch_size": settings.batch_size,
             "test": rows["test"] if plan.with_test else None,
         }
+    assert method.estimator is not None  # as of all that run on the engine
     return chosen | {
         "estimator": method.estimator,
         "queries": (method.directions or method.queries) if method.has_directions else None,

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.learning.optimizers import OptimizerName, ScheduleName
-from prge.rows.example_building import Overflow
 from prge.rows.sources import Part, file_of_part
+from prge.rows.windows import Overflow
 from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
@@ -101,7 +101,7 @@ class CompareSettings:
 
     optimizer: OptimizerName = "adam"
     """Optimizer of every method."""
-    schedule: ScheduleName = "linear"
+    schedule: ScheduleName = TrainingFlags.schedule
     """Learning rate over the steps."""
     threads: int = 1
     """Threads of every run."""
