@@ -193,34 +193,21 @@ class ExecutorchTraining:
         """What the program takes for a step's examples; see `LossProgram`."""
         if len(examples) != self._examples:
             raise EngineError(f"a step has {len(examples)} examples, the program takes {self._examples}")
-        return loss_inputs(examples, self._contract, self._rows, self._candidates, self.problem.pad)
+        batch = make_batch(examples, self._contract, rows=self._rows, pad=self.problem.pad)
+        scores = np.zeros((batch.examples, self._candidates), np.float32)
+        absent, chosen = scores.copy(), scores.copy()
+        absent[np.arange(self._candidates) >= batch.candidates[:, None]] = _NO_CANDIDATE
+        chosen[np.arange(batch.examples), np.maximum(batch.labels, 0)] = 1
+        compared = (batch.labels >= 0).astype(np.float32)
+        weights = _weights(batch, self._candidates)
+        arrays = (batch.tokens, batch.positions, batch.targets, weights, absent, chosen, compared)
+        return tuple(torch.from_numpy(array) for array in arrays)
 
 
 def prepare(problem: Problem, settings: BaselineSettings) -> ExecutorchTraining:
     """Export the joint program and load it."""
     assert isinstance(problem, ModelProblem)
     return ExecutorchTraining(problem)
-
-
-def loss_inputs(
-    examples: Sequence[Example], contract: Contract, rows: int, candidates: int, pad: int
-) -> tuple[torch.Tensor, ...]:
-    """Examples as the inputs of a `LossProgram` of `rows` rows and `candidates` candidates."""
-    batch = make_batch(examples, contract, rows=rows, pad=pad)
-    scores = np.zeros((batch.examples, candidates), np.float32)
-    absent = np.where(np.arange(candidates) < batch.candidates[:, None], scores, np.float32(_NO_CANDIDATE))
-    chosen = scores.copy()
-    chosen[np.arange(batch.examples), np.maximum(batch.labels, 0)] = 1
-    arrays = (
-        batch.tokens,
-        batch.positions,
-        batch.targets,
-        _weights(batch, candidates),
-        absent,
-        chosen,
-        (batch.labels >= 0).astype(np.float32),
-    )
-    return tuple(torch.from_numpy(array) for array in arrays)
 
 
 def _weights(batch: Batch, candidates: int) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -103,11 +103,6 @@ def first_crossing(
     return None
 
 
-def share_of_gain(start: float, best: float, share: float) -> float:
-    """The quality at a share of the way from a start to a best."""
-    return start + share * (best - start)
-
-
 def bootstrap(
     values: Sequence[float], statistic: Callable[[np.ndarray], np.ndarray] | None = None, seed: int = 0
 ) -> Interval:

@@ -14,7 +14,6 @@ from server_export.evidence.compare.analysis import (
     first_crossing,
     paired_ratio,
     rank,
-    share_of_gain,
 )
 from server_export.evidence.compare.records import Point, read_curve
 
@@ -104,7 +103,7 @@ def find_target(result: Result) -> Target:
         return Target(quality, None, f"{name} never became better than its start ({start:.4g})")
     share = settings["target_share"]
     origin = f"{share:.0%} of the way from the start ({start:.4g}) to the best of {name} ({best:.4g})"
-    return Target(quality, share_of_gain(start, best, share), origin)
+    return Target(quality, start + share * (best - start), origin)
 
 
 def figures_of(method: Mapping[str, Any], target: Target, idle_bytes: int | None) -> dict[str, Spread]:

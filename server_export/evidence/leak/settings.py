@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -34,10 +34,6 @@ class Case:
     queries: int
     steps: int
     noise: float
-
-    def to_json(self) -> dict[str, Any]:
-        """For a table."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def _attack_case(target: Target, scenes: _Scenes, case: Case) -> tuple[Line, Lin
         "reports": len(attacks),
         "seconds": time.perf_counter() - begin,
     }
-    return case.to_json() | costs | _over_seeds(scores), _over_seeds(blind)
+    return asdict(case) | costs | _over_seeds(scores), _over_seeds(blind)
 
 
 def _report(

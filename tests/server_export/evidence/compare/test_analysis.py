@@ -19,7 +19,6 @@ from server_export.evidence.compare.analysis import (
     paired_gap,
     paired_ratio,
     rank,
-    share_of_gain,
 )
 
 numbers = st.floats(-100, 100)
@@ -59,11 +58,6 @@ def test_first_crossing_against_a_dense_curve(values: list[float], target: float
     else:
         assert first - 1 <= found.position <= first
         assert np.interp(found.position, positions, values) == pytest.approx(target, abs=1e-6)
-
-
-def test_share_of_gain_in_both_directions() -> None:
-    assert share_of_gain(1.0, 0.5, 0.8) == pytest.approx(0.6)
-    assert share_of_gain(0.5, 0.9, 0.5) == pytest.approx(0.7)
 
 
 def test_bootstrap_against_all_resamples() -> None:
