@@ -11,15 +11,13 @@ from prge.host.user_cache import PACKED, PROGRAMS, cache_path
 from prge.learning.costs import bytes_text
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = (
-    "Show the cache, packed weights of runs and programs of exports, or empty it. What is missing is made "
-    "again by the next run or export."
-)
-
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What to do with the cache."""
+    """Show the cache, packed weights of runs and programs of exports, or empty it.
+
+    What is missing is made again by the next run or export.
+    """
 
     clear: bool = False
     """Remove its files. A process that uses one keeps it until it ends."""
@@ -34,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         EngineError: the user has no home and no XDG_CACHE_HOME.
         RunError: the storage refuses to remove files.
     """
-    settings = parse_settings(CacheSettings, argv, "prge cache", description=DESCRIPTION)
+    settings = parse_settings(CacheSettings, argv, "prge cache")
     folders = [cache_path(name) for name in (PACKED, PROGRAMS)]
     freed = sum(map(remove_files, folders)) if settings.clear else None
     reports = [

@@ -28,7 +28,6 @@ from prge.text.loop import Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = "Talk to a bundle's model in the terminal; /help lists what can be said to the program."
 HELP = """\
 /adapter NAME|PATH  go on with another adapter; without a name, list those that are loaded
 /base               go on with the model without an adapter
@@ -46,12 +45,12 @@ SLOTS = 2
 
 @dataclass(frozen=True)
 class ChatSettings(ChatFlags, OfBundle):
-    """Talk to a bundle's model."""
+    """Talk to a bundle's model in the terminal; /help lists what can be said to the program."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge chat --help`."""
-    settings = parse_settings(ChatSettings, argv, "prge chat", ["bundle"], DESCRIPTION)
+    settings = parse_settings(ChatSettings, argv, "prge chat", ["bundle"])
     bundle = open_speaking(settings.bundle)
     tokenizer = bundle_tokenizer(bundle)
     prompts = Prompts(tokenizer)

@@ -58,7 +58,7 @@ class DoctorSettings:
 
 def main(argv: Sequence[str]) -> int:
     """Entry of `prge doctor`; 0 if `prge run` has all that it needs, 1 if not."""
-    settings = parse_settings(DoctorSettings, argv, "prge doctor", description=DoctorSettings.__doc__ or "")
+    settings = parse_settings(DoctorSettings, argv, "prge doctor")
     checks: list[Check] = []
     for check in examine():
         checks.append(check)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from device_runner.engines.opening import open_engines
-from prge.engine import EngineName
+from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
@@ -21,69 +21,44 @@ from prge.learning.checkpoint import HEAD, read_head
 from prge.learning.evaluation import Scores
 from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.rows.example_building import BuildOptions, Overflow, load_examples
-from prge.rows.readers import Selection
+from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.scoring import evaluate, extract_answers, text_metrics
 from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
+from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt
-from prge.verbs.settings import Bytes, parse_settings
+from prge.verbs.settings import parse_settings
 
 # Answers that are written at once.
 SLOTS = 8
-DESCRIPTION = "Score an adapter on rows of a file; prints the loss and the metric of the task."
 
 
 @dataclass(frozen=True)
-class EvaluateSettings:
-    """Score an adapter on rows of a file."""
+class EvaluateSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
+    """Score an adapter on rows of a file; prints the loss and the metric of the task."""
 
     bundle: Path
     """Folder that `prge export` or `prge tune` wrote."""
     data: Path
     """Rows to score: jsonl, json, csv, tsv or parquet; a folder with a file test; or the name of a data
     set of the hub, of which the split test is read."""
-    task: str | None = None
-    """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
-    messages, Alpaca's or ShareGPT's."""
-    columns: tuple[str, ...] = ()
-    """Names for columns of the rows: prompt=question completion=answer."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder; default: the adapter that was tuned, or that the bundle came with."""
-    start: int = 0
-    """Rows to leave out at the file's beginning, after shuffling."""
-    limit: int | None = None
-    """Most rows to score."""
-    shuffle_seed: int | None = None
-    """Shuffle the file before start and limit; the same rows on every machine."""
     answers: Literal["generate", "spans"] | None = None
     """Tasks whose answers are texts: let the model write them, as the task's `generate` says, or search them
     among the spans of the passage. Default: write them where the task says how, else search."""
-    overflow: Overflow = "auto"
-    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
-    and chats, truncate all else. What is cut is reported."""
-    append_eos: bool = True
-    """End completions with the tokenizer's end-of-sequence token, where it has one."""
     predictions: Path | None = None
     """jsonl file to write: a line per row with its loss, scores and prediction."""
     json: Path | None = None
     """File to write the result to as JSON."""
-    engine: EngineName = "auto"
-    """native: the stock libraries, without torch; torch: the runtime's Python module; auto: native where
-    it is built or can be."""
-    threads: int | None = None
-    """Threads of the engine; default: performance cores."""
-    memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
-    The same bits. Default: all stay."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge eval --help`."""
-    settings = parse_settings(EvaluateSettings, argv, "prge eval", ["bundle"], DESCRIPTION)
+    settings = parse_settings(EvaluateSettings, argv, "prge eval", ["bundle"])
     record = run(settings)
     for name, value in record.items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
@@ -102,14 +77,15 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         PrgeError: bad input.
     """
     bundle = open_bundle(settings.bundle)
-    contract = bundle.score_contract
+    contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
     way = way_to_answers(settings, task)
     options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
-    selection = Selection(settings.start, settings.limit, settings.shuffle_seed)
     source = read_source(settings.data, "test", settings.columns)
-    examples, report = load_examples(source, tokenizer, contract, task, selection, options, training=False)
+    examples, report = load_examples(
+        source, tokenizer, contract, task, settings.selection, options, training=False
+    )
     print(report.text())
     named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
     trained = find_adapter(named)
@@ -124,7 +100,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             )
         head = Head(examples[0].candidates, contract.width)
         read_head(trained / HEAD, head)
-    engines = open_engines(bundle, settings.threads, settings.engine, settings.memory, only_scoring=True)
+    engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
     engine = engines.score
     generator = Generator(engines.speaker(SLOTS), tokenizer) if way == "generate" else None
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)

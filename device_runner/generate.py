@@ -24,7 +24,7 @@ from prge.errors import DataError, shown
 from prge.files.documents import DocumentError, read_json
 from prge.host.terminal import write_text
 from prge.rows.forms import columns_text, find_form
-from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.readers import Row, select_rows
 from prge.rows.sources import read_source
 from prge.rows.task import RowError, load_task
 from prge.rows.tokenizer import bundle_tokenizer
@@ -32,13 +32,12 @@ from prge.text.loop import Answer, Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = "Write what a model answers to prompts: one is streamed, several are made at once."
 MOST_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class GenerateSettings(GenerateFlags, OfBundle):
-    """Generate text with a bundle."""
+    """Write what a model answers to prompts: one is streamed, several are made at once."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class _Asked:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge generate --help`."""
-    generate(parse_settings(GenerateSettings, argv, "prge generate", ["bundle"], DESCRIPTION))
+    generate(parse_settings(GenerateSettings, argv, "prge generate", ["bundle"]))
     return 0
 
 
@@ -133,9 +132,8 @@ def _rows_asked(
     """Prompts of the rows of a file; raises DataError with all rows that have none."""
     assert settings.data is not None
     task = load_task(settings.task) if settings.task else None
-    selection = Selection(settings.start, settings.limit, settings.shuffle_seed)
     source = read_source(settings.data, "test", settings.columns)
-    chosen = select_rows(source.rows, selection)
+    chosen = select_rows(source.rows, settings.selection)
     asked: list[_Asked] = []
     read: Counter[str] = Counter()
     problems: list[str] = []

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.session.settings import DEFAULT_BATCH
+from device_runner.session.planning import DEFAULT_BATCH
 from prge.contract import AdaptedModule
 from prge.errors import BundleError, printable
 from prge.files.adapter import adapter_size
@@ -42,9 +42,7 @@ class InspectSettings:
 
 def main(argv: list[str]) -> int:
     """Entry of `prge inspect`; raises BundleError, after printing all else, if a file is damaged."""
-    settings = parse_settings(
-        InspectSettings, argv, "prge inspect", positional=["bundle"], description="Show what a bundle holds."
-    )
+    settings = parse_settings(InspectSettings, argv, "prge inspect", ["bundle"])
     report = inspect(bundle_at(settings.bundle))
     print(json.dumps(report, indent=2) if settings.json else printable("\n".join(_text(report))))
     damaged = {name: entry["problem"] for name, entry in report["files"].items() if entry["problem"]}

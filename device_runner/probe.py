@@ -25,9 +25,10 @@ from device_runner.session.noise import (
     neighbours_agree,
     slopes,
 )
-from device_runner.session.settings import batch_for
+from device_runner.session.planning import batch_for
+from device_runner.session.settings import EngineFlags
 from prge.contract import Contract
-from prge.engine import Engine, EngineName, Float64Array
+from prge.engine import Engine, Float64Array
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
@@ -46,31 +47,24 @@ from prge.learning.evaluation import score
 from prge.learning.examples import Batch, Example
 from prge.learning.head import Head
 from prge.learning.sampling import Sampler
-from prge.rows.example_building import BuildOptions, Overflow, load_examples
-from prge.rows.readers import Selection
+from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
+from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.settings import Bytes, parse_settings
-
-DESCRIPTION = "Measure on real rows how much signal each estimator and epsilon has, and recommend one."
+from prge.verbs.settings import parse_settings
 
 
 @dataclass(frozen=True)
-class ProbeSettings:
-    """Measure estimators and epsilons on a bundle."""
+class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
+    """Measure on real rows how much signal each estimator and epsilon has, and recommend one."""
 
     bundle: Path
     """Folder that `prge export` wrote."""
     data: Path
     """Rows to measure on: jsonl, json, csv, tsv or parquet; a folder with a file train; or the name of a
     data set of the hub."""
-    task: str | None = None
-    """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
-    messages, Alpaca's or ShareGPT's."""
-    columns: tuple[str, ...] = ()
-    """Names for columns of the rows: prompt=question completion=answer."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to measure at; default: the adapter that the bundle came with. An
     encoder's head comes from it too, and is fitted on the rows where it has none."""
@@ -78,27 +72,12 @@ class ProbeSettings:
     """Random directions a step; default: 4."""
     batch_size: int | None = None
     """Sequences of one call, before copies; default: 4, or as many as a row needs."""
-    memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
-    The same bits. Default: all stay."""
     batches: int = 4
     """Batches to measure, each along every query's direction."""
     epsilons: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
     """Lengths of a perturbation to try, in units of the adapter's values."""
     seed: int = 42
     """Seed of directions and row order."""
-    limit: int | None = None
-    """Most rows to read."""
-    shuffle_seed: int | None = None
-    """Shuffle the file before the limit; the same rows on every machine."""
-    overflow: Overflow = "auto"
-    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
-    and chats, truncate all else. What is cut is reported."""
-    engine: EngineName = "auto"
-    """native: the stock libraries, without torch; torch: the runtime's Python module; auto: native where
-    it is built or can be."""
-    threads: int | None = None
-    """Threads of the engine; default: performance cores."""
     json: Path | None = None
     """File to write the result to as JSON."""
 
@@ -154,9 +133,8 @@ class Report:
                 f"most signal: {measured}."
             )
         quantized = self.quantization is not None and agreement.r < POOR
-        remedy = (
-            f" Int8 activations ({self.quantization}) make differences noisy; {WITHOUT_NOISE}." * quantized
-        )
+        noisy = f" Int8 activations ({self.quantization}) make differences noisy; {WITHOUT_NOISE}."
+        remedy = noisy if quantized else ""
         between = agreement.r if best.between is None else best.between.r
         if between <= 0:
             return f"No epsilon agrees with its neighbour: these differences hold no signal.{remedy}"
@@ -230,9 +208,7 @@ class Report:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge probe --help`."""
-    settings = parse_settings(
-        ProbeSettings, argv, "prge probe", positional=["bundle"], description=DESCRIPTION
-    )
+    settings = parse_settings(ProbeSettings, argv, "prge probe", ["bundle"])
     report = probe(settings)
     print(report.text())
     if settings.json:
@@ -257,17 +233,15 @@ def probe(settings: ProbeSettings) -> Report:
         )
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
-    selection = Selection(0, settings.limit, settings.shuffle_seed)
-    options = BuildOptions(overflow=settings.overflow)
+    options = BuildOptions(settings.overflow, settings.append_eos)
     rows = read_source(settings.data, "train", settings.columns)
-    examples, data = load_examples(rows, tokenizer, bundle.contract, task, selection, options)
+    examples, data = load_examples(rows, tokenizer, bundle.chain.scoring, task, settings.selection, options)
     contract = _step(bundle.chain, settings.batch_size or batch_for(examples), queries)
-    bundle = bundle.for_steps(contract)
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
-    programs = open_engines(bundle, settings.threads, engine=settings.engine, memory=settings.memory)
+    programs = open_engines(bundle, contract, settings.threads, settings.engine, settings.memory)
     head = _head(source, programs.score, adapter, examples, tokenizer.pad_id)
     if contract.is_tangent:
         readings = _against_tangents(programs, adapter, sampler, settings, head)

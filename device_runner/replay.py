@@ -18,12 +18,10 @@ from prge.host.regular_files import read_regular
 from prge.learning.checkpoint import HEAD, head_arrays
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = "Make a run's adapter again from its journal alone, and compare it with the run's result."
-
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Make a run's adapter again from its journal."""
+    """Make a run's adapter again from its journal alone, and compare it with the run's result."""
 
     run: Path
     """Run folder."""
@@ -37,7 +35,7 @@ class ReplaySettings:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge replay --help`."""
-    settings = parse_settings(ReplaySettings, argv, "prge replay", ["run"], description=DESCRIPTION)
+    settings = parse_settings(ReplaySettings, argv, "prge replay", ["run"])
     path = settings.run / JOURNAL
     if not path.is_file():
         raise RunError(f"{settings.run} is no run: it has no {JOURNAL}", remedy="give the folder of a run")

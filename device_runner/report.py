@@ -12,15 +12,13 @@ from prge.files.tuned import run_at
 from prge.host.atomic import write_file
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = (
-    "Write one HTML page about runs, finished or not. It needs no network and no script to be read. Or send "
-    "their metrics to TensorBoard or Weights & Biases."
-)
-
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """Which runs, and where to."""
+    """Write one HTML page about runs, finished or not. It needs no network and no script to be read.
+
+    Or send their metrics to TensorBoard or Weights & Biases.
+    """
 
     runs: tuple[Path, ...]
     """Run folders of `prge run`, `prge tune` or `prge baseline`, finished, going on or killed."""
@@ -51,9 +49,7 @@ class ReportSettings:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge report --help`."""
-    settings = parse_settings(
-        ReportSettings, argv, "prge report", positional=["runs"], description=DESCRIPTION
-    )
+    settings = parse_settings(ReportSettings, argv, "prge report", ["runs"])
     if settings.sends:
         from device_runner.reporting.sending import send
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from device_runner.engines.checkpoints import Checkpoints
@@ -33,9 +32,10 @@ from device_runner.session.inputs import (
     settings_records,
 )
 from device_runner.session.noise import noise_note
+from device_runner.session.planning import RunPlan, plan_run, settled
 from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
-from device_runner.session.settings import RunSettings, bundle_for, paced, settled
+from device_runner.session.settings import RunSettings
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
 from prge.files.bundle import open_bundle
@@ -48,7 +48,6 @@ from prge.files.run_folder import (
     JOURNAL,
     TRUNK_CACHE,
     run_lock,
-    with_stored_settings,
 )
 from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.atomic import write_file
@@ -65,21 +64,19 @@ from prge.learning.checkpoint import (
     save_checkpoint,
 )
 from prge.learning.encoder_heads import Heads, digest_of, fit_heads
-from prge.learning.estimators.exact import check_single_sequences
+from prge.learning.estimators.protocol import Estimator
 from prge.learning.examples import token_count
-from prge.learning.sampling import Sampler, check_batch
-from prge.learning.training import AdapterLearner, Observer, train
+from prge.learning.sampling import Sampler
+from prge.learning.training import AdapterLearner, train
 from prge.rows.scoring import evaluate
 from prge.running.watching import Watcher, graceful_stop
 from prge.text.loop import Generator
 from prge.verbs.settings import parse_settings, settings_to_yaml
 
-DESCRIPTION = "Fine-tune the adapter of a bundle on the stock engine."
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge run --help`."""
-    settings = parse_settings(RunSettings, with_stored_settings(argv), "prge run", description=DESCRIPTION)
+    settings = parse_settings(RunSettings, argv, "prge run")
     final = run(settings)
     with best_effort(sys.stdout):
         print(final, flush=True)
@@ -95,111 +92,165 @@ def run(settings: RunSettings) -> Path:
     """
     bundle = open_bundle(settings.bundle)
     settings = settled(settings, bundle)
-    bundle = bundle_for(settings, bundle)
     with run_lock(settings.out):
         _check_folder(settings)
         inputs = read_inputs(bundle, settings)
-        bundle = bundle_for(settings, bundle, inputs.train)
-        if settings.clip_examples:
-            check_single_sequences(inputs.train)
-        check_batch(bundle.contract, inputs.train)
-        asked, settings = settings, paced(settings, bundle.contract, inputs.train)
+        plan = plan_run(bundle, inputs.train, settings)
         with Journal(settings.out / JOURNAL) as journal:
-            cache = None
-            if settings.trunk_cache_bytes:
-                folder = settings.out / TRUNK_CACHE
-                cache = TrunkCache(folder, settings.trunk_cache_bytes, settings.trunk_cache_dtype)
-            engines = open_engines(
-                bundle,
-                settings.threads,
-                settings.engine,
-                settings.memory,
-                cache=cache,
-                checkpoints=Checkpoints(settings.checkpoint_dtype, settings.out, settings.memory),
-            )
-            begin(journal, inputs.identity(settings), settings)
-            keep_guide(journal, inputs.bundle, settings)
-            facts = _Facts(inputs, engines, journal)
-            rows = partial(estimator_of(journal).rows, engines.step.contract)
-            watcher = Watcher(settings, journal.steps, lambda step: rows(step * settings.calls), facts)
+            opened = open_run(plan, inputs, journal)
+            watcher = Watcher(plan.settings, journal.steps, opened.rows, opened.describe)
             watcher.catch_up(journal)
             with watcher, graceful_stop(watcher):
                 watcher.say(inputs.report)
-                if asked.epochs is not None:
-                    watcher.say(f"{asked.epochs:g} epochs: {settings.steps} steps")
-                if engines.notes:
-                    watcher.say(engines.notes)
-                final = _train(settings, inputs, engines, journal, watcher, facts)
-                if cache is not None:
-                    watcher.say(f"trunk: {cache.computed} rows computed, {cache.reused} from the cache")
-                return final
+                if settings.epochs is not None:
+                    watcher.say(f"{settings.epochs:g} epochs: {plan.settings.steps} steps")
+                if opened.engines.notes:
+                    watcher.say(opened.engines.notes)
+                state, samples = train_run(opened, watcher)
+                return finish_run(opened, state, samples, watcher)
 
 
-def _train(
-    settings: RunSettings,
-    inputs: RunInputs,
-    engines: Engines,
-    journal: Journal,
-    watcher: Watcher,
-    facts: _Facts,
-) -> Path:
-    pad = inputs.tokenizer.pad_id
-    checkpoints = settings.out / CHECKPOINTS
-    begin = time.perf_counter()
-    heads, told = prepare_heads(settings, inputs, engines.score, journal)
-    if told:
-        facts.head_seconds = time.perf_counter() - begin
-        watcher.say(f"heads: {told}, {facts.head_seconds:.1f} s")
-    state = new_state(settings, inputs.adapter, heads)
-    load_latest(checkpoints, state, newest=journal.steps)
+@dataclass(frozen=True)
+class OpenRun:
+    """A run whose engines are open and whose journal says what it is; `sensors` are those of the start."""
+
+    plan: RunPlan
+    inputs: RunInputs
+    engines: Engines
+    journal: Journal
+    estimator: Estimator
+    cache: TrunkCache | None
+    sensors: Record
+
+    @property
+    def settings(self) -> RunSettings:
+        """All of them, decided."""
+        return self.plan.settings
+
+    def rows(self, steps: int) -> int:
+        """Rows that the engine computes for so many steps."""
+        return self.estimator.rows(self.plan.contract, steps * self.settings.calls)
+
+    def keep(self, state: TrainingState) -> None:
+        """Save a checkpoint, and drop those that nobody needs any more."""
+        folder = self.settings.out / CHECKPOINTS
+        save_checkpoint(folder, state, self.inputs.bundle.adapter)
+        self.journal.sync()
+        if not self.settings.keep_gradients:
+            self.journal.forget_gradients(state.step)
+        prune_checkpoints(folder, kept_steps(state.progress, self.settings.checkpoint_every))
+
+    def score(self, state: TrainingState) -> Record:
+        """Scores of the development rows."""
+        inputs, pad = self.inputs, self.inputs.tokenizer.pad_id
+        return evaluate(
+            self.engines.score, state.adapter, inputs.dev, inputs.task, state.head, pad, self.settings.select
+        )[0]
+
+    def describe(self) -> tuple[Record, Record]:
+        """The blocks `run` and `train` of run.json, but for what a watcher knows."""
+        inputs, estimators = self.inputs, []
+        for record in settings_records(self.journal):
+            with self.journal.reading(record):
+                estimator = record["settings"]["estimator"]
+                estimators.append({"since": record.get("step", 0), "estimator": estimator})
+        run = {
+            **inputs.bundle.description,
+            "roles": list(inputs.bundle.chain.roles),
+            "estimators": estimators,
+            "engine": self.engines.engine,
+            "threads": self.engines.threads,
+        }
+        return run, {
+            "data": inputs.data,
+            "training_rows": len(inputs.train),
+            "training_tokens": token_count(inputs.train),
+            "development_rows": len(inputs.dev),
+            "trained_values": inputs.adapter.size,
+            "sensors": {"start": self.sensors, "last": Sensors().record()},
+        }
+
+
+def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal) -> OpenRun:
+    """Open the engines, and write down what a run is, or compare it with what it was begun as."""
+    settings, cache = plan.settings, None
+    if settings.trunk_cache_bytes:
+        folder = settings.out / TRUNK_CACHE
+        cache = TrunkCache(folder, settings.trunk_cache_bytes, settings.trunk_cache_dtype)
+    engines = open_engines(
+        inputs.bundle,
+        plan.contract,
+        settings.threads,
+        settings.engine,
+        settings.memory,
+        plan.scoring,
+        cache,
+        Checkpoints(settings.checkpoint_dtype, settings.out, settings.memory),
+    )
+    begin(journal, inputs.identity(settings), settings)
+    keep_guide(journal, inputs.bundle, settings)
+    return OpenRun(plan, inputs, engines, journal, estimator_of(journal), cache, Sensors().record())
+
+
+def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | None]:
+    """Train until the last step, an early stop, or an interruption.
+
+    Raises:
+        DivergenceError: see prge.learning.training.Learner.step.
+        KeyboardInterrupt: interrupted, with the state saved.
+    """
+    settings, inputs, engines, journal = run.settings, run.inputs, run.engines, run.journal
+    state = _first_state(run, watcher)
+    load_latest(settings.out / CHECKPOINTS, state, newest=journal.steps)
     if journal.steps:
         watcher.say(f"going on after step {journal.steps} of {settings.steps}")
-
-    def save(state: TrainingState) -> None:
-        save_checkpoint(checkpoints, state, inputs.bundle.adapter)
-        journal.sync()
-        if not settings.keep_gradients:
-            journal.forget_gradients(state.step)
-        prune_checkpoints(checkpoints, kept_steps(state.progress, settings.checkpoint_every))
-
-    def score(state: TrainingState) -> Record:
-        record, _ = evaluate(
-            engines.score, state.adapter, inputs.dev, inputs.task, state.head, pad, settings.select
-        )
-        return record
-
     gates = Gates(settings)
-    sampler = Sampler(inputs.train, engines.step.contract, settings.seed, settings.calls, pad)
+    sampler = Sampler(inputs.train, run.plan.contract, settings.seed, settings.calls, inputs.tokenizer.pad_id)
     if settings.resume is None:
         _tell_noise(settings, inputs, engines.step, sampler, state, watcher)
     learner = AdapterLearner(
         engines.step,
         sampler,
-        estimator_of(journal),
+        run.estimator,
         learning_rates(settings),
         state,
         settings.of_loop,
         journal,
-        save,
-        score if inputs.dev else None,
+        run.keep,
+        run.score if inputs.dev else None,
     )
-    observer: Observer = watcher
-    samples = None
-    if answerer := _answerer(inputs, engines):
-        observer = samples = facts.samples = Samples(answerer, state, settings.sample_every, watcher)
+    answerer = _answerer(inputs, engines)
+    samples = Samples(answerer, state, settings.sample_every, watcher) if answerer else None
     watcher.say(_plan(settings, inputs, engines, sampler))
-    train(learner, settings.of_loop, observer, lambda: gates.hold(watcher))
+    train(learner, settings.of_loop, samples or watcher, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
         raise KeyboardInterrupt
-    final = write_final(settings, inputs, state)
+    return state, samples
+
+
+def finish_run(run: OpenRun, state: TrainingState, samples: Samples | None, watcher: Watcher) -> Path:
+    """Write the result, and tell what came out and what to do next; returns the `final/` folder."""
+    final = write_final(run.settings, run.inputs, state)
     if samples is not None:
         samples.take()
-    best = journal.evaluation(state.step) or {}
-    with journal.reading(best):
+    best = run.journal.evaluation(state.step) or {}
+    with run.journal.reading(best):
         watcher.say_final(state.step, best)
-    watcher.say(_closing(settings, inputs, samples))
+    watcher.say(_closing(run.settings, run.inputs, samples))
+    if run.cache is not None:
+        watcher.say(f"trunk: {run.cache.computed} rows computed, {run.cache.reused} from the cache")
     return final
+
+
+def _first_state(run: OpenRun, watcher: Watcher) -> TrainingState:
+    """The state before the first step, an encoder's with heads."""
+    begin = time.perf_counter()
+    heads, told = prepare_heads(run.settings, run.inputs, run.engines.score, run.journal)
+    if told:
+        seconds = watcher.told["head_seconds"] = time.perf_counter() - begin
+        watcher.say(f"heads: {told}, {seconds:.1f} s")
+    return new_state(run.settings, run.inputs.adapter, heads)
 
 
 def _answerer(inputs: RunInputs, engines: Engines) -> Answerer | None:
@@ -344,39 +395,3 @@ def _check_folder(settings: RunSettings) -> None:
             f"{settings.out} holds a run already",
             remedy=f"go on with it: prge run --resume {settings.out}; or give another folder with --out",
         )
-
-
-class _Facts:
-    """What run.json says of a run besides what its watcher counts."""
-
-    def __init__(self, inputs: RunInputs, engines: Engines, journal: Journal) -> None:
-        self.inputs = inputs
-        self.engines = engines
-        self.estimators = []
-        for record in settings_records(journal):
-            with journal.reading(record):
-                estimator = record["settings"]["estimator"]
-                self.estimators.append({"since": record.get("step", 0), "estimator": estimator})
-        self.sensors = {"start": Sensors().record()}
-        self.samples: Samples | None = None
-        self.head_seconds: float | None = None
-
-    def __call__(self) -> tuple[Record, Record]:
-        """The blocks `run` and `train`."""
-        run = {
-            **self.inputs.bundle.description,
-            "roles": list(self.inputs.bundle.chain.roles),
-            "estimators": self.estimators,
-            "engine": self.engines.engine,
-            "threads": self.engines.threads,
-        }
-        return run, {
-            "data": self.inputs.data,
-            "training_rows": len(self.inputs.train),
-            "training_tokens": token_count(self.inputs.train),
-            "development_rows": len(self.inputs.dev),
-            "trained_values": self.inputs.adapter.size,
-            **({"head_seconds": self.head_seconds} if self.head_seconds is not None else {}),
-            "sensors": {**self.sensors, "last": Sensors().record()},
-            **({"samples": self.samples.summary()} if self.samples else {}),
-        }

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from device_runner.session.settings import EngineFlags
 from device_runner.session.speaking import BASE, BUNDLE, by_name, open_speaking, read_adapter
-from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
@@ -19,16 +19,15 @@ from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
 from prge.rows.tokenizer import bundle_tokenizer, read_chat_template
 from prge.verbs.bounds import bound_problems
-from prge.verbs.settings import Bytes, parse_settings
+from prge.verbs.settings import parse_settings
 
 KEY = "PRGE_API_KEY"
 MOST_KEY_BYTES = 4096
-DESCRIPTION = "Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."
 
 
 @dataclass(frozen=True)
-class ServeSettings:
-    """Serve a bundle and its adapters by OpenAI's protocol."""
+class ServeSettings(EngineFlags):
+    """Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."""
 
     bundle: Path
     """Folder that `prge export` or `prge tune` wrote. The adapter that was tuned, or that came with the
@@ -53,13 +52,6 @@ class ServeSettings:
     """Most answers that are made at once."""
     context: int | None = None
     """Most tokens of prompt and answer together; default: the bundle's bound."""
-    engine: EngineName = "auto"
-    """native: the stock libraries, without torch; torch: the runtime's Python module; auto: native where
-    it is built or can be."""
-    threads: int | None = None
-    """Threads of the engine; default: performance cores."""
-    memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB. Default: all stay."""
 
     def __post_init__(self) -> None:
         if problems := bound_problems(self):
@@ -74,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             ["--api-key shows the key to everybody who can list processes"],
             remedy=f"give --api-key-file FILE, or set {KEY}",
         )
-    settings = parse_settings(ServeSettings, argv, "prge serve", ["bundle"], description=DESCRIPTION)
+    settings = parse_settings(ServeSettings, argv, "prge serve", ["bundle"])
     serve(settings)
     return 0
 

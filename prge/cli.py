@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prge import __version__
 from prge.errors import PrgeError, RunError
@@ -15,7 +16,8 @@ from prge.host.interrupts import ignore_interrupts, one_interrupt
 from prge.host.memory import GET_MEMORY, tells_no_memory
 from prge.host.parents import end_with_starter
 from prge.host.terminal import best_effort, flush, open_standard_files, silence
-from prge.verbs.completion import show_verbs, words_of_help
+from prge.verbs.helping import words_of_help
+from prge.verbs.subverbs import Action, run_action
 
 
 @dataclass(frozen=True)
@@ -82,19 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
-        helps = {name: verb.help for name, verb in VERBS.items()}
-        return _guarded("prge", lambda: show_verbs("prge", helps, ABOUT))
-    if words[0] in ("-V", "--version"):
+    if words[:1] in (["-V"], ["--version"]):
         return _guarded("prge", lambda: print(f"prge {__version__}"))
-    name = words[0]
-    if name not in VERBS:
-        return _guarded("prge", lambda: _unknown(name))
-    return _guarded(f"prge {name}", lambda: _start(name, words[1:]))
+    actions = {name: Action(verb.help, partial(_start, verb)) for name, verb in VERBS.items()}
+    prog = " ".join(["prge", *(name for name in words[:1] if name in VERBS)])
+    return _guarded(prog, lambda: run_action(words, actions, "prge", ABOUT))
 
 
-def _start(name: str, argv: list[str]) -> int:
-    verb = VERBS[name]
+def _start(verb: Verb, argv: list[str]) -> int:
     try:
         module = importlib.import_module(verb.module)
         return int(module.main(argv))
@@ -165,12 +162,6 @@ def _tell(prog: str, message: str, code: int) -> int:
     with best_effort(sys.stderr):
         print(f"{prog}: {message}", file=sys.stderr, flush=True)
     return code
-
-
-def _unknown(name: str) -> None:
-    from prge.verbs.habits import verb_error
-
-    raise verb_error(name, VERBS, "prge")
 
 
 if __name__ == "__main__":

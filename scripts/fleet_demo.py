@@ -161,7 +161,7 @@ class FleetDemo:
         with Journal(self.fleet / JOURNAL, writable=False) as journal:
             for name in (HONEST, KILLED, LIAR):
                 content = (self.folder / name / FLEETS / agreement.sha256.hex() / STATE).read_bytes()
-                state = unpack_state(content, agreement.plan, bundle.chain.modules, bundle.contract.width)
+                state = unpack_state(content, agreement.plan, bundle.chain.modules, bundle.chain.width)
                 expected = replay(journal, state.step).adapter.values
                 if not state.step or not np.array_equal(state.adapter.values, expected):
                     return False
@@ -172,7 +172,9 @@ class FleetDemo:
 def lie(folder: Path, address: str) -> None:
     """Be a device that sends an absurd number in some rounds."""
     own = folder / LIAR
-    settings = DeviceSettings(folder / "bundle", folder / f"{LIAR}.jsonl", str(DATA / "task.yaml"), threads=1)
+    settings = DeviceSettings(
+        folder / "bundle", folder / f"{LIAR}.jsonl", task=str(DATA / "task.yaml"), threads=1
+    )
     make_device(own, settings)
 
     def said(content: bytes) -> bytes:

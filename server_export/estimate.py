@@ -23,7 +23,6 @@ def main(argv: Sequence[str]) -> int:
         EstimateConfig,
         argv,
         "prge estimate",
-        description="Tell what an export and its runs would cost; takes the flags of `prge export`.",
     )
     report = report_of(config, estimate(config))
     print(json.dumps(report, indent=2) if config.json else "\n".join(_text(config, report)))

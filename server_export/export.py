@@ -6,17 +6,15 @@ block's weights -> verify in the engine -> write the manifest
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.contract import Contract
 from prge.errors import RunError
 from prge.host.atomic import new_folder
-from prge.learning.costs import MOST_COMPARED, Outline
-from server_export.check.estimation import announce
+from prge.learning.costs import MOST_COMPARED
+from server_export.check.estimation import announce, estimate_of
 from server_export.memory import give_back_freed
 from server_export.settings import ExportConfig
 from server_export.stage import stage
@@ -24,9 +22,7 @@ from server_export.stage import stage
 if TYPE_CHECKING:
     from prge.rows.tokenizer import Tokenizer
     from server_export.model.chain import Chain
-    from server_export.model.files import ModelFiles
-    from server_export.model.loading import LoadedModel
-    from server_export.model.start import StartAdapter
+    from server_export.model.source import Source
 
 __all__ = ["ExportConfig", "export", "main"]
 
@@ -42,7 +38,6 @@ def main(argv: Sequence[str]) -> int:
         ExportConfig,
         argv,
         "prge export",
-        description="Turn a transformers model into a bundle that a device can train.",
     )
     export(config)
     return 0
@@ -55,120 +50,64 @@ def export(config: ExportConfig) -> Path:
         PrgeError: something can't be used, or a program doesn't compute what the model does; no bundle is
             written then.
     """
+    from server_export.model.positions import longest_context
+    from server_export.model.source import open_source
+
     out = Path(config.out)
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
-    announce(config)
+    source = open_source(config)
+    announce(estimate_of(config, source))
     with new_folder(out, overwrite=config.overwrite) as folder:
-        source = _open_source(config)
+        source = source.with_weights()
+        tokenizer = _tokenizer(config, source)
+        context = longest_context(source.loaded, config.context, source.longest)
         if config.init == "eva":
             with stage("directions") as note:
-                source = _from_rows(config, source, note)
+                source = _from_rows(config, source, tokenizer, context, note)
         with stage("tracing") as note:
-            chain = source.chain(config.quantize)
+            chain = source.chain(config.quantize, context)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
-        _hint_about_bos(config, source)
+        _hint_about_bos(config, source, tokenizer)
         _tell_targets(config, source)
         if source.start.parameters <= MOST_COMPARED:
             _compare(config, chain)
-        manifest = _write(config, folder, source, chain)
+        manifest = _write(config, folder, source, tokenizer, context, chain)
     _summarize(out, manifest)
     return out
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A model without weights, its files, and what an export makes of the settings for it."""
-
-    files: ModelFiles
-    outline: LoadedModel
-    tokenizer: Any
-    readout: str
-    longest: int
-    context: int
-    transposed: set[str]
-    start: StartAdapter
-    costs: Outline
-
-    def chain(self, scheme: str) -> Chain:
-        """The model's blocks; it can be made once."""
-        from server_export.model.chain import build_chain
-
-        return build_chain(
-            self.outline,
-            self.files,
-            self.start.scaled_lora_a(),
-            longest=self.context,
-            transposed=self.transposed,
-            scheme=scheme,
-        )
-
-
-def _open_source(config: ExportConfig) -> _Source:
-    from server_export.model.chain import plain_layers
+def _tokenizer(config: ExportConfig, source: Source) -> Any:
+    """The model's tokenizer, with the template and the first token that the settings ask for."""
     from server_export.model.chat_templates import give_template
-    from server_export.model.files import fetch_weights, find_files
-    from server_export.model.loading import check_size, outline_model
-    from server_export.model.outline import outline_of
-    from server_export.model.positions import longest_context, longest_row
-    from server_export.model.readout import readout_of
-    from server_export.model.start import start_adapter
     from server_export.model.tokenization import load_tokenizer, tokenizer_block
-    from server_export.quiet import quiet_libraries
 
-    quiet_libraries()
-    pooled = None if config.readout is None else config.readout == "pooled"
-    files = find_files(config.model, config.revision)
-    outline = outline_model(config.model, pooled=pooled, revision=config.revision)
-    fetch_weights(files)
-    check_size(files, outline.model)
-    if not files.revision:
-        outline = replace(outline, sha256=files.sha256())
-    tokenizer = load_tokenizer(config.model, outline.revision)
+    loaded = source.loaded
+    tokenizer = load_tokenizer(config.model, loaded.revision)
     give_template(tokenizer, config.chat_template, config.prepend_bos)
-    tokenizer_block(tokenizer, config.prepend_bos, outline.model.get_input_embeddings().weight.shape[0])
-    readout = readout_of(config, outline)
-    longest = longest_row(outline, config.sequence_length)
-    context = longest_context(outline, config.context, longest)
-    transposed = plain_layers(outline.model)
-    start = start_adapter(config, outline, bool(transposed))
-    costs = outline_of(start, longest)
-    return _Source(files, outline, tokenizer, readout, longest, context, transposed, start, costs)
+    tokenizer_block(tokenizer, config.prepend_bos, loaded.model.get_input_embeddings().weight.shape[0])
+    return tokenizer
 
 
-def _from_rows(config: ExportConfig, source: _Source, note: Callable[[str], None]) -> _Source:
+def _from_rows(
+    config: ExportConfig, source: Source, tokenizer: Any, context: int, note: Callable[[str], None]
+) -> Source:
     """The same model with an adapter from rows."""
     from server_export.model.eva import init_examples, principal_start, tokens_of
-    from server_export.model.outline import outline_of
 
-    tokenizer, contract = _reader(config, source)
-    rows = tokens_of(init_examples(config, tokenizer, contract), config.init_tokens)
-    start, explained = principal_start(
-        source.start, _with_adapter(source, _thin(source.start)).chain("fp32"), rows, config.spread_ranks
-    )
+    rows = tokens_of(init_examples(config, *_reader(config, source, tokenizer)), config.init_tokens)
+    thin = source.thin_chain("fp32", context)
+    start, explained = principal_start(source.start, thin, rows, config.spread_ranks)
     shares = sorted(explained.values())
     ranks = sorted(map(len, start.lora_a.values()))
     note(
         f"of {sum(map(len, rows)):,} tokens; ranks {ranks[0]} to {ranks[-1]} explain "
         f"{shares[0]:.0%} to {shares[-1]:.0%} of what a layer sees"
     )
-    costs = outline_of(start, source.longest)
-    return replace(source, start=start, costs=costs)
+    return source.starting_from(start)
 
 
-def _thin(start: StartAdapter) -> StartAdapter:
-    """An adapter of rank 1 on the same layers."""
-    return start.starting_from({name: a[:1] for name, a in start.lora_a.items()})
-
-
-def _with_adapter(source: _Source, start: StartAdapter) -> _Source:
-    """The same model with another adapter, to be traced: that changes the model, which has no weights."""
-    return replace(
-        source, outline=replace(source.outline, model=copy.deepcopy(source.outline.model)), start=start
-    )
-
-
-def _reader(config: ExportConfig, source: _Source) -> tuple[Tokenizer, Contract]:
+def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Tokenizer, Contract]:
     """What `--init-rows` are read with: the device's tokenizer, and a contract with room for any row."""
     from server_export.model.tokenization import on_device
 
@@ -185,7 +124,7 @@ def _reader(config: ExportConfig, source: _Source) -> tuple[Tokenizer, Contract]
         vocabulary_size=vocabulary,
         modules=costs.modules,
     )
-    return on_device(source.tokenizer, config.prepend_bos, vocabulary), contract
+    return on_device(tokenizer, config.prepend_bos, vocabulary), contract
 
 
 def _compare(config: ExportConfig, chain: Chain) -> None:
@@ -197,7 +136,9 @@ def _compare(config: ExportConfig, chain: Chain) -> None:
     give_back_freed()
 
 
-def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) -> dict[str, Any]:
+def _write(
+    config: ExportConfig, folder: Path, source: Source, tokenizer: Any, context: int, chain: Chain
+) -> dict[str, Any]:
     """Fill a bundle's folder; returns its manifest."""
     from prge.files import chain as manifest
     from server_export.bundle import write_bundle
@@ -205,7 +146,7 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
     from server_export.lower.cache import ProgramCache
     from server_export.lower.chain import lower_chain
 
-    bounds = manifest.Bounds.for_rows(source.longest, source.context)
+    bounds = manifest.Bounds.for_rows(source.longest, context)
     with stage("lowering") as note:
         cache = ProgramCache() if config.cache else None
         lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)
@@ -217,7 +158,7 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
     described = manifest.Chain(
         readout=source.readout,
         pooling=config.pooling,
-        width=int(source.outline.config.hidden_size),
+        width=int(source.loaded.config.hidden_size),
         vocabulary_size=chain.vocabulary_size,
         modules=chain.modules,
         bounds=bounds,
@@ -232,35 +173,30 @@ def _write(config: ExportConfig, folder: Path, source: _Source, chain: Chain) ->
             source.start,
             described,
             source.costs,
-            source.tokenizer,
+            tokenizer,
             chain.quantization,
             verification,
         )
 
 
-def _tell_targets(config: ExportConfig, source: _Source) -> None:
+def _tell_targets(config: ExportConfig, source: Source) -> None:
     """Say that linear layers of all kinds are adapted for want of a usual choice."""
     from server_export.model.lora_fa import usual_target_modules
 
     is_chosen = config.target_modules or config.adapter
-    if not is_chosen and usual_target_modules(source.outline.model) is None:
+    if not is_chosen and usual_target_modules(source.loaded.model) is None:
         print(
-            f"PEFT has no usual target modules for {source.outline.config.model_type}: linear layers of all "
+            f"PEFT has no usual target modules for {source.loaded.config.model_type}: linear layers of all "
             f"kinds are adapted, {len(source.start.lora_a)} in all; --target-modules chooses others"
         )
 
 
-def _hint_about_bos(config: ExportConfig, source: _Source) -> None:
+def _hint_about_bos(config: ExportConfig, source: Source, tokenizer: Any) -> None:
     from server_export.model.tokenization import adds_bos
 
-    outline = source.outline
-    model_has_bos = getattr(outline.config, "bos_token_id", None) is not None
-    if (
-        config.prepend_bos == "auto"
-        and outline.is_decoder
-        and model_has_bos
-        and not adds_bos(source.tokenizer)
-    ):
+    loaded = source.loaded
+    model_has_bos = getattr(loaded.config, "bos_token_id", None) is not None
+    if config.prepend_bos == "auto" and loaded.is_decoder and model_has_bos and not adds_bos(tokenizer):
         print(
             "hint: the model knows a begin-of-sequence token, but its tokenizer adds none; "
             "if it was trained with one, export with --prepend-bos always"

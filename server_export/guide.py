@@ -9,25 +9,24 @@ workstation finds them on rows of the kind that a device will train on; the devi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prge.errors import ConfigError, DataError
 from prge.files.bundle import Bundle, open_bundle
 from prge.learning.estimators.guide import Guide, add_guide
+from prge.running.training_flags import RowsFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 
 if TYPE_CHECKING:
     from server_export.evidence.baselines.problem import ModelProblem
 
-DESCRIPTION = "Give a bundle axes for the directions of its forward-only runs, from gradients of rows."
-
 
 @dataclass(frozen=True)
-class GuideSettings:
-    """Give a bundle axes for the directions of its forward-only runs."""
+class GuideSettings(RowsFlags):
+    """Give a bundle axes for the directions of its forward-only runs, from gradients of rows."""
 
     bundle: Path
     """Folder that `prge export` wrote; it is another bundle afterwards, which no earlier run goes on with."""
@@ -35,10 +34,6 @@ class GuideSettings:
     """Folder or hub id of the model that it was exported from."""
     data: Path
     """Rows with their labels, of the kind that a device will train on."""
-    task: str | None = None
-    """Task of the rows, as for `prge run`."""
-    columns: list[str] = field(default_factory=list)
-    """Names for columns of the rows: prompt=question completion=answer."""
     axes: int = 16
     """Axes of each layer's outputs."""
     limit: int = 400
@@ -53,7 +48,7 @@ class GuideSettings:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge guide --help`."""
-    settings = parse_settings(GuideSettings, argv, "prge guide", description=DESCRIPTION)
+    settings = parse_settings(GuideSettings, argv, "prge guide")
     print(guide(settings))
     return 0
 
@@ -133,6 +128,6 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.data, "train", settings.columns)
     chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
-    examples, _ = load_examples(rows, tokenizer, bundle.contract, task, chosen, BuildOptions("auto"))
+    examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, BuildOptions("auto"))
     widest = max(len(example.sequences) for example in examples)
     return open_problem(bundle, settings.model, examples, tokenizer.pad_id, widest, settings.seed)

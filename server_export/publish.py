@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
 
 CARD, GGUF = "README.md", "adapter.gguf"
-DESCRIPTION = (
-    "Give a trained adapter to PEFT or llama.cpp, merge it into its model, or make a program for ExecuTorch."
-)
 # What a published folder has one of; no other folder is ever replaced.
 _PUBLISHED = (CONFIG, "config.json", MANIFEST, GGUF)
 
@@ -44,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `prge publish`; returns the exit code."""
     from prge.verbs.settings import parse_settings
 
-    config = parse_settings(
-        PublishConfig, argv, "prge publish", positional=["source"], description=DESCRIPTION
-    )
+    config = parse_settings(PublishConfig, argv, "prge publish", positional=["source"])
     repository = None
     if config.push is not None:
         repository = find_repository(config.push, config.public, config.overwrite)
@@ -120,7 +115,7 @@ def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded:
             raise ConfigError(
                 "the program's length isn't known:", ["there is no bundle"], remedy="give --sequence-length"
             )
-        length = trained.bundle.contract.sequence_length
+        length = trained.bundle.chain.bounds.tokens
     loaded = _tuned(loaded, trained, scheme)
     pooling = (trained.bundle.pooling if trained.bundle is not None else None) or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
@@ -151,7 +146,7 @@ def _publish_llm(out: Path, config: PublishConfig, trained: Trained, loaded: Loa
     check_generates(loaded)
     length = longest_row(loaded, config.sequence_length)
     if config.sequence_length is None and trained.bundle is not None:
-        length = max(length, trained.bundle.contract.sequence_length)
+        length = max(length, trained.bundle.chain.bounds.tokens)
     tokenizer = _tokenizer(trained)
     begins = bool((_in_manifest(trained, "tokenizer") or {}).get("prepend_bos"))
     loaded = _tuned(loaded, trained, scheme)

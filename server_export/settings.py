@@ -9,8 +9,9 @@ from typing import Literal
 from prge.errors import ConfigError
 from prge.files.signatures import ROLES
 from prge.learning.estimators.table import EstimatorName
+from prge.running.training_flags import RowsFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.settings import Bytes
+from prge.verbs.kinds import Bytes
 
 Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]
@@ -29,7 +30,7 @@ DEFAULT_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What to export and how."""
+    """Turn a transformers model into a bundle that a device can train."""
 
     model: str
     """Folder or hub id of a transformers causal language model or encoder."""
@@ -148,8 +149,8 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
-class EstimateConfig(ExportConfig):
-    """What to estimate: an export, whose settings may come from its file with `--config`, and a run."""
+class EstimateConfig(ExportConfig, RowsFlags):
+    """Tell what an export and its runs would cost; takes the flags of `prge export`."""
 
     out: Path = Path("bundle")
     """Not written; it is here so that an export's settings can be given as they are."""
@@ -173,12 +174,6 @@ class EstimateConfig(ExportConfig):
     train: Path | None = None
     """Training rows: tell the steps of an epoch, and the memory of a step of the longest instead of
     `--tokens`."""
-
-    task: str | None = None
-    """Task of the training rows, as for `prge run`."""
-
-    columns: list[str] = field(default_factory=list)
-    """Names for columns of the training rows: prompt=question completion=answer."""
 
     json: bool = False
     """Print one JSON object instead of text."""

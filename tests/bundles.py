@@ -109,7 +109,7 @@ def make_bundle(folder: Path, chain: Chain | None = None, **changes: Any) -> Pat
 def opened_bundle(chain: Chain | None = None, **manifest: Any) -> Bundle:
     """A bundle that is in no folder."""
     chain = chain or make_small_chain()
-    return Bundle(Path(), manifest, chain, chain.contract(STACK, 4), chain.contract(STACK, 32))
+    return Bundle(Path(), manifest, chain)
 
 
 def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:

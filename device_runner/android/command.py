@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from device_runner.android.adb import Adb, quote
-from device_runner.android.device import FOLDER, DeviceSettings, Job, Phone, check_name, send_rows
+from device_runner.android.device import DeviceSettings, Job, Phone, check_name, send_rows, send_settings
 from device_runner.android.joining import AndroidJoinSettings, join_words
 from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
@@ -22,17 +22,17 @@ from device_runner.android.runtime import BundleSettings, build_runtime, open_ru
 from device_runner.android.speaking import (
     AndroidChatSettings,
     AndroidGenerateSettings,
-    chat_words,
-    generate_words,
+    chat_on,
+    generate_on,
 )
 from device_runner.session.settings import RunSettings
-from prge.errors import ConfigError, DeviceError, PrgeError
+from prge.errors import ConfigError, DeviceError
 from prge.files.bundle import MANIFEST, check_content, open_bundle
 from prge.files.peft import find_adapter
 from prge.files.run_folder import CONFIG, FINAL, JOURNAL
 from prge.files.tuned import Tuning, tuning_at
 from prge.rows.sources import Part
-from prge.verbs.settings import parse_settings, settings_to_yaml
+from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
 
 Settings = TypeVar("Settings")
@@ -62,13 +62,9 @@ class PushSettings(DeviceSettings):
 
 
 @dataclass(frozen=True)
-class AndroidRunSettings(RunSettings):
+class AndroidRunSettings(RunSettings, DeviceSettings):
     """Start a run on a device, detached: it goes on without cable and computer."""
 
-    serial: str | None = None
-    """The device, as `adb devices` lists it; default: the only one, or ANDROID_SERIAL."""
-    folder: str = FOLDER
-    """prge's folder on the device."""
     data_on_device: bool = False
     """--train and --dev name files that are on the device already."""
     wait: bool = False
@@ -204,7 +200,7 @@ def _run(argv: list[str]) -> int:
         phone, name = resumed.phone(), resumed.resume
         return _told(phone, _gone_on(phone, name, resumed.wait))
     settings = _parse(AndroidRunSettings, argv, "run")
-    phone, name = Phone(Adb(settings.serial), settings.folder), settings.out.name
+    phone, name = settings.phone(), settings.out.name
     phone.need_this_driver()
     job, waits = phone.job(name), settings.wait or settings.pull is not None
     is_there = job.state == "running" or phone.exists(phone.path("runs", name, "journal.jsonl"), "s")
@@ -231,13 +227,7 @@ def _run(argv: list[str]) -> int:
 def _begun(phone: Phone, name: str, settings: AndroidRunSettings, wait: bool) -> Job:
     """A run that was not there, with what it needs brought first."""
     there = _brought(phone, settings)
-    job = phone.path("jobs", name)
-    phone.make(job)
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "settings.yaml"
-        path.write_text(settings_to_yaml(there), encoding="utf-8")
-        phone.adb.push(path, f"{job}/settings.yaml")
-    return _started(phone, name, ["run", "--config", f"{job}/settings.yaml"], wait)
+    return _started(phone, name, ["run", *send_settings(phone, vars(there), phone.path("jobs", name))], wait)
 
 
 def _gone_on(phone: Phone, name: str, wait: bool) -> Job:
@@ -278,31 +268,24 @@ def _logs(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     settings = _parse(AndroidGenerateSettings, argv, "generate", ["names"])
-    phone = settings.phone()
-    return phone.attach(generate_words(phone, settings), reads=False)
+    return generate_on(settings.phone(), settings)
 
 
 def _chat(argv: list[str]) -> int:
     settings = _parse(AndroidChatSettings, argv, "chat", ["names"])
-    phone = settings.phone()
-    return phone.attach(chat_words(phone, settings), reads=True)
+    return chat_on(settings.phone(), settings)
 
 
 def _fleet(argv: list[str]) -> int:
-    verb = argv[:1]
-    if verb in ([], ["-h"], ["--help"]):
-        print("usage: prge android fleet join [flags]")
-        return 0
-    if verb != ["join"]:
-        raise PrgeError(
-            f"there is no verb {verb[0]!r} of prge android fleet", remedy="prge android fleet join --help"
-        )
-    settings = _parse(AndroidJoinSettings, argv[1:], "fleet join")
-    phone = Phone(Adb(settings.serial), settings.folder)
-    job = _started(
-        phone, settings.name, join_words(phone, settings, _send_bundle(phone, settings.bundle)), False
-    )
-    return _told(phone, job)
+    join = {"join": Action("let a phone take part in a fleet, detached", _join)}
+    return run_action(argv, join, "prge android fleet", "A phone as a fleet's device.")
+
+
+def _join(argv: list[str]) -> int:
+    settings = _parse(AndroidJoinSettings, argv, "fleet join")
+    phone = settings.phone()
+    words = join_words(phone, settings, _send_bundle(phone, settings.bundle))
+    return _told(phone, _started(phone, settings.name, words, False))
 
 
 def _pull(argv: list[str]) -> int:
@@ -360,9 +343,7 @@ ACTIONS = {
 
 
 def _parse(kind: type[Settings], argv: list[str], verb: str, positional: Sequence[str] = ()) -> Settings:
-    help_ = ACTIONS[verb.split()[0]].help
-    description = f"{help_[0].upper()}{help_[1:]}."
-    return parse_settings(kind, argv, f"prge android {verb}", positional, description)
+    return parse_settings(kind, argv, f"prge android {verb}", positional)
 
 
 def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:

@@ -29,6 +29,7 @@ from prge.files.documents import parse_json
 from prge.files.run_folder import ENDED
 from prge.rows.readers import PARQUET
 from prge.rows.sources import Part, read_source, rows_file
+from prge.verbs.settings import yaml_of
 
 FOLDER = "/data/local/tmp/prge"
 OWN = "runtime runtime.tree bundles adapters data jobs runs fleets cache tmp".split()
@@ -411,7 +412,7 @@ class Phone:
         return f"prge android logs {name} --console"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceSettings:
     """Which device, and where on it."""
 
@@ -508,3 +509,13 @@ def send_rows(phone: Phone, where: Path, part: Part) -> str:
         rows = read_source(where, part).rows
         written.write_text("".join(json.dumps(row.fields) + "\n" for row in rows), encoding="utf-8")
         return phone.send_file(written)
+
+
+def send_settings(phone: Phone, settings: Mapping[str, Any], folder: str) -> list[str]:
+    """Bring settings of a verb, by their names, to a folder of the phone; words with which it reads them."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "settings.yaml")
+        path.write_text(yaml_of(settings), encoding="utf-8")
+        phone.make(folder)
+        phone.adb.push(path, f"{folder}/settings.yaml")
+    return ["--config", f"{folder}/settings.yaml"]

@@ -6,12 +6,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from device_runner.android.adb import quote
-from device_runner.android.device import FOLDER, Phone, check_name, send_rows
+from device_runner.android.device import DeviceSettings, Phone, check_name, send_rows, send_settings
 from device_runner.android.runtime import MANIFEST
 from device_runner.fleet.device import DeviceSettings as JoiningSettings
 from device_runner.fleet.serve import check_keys
 from prge.errors import DeviceError
-from prge.verbs.bounds import flag
 
 # Of a folder of `prge fleet keys` for a device.
 KEY_FILES = ("ca.pem", "device.key")
@@ -19,7 +18,7 @@ _LOCAL = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AndroidJoinSettings(JoiningSettings):
+class AndroidJoinSettings(JoiningSettings, DeviceSettings):
     """Let a device take part in a fleet."""
 
     server: str
@@ -33,10 +32,6 @@ class AndroidJoinSettings(JoiningSettings):
     """Instead of --keys: no encryption. To try things out."""
     data_on_device: bool = False
     """--train names a file that is on the device already."""
-    serial: str | None = None
-    """The device, as `adb devices` lists it; default: the only one, or ANDROID_SERIAL."""
-    folder: str = FOLDER
-    """prge's folder on the device."""
 
     def __post_init__(self) -> None:
         check_keys(self.keys, self.insecure)
@@ -61,29 +56,22 @@ def join_words(phone: Phone, settings: AndroidJoinSettings, bundle: str) -> list
         rows = Path(send_rows(phone, settings.train, "train"))
     elif not phone.exists(str(rows), "r"):
         raise DeviceError(f"--train: {phone.adb.serial} has no readable {rows}")
-    sent = {
-        item.name: getattr(settings, item.name)
-        for item in fields(JoiningSettings)
-        if getattr(settings, item.name) not in (None, [])
-    }
-    sent |= {"bundle": bundle, "train": rows}
+    sent = {item.name: getattr(settings, item.name) for item in fields(JoiningSettings)}
+    sent |= {"bundle": bundle, "train": rows, "server": settings.server, "folder": own}
     if settings.task and Path(settings.task).is_file():
         sent["task"] = phone.send_file(Path(settings.task))
     if settings.policy is not None:
         sent["policy"] = phone.send_file(settings.policy)
-    words = ["fleet", "join", "--server", settings.server, "--folder", own]
     if settings.keys is None:
-        words += ["--insecure"]
+        sent["insecure"] = True
     else:
         phone.send_folder(settings.keys, f"{own}-keys", names=KEY_FILES)
         phone.adb.check(f"chmod -R go= {quote([f'{own}-keys'])}", "protecting the keys")
-        words += ["--keys", f"{own}-keys"]
-    for name, value in sent.items():
-        words += [flag(name), *map(str, value if isinstance(value, list) else [value])]
+        sent["keys"] = f"{own}-keys"
     host, _, port = settings.server.rpartition(":")
     if host in _LOCAL:
         phone.adb.reverse(port)
-    return words
+    return ["fleet", "join", *send_settings(phone, sent, phone.path("jobs", settings.name))]
 
 
 def _need_flower(phone: Phone) -> None:

@@ -1,19 +1,19 @@
-"""`prge android generate` and `chat`: the words of the same verbs on a phone, for runs that are there."""
+"""`prge android generate` and `chat`: the same verbs on a phone, for runs that are there."""
 
 from __future__ import annotations
 
+import secrets
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from device_runner.android.adb import quote
-from device_runner.android.device import DeviceSettings, Phone, check_name, send_rows
+from device_runner.android.device import DeviceSettings, Phone, check_name, send_rows, send_settings
 from device_runner.session.speaking import BASE, STDIN, ChatFlags, GenerateFlags
 from prge.errors import ConfigError, DeviceError
 from prge.files.documents import parse_yaml
-from prge.verbs.bounds import flag
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,30 @@ class AndroidChatSettings(ChatFlags, _Runs):
     """Talk to a run's model on a device."""
 
 
-def generate_words(phone: Phone, settings: AndroidGenerateSettings) -> list[str]:
-    """Words for Python on the device; files are brought there. Raises DeviceError, ConfigError."""
+def generate_on(phone: Phone, settings: AndroidGenerateSettings) -> int:
+    """Generate there, at this terminal; files are brought. Returns the exit code; raises as `chat_on`."""
     sent: dict[str, Any] = {}
     if settings.messages is not None:
-        sent["messages"] = Path(phone.send_file(settings.messages))
+        sent["messages"] = phone.send_file(settings.messages)
     if settings.data is not None:
-        sent["data"] = Path(send_rows(phone, settings.data, "test"))
+        sent["data"] = send_rows(phone, settings.data, "test")
     if settings.task and Path(settings.task).is_file():
         sent["task"] = phone.send_file(Path(settings.task))
-    sent["prompt"] = tuple(sys.stdin.read() if text == STDIN else text for text in settings.prompt)
-    return [*_verb(phone, "generate", settings.names), *_flags(GenerateFlags, replace(settings, **sent))]
+    sent["prompt"] = [sys.stdin.read() if text == STDIN else text for text in settings.prompt]
+    return _speaking(phone, "generate", settings.names, {**_own(GenerateFlags, settings), **sent})
 
 
-def chat_words(phone: Phone, settings: AndroidChatSettings) -> list[str]:
-    """Words for Python on the device; raises DeviceError, ConfigError."""
-    return [*_verb(phone, "chat", settings.names), *_flags(ChatFlags, settings)]
+def chat_on(phone: Phone, settings: AndroidChatSettings) -> int:
+    """Talk there, at this terminal; returns the exit code.
+
+    Raises:
+        ConfigError: no run is named, or runs of different bundles.
+        DeviceError: a run isn't there, or the device was lost.
+    """
+    return _speaking(phone, "chat", settings.names, _own(ChatFlags, settings))
 
 
-def _verb(phone: Phone, verb: str, names: Sequence[str]) -> list[str]:
+def _speaking(phone: Phone, verb: str, names: Sequence[str], settings: Mapping[str, Any]) -> int:
     """A verb with the bundle of runs, and the runs as its adapters."""
     runs = [name for name in names if name != BASE]
     if not runs:
@@ -58,11 +63,21 @@ def _verb(phone: Phone, verb: str, names: Sequence[str]) -> list[str]:
     bundles = {name: _bundle_of(phone, name) for name in runs}
     if len(set(bundles.values())) > 1:
         raise ConfigError("the runs have different bundles:", [f"{n}: {b}" for n, b in bundles.items()])
-    words = ["-m", "prge.cli", verb, "--bundle", bundles[runs[0]]]
-    for name in names:
-        path = phone.path("runs", name)
-        words += [f"--adapter={name if name == BASE else path if '=' in name else f'{name}={path}'}"]
-    return words
+    paths = {name: phone.path("runs", name) for name in runs}
+    adapters = [
+        BASE if name == BASE else paths[name] if "=" in name else f"{name}={paths[name]}" for name in names
+    ]
+    folder = phone.path("tmp", f"{verb}-{secrets.token_hex(4)}")
+    words = send_settings(phone, {**settings, "bundle": bundles[runs[0]], "adapter": adapters}, folder)
+    try:
+        return phone.attach(["-m", "prge.cli", verb, *words], reads=verb == "chat")
+    finally:
+        phone.remove(folder)
+
+
+def _own(kind: type[Any], settings: Any) -> dict[str, Any]:
+    """The settings that `kind` has, by their names."""
+    return {item.name: getattr(settings, item.name) for item in fields(kind)}
 
 
 def _bundle_of(phone: Phone, name: str) -> str:
@@ -80,18 +95,3 @@ def _bundle_of(phone: Phone, name: str) -> str:
     if not isinstance(bundle, str):
         raise DeviceError(f"the settings of the run {name!r} on {phone.adb.serial} name no bundle")
     return bundle
-
-
-def _flags(kind: type[Any], settings: Any) -> list[str]:
-    """The flags of `kind` that differ from their defaults, as words."""
-    words = []
-    for item in fields(kind):
-        value = getattr(settings, item.name)
-        if value == item.default:
-            continue
-        if isinstance(value, bool):
-            words.append(flag(item.name))
-        else:
-            values = value if isinstance(value, tuple) else (value,)
-            words += [f"{flag(item.name)}={each}" for each in values]
-    return words

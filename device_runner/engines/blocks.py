@@ -21,7 +21,14 @@ import numpy as np
 
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.choice import Backend
-from device_runner.engines.interfaces import TRIED, Heads, Shapes, problems_of, read_heads, read_widths
+from device_runner.engines.interfaces import (
+    TRIED,
+    AttentionHeads,
+    Shapes,
+    problems_of,
+    read_heads,
+    read_widths,
+)
 from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.refusals import RefusedError, captured_stderr, foreign_program, load_error
 from device_runner.engines.tables import Tables
@@ -91,7 +98,7 @@ class Blocks:
                 self._try(number)
         self._arena = self._new_arena() if is_native else None
 
-    def heads(self, number: int) -> Heads:
+    def heads(self, number: int) -> AttentionHeads:
         """The heads of a block's attention."""
         return self._shapes.heads[number]
 
@@ -160,9 +167,11 @@ class Blocks:
 
     def _read_ahead(self, number: int) -> None:
         """Have the system read the next block's packed file while this one computes, unless it is loaded."""
-        following = 2 * number - self._before
-        self._before = number
-        if self._memory is None or not 0 <= following < len(self._files) or self._loaded.get(following):
+        before, self._before = self._before, number
+        if self._memory is None or number == before:
+            return
+        following = number + 1 if number > before else number - 1
+        if not 0 <= following < len(self._files) or self._loaded.get(following):
             return
         path = self._files[following].packed
         if path is not None and hasattr(os, "posix_fadvise"):

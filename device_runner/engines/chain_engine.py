@@ -18,7 +18,7 @@ import numpy as np
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.checkpoints import Checkpoints
-from device_runner.engines.head import Asked, Head, slices
+from device_runner.engines.head import Asked, VocabularyHead, slices
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
 from prge.engine import Array, FloatArray, IntArray
@@ -74,7 +74,7 @@ class ChainEngine(CheckedEngine):
         self._bounds = blocks.chain.bounds
         self._first = blocks.chain.lowest_adapted
         self._end = blocks.chain.end
-        self._head = Head(blocks)
+        self._head = VocabularyHead(blocks)
 
     def _call(self, inputs: Arrays) -> Sequence[Array]:
         call = _Call(inputs, self._contract)

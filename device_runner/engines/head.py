@@ -52,7 +52,7 @@ class Asked:
         np.add.at(states.reshape(-1, states.shape[-1]), self._places[mine], picked)
 
 
-class Head:
+class VocabularyHead:
     """Reads the vocabulary of an opened bundle.
 
     Args:

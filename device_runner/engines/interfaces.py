@@ -34,7 +34,7 @@ class Shapes:
         chain: Chain,
         tables: Tables,
         widths: Sequence[tuple[int, int]],
-        heads: Sequence[Heads],
+        heads: Sequence[AttentionHeads],
     ) -> None:
         self._chain = chain
         self._tables = tables
@@ -73,7 +73,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """Heads of keys of an attention, and widths of a key and a value."""
 
     count: int
@@ -81,7 +81,7 @@ class Heads:
     value_width: int
 
 
-def read_heads(chain: Chain, programs: Sequence[Any]) -> list[Heads]:
+def read_heads(chain: Chain, programs: Sequence[Any]) -> list[AttentionHeads]:
     """The heads of every block's attention, as its program has them; none where it has no role for texts."""
     found = []
     for block in chain.blocks:
@@ -92,7 +92,11 @@ def read_heads(chain: Chain, programs: Sequence[Any]) -> list[Heads]:
             shapes = {name: tensor[1] for name, tensor in zip(method.inputs, tensors, strict=False) if tensor}
         keys, values = shapes.get(PAST_KEYS, ()), shapes.get(PAST_VALUES, ())
         fits = len(keys) == len(values) == 3
-        found.append(Heads(keys[0] // chain.bounds.sequences, keys[2], values[2]) if fits else Heads(0, 0, 0))
+        found.append(
+            AttentionHeads(keys[0] // chain.bounds.sequences, keys[2], values[2])
+            if fits
+            else AttentionHeads(0, 0, 0)
+        )
     return found
 
 

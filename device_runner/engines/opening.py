@@ -10,9 +10,9 @@ from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.choice import choose
 from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import TrunkCache
+from prge.contract import Contract
 from prge.engine import Engine, EngineName
 from prge.files.bundle import Bundle
-from prge.files.signatures import STACK
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,23 @@ class Engines:
 
 def open_engines(
     bundle: Bundle,
+    contract: Contract | None = None,
     threads: int | None = None,
     engine: EngineName = "auto",
     memory: int | None = None,
-    only_scoring: bool = False,
+    scoring: Contract | None = None,
     cache: TrunkCache | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Engines:
     """Open the blocks of a bundle, each tried before it is used.
 
     Args:
-        bundle: with the contract of a step; see device_runner.session.settings.bundle_for.
+        bundle: an opened one.
+        contract: of the calls that take steps; without one they only score.
         threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
         engine: see device_runner.engines.choice.
         memory: bytes of weights that may stay loaded.
-        only_scoring: whether no step is going to be taken.
+        scoring: contract of the calls that score; by default the chain's own.
         cache: keeps what the blocks below the adapter make of rows of steps.
         checkpoints: keeps the states that enter the blocks of an exact step.
 
@@ -58,9 +60,10 @@ def open_engines(
     backend.runtime.prepare()
     # Before any engine loads: a child that tries a program lacks the threads of a running pool.
     told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
-    role = STACK if only_scoring else bundle.contract.role
-    blocks = Blocks(bundle, backend, {role}, memory, told.append)
+    scoring = scoring or bundle.chain.scoring
+    contract = contract or scoring
+    blocks = Blocks(bundle, backend, {contract.role}, memory, told.append)
     count = backend.runtime.set_threads(threads)
-    step = ChainEngine(bundle.contract, blocks, count, cache, checkpoints)
-    score = ChainEngine(bundle.score_contract, blocks, count)
+    step = ChainEngine(contract, blocks, count, cache, checkpoints)
+    score = ChainEngine(scoring, blocks, count)
     return Engines(step, score, count, backend.name, blocks, "; ".join(told))

@@ -162,8 +162,9 @@ class ChainSpeaker:
                 return self.step({sequence: rest[0]})[sequence]
             piece = _PIECE if self._capacity <= _LONG else _PIECE_OF_LONG
             size = min(len(rest), piece, self._chain.bounds.tokens)
-            # None is left alone behind a piece: a step of one token reads all weights once more.
-            size -= len(rest) - size == 1 and size > FEWEST_TOKENS
+            if len(rest) - size == 1 and size > FEWEST_TOKENS:
+                # A token that is left alone is a step of its own, which reads all weights once more.
+                size -= 1
             state = self._prefill(self._sequences[sequence], rest[:size])
             rest = rest[size:]
         if state is None:
@@ -253,21 +254,23 @@ class ChainSpeaker:
         logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(pieces) > 1 else pieces[0, :, 0]
         step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, pieces, logits)
         adapters = [self._sequences[sequence].adapter for sequence in sequences]
+
+        def table_of(table: int) -> Array:
+            if table not in step.tables:
+                dtype, shape = self._blocks.tables.tensor(table, 1)
+                step.tables[table] = np.zeros((rows, *shape[1:]), dtype)
+            return step.tables[table]
+
+        def matrices_of(module: str) -> tuple[FloatArray, FloatArray]:
+            lora_a = np.stack([self._lora_a(adapter)[module] for adapter in adapters])
+            return lora_a, np.stack([adapter.named()[module] for adapter in adapters])
+
         inputs, outputs = [], []
         own = np.zeros((1, 1, 1 + self._capacity), np.float32)
         own[..., 0] = 1
         state: Array = step.tokens
-        for number, block in enumerate(chain.blocks):
-            given: dict[str, Array] = {"tokens": state, "state": state}
-            for index, table in enumerate(block.tables):
-                if table not in step.tables:
-                    dtype, shape = self._blocks.tables.tensor(table, 1)
-                    step.tables[table] = np.zeros((rows, *shape[1:]), dtype)
-                given[f"{TABLE}{index}"] = step.tables[table]
-            for index, module in enumerate(block.modules):
-                name = chain.modules[module].name
-                given[f"{LORA_A}{index}"] = np.stack([self._lora_a(adapter)[name] for adapter in adapters])
-                given[f"{LORA_B}{index}"] = np.stack([adapter.named()[name] for adapter in adapters])
+        for number in range(len(chain.blocks)):
+            given = self._given(number, state, table_of, matrices_of)
             answers: dict[str, Array] = {}
             mask = chain.causal_table(number)
             if mask is not None:
@@ -302,19 +305,19 @@ class ChainSpeaker:
         past = 1 + self._capacity if start else FEWEST_TOKENS
         state: Array = np.array([tokens], np.int64)
         lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.named()
+
+        def table_of(table: int) -> Array:
+            tables = self._blocks.tables
+            # What a piece's tokens see of each other is the same wherever it begins.
+            is_causal = chain.tables[table].kind == "causal"
+            return tables.of(table, length) if is_causal else tables.of(table, length, start)
+
+        def matrices_of(module: str) -> tuple[FloatArray, FloatArray]:
+            return lora_a[module][None], lora_b[module][None]
+
         masks: dict[tuple[int | None, int], FloatArray] = {}
-        for number, block in enumerate(chain.blocks[: chain.end]):
-            given: dict[str, Array] = {"tokens": state, "state": state}
-            for index, table in enumerate(block.tables):
-                if chain.tables[table].kind != "causal":
-                    given[f"{TABLE}{index}"] = self._blocks.tables.of(table, length, start)
-                else:
-                    own = self._blocks.tables.of(table, length)
-                    given[CAUSAL] = own.reshape(-1, length)
-            for index, module in enumerate(block.modules):
-                name = chain.modules[module].name
-                given[f"{LORA_A}{index}"] = lora_a[name][None]
-                given[f"{LORA_B}{index}"] = lora_b[name][None]
+        for number in range(chain.end):
+            given = self._given(number, state, table_of, matrices_of)
             mask = chain.causal_table(number)
             if mask is not None:
                 key = mask.window, mask.members
@@ -343,6 +346,25 @@ class ChainSpeaker:
         last = state[:, -1:].copy()
         self._blocks.release(state)
         return last
+
+    def _given(
+        self,
+        number: int,
+        state: Array,
+        table_of: Callable[[int], Array],
+        matrices_of: Callable[[str], tuple[FloatArray, FloatArray]],
+    ) -> dict[str, Array]:
+        """What a block is given by name, but for the tokens before: state, tables, lora_a and lora_b."""
+        chain, block = self._chain, self._chain.blocks[number]
+        given = {"tokens": state, "state": state}
+        for index, table in enumerate(block.tables):
+            given[f"{TABLE}{index}"] = array = table_of(table)
+            if chain.tables[table].kind == "causal":
+                given[CAUSAL] = array.reshape(-1, array.shape[-1])
+        for index, module in enumerate(block.modules):
+            name = chain.modules[module].name
+            given[f"{LORA_A}{index}"], given[f"{LORA_B}{index}"] = matrices_of(name)
+        return given
 
     def _logits(self, state: FloatArray) -> FloatArray:
         """Logits f32 [vocabulary] of a state."""

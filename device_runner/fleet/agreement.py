@@ -19,6 +19,7 @@ from prge.files.documents import parse_json
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName, having
 from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.task import Task
+from prge.running.training_flags import OptimizerFlags, RateFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import settings_of
 
@@ -29,7 +30,7 @@ _WITH_NOISE = {"noise": (1e-3, 1e6), "clip": (1e-6, 1e6)}
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(OptimizerFlags, RateFlags):
     """How a fleet learns."""
 
     rounds: int = 20
@@ -71,17 +72,10 @@ class Plan:
     outlier: float = 4.0
     """Shorten answers that are this many times longer than the median of a round's answers."""
     optimizer: OptimizerName = "adam"
-    """Of the common steps by scalars, and of a device's own with exact."""
-    momentum: float = 0.9
-    """momentum's coefficient, and adam's beta1."""
     beta2: float = 0.98
-    """adam's second coefficient."""
     learning_rate: float = 1e-2
-    """Peak learning rate."""
     schedule: ScheduleName = "constant"
-    """Learning rate over the steps after warm-up."""
     warmup: int = 0
-    """Steps of linear warm-up."""
 
     average: Literal["fedavg", "fedadam", "fedprox"] = "fedavg"
     """exact: what the server makes of the devices' changes: their mean, by Adam, or the mean of steps that

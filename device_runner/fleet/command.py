@@ -85,7 +85,7 @@ def _check(name: str) -> None:
 def _join(argv: Sequence[str]) -> NoReturn:
     settings: RejoinSettings
     if _has(argv, "--bundle", "--config", "--help", "-h", "--print-config"):
-        settings = parse_settings(JoinSettings, argv, "prge fleet join", description=_described("join"))
+        settings = parse_settings(JoinSettings, argv, "prge fleet join")
     else:
         settings = parse_settings(RejoinSettings, argv, "prge fleet join")
     from device_runner.fleet.network.client import client_app
@@ -105,7 +105,7 @@ def _join(argv: Sequence[str]) -> NoReturn:
 
 
 def _status(argv: Sequence[str]) -> int:
-    settings = parse_settings(StatusSettings, argv, "prge fleet status", ["folder"], _described("status"))
+    settings = parse_settings(StatusSettings, argv, "prge fleet status", ["folder"])
     status = read_status(settings.folder)
     print(json.dumps(asdict(status), indent=2) if settings.json else status.text())
     return 0
@@ -114,7 +114,7 @@ def _status(argv: Sequence[str]) -> int:
 def _keys(argv: Sequence[str]) -> int:
     from device_runner.fleet.network.keys import DEVICES, SERVER, make_keys
 
-    settings = parse_settings(KeysSettings, argv, "prge fleet keys", ["out"], _described("keys"))
+    settings = parse_settings(KeysSettings, argv, "prge fleet keys", ["out"])
     made = make_keys(settings.out, settings.hosts, settings.devices)
     out = settings.out
     if made.until is not None:
@@ -139,8 +139,3 @@ ACTIONS = {
 
 def _has(argv: Sequence[str], *flags: str) -> bool:
     return any(word.partition("=")[0] in flags for word in argv)
-
-
-def _described(verb: str) -> str:
-    help_ = ACTIONS[verb].help
-    return f"{help_[0].upper()}{help_[1:]}."

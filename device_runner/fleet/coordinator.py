@@ -147,7 +147,7 @@ def begin_fleet(
         RunError: the folder holds a run, or can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    contract, settings = bundle.contract, common_settings(agreement.plan)
+    chain, settings = bundle.chain, common_settings(agreement.plan)
     with Journal(folder / JOURNAL) as journal:
         if journal.first("start") is not None:
             raise RunError(
@@ -163,8 +163,8 @@ def begin_fleet(
         journal.append(
             {
                 "kind": "start",
-                "modules": [asdict(module) for module in contract.modules],
-                "width": contract.width,
+                "modules": [asdict(module) for module in chain.modules],
+                "width": chain.width,
                 "bundle": bundle.sha256,
                 **dict.fromkeys(("train", "dev", "task")),
                 "adapter": encode_array(adapter.values) if adapter.values.any() else None,

@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +36,7 @@ from device_runner.fleet.policy import Policy
 from device_runner.fleet.privacy.ledger import BEGUN, Ledger
 from device_runner.fleet.privacy.reported import spent
 from device_runner.session.gates import Gates
-from device_runner.session.settings import RunSettings
-from prge.engine import EngineName
+from device_runner.session.settings import EngineFlags, RunSettings
 from prge.errors import ConfigError, DivergenceError, PrgeError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import read_json
@@ -50,7 +49,8 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.guide import guide_of
 from prge.rows.sources import hub_names
 from prge.rows.task import load_task
-from prge.verbs.settings import Bytes, read_settings, settings_to_yaml, with_whole_paths
+from prge.running.training_flags import RowsFlags
+from prge.verbs.settings import read_settings, settings_to_yaml, with_whole_paths
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"
@@ -60,25 +60,15 @@ _DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class DeviceSettings:
+class DeviceSettings(EngineFlags, RowsFlags):
     """What a device trains with; a server never sees it."""
 
     bundle: Path
     """Folder that `prge export` wrote; the fleet's, by its hash."""
     train: Path
     """The device's rows."""
-    task: str | None = None
-    """Task name or YAML file, as of `prge run`; the fleet's."""
-    columns: list[str] = field(default_factory=list)
-    """Names for columns of the rows: prompt=question completion=answer."""
     policy: Path | None = None
     """YAML file with what the device's owner allows; default: scalars only, in the usual bounds."""
-    engine: EngineName = "auto"
-    """See `prge run --help`."""
-    threads: int | None = None
-    """Threads that compute."""
-    memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB."""
 
 
 def make_device(folder: Path, settings: DeviceSettings) -> None:
@@ -266,9 +256,9 @@ class _Round:
 
     def _known_state(self) -> TrainingState | Behind:
         """A common state that the missed rounds follow, of what is kept and what the task brings."""
-        modules, width = self.bundle.chain.modules, self.bundle.contract.width
+        modules, width = self.bundle.chain.modules, self.bundle.chain.width
         path, task = self.fleet / STATE, self.task
-        classes = len(self.classes) if self.bundle.contract.is_encoder else 0
+        classes = len(self.classes) if self.bundle.chain.is_encoder else 0
         state: TrainingState | None = None
         if task.state:
             state = unpack_state(task.state, self.plan, modules, width, classes)

@@ -15,8 +15,9 @@ from device_runner.engines.opening import open_engines
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
-from device_runner.session.inputs import learning_rates, read_inputs
-from device_runner.session.settings import RunSettings, bundle_for
+from device_runner.session.inputs import learning_rates, optimizer_of, read_inputs
+from device_runner.session.planning import RunPlan, plan_run
+from device_runner.session.settings import RunSettings
 from prge.engine import Engine, EngineName, FloatArray
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record
@@ -26,10 +27,10 @@ from prge.learning.estimators.guide import guide_of
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
-from prge.learning.optimizers import Optimizer, make_optimizer
-from prge.learning.sampling import Sampler, check_batch, row_order
+from prge.learning.optimizers import Optimizer
+from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
-from prge.verbs.settings import Bytes
+from prge.verbs.kinds import Bytes
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,7 @@ class Local:
             state.optimizer = copy.deepcopy(start.optimizer)
             return state
         settings, size = self.settings, start.adapter.size
-        state.optimizer = make_optimizer(
-            settings.optimizer, size, settings.momentum, settings.momentum, settings.beta2
-        )
+        state.optimizer = optimizer_of(settings, size)
         if self.plan.average == "fedprox":
             state.optimizer = _Proximal(state.optimizer, start.adapter.values.copy(), self.plan.proximal)
         return state
@@ -165,18 +164,20 @@ def open_local(
     Raises:
         PrgeError: the rows or the bundle can't be used.
     """
-    inputs = read_inputs(bundle_for(settings, bundle), settings)
-    settings, bundle = sized(plan, settings, bundle, inputs.train, memory)
+    inputs = read_inputs(bundle, settings)
+    sized = plan_steps(plan, settings, bundle, inputs.train, memory)
     checkpoints = Checkpoints("float32", settings.out, memory)
-    engines = open_engines(bundle, threads, engine, memory, checkpoints=checkpoints)
+    engines = open_engines(
+        bundle, sized.contract, threads, engine, memory, sized.scoring, checkpoints=checkpoints
+    )
     pad, data = inputs.tokenizer.pad_id, inputs.origin["train"]
-    return Local(plan, settings, bundle, engines.step, inputs.train, pad, data=data)
+    return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data)
 
 
-def sized(
+def plan_steps(
     plan: Plan, settings: RunSettings, bundle: Bundle, examples: list[Example], memory: Bytes | None = None
-) -> tuple[RunSettings, Bundle]:
-    """The settings and the bundle of steps that have room for the widest example.
+) -> RunPlan:
+    """The run that takes the steps of a fleet's plan, with room for the widest example.
 
     Raises:
         ConfigError: an example can't be part of a step of the plan.
@@ -185,9 +186,7 @@ def sized(
         check_single_sequences(examples)
     widest = max(len(example.sequences) for example in examples)
     settings = plan.run_settings(settings.bundle, settings.train, settings.out, widest)
-    bundle = bundle_for(replace(settings, memory=memory), bundle, examples)
-    check_batch(bundle.contract, examples)
-    return settings, bundle
+    return plan_run(bundle, examples, replace(settings, memory=memory))
 
 
 def by_row(examples: Sequence[Example]) -> list[list[Example]]:

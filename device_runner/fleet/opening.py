@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.fleet.agreement import Agreement, Plan, plan_of, task_sha256
 from device_runner.fleet.common import first_state, start_sha256
 from device_runner.fleet.coordinator import Coordinator, begin_fleet, has_begun
-from device_runner.session.settings import bundle_for
-from prge.engine import EngineName
+from device_runner.session.planning import plan_run
+from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.journal import Record
@@ -27,11 +27,11 @@ from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.verbs.settings import Bytes
+from prge.running.training_flags import RowsFlags
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings(Plan):
+class ServerSettings(Plan, EngineFlags, RowsFlags):
     """What a fleet's server is begun with."""
 
     bundle: Path
@@ -40,10 +40,6 @@ class ServerSettings(Plan):
     """The fleet's folder: a run folder, with its adapter in final/."""
     name: str | None = None
     """Name of the fleet, which tells it from others with the same plan; default: a random one."""
-    task: str | None = None
-    """Task name or YAML file of the devices' rows."""
-    columns: list[str] = field(default_factory=list)
-    """Names for columns of the server's rows: prompt=question completion=answer."""
     dev: Path | None = None
     """Development rows that the server may have; the best step on them becomes the result."""
     dev_limit: int | None = None
@@ -64,12 +60,6 @@ class ServerSettings(Plan):
     """How long a round's answers are waited for."""
     evaluate_every: int = 1
     """Rounds between scores of development rows."""
-    engine: EngineName = "auto"
-    """See `prge run --help`."""
-    threads: int | None = None
-    """Threads that score."""
-    memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ class ServerRows:
         source = read_source(rows, part, settings.columns)
         tokenizer = bundle_tokenizer(self.bundle)
         examples, _ = load_examples(
-            source, tokenizer, self.bundle.score_contract, self.task, Selection(limit=limit), training=False
+            source, tokenizer, self.bundle.chain.scoring, self.task, Selection(limit=limit), training=False
         )
         return examples
 
@@ -119,13 +109,11 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     """
     plan = plan_of(settings)
     bundle = open_bundle(settings.bundle)
-    bundle = bundle_for(plan.run_settings(settings.bundle), bundle)
+    plan_run(bundle, [], plan.run_settings(settings.bundle))
     task = load_task(settings.task) if settings.task else None
     rows = None
     if settings.dev or settings.head_rows:
-        engines = engines or open_engines(
-            bundle, settings.threads, settings.engine, settings.memory, only_scoring=True
-        )
+        engines = engines or open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
         rows = ServerRows(bundle, task, engines, bundle_tokenizer(bundle).pad_id)
     if not has_begun(settings.out):
         head = _head(settings, bundle, rows)
@@ -176,6 +164,6 @@ def _head(settings: ServerSettings, bundle: Bundle, rows: ServerRows | None) -> 
             remedy="give --task, and --head-rows with a few labelled rows, or --adapter with a run's head",
         )
     classes = len(load_task(settings.task).label_words)
-    head = Head(classes, bundle.contract.width)
+    head = Head(classes, bundle.chain.width)
     read_head(folder / HEAD, head)
     return head

@@ -16,12 +16,11 @@ from prge.host.terminal import best_effort
 from prge.verbs.settings import parse_settings, read_settings, settings_to_yaml, with_whole_paths
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
-DESCRIPTION = "Begin a fleet, or go on with one by --resume FOLDER: wait for devices, and take its rounds."
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(ServerSettings):
-    """Begin a fleet: wait for devices, take its rounds, write the adapter."""
+    """Begin a fleet, or go on with one by --resume FOLDER: wait for devices, and take its rounds."""
 
     wait_for: int = 2
     """The first round waits until so many devices are there; later ones for --least-answers."""
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             raise RunError(f"{folder} is no fleet's folder", remedy="begin a fleet with `prge fleet serve`")
         settings = read_settings(ServeSettings, folder / SETTINGS, "prge fleet serve")
     else:
-        settings = parse_settings(ServeSettings, argv, "prge fleet serve", description=DESCRIPTION)
+        settings = parse_settings(ServeSettings, argv, "prge fleet serve")
         if (settings.out / SETTINGS).is_file():
             raise RunError(
                 f"{settings.out} holds a fleet already",

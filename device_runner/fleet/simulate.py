@@ -20,13 +20,12 @@ import numpy as np
 from device_runner.engines.opening import open_engines
 from device_runner.fleet.agreement import plan_of
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.local import Local, Own, by_row, sized
+from device_runner.fleet.local import Local, Own, by_row, plan_steps
 from device_runner.fleet.messages import Refusal
 from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
 from device_runner.fleet.privacy.reported import COUNTED, exposure, spent
 from device_runner.session.inputs import read_inputs
-from device_runner.session.settings import bundle_for
 from prge.errors import DivergenceError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import read_json
@@ -39,7 +38,6 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.directions import philox
 from prge.verbs.settings import parse_settings
 
-DESCRIPTION = "Train a fleet of simulated devices in this process, and count what it sends."
 _SEED_STREAM = 2**64 - 3
 # What a line of the curve has of a round's record.
 _TOLD = (
@@ -51,7 +49,7 @@ _IDENTITY = "simulation.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateSettings(ServerSettings):
-    """Train a fleet of simulated devices."""
+    """Train a fleet of simulated devices in this process, and count what it sends."""
 
     train: Path
     """Rows that are dealt out to the devices."""
@@ -73,7 +71,7 @@ class SimulateSettings(ServerSettings):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge fleet simulate --help`."""
-    settings = parse_settings(SimulateSettings, argv, "prge fleet simulate", description=DESCRIPTION)
+    settings = parse_settings(SimulateSettings, argv, "prge fleet simulate")
     with best_effort(sys.stdout):
         figures = simulate(settings, lambda report: print(report, flush=True))
         print("\n".join(_lines(figures)), flush=True)
@@ -113,7 +111,7 @@ class Simulation:
             train_start=settings.train_start,
             train_limit=settings.train_limit,
         )
-        inputs = read_inputs(bundle_for(steps, bundle), steps)
+        inputs = read_inputs(bundle, steps)
         self.dealt = parts(inputs.train, settings.devices, settings.partition, settings.seed)
         self.identity = {
             **{
@@ -122,10 +120,12 @@ class Simulation:
             },
             "train": inputs.origin["train"],
         }
-        steps, bundle = sized(plan, steps, bundle, inputs.train, settings.memory)
-        self.engines = open_engines(bundle, settings.threads, settings.engine, settings.memory)
+        sized = plan_steps(plan, steps, bundle, inputs.train, settings.memory)
+        self.engines = open_engines(
+            bundle, sized.contract, settings.threads, settings.engine, settings.memory, sized.scoring
+        )
         pad = inputs.tokenizer.pad_id
-        self.local = Local(plan, steps, bundle, self.engines.step, inputs.train, pad)
+        self.local = Local(plan, sized.settings, bundle, self.engines.step, inputs.train, pad)
         self.rows = ServerRows(bundle, inputs.task, self.engines, pad)
         seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)
         self.own = [Own(int(seed), 0) for seed in seeds]

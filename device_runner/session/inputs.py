@@ -21,7 +21,7 @@ from prge.learning.estimators.protocol import Estimator, InTurn
 from prge.learning.estimators.table import EstimatorFlags, having, make_estimator
 from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.learning.optimizers import make_optimizer, schedule
+from prge.learning.optimizers import Optimizer, make_optimizer, schedule
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
@@ -69,7 +69,7 @@ class RunInputs:
     sample_rows: list[Example]
 
     def identity(self, settings: RunSettings) -> Record:
-        """What a run with these inputs is, as the journal begins; for settings that are `paced`."""
+        """What a run with these inputs is, as the journal begins; for the settings of a plan."""
         return {**self.origin, "settings": identity_settings(settings)}
 
 
@@ -79,12 +79,12 @@ def identity_settings(settings: RunSettings) -> Record:
 
 
 def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
-    """Tokenize the data and read the adapter to start from, for settings that are `settled`.
+    """Tokenize the data and read the adapter to start from.
 
     Raises:
         PrgeError: what is wrong with them.
     """
-    contract = bundle.contract
+    contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
     options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
@@ -99,7 +99,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     if dev is not None:
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(
-            dev, tokenizer, bundle.score_contract, task, chosen, options, training=False
+            dev, tokenizer, contract, task, chosen, options, training=False
         )
         texts.insert(1, dev_report.text())
         data["dev"] = dev_report.facts()
@@ -149,13 +149,18 @@ def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
 def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> TrainingState:
     """The state of a run before its first step, from the adapter that it starts with."""
     adapter = adapter.copy()
-    optimizer = make_optimizer(
-        settings.optimizer, adapter.size, settings.momentum, settings.momentum, settings.beta2
-    )
+    optimizer = optimizer_of(settings, adapter.size)
     head_optimizer = None
     if heads.head is not None and settings.head_learning_rate:
         head_optimizer = make_optimizer("adam", heads.head.size)
     return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
+
+
+def optimizer_of(settings: RunSettings, size: int) -> Optimizer:
+    """The optimizer of so many values that settings of a plan ask for."""
+    if settings.optimizer is None or settings.beta2 is None:
+        raise ValueError("which optimizer is not settled")
+    return make_optimizer(settings.optimizer, size, settings.momentum, settings.momentum, settings.beta2)
 
 
 def run_settings(record: Record) -> RunSettings:
@@ -176,7 +181,7 @@ def estimator_of(journal: Journal) -> Estimator:
     for record in settings_records(journal):
         with journal.reading(record):
             since.append((record.get("step", 0), make_estimator(run_settings(record), guide)))
-    return InTurn(since)
+    return since[0][1] if len(since) == 1 else InTurn(since)
 
 
 def keep_guide(journal: Journal, bundle: Bundle, settings: RunSettings) -> None:
@@ -196,7 +201,7 @@ def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:
     if settings.head_learning_rate:
         peaks["head_learning_rate"] = settings.head_learning_rate
     rates = {
-        name: schedule(settings.schedule, peak, settings.steps, settings.warmup)
+        name: schedule(settings.schedule, peak, settings.steps, settings.rising)
         for name, peak in peaks.items()
     }
     return lambda step: {name: rate(step) for name, rate in rates.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -161,6 +161,7 @@ class Samples:
         self._path = watcher.settings.out / SAMPLES
         self._records = _kept_records(self._path)
         self._last = 0
+        watcher.told["samples"] = self.summary()
         self.take_due()
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
@@ -182,13 +183,17 @@ class Samples:
         """Have those answered that have no answer of this step yet, and write the answers down."""
         self._last = step = self._state.step
         known, asked = self._of(step), self._answerer.asked
-        if all(json.dumps(each) in known for each in asked):
-            return
+        if not all(json.dumps(each) in known for each in asked):
+            self._ask(step, known)
+        self._watcher.told["samples"] = self.summary()
+
+    def _ask(self, step: int, known: Collection[str]) -> None:
+        """Have all answered, and write down the answers that are not known."""
         # All of them, for an engine may round otherwise in other company.
         answers = self._answerer.answers(self._state)
         records = [
             {"step": step, "prompt": each, "text": text, **({"right": right} if right is not None else {})}
-            for each, text, right in zip(asked, answers, self._answerer.right, strict=True)
+            for each, text, right in zip(self._answerer.asked, answers, self._answerer.right, strict=True)
             if json.dumps(each) not in known
         ]
         with reported(self._path), open_regular(self._path, "ab") as stream:

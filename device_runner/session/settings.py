@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from device_runner.engines.trunk_cache import Precision
-from prge.contract import Contract
 from prge.engine import EngineName
 from prge.errors import ConfigError
-from prge.files.bundle import Bundle
-from prge.files.signatures import DECODE, PREFILL
+from prge.files.run_folder import CONFIG
 from prge.learning.estimators.table import (
-    DEFAULT_QUERIES,
-    ESTIMATORS,
     EstimatorFlags,
-    fitting,
     having,
 )
-from prge.learning.examples import Example
-from prge.learning.optimizers import OptimizerName
-from prge.learning.sampling import Sampler
-from prge.running.training_flags import TrainingFlags
+from prge.running.training_flags import OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import flag
-from prge.verbs.settings import Bytes
+from prge.verbs.kinds import Bytes
 
-DEFAULT_BATCH = 4
-# Gradients of so many steps and the checkpoint before them take about as much room.
-STEPS_OF_GRADIENTS = 4
 # What earlier versions wrote down, and the one value that all runs have now.
 _RETIRED: Mapping[str, object] = {"directions": "rademacher", "baseline": "clean", "normalize": False}
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """The engine."""
+
+    engine: EngineName = "auto"
+    """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
+    The same bits. auto: native where it is built or can be, else torch."""
+    threads: int | None = None
+    """Threads that compute; default: performance cores."""
+    memory: Bytes | None = None
+    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
+    The same bits. Default: all stay."""
+
+
 @dataclass(frozen=True)
-class RunSettings(EstimatorFlags, TrainingFlags):
+class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
+
+    STORED: ClassVar = CONFIG
 
     resume: Path | None = None
     """Run folder to go on with, from its own settings."""
@@ -55,12 +59,6 @@ class RunSettings(EstimatorFlags, TrainingFlags):
     """Sequences of one call, before copies; default: 4, or as many as a row needs."""
     calls: int = 1
     """Batches accumulated into one step."""
-    optimizer: OptimizerName = "adam"
-    """sgd, momentum, adam, or adam-norm: one second moment for all values, for guided directions."""
-    momentum: float = 0.9
-    """momentum's coefficient, and adam's beta1."""
-    beta2: float = 0.999
-    """adam's second coefficient."""
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
@@ -76,12 +74,6 @@ class RunSettings(EstimatorFlags, TrainingFlags):
     sample_every: int = 100
     """Steps between these answers; 0: before and after only."""
 
-    engine: EngineName = "auto"
-    """native: the stock libraries, without torch, compiled against once; torch: the runtime's Python module.
-    The same bits. auto: native where it is built or can be, else torch."""
-    memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
-    Evaluations then score as many rows at once as a step has. The same bits. Default: all stay."""
     trunk_cache_bytes: Bytes | None = None
     """Adapters in upper blocks only: bytes of the run folder that may keep what the blocks below them make of
     training rows, so that it is computed once. Default: none, every time."""
@@ -147,79 +139,6 @@ class RunSettings(EstimatorFlags, TrainingFlags):
         return {name: value for name, value in stored.items() if name not in _RETIRED}
 
 
-def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
-    """The settings with the estimator and the number of queries, if any, of a run on a bundle.
-
-    Raises:
-        ConfigError: the bundle lacks the estimator's role, or settings have no meaning for it.
-    """
-    chain = bundle.chain
-    names = fitting(chain.roles)
-    estimator = settings.estimator or names[0]
-    entry = ESTIMATORS[estimator]
-    if estimator not in names:
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            [f"--estimator is {estimator}, the bundle has the roles {', '.join(chain.roles)}"],
-            remedy=f"choose one of {', '.join(names)}, or export with the role {entry.role}",
-        )
-    if settings.trunk_cache_bytes and chain.lowest_adapted == 1:
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            ["--trunk-cache-bytes is given, and no block lies below the first adapted layer"],
-            remedy="leave it out, or export with --adapt-layers top:k",
-        )
-    if settings.sample_prompts and not {PREFILL, DECODE} <= set(chain.roles):
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            [f"--sample-prompts is given, and the bundle has the roles {', '.join(chain.roles)}"],
-            remedy="leave it out, or export with the roles prefill and decode",
-        )
-    queries = settings.queries or DEFAULT_QUERIES if entry.has_directions else None
-    every = settings.checkpoint_every
-    if not entry.has_directions and not settings.keep_gradients:
-        every = min(every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
-    return replace(settings, estimator=estimator, queries=queries, checkpoint_every=every)
-
-
-def paced(settings: RunSettings, contract: Contract, examples: Sequence[Example]) -> RunSettings:
-    """The settings with the steps that their epochs of some training rows take, and no epochs.
-
-    Raises:
-        ConfigError: a batch has no room for an example, or other settings don't fit so many steps.
-    """
-    if settings.epochs is None:
-        return settings
-    per_step = Sampler(examples, contract, settings.seed, settings.calls).per_step
-    steps = max(1, math.ceil(settings.epochs * len(examples) / per_step))
-    return replace(settings, epochs=None, steps=steps)
-
-
-def bundle_for(settings: RunSettings, bundle: Bundle, examples: Sequence[Example] = ()) -> Bundle:
-    """The bundle with the contract of a step that settled settings ask for.
-
-    Args:
-        settings: of the run.
-        bundle: an opened bundle.
-        examples: training rows; without `batch_size` a batch has room for the widest.
-
-    Raises:
-        BundleError: it lacks the estimator's role.
-        ConfigError: no call can have these sizes.
-    """
-    batch, chain = settings.batch_size or batch_for(examples), bundle.chain
-    if settings.estimator is None:
-        raise ValueError("which estimator is not settled")
-    entry = ESTIMATORS[settings.estimator]
-    contract = chain.contract(entry.role, batch, **entry.sizes(settings.queries, settings.copies))
-    return bundle.for_steps(contract, frugal=settings.memory is not None)
-
-
 def _either(names: Sequence[str]) -> str:
     """Names in a sentence: a, b or c."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def batch_for(examples: Sequence[Example]) -> int:
-    """Sequences of a call where nobody names a number: 4, or as many as the widest example has."""
-    return max([DEFAULT_BATCH, *(len(example.sequences) for example in examples)])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from device_runner.engines.speaking import open_speaker
-from prge.engine import EngineName
+from device_runner.session.settings import EngineFlags
 from prge.errors import BundleError, ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
@@ -18,9 +18,9 @@ from prge.files.peft import find_adapter, read_any, read_peft
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
 from prge.rows.tokenizer import Tokenizer
+from prge.running.training_flags import RowsFlags, SelectionFlags
 from prge.text.choice import MIN_P, ChoiceSettings
 from prge.text.loop import GenerationSettings, Generator, Overflow
-from prge.verbs.settings import Bytes
 
 BUNDLE, BASE = "bundle", "base"
 STDIN = "-"
@@ -38,7 +38,7 @@ class OfBundle:
 
 
 @dataclass(frozen=True)
-class SpeakingFlags:
+class SpeakingFlags(EngineFlags):
     """How text is generated, and by which engine."""
 
     max_tokens: int = 128
@@ -66,15 +66,6 @@ class SpeakingFlags:
     system: str | None = None
     """Chat: the system message, unless the conversation has one."""
 
-    engine: EngineName = "auto"
-    """native: the stock libraries, without torch; torch: the runtime's Python module; auto: native where
-    it is built or can be."""
-    threads: int | None = None
-    """Threads of the engine; default: performance cores."""
-    memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
-    The same bits. Default: all stay."""
-
     def __post_init__(self) -> None:
         self.generation()
 
@@ -87,7 +78,7 @@ class SpeakingFlags:
 
 
 @dataclass(frozen=True)
-class GenerateFlags(SpeakingFlags):
+class GenerateFlags(SpeakingFlags, SelectionFlags, RowsFlags):
     """What to answer, and how."""
 
     ONE_OF: ClassVar = (("prompt", "messages", "data"),)
@@ -101,16 +92,6 @@ class GenerateFlags(SpeakingFlags):
     data: Path | None = None
     """Rows to answer, with the columns of --task or of a known form: jsonl, json, csv, tsv or parquet; a
     folder with a file test; or the name of a data set of the hub."""
-    task: str | None = None
-    """Task name or YAML file that makes prompts of rows."""
-    columns: tuple[str, ...] = ()
-    """Names for columns of the rows: prompt=question."""
-    start: int = 0
-    """Rows to leave out at the file's beginning, after shuffling."""
-    limit: int | None = None
-    """Most rows to answer."""
-    shuffle_seed: int | None = None
-    """Shuffle the file before start and limit; the same rows on every machine."""
     json: bool = False
     """Print a JSON object for each answer: text, tokens, reason, prompt_tokens, speed."""
 
@@ -147,9 +128,9 @@ class ChatFlags(SpeakingFlags):
 def open_speaking(folder: Path) -> Bundle:
     """Open a bundle whose model writes text; raises BundleError for another one."""
     bundle = open_bundle(folder)
-    if bundle.contract.readout != "logprobs":
+    if bundle.chain.readout != "logprobs":
         raise BundleError(
-            f"{folder} writes no text: its readout is {bundle.contract.readout}",
+            f"{folder} writes no text: its readout is {bundle.chain.readout}",
             remedy="export a causal language model, without label words",
         )
     return bundle
@@ -162,7 +143,7 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
         RunError: the path is a run without a result.
         AdapterError: it holds no adapter, or one that doesn't fit the bundle.
     """
-    modules = bundle.contract.modules
+    modules = bundle.chain.modules
     if word == BASE:
         return BASE, Adapter.zeros(modules)
     if word == BUNDLE:

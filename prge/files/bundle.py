@@ -17,15 +17,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from prge.contract import Contract
 from prge.errors import BundleError, shown
 from prge.files.chain import Chain
 from prge.files.documents import DocumentError, read_json
-from prge.files.signatures import STACK
 from prge.files.tuned import bundle_at
 
 FORMAT = 2
@@ -39,16 +37,11 @@ LONGEST_NAME = 255
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle whose files have the hashes that its manifest names; weights alone are not read yet.
-
-    `contract` is of the calls that take steps, `score_contract` of those that score.
-    """
+    """An opened bundle: its files have the hashes that its manifest names; weights are not read yet."""
 
     folder: Path
     manifest: Mapping[str, Any]
     chain: Chain
-    contract: Contract
-    score_contract: Contract
 
     def file(self, name: str) -> Path:
         """One of the manifest's files."""
@@ -57,16 +50,6 @@ class Bundle:
     def hash_of(self, name: str) -> str:
         """SHA-256 of one of the manifest's files."""
         return str(self.manifest["files"][name]["sha256"])
-
-    def for_steps(self, contract: Contract, frugal: bool = False) -> Bundle:
-        """The bundle for a run that has chosen what a step's call looks like.
-
-        Args:
-            contract: of that call.
-            frugal: calls that score take no more memory than those of steps.
-        """
-        scoring = self.chain.contract(STACK, contract.rows) if frugal else self.score_contract
-        return replace(self, contract=contract, score_contract=scoring)
 
     @property
     def pooling(self) -> str | None:
@@ -170,9 +153,7 @@ def open_bundle(folder: Path | str) -> Bundle:
     for name in files:
         check_file(folder, manifest, name, by_hash=name not in weights)
     _check_unlisted(folder, files)
-    step = chain.contract(STACK, chain.bounds.batch)
-    scoring = chain.contract(STACK, chain.bounds.copies * chain.bounds.batch)
-    return Bundle(folder, manifest, chain, step, scoring)
+    return Bundle(folder, manifest, chain)
 
 
 def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:

@@ -302,6 +302,11 @@ class Chain:
             queries=queries,
         )
 
+    @property
+    def scoring(self) -> Contract:
+        """The contract of calls that score: as many rows as pass a block together."""
+        return self.contract(STACK, self.bounds.copies * self.bounds.batch)
+
     def to_json(self) -> dict[str, Any]:
         """The manifest's `chain` block."""
         return asdict(self)

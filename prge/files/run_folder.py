@@ -7,7 +7,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -52,22 +52,6 @@ _NUMBERS = (
     "perplexity",
 )
 _MOST = 1e300
-
-
-def with_stored_settings(argv: Sequence[str]) -> list[str]:
-    """`--resume RUN` reads RUN's own settings first; what is given beside it must then agree with them."""
-    words = list(argv)
-    for index, word in enumerate(words):
-        flag, equals, folder = word.partition("=")
-        if flag == "--resume" and (equals or index + 1 < len(words)):
-            run_folder = Path(folder if equals else words[index + 1])
-            if not (run_folder / CONFIG).is_file():
-                raise RunError(
-                    f"{run_folder} is no run: it has no {CONFIG}", remedy="give the folder of `--out`"
-                )
-            # With "=", a folder whose name begins with "-" is no flag.
-            return [f"--config={run_folder / CONFIG}", *words, f"--out={run_folder}"]
-    return words
 
 
 class RunLog:

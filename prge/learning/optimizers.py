@@ -13,6 +13,8 @@ from prge.engine import Array, FloatArray
 ScheduleName = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["sgd", "momentum", "adam", "adam-norm"]
 
+_WARMUP_SHARE, _LEAST_WARMUP, _MOST_WARMUP_SHARE = 0.1, 8, 1 / 3
+
 
 class Optimizer(Protocol):
     """Moves values against a gradient; `state` names every array that a checkpoint must keep."""
@@ -113,6 +115,11 @@ def make_optimizer(
     if name == "momentum":
         return Momentum(size, momentum)
     return AdamNorm(size, beta1, beta2) if name == "adam-norm" else Adam(size, beta1, beta2)
+
+
+def usual_warmup(steps: int) -> int:
+    """Steps in which the learning rate rises: Adam doesn't know gradients' sizes in its first ones."""
+    return min(max(round(_WARMUP_SHARE * steps), _LEAST_WARMUP), int(_MOST_WARMUP_SHARE * steps))
 
 
 def schedule(name: ScheduleName, peak: float, steps: int, warmup: int = 0) -> Callable[[int], float]:

@@ -55,10 +55,6 @@ class DataReport:
         """Share of the target tokens that didn't fit."""
         return self.dropped / max(1, self.dropped + sum(self.slots))
 
-    def was_cut(self, row: int) -> bool:
-        """Whether a part of a row was left out."""
-        return any(row in self.notes.get(event, ())[-1:] for event in CUTS)
-
     def facts(self) -> dict[str, Any]:
         """What `text` tells, as counts, without a name of the user's."""
         return {

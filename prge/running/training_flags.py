@@ -1,4 +1,4 @@
-"""What every training has settings for, whatever trains: its rows, steps, learning rate and evaluations."""
+"""Settings that verbs share: what rows are, which of them, how they are fitted, how a training goes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from prge.learning.optimizers import ScheduleName
+from prge.learning.optimizers import OptimizerName, ScheduleName, usual_warmup
 from prge.learning.training import TrainingSettings
-from prge.rows.example_building import Overflow
+from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
+from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import with_whole_paths
 
@@ -18,9 +19,73 @@ Flags = TypeVar("Flags", bound="TrainingFlags")
 _ROWS = ("train", "dev", "test")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowsFlags:
+    """What rows are."""
+
+    task: str | None = None
+    """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
+    messages, Alpaca's or ShareGPT's."""
+    columns: list[str] = field(default_factory=list)
+    """Names for columns of the rows: prompt=question completion=answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionFlags:
+    """Which rows of a file."""
+
+    start: int = 0
+    """Rows to leave out at the file's beginning, after shuffling."""
+    limit: int | None = None
+    """Most rows."""
+    shuffle_seed: int | None = None
+    """Shuffle the file before start and limit; the same rows on every machine."""
+
+    @property
+    def selection(self) -> Selection:
+        """The rows to read."""
+        return Selection(self.start, self.limit, self.shuffle_seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverflowFlags:
+    """How rows are fitted."""
+
+    overflow: Overflow = "auto"
+    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
+    and chats, truncate all else. What is cut is reported."""
+    append_eos: bool = True
+    """End completions with the tokenizer's end-of-sequence token, where it has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateFlags:
+    """The learning rate."""
+
+    learning_rate: float = 3e-3
+    """Peak learning rate."""
+    schedule: ScheduleName = "cosine"
+    """Learning rate over the steps after warm-up."""
+    warmup: int | None = None
+    """Steps of linear warm-up; default: a tenth of all, at least 8, at most a third."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFlags:
+    """The optimizer."""
+
+    optimizer: OptimizerName | None = None
+    """sgd, momentum, adam, or adam-norm: one second moment for all values. Default: adam-norm where
+    directions keep to a guide, whose axes have lengths that it keeps; else adam."""
+    momentum: float = 0.9
+    """momentum's coefficient, and adam's beta1."""
+    beta2: float | None = None
+    """adam's second coefficient; default: 0.98 with exact gradients, else 0.999."""
+
+
 @dataclass(frozen=True)
-class TrainingFlags:
-    """Settings that `prge run` and `prge baseline` both have, and that mean the same in both."""
+class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
+    """A training, in any way."""
 
     bundle: Path
     """Folder that `prge export` wrote."""
@@ -32,22 +97,11 @@ class TrainingFlags:
     dev: Path | None = None
     """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
     valid, of a data set the split validation."""
-    task: str | None = None
-    """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
-    messages, Alpaca's or ShareGPT's."""
-    columns: list[str] = field(default_factory=list)
-    """Names for columns of the rows: prompt=question completion=answer."""
 
     seed: int = 42
     """Seed of row order and of random directions."""
     steps: int = 1000
     """Optimizer steps."""
-    learning_rate: float = 1e-3
-    """Peak learning rate."""
-    schedule: ScheduleName = "constant"
-    """Learning rate over the steps after warm-up."""
-    warmup: int = 0
-    """Steps of linear warm-up."""
 
     train_start: int = 0
     """Training rows to leave out at the file's beginning, after shuffling."""
@@ -59,13 +113,8 @@ class TrainingFlags:
     """Most development rows."""
     shuffle_seed: int | None = None
     """Shuffle the training and development files before start and limit; the same rows on every machine."""
-    overflow: Overflow = "auto"
-    """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
-    and chats, truncate all else. What is cut is reported."""
     max_dropped: float = 0.05
     """Largest share of target tokens that may be left out because rows are too long."""
-    append_eos: bool = True
-    """End completions with the tokenizer's end-of-sequence token, where it has one."""
 
     evaluate_every: int = 100
     """Steps between evaluations on development rows; 0: only at the end."""
@@ -83,8 +132,6 @@ class TrainingFlags:
     head_folds: int = 10
     """Encoders: score each training row by a head fitted without its fold; 0: by the head itself."""
 
-    threads: int | None = None
-    """Threads that compute; default: performance cores on the engine, PyTorch's own choice there."""
     quiet: bool = False
     """Print no progress."""
 
@@ -97,6 +144,11 @@ class TrainingFlags:
         """The part of the settings that the loop needs."""
         return TrainingSettings(**{item.name: getattr(self, item.name) for item in fields(TrainingSettings)})
 
+    @property
+    def rising(self) -> int:
+        """Steps of warm-up."""
+        return usual_warmup(self.steps) if self.warmup is None else self.warmup
+
     def shared_problems(self, steps: int | None) -> list[str]:
         """What can't be used of the settings above; `steps` of the training, if they are known."""
         problems = bound_problems(self)
@@ -108,7 +160,7 @@ class TrainingFlags:
             ]
         if self.head_folds == 1:
             problems.append(f"--head-folds is {self.head_folds}, must be 0 or at least 2")
-        if steps is not None and self.warmup > steps:
+        if steps is not None and self.warmup is not None and self.warmup > steps:
             problems.append(f"--warmup is {self.warmup}, --steps only {steps}")
         if self.patience and not self.dev:
             problems.append("--patience needs --dev rows to judge by")

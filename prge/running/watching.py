@@ -45,6 +45,8 @@ class Watcher:
         self.rows = rows
         self.describe = describe
         self.stopped = False
+        # Further facts of the block `train`, as they come.
+        self.told: Record = {}
         self.log = RunLog(settings.out, keep_through=taken)
         self.progress = Progress(settings.steps, quiet=settings.quiet)
         self.progress.skip(taken)
@@ -228,6 +230,7 @@ class Watcher:
                 "best": _evaluation(self._best or {}) or None,
                 "final_step": self._final,
                 **train,
+                **self.told,
                 "memory": {**memory, "proportional": proportional_memory(), **train.get("memory", {})},
             },
         )

@@ -1,7 +1,9 @@
 """Settings of a verb: one frozen dataclass gives its flags, its YAML keys, their types and their help.
 
     @dataclass(frozen=True)
-    class RunSettings:
+    class RunSettings(EngineFlags):
+        '''Fine-tune the adapter of a bundle.'''
+
         bundle: Path
         '''Folder that `prge export` wrote.'''
         learning_rate: float = 1e-3
@@ -12,41 +14,39 @@
 gives `--bundle`, `--learning-rate`, `--config FILE` (a YAML mapping with the keys bundle and learning_rate;
 flags win over it), `--print-config` and `--help`. The string under a field is its help; a field without a
 default is required; a bool field is set by its bare flag and cleared by `--no-<flag>`; a list or tuple field
-takes several values, after one flag or several. Of the names in each entry of `ONE_OF` one must be given.
+takes several values, after one flag or several. Settings that verbs share are in a base of their own, which
+help shows as a group. What else a class may have:
+
+ONE_OF    of the names in each entry one must be given
+STORED    file of the folder that `resume` names: its settings come first, and the folder is `out`
+PRESETS   folder of YAML files: `preset` names one, whose settings come first
+current   of what a file has: settings that an earlier version wrote down, as this one has them
+
 Other checks across fields go into `__post_init__` and raise ConfigError.
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
 import dataclasses
-import inspect
 import itertools
 import json
 import re
-import textwrap
-import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from prge.errors import ConfigError, shortened, shown
-from prge.files.documents import DocumentError, parse_yaml, read_yaml
+from prge.errors import ConfigError, RunError, shortened, shown
+from prge.files.documents import DocumentError, read_yaml
 from prge.verbs.bounds import bound_problems, flag
-from prge.verbs.completion import show_help
 from prge.verbs.habits import setting_meant
+from prge.verbs.helping import field_help, is_required, show_settings
+from prge.verbs.kinds import MISFITS, converted, described, is_list, takes_paths
 
 Settings = TypeVar("Settings")
-# A number of bytes, which may be given with a unit: 200MB.
-Bytes = NewType("Bytes", int)
 
 _OWN_KINDS = {"config": Path, "print_config": bool, "help": bool}
 _SWITCH = {"true": True, "false": False}
-_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kMG])(i?)B|B?)", re.IGNORECASE)
-_MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)")
 # What may be the name of a model or data set of the hub.
@@ -57,31 +57,8 @@ _PLACES = ("model", "task", "adapter", "chat_template", "push")
 _MISNAMED = object()
 
 
-class _Type(NamedTuple):
-    """What a type of values is called in messages and in help, and what may stand for it."""
-
-    words: str
-    metavar: str
-    accepted: tuple[type[Any], ...]
-
-
-_TYPES = {
-    int: _Type("a whole number", "N", (int, str)),
-    Bytes: _Type("a number of bytes, such as 200MB", "BYTES", (int, str)),
-    float: _Type("a number", "X", (int, float, str)),
-    bool: _Type("true or false", "", (bool,)),
-    str: _Type("a text", "TEXT", (str,)),
-    Path: _Type("a path", "PATH", (str,)),
-    types.NoneType: _Type("null", "", ()),
-}
-
-
 def parse_settings(
-    settings_type: type[Settings],
-    argv: Sequence[str],
-    prog: str,
-    positional: Sequence[str] = (),
-    description: str = "",
+    settings_type: type[Settings], argv: Sequence[str], prog: str, positional: Sequence[str] = ()
 ) -> Settings:
     """Read settings from a command line and the YAML files that it names.
 
@@ -90,10 +67,10 @@ def parse_settings(
         argv: the words after the verb.
         prog: what the user typed before them, such as `prge run`.
         positional: fields that may be given without their flag, in this order; a list field takes the rest.
-        description: one sentence for `--help`.
 
     Raises:
         ConfigError: names every unknown key or flag, wrong value and missing setting at once.
+        RunError: `--resume` names a folder that has no settings.
         SystemExit: code 0, after `--help` or `--print-config`.
     """
     kinds = _kinds(settings_type)
@@ -101,12 +78,12 @@ def parse_settings(
     words = _read_words(argv, {**kinds, **_OWN_KINDS}, positional, problems)
     own = {entry.key for entry in words}
     if "help" in own:
-        show_help(_parser(settings_type, prog, positional, description))
+        show_settings(settings_type, kinds, prog, positional)
         raise SystemExit(0)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
     given = [entry for path in files for entry in _read_file(path, settings_type, problems)]
     given += [entry for entry in words if entry.key in kinds]
-    settings = _build(settings_type, given, problems, prog)
+    settings = _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
     if "print_config" in own:
         print(settings_to_yaml(settings, comments=True), end="")
         raise SystemExit(0)
@@ -120,11 +97,13 @@ def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Setti
     return _build(settings_type, given, problems, prog)
 
 
-def settings_of(settings_type: type[Settings], fields: Mapping[str, Any], where: str) -> Settings:
-    """Settings from a mapping that came from elsewhere, such as a message; raises ConfigError as above."""
+def settings_of(
+    settings_type: type[Settings], fields: Mapping[str, Any], where: str, prog: str = "prge"
+) -> Settings:
+    """Settings from a mapping that came from elsewhere, such as a message; raises as `parse_settings`."""
     problems: list[str] = []
     given = _given_by(fields, where, _kinds(settings_type), problems)
-    return _build(settings_type, given, problems, "prge")
+    return _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
 
 
 def with_whole_paths(
@@ -172,18 +151,6 @@ def yaml_of(values: Mapping[str, Any], comments: Mapping[str, str] = MappingProx
     return text
 
 
-def field_help(settings_type: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass, bases included."""
-    helps: dict[str, str] = {}
-    for base in reversed(settings_type.__mro__[:-1]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for statement, below in itertools.pairwise(ast.iter_child_nodes(definition)):
-            match statement, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    helps[name] = inspect.cleandoc(text)
-    return helps
-
-
 class _Given(NamedTuple):
     """One setting as somebody wrote it: `where` is what a message calls it."""
 
@@ -226,7 +193,7 @@ def _read_words(
         elif kind is bool:
             used = int(not is_negated and (equals == "=" or "".join(values[:1]).lower() in _SWITCH))
         else:
-            used = len(values) if _is_list(kind) else 1
+            used = len(values) if is_list(kind) else 1
         if not equals:
             del words[: min(used, len(values))]
         if key not in kinds:
@@ -235,16 +202,16 @@ def _read_words(
             given.append(
                 _Given(name, key, _SWITCH.get(values[0].lower(), values[0]) if used else not is_negated)
             )
-        elif _is_list(kind):
+        elif is_list(kind):
             earlier = [entry.value for entry in given if entry.key == key and isinstance(entry.value, list)]
             given.append(_Given(name, key, [*(earlier[-1] if earlier else ()), *values]))
         elif values:
             given.append(_Given(name, key, values[0]))
         else:
-            problems.append(f"{name} needs a value: {_describe(kind)}")
+            problems.append(f"{name} needs a value: {described(kind)}")
     for key in positional[: len(loose)]:
-        taken = loose[:] if _is_list(kinds[key]) else loose[:1]
-        given.append(_Given(key.upper(), key, taken if _is_list(kinds[key]) else taken[0]))
+        taken = loose[:] if is_list(kinds[key]) else loose[:1]
+        given.append(_Given(key.upper(), key, taken if is_list(kinds[key]) else taken[0]))
         del loose[: len(taken)]
     problems += [f"{shown(word)} stands alone: which flag does it belong to?" for word in loose]
     return given
@@ -261,7 +228,6 @@ def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> lis
     if not isinstance(content, dict):
         problems.append(f"{path} holds a {type(content).__name__}, not a mapping of settings")
         return []
-    # What a version of its own wrote down, settings of another verb may know better.
     current = getattr(settings_type, "current", dict)
     return _given_by(current(content), str(path), _kinds(settings_type), problems)
 
@@ -280,6 +246,26 @@ def _given_by(
     return given
 
 
+def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: list[str]) -> Sequence[_Given]:
+    """What is given, after the settings of the preset and the resumed folder that it names."""
+    named = {entry.key: str(entry.value) for entry in given if isinstance(entry.value, (str, Path))}
+    if hasattr(settings_type, "PRESETS") and "preset" in named:
+        known = {path.stem: path for path in sorted(settings_type.PRESETS.glob("*.yaml"))}
+        if named["preset"] in known:
+            given = [*_read_file(known[named["preset"]], settings_type, problems), *given]
+        else:
+            problems.append(f"--preset is {shown(named['preset'])}, must be one of {', '.join(known)}")
+    if hasattr(settings_type, "STORED") and "resume" in named:
+        folder = Path(named["resume"])
+        if not (folder / settings_type.STORED).is_file():
+            raise RunError(
+                f"{folder} is no run: it has no {settings_type.STORED}", remedy="give the folder of `--out`"
+            )
+        stored = _read_file(folder / settings_type.STORED, settings_type, problems)
+        given = [*stored, *given, _Given("--resume", "out", str(folder))]
+    return given
+
+
 def _build(
     settings_type: type[Settings], given: Collection[_Given], problems: list[str], prog: str
 ) -> Settings:
@@ -294,13 +280,13 @@ def _build(
             problems.append(f"{entry.where} is a URL, {shown(url)}: {_instead_of(url, entry.key)}")
             continue
         try:
-            values[entry.key] = _converted(entry.value, kinds[entry.key])
-        except _MISFITS:
-            problems.append(f"{entry.where} must be {_describe(kinds[entry.key])}, not {shown(entry.value)}")
+            values[entry.key] = converted(entry.value, kinds[entry.key])
+        except MISFITS:
+            problems.append(f"{entry.where} must be {described(kinds[entry.key])}, not {shown(entry.value)}")
     problems += [
-        f"{flag(item.name)} is missing: {_describe(kinds[item.name])}"
+        f"{flag(item.name)} is missing: {described(kinds[item.name])}"
         for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
-        if _is_required(item) and item.name not in values
+        if is_required(item) and item.name not in values
     ]
     chosen = {entry.key for entry in given if entry.value not in (None, "null", [])}
     for names in getattr(settings_type, "ONE_OF", ()):
@@ -318,41 +304,11 @@ def _build(
     raise ConfigError(f"{count} can't be used:", problems, remedy=f"`{prog} --help` lists all settings")
 
 
-def _converted(value: Any, kind: Any) -> Any:
-    """A value from a flag or from YAML as its field's type; raises one of `_MISFITS`."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if len(_members(kind)) > 1:
-        if types.NoneType in arguments and value in (None, "null"):
-            return None
-        for member in arguments:
-            with suppress(*_MISFITS):
-                return _converted(value, member)
-        raise TypeError
-    if origin is Literal and value in arguments:
-        return value
-    if origin in (list, tuple) and isinstance(value, list):
-        return origin(_converted(each, arguments[0]) for each in value)
-    if origin is dict:
-        entries = (parse_yaml(value) if isinstance(value, str) else value).items()
-        return {_converted(name, arguments[0]): _converted(each, arguments[1]) for name, each in entries}
-    if kind not in _TYPES or not isinstance(value, _TYPES[kind].accepted):
-        raise TypeError
-    if isinstance(value, bool) != (kind is bool):  # True is an int, too
-        raise TypeError
-    if kind is Path and not value:  # which would be the folder that one stands in
-        raise TypeError
-    return _bytes_of(str(value)) if kind is Bytes else kind(value)
-
-
 def _url_in(entry: _Given, kind: Any) -> str:
     """The URL that stands where a path or a name of the hub is wanted; empty where there is none."""
     words = entry.value if isinstance(entry.value, list) else [entry.value]
     urls = [word for word in words if isinstance(word, str) and _URL.match(word)]
-    return urls[0] if urls and (entry.key in _PLACES or _takes_paths(kind)) else ""
-
-
-def _takes_paths(kind: Any) -> bool:
-    return kind is Path or any(map(_takes_paths, get_args(kind)))
+    return urls[0] if urls and (entry.key in _PLACES or takes_paths(kind)) else ""
 
 
 def _instead_of(url: str, key: str) -> str:
@@ -364,98 +320,6 @@ def _instead_of(url: str, key: str) -> str:
     return "nothing is read from one; download it, for example with curl -LO, and give the file"
 
 
-def _bytes_of(text: str) -> int:
-    """Bytes of a number with a unit: kB is 1,000 bytes, KiB 1,024; raises ValueError."""
-    match = _BYTES.fullmatch(text)
-    if match is None:
-        return int(text)
-    number, prefix, binary = match.groups()
-    power = " kmg".index((prefix or " ").lower())
-    return int(float(number) * (1024 if binary else 1000) ** power) if prefix else int(number)
-
-
-def _parser(
-    settings_type: type[Any], prog: str, positional: Sequence[str], description: str
-) -> argparse.ArgumentParser:
-    """What writes help and completes words; it reads none."""
-    kinds = _kinds(settings_type)
-    helps = field_help(settings_type)
-    shown = [f"{key.upper()}..." if _is_list(kinds[key]) else key.upper() for key in positional]
-    parser = argparse.ArgumentParser(
-        prog,
-        usage=" ".join([prog, *shown, "[flags]"]),
-        description=description or None,
-        add_help=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=110),
-    )
-    group = parser.add_argument_group("settings")
-    for item in dataclasses.fields(settings_type):
-        kind = kinds[item.name]
-        text = f"{helps.get(item.name, '')} {_note(item)}".strip().replace("%", "%%")
-        if kind is bool:
-            action = argparse.BooleanOptionalAction if item.default else "store_true"
-            group.add_argument(flag(item.name), action=action, help=text)
-        else:
-            count = "+" if _is_list(kind) else None
-            choices = [
-                each for part in _members(kind) if get_origin(part) is Literal for each in get_args(part)
-            ]
-            group.add_argument(
-                flag(item.name), metavar=_metavar(kind), nargs=count, choices=choices or None, help=text
-            )
-    own = parser.add_argument_group("where settings come from")
-    own.add_argument("--config", metavar="FILE", help="YAML file with settings; flags win over it")
-    own.add_argument("--print-config", action="store_true", help="print all settings as YAML and stop")
-    own.add_argument("-h", "--help", action="store_true", help="show this and stop")
-    return parser
-
-
 def _is_flag(word: str) -> bool:
     """Whether a word is a flag rather than a value: negative numbers and a lone dash are values."""
     return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
-
-
-def _is_required(item: dataclasses.Field[Any]) -> bool:
-    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-
-
-def _members(kind: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the type alone."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def _is_list(kind: Any) -> bool:
-    return any(get_origin(member) in (list, tuple) for member in _members(kind))
-
-
-def _describe(kind: Any) -> str:
-    """A type in words."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if len(_members(kind)) > 1:
-        return " or ".join(map(_describe, arguments))
-    if origin is Literal:
-        return "one of " + ", ".join(arguments)
-    if origin in (list, tuple):
-        return f"a list of {_describe(arguments[0]).removeprefix('a ')}s"
-    return _TYPES[kind].words if kind in _TYPES else "a mapping"
-
-
-def _metavar(kind: Any) -> str:
-    """What stands for a value in help."""
-    if get_origin(kind) is Literal:
-        return "{" + ",".join(get_args(kind)) + "}"
-    if len(_members(kind)) > 1 or _is_list(kind):
-        return _metavar(get_args(kind)[0])
-    return _TYPES[kind].metavar if kind in _TYPES else "VALUE"
-
-
-def _note(item: dataclasses.Field[Any]) -> str:
-    """What help says of a field beside its text: that it is required, or its default if that is something."""
-    if _is_required(item):
-        return "(required)"
-    default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-    if isinstance(default, (list, tuple)):
-        default = " ".join(map(str, default))
-    if default in ("", {}) or default is None or default is False:
-        return ""
-    return f"(default: {'true' if default is True else default})"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prge.verbs.completion import show_verbs
 from prge.verbs.habits import verb_error
+from prge.verbs.helping import show_verbs
 
 
 @dataclass(frozen=True)

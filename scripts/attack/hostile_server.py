@@ -297,7 +297,7 @@ def _serve(workshop: Workshop, random: Random, folder: Path, found: Path) -> int
     device = folder / "device"
     make_device(
         device,
-        DeviceSettings(workshop.bundle(kind), workshop.folder / "train.jsonl", str(task), policy=policy),
+        DeviceSettings(workshop.bundle(kind), workshop.folder / "train.jsonl", task=str(task), policy=policy),
     )
     server = Server(random, device, open_bundle(workshop.bundle(kind)), task_sha256(load_task(str(task))))
     with found.open("a") as stream, open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):

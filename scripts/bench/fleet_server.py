@@ -24,7 +24,6 @@ from reports import parser_of, report
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.coordinator import Coordinator, begin_fleet
 from device_runner.fleet.messages import Answer
-from device_runner.session.settings import bundle_for
 from prge.files.bundle import open_bundle
 from prge.files.peft import read_peft
 from prge.files.run_folder import JOURNAL
@@ -40,7 +39,6 @@ LOCAL_STEPS = 10
 def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, float]:
     """Take a plan's rounds with so many devices."""
     bundle = open_bundle(source)
-    bundle = bundle_for(plan.run_settings(source), bundle)
     adapter = read_peft(bundle.adapter, bundle.chain.modules, bundle.adapter)
     agreement = Agreement("bench", plan, bundle.sha256)
     begin_fleet(folder, bundle, agreement, adapter)

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from device_runner.engines.opening import Engines, open_engines
-from device_runner.session.settings import RunSettings, bundle_for, settled
+from device_runner.session.planning import plan_run
+from device_runner.session.settings import RunSettings
 from prge.files.bundle import open_bundle, read_chain, read_manifest
 from prge.files.peft import read_peft
 from prge.learning.estimators.protocol import Estimator, Measurement, Step
@@ -120,16 +121,15 @@ def timed_step(
         batch_size=rows,
     )
     bundle = open_bundle(folder)
-    settings = settled(settings, bundle)
-    bundle = bundle_for(settings, bundle)
-    engines = open_engines(bundle, threads, engine, memory)
-    adapter = read_peft(bundle.adapter, bundle.contract.modules, bundle.adapter)
+    plan = plan_run(bundle, [], settings)
+    engines = open_engines(bundle, plan.contract, threads, engine, memory)
+    adapter = read_peft(bundle.adapter, bundle.chain.modules, bundle.adapter)
     random = np.random.default_rng(0)
     adapter.values[:] = random.standard_normal(adapter.size) * 0.01
     examples = []
     for row in range(rows):
-        numbers = random.integers(0, bundle.contract.vocabulary_size, tokens).tolist()
+        numbers = random.integers(0, bundle.chain.vocabulary_size, tokens).tolist()
         slots = tuple(Slot(place, numbers[place + 1], 1 / (tokens - 1), 0) for place in range(tokens - 1))
         examples.append(Example(row, (TokenSequence(tuple(numbers), slots),), 1, None))
-    step = Step(adapter, [make_batch(examples, bundle.contract)], 0, 0)
-    return TimedStep(engines, make_estimator(settings), step)
+    step = Step(adapter, [make_batch(examples, plan.contract)], 0, 0)
+    return TimedStep(engines, make_estimator(plan.settings), step)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prge.contract import Contract
-from prge.errors import ConfigError, PrgeError
+from prge.errors import ConfigError
 from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.memory import memory_info
 from prge.host.progress import duration
@@ -20,6 +21,9 @@ from prge.learning.costs import (
 )
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName, fitting
 from server_export.settings import EstimateConfig, ExportConfig
+
+if TYPE_CHECKING:
+    from server_export.model.source import Source
 
 
 @dataclass(frozen=True)
@@ -93,37 +97,28 @@ def estimate(config: ExportConfig) -> Estimate:
     Raises:
         PrgeError: the model or the settings can't be used, as the export itself would say.
     """
-    from server_export.model.chain import plain_layers
-    from server_export.model.loading import outline_model
-    from server_export.model.outline import outline_of
-    from server_export.model.positions import longest_row, position_count
-    from server_export.model.quantization import EMBEDDING_BYTES
-    from server_export.model.readout import readout_of
-    from server_export.model.start import start_adapter
-    from server_export.quiet import quiet_libraries
+    from server_export.model.source import open_source
 
-    quiet_libraries()
-    pooled = None if config.readout is None else config.readout == "pooled"
-    loaded = outline_model(config.model, pooled=pooled, revision=config.revision)
-    readout = readout_of(config, loaded)
-    longest = longest_row(loaded, config.sequence_length)
-    start = start_adapter(config, loaded, bool(plain_layers(loaded.model)))
-    outline = outline_of(start, longest)
+    return estimate_of(config, open_source(config))
+
+
+def estimate_of(config: ExportConfig, source: Source) -> Estimate:
+    """The same of a source that is open."""
+    from server_export.model.positions import position_count
+    from server_export.model.quantization import EMBEDDING_BYTES
+
+    outline, readout = source.costs, source.readout
     int8_table = config.quantize != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
     of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
     roles = tuple(role for role in dict.fromkeys((STACK, *config.roles)) if role not in of_texts)
     weights = weights_of(outline, config.quantize, int8_table, roles)
     vocabulary = outline.table_numbers // outline.width
-    most = position_count(loaded)
+    most = position_count(source.loaded)
     return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, most)
 
 
-def announce(config: ExportConfig) -> None:
+def announce(estimated: Estimate) -> None:
     """Print what an export will take, before it begins, and a warning if the machine lacks the memory."""
-    try:
-        estimated = estimate(config)
-    except PrgeError:
-        return  # the export says it better, or can do without
     print(
         f"estimated  {bytes_text(estimated.export_bytes)} of memory at the peak of the export, "
         f"{duration(estimated.export_seconds)}, weights {bytes_text(estimated.weights.stored)}",

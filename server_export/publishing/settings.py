@@ -12,7 +12,7 @@ from prge.verbs.bounds import bound_problems
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """Publish a trained adapter."""
+    """Give a trained adapter to PEFT or llama.cpp, merge it, or make a program for ExecuTorch."""
 
     source: Path
     """Folder of a run or of `prge tune`, checkpoint or PEFT folder with the trained adapter."""

@@ -53,7 +53,7 @@ class Trained:
     def is_encoder(self) -> bool | None:
         """Whether the base model is an encoder, None where nothing tells."""
         if self.bundle is not None:
-            return self.bundle.contract.is_encoder
+            return self.bundle.chain.is_encoder
         return {"CAUSAL_LM": False, "FEATURE_EXTRACTION": True}.get(str(self.config.get("task_type")))
 
     @property
@@ -85,7 +85,7 @@ def read_trained(config: PublishConfig) -> Trained:
     run = run_of(folder)
     tuning = tuning_at(Path(config.source))
     bundle = _find_bundle(config.bundle or (tuning.bundle if tuning else None), run)
-    modules = bundle.contract.modules if bundle is not None else read_lora(folder).modules
+    modules = bundle.chain.modules if bundle is not None else read_lora(folder).modules
     adapter = read_peft(folder, modules, bundle.adapter if bundle is not None else None)
     settings = read_config(folder)
     model = bundle.manifest.get("model", {}) if bundle is not None else {}

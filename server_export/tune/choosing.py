@@ -78,17 +78,15 @@ class Choosing:
         positions = max(length - 1, 1) if contract.positions else 0
         return rows.split(tokenizer, replace(contract, sequence_length=length, positions=positions))
 
-    def for_runs(self, bundle: Bundle, rows: RowFiles, has_guide: bool) -> RowFacts:
-        """Estimator, optimizer, batch, memory, head and steps of runs; what rows are like on the bundle."""
+    def for_runs(self, bundle: Bundle, rows: RowFiles) -> RowFacts:
+        """Estimator, batch, memory, head and steps of runs; what rows are like on the bundle."""
         settings, record = self._settings, self._record
 
         def measure() -> dict[str, Any]:
-            return asdict(rows.facts(bundle_tokenizer(bundle), bundle.score_contract, settings.overflow))
+            return asdict(rows.facts(bundle_tokenizer(bundle), bundle.chain.scoring, settings.overflow))
 
         facts = RowFacts(**record.found("facts", measure))
         self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
-        guided = ESTIMATORS[record.value("estimator")].has_directions and has_guide
-        self.decide("optimizer", None, lambda: decisions.optimizer(guided))
         self.decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
         batch = record.value("batch_size")
         if record.value("rows_of_a_call") is None:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import shown
-from prge.files.run_folder import DECISIONS, reported, with_stored_settings
+from prge.files.run_folder import DECISIONS, reported
 from prge.host.progress import duration
 from prge.host.terminal import best_effort
 from prge.verbs.settings import parse_settings
 from server_export.tune.settings import TuneSettings
 
-DESCRIPTION = "Tune a model on rows: export, choose, find the learning rate, train, score, publish."
 _COUNTS = ("examples", "cut_examples")
 
 
@@ -23,8 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge tune --help`."""
     from server_export.tune.stages import tune
 
-    words = with_stored_settings(argv)
-    settings = parse_settings(TuneSettings, words, "prge tune", positional=["data"], description=DESCRIPTION)
+    settings = parse_settings(TuneSettings, argv, "prge tune", ["data"])
     try:
         result = tune(settings)
     except KeyboardInterrupt:

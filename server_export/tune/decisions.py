@@ -11,6 +11,7 @@ from typing import Any
 from prge.errors import ConfigError
 from prge.host.progress import duration
 from prge.learning.costs import bytes_text
+from prge.running.training_flags import TrainingFlags
 from server_export.tune.rates import longest_search
 
 # Above so many parameters weights in float32 take more memory than a phone's app should.
@@ -37,10 +38,6 @@ _FEWEST_SEARCHED = 24
 
 # The grid of the search.
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
-# Adam doesn't know gradients' sizes in its first steps: the rate rises while it learns them.
-_WARMUP_SHARE, _LEAST_WARMUP, _MOST_WARMUP_SHARE = 0.1, 8, 1 / 3
-# Runs of some hundred steps: Adam's usual 0.999 would remember the first to the last.
-BETA2 = {"exact": 0.98}
 
 
 @dataclass(frozen=True)
@@ -117,13 +114,6 @@ def init(estimator: str | None) -> Decision:
     if estimator in (None, "exact"):
         return Decision("init", "eva", "with directions of the rows, exact gradients learn more from them")
     return Decision("init", "random", "directions of the rows help exact gradients alone")
-
-
-def optimizer(guided: bool) -> Decision:
-    """What turns gradients into steps; `guided`: directions keep to the axes of a guide."""
-    if guided:
-        return Decision("optimizer", "adam-norm", "keeps the lengths of the axes that directions keep to")
-    return Decision("optimizer", "adam", "the usual one")
 
 
 def memory(free: int) -> Decision:
@@ -205,13 +195,10 @@ def steps_in(minutes: float, spent: float, pace: Pace, most: Decision, searched:
         return [Decision("steps", max(count, 1), told)]
     return [
         Decision("steps", max(fitting(searched=False), 1), told),
-        Decision("learning_rate", RATES[1], f"{minutes:g} minutes leave no time to search one"),
+        Decision(
+            "learning_rate", TrainingFlags.learning_rate, f"{minutes:g} minutes leave no time to search one"
+        ),
     ]
-
-
-def warmup(count: int) -> int:
-    """Steps in which the learning rate rises."""
-    return min(max(round(_WARMUP_SHARE * count), _LEAST_WARMUP), int(_MOST_WARMUP_SHARE * count))
 
 
 def evaluate_every(count: int) -> int:

@@ -11,12 +11,13 @@ from typing import Any
 
 from prge.contract import Contract
 from prge.host.atomic import new_folder, write_file
-from prge.rows.example_building import BuildOptions, Overflow, build_examples
+from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, read_rows
 from prge.rows.sources import Part
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer
+from prge.rows.windows import Overflow
 from server_export.tune.decisions import RowFacts
 
 SAMPLES, _WORDS = 3, 8

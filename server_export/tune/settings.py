@@ -7,22 +7,28 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from prge.errors import ConfigError
+from prge.files.run_folder import CONFIG
 from prge.learning.estimators.table import EstimatorName
-from prge.rows.example_building import Overflow
 from prge.rows.sources import hub_names
-from prge.running.training_flags import TrainingFlags
+from prge.rows.windows import Overflow
+from prge.running.training_flags import RowsFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.settings import Bytes, with_whole_paths
+from prge.verbs.kinds import Bytes
+from prge.verbs.settings import with_whole_paths
 from server_export.settings import SCHEMES, Init, PrependBos
 
 OnBadRow = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
-class TuneSettings:
-    """What to tune, on which rows. Whatever is left out is decided from measured facts."""
+class TuneSettings(RowsFlags):
+    """Tune a model on rows: export, choose, find the learning rate, train, score, publish.
+
+    Whatever is left out is decided from measured facts.
+    """
 
     ONE_OF: ClassVar = (("model", "bundle"),)
+    STORED: ClassVar = CONFIG
 
     data: Path
     """Training rows: a file, a folder with files train, valid and test, of which the two others are taken as
@@ -33,10 +39,6 @@ class TuneSettings:
     """Folder or hub id of a transformers causal language model or encoder."""
     bundle: Path | None = None
     """Bundle that `prge export` wrote, instead of a model."""
-    task: str | None = None
-    """Task name or YAML file; without one, rows hold text, prompt and completion, or messages."""
-    columns: tuple[str, ...] = ()
-    """Names for columns of the files, such as prompt=question completion=answer."""
     dev: Path | None = None
     """Development rows, which choose the learning rate and the step. Default: a part of the training rows,
     by a hash of their content."""

@@ -142,7 +142,7 @@ class _Tuning:
                 self._parts = self._choosing.for_export(rows)
             else:
                 bundle = open_bundle(self._folder)
-                tokenizer, contract = bundle_tokenizer(bundle), bundle.score_contract
+                tokenizer, contract = bundle_tokenizer(bundle), bundle.chain.scoring
                 rows.check(tokenizer, contract)
                 self._parts = rows.split(tokenizer, contract)
             notes = self._notes = rows.notes
@@ -172,7 +172,7 @@ class _Tuning:
     def plan(self) -> None:
         """Decide how runs of the bundle go."""
         settings, record, bundle = self._settings, self._record, open_bundle(self._folder)
-        facts = self._choosing.for_runs(bundle, self._rows, _has_guide(self._folder))
+        facts = self._choosing.for_runs(bundle, self._rows)
         if settings.minutes is not None or settings.on:
             self._pace(bundle)
         for each in record.decisions:
@@ -211,7 +211,7 @@ class _Tuning:
 
     def _ending(self, bundle: Bundle, pace: Pace) -> float:
         """Seconds of what comes after the final run: scores, adapter, report."""
-        if bundle.contract.is_encoder:
+        if bundle.chain.is_encoder:
             dev, scored = (len(read_rows(path)) if path else 0 for path in (self._rows.dev, self._scored))
             return _SECONDS_AFTER + 2 * (pace.start + pace.evaluation * scored / max(min(dev, _DEV_ROWS), 1))
         return _SECONDS_AFTER + float(self._record.known("scoring_seconds"))
@@ -223,7 +223,7 @@ class _Tuning:
 
     def score_before(self) -> None:
         """Score the test rows, or the development rows, with the adapter that the bundle came with."""
-        if open_bundle(self._folder).contract.is_encoder:
+        if open_bundle(self._folder).chain.is_encoder:
             print("an encoder's classes are fitted when its run begins: scored after it")
         else:
             self._score("before", None)
@@ -231,7 +231,7 @@ class _Tuning:
     def score_after(self) -> None:
         """Score them with the result; an encoder's also as they were before the first step."""
         run = self._settings.out / "run"
-        if open_bundle(self._folder).contract.is_encoder:
+        if open_bundle(self._folder).chain.is_encoder:
             start = self._settings.out / "start"
             if not start.is_dir():
                 self._verb("replay", {"run": run, "step": 0, "out": start})
@@ -307,7 +307,7 @@ class _Tuning:
         summary = folder / SUMMARY
         if status_of(folder) not in ENDED:
             try:
-                given = {**self._shared(settings["steps"]), **settings, "quiet": is_short or None}
+                given = {**self._shared(), **settings, "quiet": is_short or None}
                 self._place.run(folder, given, is_short)
             except PrgeError:
                 if status_of(folder) != "diverged":
@@ -316,7 +316,7 @@ class _Tuning:
             self._record.found("heads", lambda: f"{name}/{JOURNAL}")
         return json_of(summary)
 
-    def _shared(self, steps: int) -> dict[str, Any]:
+    def _shared(self) -> dict[str, Any]:
         """Settings of every run."""
         value, rows = self._record.value, self._rows
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
@@ -335,10 +335,6 @@ class _Tuning:
             "batch_size": of_a_call * facts.widest,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
-            "optimizer": value("optimizer"),
-            "schedule": "cosine",
-            "warmup": decisions.warmup(steps),
-            "beta2": decisions.BETA2.get(value("estimator")),
             # Of few development rows a metric is often the same.
             "select": "loss",
             "seed": self._settings.seed,

@@ -98,10 +98,21 @@ class Device:
     def _rounded(self, array: Array) -> Array:
         return (np.round(array / self.grid) * self.grid if self.grid else array).astype(np.float32)
 
-    def open_engines(self, bundle: Bundle, *_: object, **__: object) -> Engines:
+    def open_engines(
+        self,
+        bundle: Bundle,
+        contract: Contract | None = None,
+        threads: int | None = None,
+        engine: str = "auto",
+        memory: int | None = None,
+        scoring: Contract | None = None,
+        *_: object,
+        **__: object,
+    ) -> Engines:
         """Stands for device_runner.engines.opening.open_engines."""
         blocks: Any = None  # nobody speaks
-        return Engines(self.engine(bundle.contract), self.engine(bundle.score_contract), 1, "numpy", blocks)
+        scoring = scoring or bundle.chain.scoring
+        return Engines(self.engine(contract or scoring), self.engine(scoring), 1, "numpy", blocks)
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
         """Put this device where these modules open engines."""

@@ -39,12 +39,12 @@ class Speaking:
 
     def open_generator(self, bundle: Bundle, tokenizer: Tokenizer, flags: object, slots: int) -> Generator:
         """Stands for device_runner.session.speaking.open_generator."""
-        self.speakers.append(NumpySpeaker(bundle.contract.vocabulary_size, self.context, slots))
+        self.speakers.append(NumpySpeaker(bundle.chain.vocabulary_size, self.context, slots))
         return Generator(self.speakers[-1], tokenizer)
 
     def write_adapter(self, folder: Path, seed: int = 1) -> Path:
         """A PEFT folder of the bundle with random values."""
-        adapter = Adapter.zeros(self.bundle.contract.modules)
+        adapter = Adapter.zeros(self.bundle.chain.modules)
         adapter.values[:] = np.random.default_rng(seed).normal(size=adapter.size)
         write_peft(folder, adapter, self.bundle.adapter)
         return folder
@@ -55,7 +55,7 @@ class Speaking:
         """What the model says to a text or to messages, greedily, alone."""
         prompts = Prompts(self.tokenizer)
         prompt = prompts.of_text(text) if isinstance(text, str) else prompts.of_messages(text)
-        speaker = NumpySpeaker(self.bundle.contract.vocabulary_size, self.context)
-        adapter = adapter or Adapter.zeros(self.bundle.contract.modules)
+        speaker = NumpySpeaker(self.bundle.chain.vocabulary_size, self.context)
+        adapter = adapter or Adapter.zeros(self.bundle.chain.modules)
         request = Request(prompt, adapter, GenerationSettings(max_tokens))
         return Generator(speaker, self.tokenizer).generate([request])[0]

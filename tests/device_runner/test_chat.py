@@ -91,7 +91,7 @@ def test_reset_forgets_the_conversation(speaking: Speaking, talk: Talk) -> None:
 def test_adapters_take_turns_in_one_conversation(speaking: Speaking, talk: Talk, tmp_path: Path) -> None:
     tuned = speaking.write_adapter(tmp_path / "tuned")
     other = speaking.write_adapter(tmp_path / "other", 2)
-    one, two = (read_peft(folder, speaking.bundle.contract.modules) for folder in (tuned, other))
+    one, two = (read_peft(folder, speaking.bundle.chain.modules) for folder in (tuned, other))
     lines = ("a dog", "a cat", "the film", "Yes")
     out = talk(
         lines[0],

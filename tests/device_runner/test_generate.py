@@ -106,7 +106,7 @@ def test_every_adapter_answers_every_prompt(speaking: Speaking, generate: Any, t
     )
     names = [(line["row"], line["adapter"]) for line in told.lines]
     assert names == [(row, name) for row in (1, 2) for name in (str(tuned), "base", "again")]
-    adapter = read_peft(tuned, speaking.bundle.contract.modules)
+    adapter = read_peft(tuned, speaking.bundle.chain.modules)
     for line, text in zip(told.lines[::3], ("the film", "a dog"), strict=True):
         assert line["text"] == speaking.answers(text, adapter).text
     for line, text in zip(told.lines[1::3], ("the film", "a dog"), strict=True):

@@ -34,7 +34,7 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         if not bundle.exists():
             device.write_bundle(bundle, scheme)
         task = str(tmp_path / "task.yaml") if device.encoder else None
-        settings = ProbeSettings(bundle, tmp_path / "train.jsonl", task, epsilons=(SMALL, LARGE))
+        settings = ProbeSettings(bundle, tmp_path / "train.jsonl", task=task, epsilons=(SMALL, LARGE))
         return probe(replace(settings, **changes))
 
     return run_probe

@@ -23,7 +23,6 @@ from prge.errors import BundleError, ConfigError, DataError, DivergenceError, En
 from prge.files.bundle import file_sha256, open_bundle
 from prge.files.journal import Journal, encode_array
 from prge.files.peft import read_peft
-from prge.files.run_folder import with_stored_settings
 from prge.learning.estimators.guide import Guide, add_guide
 from prge.verbs.settings import parse_settings
 from tests.bundles import read_json, write_manifest
@@ -52,6 +51,8 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
         steps=STEPS,
         calls=2,
         learning_rate=0.02,
+        schedule="constant",
+        warmup=0,
         evaluate_every=4,
         checkpoint_every=5,
         head_folds=4,
@@ -113,7 +114,7 @@ def test_the_journal_says_what_was_settled(device: Device, settings: RunSettings
         assert (start["settings"]["estimator"], start["settings"]["queries"]) == ("tangent", QUERIES)
         first = journal.step(0)
         assert first is not None and np.shape(first["scalars"]) == (QUERIES, 2 * BATCH)
-    stored = parse_settings(RunSettings, with_stored_settings(["--resume", str(settings.out)]), "prge run")
+    stored = parse_settings(RunSettings, ["--resume", str(settings.out)], "prge run")
     assert (stored.estimator, stored.queries) == ("tangent", QUERIES)
 
 
@@ -352,7 +353,7 @@ def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
     monkeypatch.chdir(tmp_path)
     run(replace(settings, out=Path("-x")))
     for words in (["--resume", "./-x"], ["--resume=-x"]):
-        stored = parse_settings(RunSettings, with_stored_settings(words), "prge run")
+        stored = parse_settings(RunSettings, words, "prge run")
         assert (stored.out, stored.steps) == (Path("-x"), STEPS)
         run(stored)
 
@@ -392,7 +393,7 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
         (change,) = [record for record in journal.records if record["kind"] == "change"]
     assert 0 < change["step"] < STEPS and change["settings"]["share_directions"] is True
-    stored = parse_settings(RunSettings, with_stored_settings(["--resume", str(settings.out)]), "prge run")
+    stored = parse_settings(RunSettings, ["--resume", str(settings.out)], "prge run")
     assert stored.share_directions and not stored.change_estimator
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
@@ -415,7 +416,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     with pytest.raises(Killed):
         run(epochs)
     device.calls_left = None
-    stored = parse_settings(RunSettings, with_stored_settings(["--resume", str(epochs.out)]), "prge run")
+    stored = parse_settings(RunSettings, ["--resume", str(epochs.out)], "prge run")
     assert (stored.steps, stored.epochs) == (8, None)
     with pytest.raises(ConfigError, match="steps was 8, is 10"):
         run(replace(stored, epochs=2.0))
@@ -545,7 +546,9 @@ def test_evaluation_tells_what_the_run_did(
     device.replaces(monkeypatch, evaluate_verb)
     assert settings.dev is not None
     found = evaluate_verb.run(
-        evaluate_verb.EvaluateSettings(settings.bundle, settings.dev, settings.task, adapter=settings.out)
+        evaluate_verb.EvaluateSettings(
+            settings.bundle, settings.dev, task=settings.task, adapter=settings.out
+        )
     )
     evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
     assert found["loss"] == pytest.approx(min(r["loss"] for r in evaluations), rel=1e-6)
@@ -642,11 +645,11 @@ def test_a_guided_run_resumes_and_replays_to_the_same_bits(
 ) -> None:
     """Its journal holds the guide: a replay needs no bundle."""
     bundle = open_bundle(settings.bundle)
-    axes = np.random.default_rng(0).normal(size=(2, bundle.contract.modules[0].out_features))
-    add_guide(bundle, Guide({module.name: axes.astype(np.float32) for module in bundle.contract.modules}))
+    axes = np.random.default_rng(0).normal(size=(2, bundle.chain.modules[0].out_features))
+    add_guide(bundle, Guide({module.name: axes.astype(np.float32) for module in bundle.chain.modules}))
     guided = replace(settings, estimator=estimator, optimizer="adam-norm")
     run(guided)
-    moved = read_peft(settings.out / "final", bundle.contract.modules).values.reshape(-1, axes.shape[1])
+    moved = read_peft(settings.out / "final", bundle.chain.modules).values.reshape(-1, axes.shape[1])
     inside = moved @ np.linalg.pinv(axes) @ axes
     np.testing.assert_allclose(moved, inside, atol=1e-6)
     assert moved.any()

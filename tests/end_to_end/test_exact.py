@@ -17,6 +17,7 @@ def words_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[o
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
         "--task", workshop / "task.yaml", "--out", out, "--steps", steps, "--evaluate-every", 20,
         "--checkpoint-every", 15, "--learning-rate", 0.005, "--threads", 1, "--estimator", "exact",
+        "--schedule", "constant", "--warmup", 0,
     ]  # fmt: skip
 
 

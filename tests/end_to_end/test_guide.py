@@ -22,7 +22,7 @@ def guided(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     bundle = tmp_path_factory.mktemp("guided") / "bundle"
     shutil.copytree(workshop / "bundle", bundle)
     done = prge("guide", *words(workshop, bundle), "--data", workshop / "train.jsonl")
-    modules = open_bundle(bundle).contract.modules
+    modules = open_bundle(bundle).chain.modules
     numbers = sum(module.rank * AXES for module in modules)
     assert f"directions have {numbers:,} random numbers" in done.stdout
     return bundle

@@ -35,13 +35,14 @@ def trained(spread: Path, workshop: Path, tmp_path_factory: pytest.TempPathFacto
 def run(workshop: Path, bundle: Path, out: Path, *words: object) -> Path:
     prge(
         "run", "--bundle", bundle, "--train", workshop / "train.jsonl", "--dev", workshop / "dev.jsonl",
-        "--task", workshop / "task.yaml", "--out", out, "--learning-rate", 0.01, "--threads", 1, *words,
+        "--task", workshop / "task.yaml", "--out", out, "--learning-rate", 0.01,
+        "--schedule", "constant", "--warmup", 0, "--threads", 1, *words,
     )  # fmt: skip
     return out
 
 
 def test_modules_have_ranks_within_the_budget(spread: Path, workshop: Path) -> None:
-    modules = open_bundle(spread).contract.modules
+    modules = open_bundle(spread).chain.modules
     assert len({module.rank for module in modules}) > 1
     assert all(1 <= module.rank <= 4 for module in modules)
     assert sum(m.rank * m.out_features for m in modules) <= sum(2 * m.out_features for m in modules)

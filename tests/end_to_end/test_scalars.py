@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,10 +40,7 @@ def engines(workshop: Path) -> dict[str, Engine]:
         "tangent": bundle.chain.contract("tangent", 2, queries=QUERIES),
         **{str(n): bundle.chain.contract("stack", 2, copies=n) for n in (1, 2, QUERIES, 2 * QUERIES)},
     }
-    return {
-        name: open_engines(replace(bundle, contract=contract), 1, "native").step
-        for name, contract in contracts.items()
-    }
+    return {name: open_engines(bundle, contract, 1, "native").step for name, contract in contracts.items()}
 
 
 def adapter_of(engine: Engine) -> Adapter:

@@ -34,7 +34,7 @@ def test_decoder(shared: Path, tmp_path: Path, name: str, scheme: str, mean: flo
     targets = random.integers(0, contract.vocabulary_size, (3, 19))
     adapter = read_peft(bundle.adapter, contract.modules)
     matrices = {module.input_name: adapter.named()[module.name][None] for module in contract.modules}
-    engine = open_engines(bundle.for_steps(contract), engine="torch").step
+    engine = open_engines(bundle, contract, engine="torch").step
     found = engine.forward({"tokens": tokens, "positions": positions, "targets": targets, **matrices})
     checkpoint = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():

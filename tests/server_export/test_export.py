@@ -158,6 +158,6 @@ def test_a_model_without_a_usual_choice_of_layers_is_exported_and_it_is_said(
 ) -> None:
     model = save_model(tmp_path / "model", "persimmon", num_hidden_layers=1)
     bundle = open_bundle(export(config(model, tmp_path / "bundle")))
-    assert len(bundle.contract.modules) == 4
+    assert len(bundle.chain.modules) == 4
     told = "no usual target modules for persimmon: linear layers of all kinds are adapted, 4 in all"
     assert told in capsys.readouterr().out

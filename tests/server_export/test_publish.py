@@ -59,7 +59,7 @@ def bundle(saved: Path) -> Bundle:
 
 @pytest.fixture(scope="session")
 def trained(saved: Path, bundle: Bundle) -> Path:
-    return trained_folder(saved / "trained", bundle.contract.modules, bundle.adapter)
+    return trained_folder(saved / "trained", bundle.chain.modules, bundle.adapter)
 
 
 def rows(seed: int = 0) -> tuple[Any, Any]:
@@ -141,7 +141,7 @@ def test_program_peft_and_merged_model_agree(
     positions = torch.tensor([[0, 5, 11], [3, 10, 11]])
     targets = torch.tensor([[1, 2, 3], [4, 5, 127]])
     contract = replace(bundle.chain.contract(STACK, 2, copies=2), positions=3)
-    engine = open_engines(bundle.for_steps(contract)).step
+    engine = open_engines(bundle, contract).step
     inputs = {"tokens": tokens, "positions": positions, "targets": targets}
     adapter = read_peft(trained, contract.modules, bundle.adapter)
     answers = engine.forward(
@@ -319,7 +319,7 @@ def make_run(folder: Path, bundle: Bundle, trained: Path, finished: bool = True)
         "train": {"steps": 7, "dev": {"accuracy": 0.75}},
     }
     (folder / "run.json").write_text(json.dumps(facts))
-    adapter = read_peft(trained, bundle.contract.modules)
+    adapter = read_peft(trained, bundle.chain.modules)
     for name in ("checkpoints/step-000003", *(["final"] if finished else [])):
         write_peft(folder / name, adapter, bundle.adapter)
     return folder

@@ -57,7 +57,8 @@ class Entry:
         settings: names of those of EstimatorFlags that it alone, or with few others, has.
         make: the estimator that some settings ask for, with the guide that its directions keep to.
         variants: copies of the adapter that a step of so many queries compares.
-        beta2: Adam's second coefficient, where nobody names one.
+        beta2: Adam's second coefficient, where nobody names one. With its usual 0.999, runs of some hundred
+            steps would remember their first gradients to the last.
         tag: what model hubs call the kind of training.
         meaning: what a run does, in a sentence.
     """

@@ -20,13 +20,12 @@ from prge.verbs.settings import parse_settings, settings_to_yaml
 from server_export.evidence.baselines.inputs import read_inputs
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
 
-DESCRIPTION = "Train the model of a bundle by another method, in PyTorch, on the same rows."
 FINISHED = ("completed", "stopped early")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge baseline --help`."""
-    print(run(parse_settings(BaselineSettings, argv, "prge baseline", description=DESCRIPTION)))
+    print(run(parse_settings(BaselineSettings, argv, "prge baseline")))
     return 0
 
 

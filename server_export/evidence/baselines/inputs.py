@@ -45,7 +45,7 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
         if where is None:
             return []
         rows, training = read_source(where, part, settings.columns), part == "train"
-        contract = bundle.contract if training else bundle.score_contract
+        contract = bundle.chain.scoring
         examples, report = load_examples(rows, tokenizer, contract, task, chosen, options, training=training)
         texts.append(report.text())
         if training:

@@ -62,7 +62,7 @@ class ModelProblem:
         start = read_lora(bundle.adapter)
         self.bundle = bundle
         self.model: nn.Module = loaded.model
-        self.modules: tuple[AdaptedModule, ...] = bundle.contract.modules
+        self.modules: tuple[AdaptedModule, ...] = bundle.chain.modules
         self.lora_a = {module.name: torch.from_numpy(start.lora_a[module.name]) for module in self.modules}
         self.lora_b = {module.name: torch.from_numpy(start.lora_b[module.name]) for module in self.modules}
         self.scales = {module.name: start.scale_of(module.name) for module in self.modules}
@@ -192,5 +192,5 @@ def open_problem(
     """
     recorded = bundle.manifest.get("model", {})
     revision = recorded.get("revision") if recorded.get("name_or_path") == model else None
-    loaded = load_model(model, pooled=bundle.contract.is_encoder, revision=revision)
+    loaded = load_model(model, pooled=bundle.chain.is_encoder, revision=revision)
     return ModelProblem(bundle, loaded, train, pad, batch_rows, seed, head_folds)

@@ -108,7 +108,7 @@ def _problem(settings: BaselineSettings, inputs: BaselineInputs) -> ModelProblem
         settings.model,
         inputs.train,
         inputs.tokenizer.pad_id,
-        settings.batch_size or max(inputs.bundle.contract.batch_size, widest),
+        settings.batch_size or max(inputs.bundle.chain.bounds.batch, widest),
         settings.seed,
         settings.head_folds,
     )
@@ -123,7 +123,7 @@ def _learner(settings: BaselineSettings, inputs: BaselineInputs, problem: ModelP
     return BaselineLearner(
         method,
         Sampler(inputs.train, problem.contract, settings.seed, pad=problem.pad).chosen,
-        schedule(settings.schedule, settings.learning_rate, settings.steps, settings.warmup),
+        schedule(settings.schedule, settings.learning_rate, settings.steps, settings.rising),
         settings.divergence_ratio,
         settings.out / BEST,
         lambda: chain(problem.model.parameters(), problem.model.buffers(), method.parameters()),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from prge.errors import ConfigError
+from prge.learning.estimators.table import ESTIMATORS
 from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import flag
 from server_export.evidence.baselines.methods import METHODS, BaselineOptimizer, Optimizer, find_method
@@ -29,6 +30,8 @@ class BaselineSettings(TrainingFlags):
     tinytl-biases, tinytl-lite-residual, sparse-bp, quantized-training."""
     model: str
     """Folder or hub id of the model that the bundle was exported from."""
+    threads: int | None = None
+    """Threads that compute; default: PyTorch's own choice."""
     test: Path | None = None
     """Test rows, scored once at the end with the result. Of a folder the file test."""
 
@@ -72,7 +75,7 @@ class BaselineSettings(TrainingFlags):
     """Sequences of a step; default: 4, or as many as the widest row has."""
     optimizer: BaselineOptimizer | None = None
     """sgd, momentum, adam or adamw; default: adam, or what the method alone has."""
-    beta2: float = 0.999
+    beta2: float = ESTIMATORS["exact"].beta2
     """adam's and adamw's second coefficient."""
 
     def resolved(self) -> BaselineSettings:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.learning.optimizers import OptimizerName, ScheduleName
-from prge.rows.example_building import Overflow
 from prge.rows.sources import Part, file_of_part
+from prge.rows.windows import Overflow
 from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 from server_export.settings import ExportConfig, PrependBos
 
-PRESETS = Path(__file__).with_name("presets")
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
-DESCRIPTION = "Compare training methods on one model, one frozen base and the same rows, at equal quality."
 
 BudgetKind = Literal["rows", "seconds", "steps"]
 Quality = Literal["loss", "accuracy"]
@@ -28,7 +25,9 @@ Quality = Literal["loss", "accuracy"]
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """What to compare, on what, and how long."""
+    """Compare training methods on one model, one frozen base and the same rows, at equal quality."""
+
+    PRESETS: ClassVar = Path(__file__).with_name("presets")
 
     out: Path
     """Folder of the comparison; the same command goes on with it."""
@@ -102,7 +101,7 @@ class CompareSettings:
 
     optimizer: OptimizerName = "adam"
     """Optimizer of every method."""
-    schedule: ScheduleName = "linear"
+    schedule: ScheduleName = TrainingFlags.schedule
     """Learning rate over the steps."""
     threads: int = 1
     """Threads of every run."""
@@ -197,27 +196,4 @@ def read_command_line(argv: Sequence[str]) -> CompareSettings:
     Raises:
         ConfigError: an unknown preset or settings that can't be used.
     """
-    return parse_settings(CompareSettings, with_preset(argv), "prge compare", description=DESCRIPTION)
-
-
-def with_preset(argv: Sequence[str]) -> list[str]:
-    """The words of a command line with the file of its preset before them."""
-    words = list(argv)
-    for index, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if flag == "--preset" and (equals or index + 1 < len(words)):
-            return ["--config", str(preset_file(value if equals else words[index + 1])), *words]
-    return words
-
-
-def preset_file(name: str) -> Path:
-    """The YAML file of a preset; raises ConfigError with the nearest name where there is none."""
-    path = PRESETS / f"{name}.yaml"
-    stems = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    if name not in stems:
-        nearest = difflib.get_close_matches(name, stems, n=1, cutoff=0.4)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ConfigError(
-            "there is no such preset:", [f"{name!r} is unknown{hint}"], remedy=f"presets: {', '.join(stems)}"
-        )
-    return path
+    return parse_settings(CompareSettings, argv, "prge compare")

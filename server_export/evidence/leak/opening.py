@@ -49,7 +49,7 @@ class Target:
             lora_b = {name: matrix.T.contiguous() for name, matrix in start.lora_b.items()}
             return Victim(loaded, start.scaled_lora_a(), lora_b)
         adapter = read_lora(settings.adapter or self.bundle.adapter)
-        names = [module.name for module in self.bundle.contract.modules]
+        names = [module.name for module in self.bundle.chain.modules]
         scaled = {name: torch.from_numpy(adapter.lora_a[name]) * adapter.scale_of(name) for name in names}
         lora_b = {name: torch.from_numpy(adapter.lora_b[name]).T.contiguous() for name in names}
         return Victim(loaded, scaled, lora_b)
@@ -89,7 +89,7 @@ def open_target(settings: LeakSettings) -> Target:
     """
     bundle = open_bundle(settings.bundle) if settings.bundle is not None else None
     if bundle is not None:
-        tokenizer, contract = bundle_tokenizer(bundle), bundle.contract
+        tokenizer, contract = bundle_tokenizer(bundle), bundle.chain.scoring
     else:
         loaded = _load(settings, None)
         vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])

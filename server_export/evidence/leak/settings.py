@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from prge.errors import ConfigError
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 from server_export.settings import ExportConfig
 
-PRESETS = Path(__file__).with_name("presets")
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
-DESCRIPTION = (
-    "Try to read rows from what a device of a fleet would send of them. Failing is no proof of safety."
-)
 
 ReportName = Literal["exact", "top", "scalars"]
 Objective = Literal["dlg", "cosine", "tag"]
@@ -45,9 +41,11 @@ class Case:
 
 @dataclass(frozen=True)
 class LeakSettings:
-    """What to attack, on which rows, and how hard."""
+    """Try to read rows from what a device of a fleet would send of them. Failing is no proof of safety."""
 
-    preset: Literal["demo"] | None = None
+    PRESETS: ClassVar = Path(__file__).with_name("presets")
+
+    preset: str | None = None
     """Settings to begin with: demo, the tiny model that comes along; flags win over them."""
     model: str | None = None
     """Folder or hub id of the model; demo: the one that comes along."""
@@ -178,8 +176,4 @@ def read_command_line(argv: Sequence[str]) -> LeakSettings:
     Raises:
         ConfigError: settings that can't be used.
     """
-    settings = parse_settings(LeakSettings, argv, "prge leak", description=DESCRIPTION)
-    if settings.preset is None:
-        return settings
-    words = ["--config", str(PRESETS / f"{settings.preset}.yaml"), *argv]
-    return parse_settings(LeakSettings, words, "prge leak", description=DESCRIPTION)
+    return parse_settings(LeakSettings, argv, "prge leak")

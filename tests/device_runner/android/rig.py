@@ -197,7 +197,7 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     _prge("publish", there, "--bundle", bundle, "--model", DEMO / "model", "--out", work / "published")
     opened = open_bundle(bundle)
     ours, theirs = (
-        read_peft(find_adapter(run), opened.contract.modules, opened.adapter).values for run in (here, there)
+        read_peft(find_adapter(run), opened.chain.modules, opened.adapter).values for run in (here, there)
     )
     return {
         "directions_equal": _directions_there(rig) == _directions(),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from device_runner.android.adb import Adb, Answer
 from device_runner.android.command import PushSettings, _send_bundle, main
 from device_runner.android.device import Phone
-from device_runner.android.speaking import AndroidChatSettings, chat_words
+from device_runner.android.speaking import AndroidChatSettings, chat_on
 from prge.errors import BundleError, DeviceError
 from prge.files.bundle import MANIFEST, open_bundle
 from prge.files.documents import parse_yaml
@@ -29,7 +30,10 @@ class LocalAdb(Adb):
         return Answer(done.returncode, done.stdout, done.stderr)
 
     def push(self, local: Path, remote: str) -> None:
-        shutil.copytree(local, remote, dirs_exist_ok=True)
+        if local.is_dir():
+            shutil.copytree(local, remote, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(local, remote)
 
 
 @pytest.fixture
@@ -75,9 +79,19 @@ def test_a_tuning_is_a_run_there_that_can_speak(
     assert (run / "final/adapter_config.json").is_file()
     bundle = parse_yaml((run / "config.yaml").read_text())["bundle"]
     assert open_bundle(bundle).sha256 == open_bundle(folder / "bundle").sha256
-    assert chat_words(phone, AndroidChatSettings(names=("mine",)))[2:] == [
-        "chat", "--bundle", bundle, f"--adapter=mine={run}"
-    ]  # fmt: skip
+    told: list[Any] = []
+
+    def attach(self: Phone, words: list[str], reads: bool) -> int:
+        told.append((words[2:4], reads, parse_yaml(Path(words[4]).read_text())))
+        return 0
+
+    monkeypatch.setattr(Phone, "attach", attach)
+    assert chat_on(phone, AndroidChatSettings(names=("mine",), temperature=0.5)) == 0
+    ((words, reads, settings),) = told
+    assert (words, reads) == (["chat", "--config"], True)
+    assert (settings["bundle"], settings["adapter"]) == (bundle, [f"mine={run}"])
+    assert settings["temperature"] == 0.5
+    assert not [*(tmp_path / "phone/tmp").iterdir()]
 
 
 def test_a_run_of_the_same_name_is_not_overwritten(

@@ -142,7 +142,7 @@ def computed(engine: Engine, given: Inputs) -> dict[str, Array]:
 
 def opened(bundle: Bundle, contract: Contract, engine: str = "native", **more: Any) -> Engines:
     """The engines of a bundle for a contract."""
-    return open_engines(bundle.for_steps(contract), engine=engine, **more)  # type: ignore[arg-type]
+    return open_engines(bundle, contract, engine=engine, **more)  # type: ignore[arg-type]
 
 
 def inputs_of(contract: Contract, seed: int = 0) -> Inputs:

@@ -71,7 +71,9 @@ def flip(path: Path, share: float = 0.5) -> None:
 def answer(folder: Path, engine: str = "native") -> bytes:
     """Of a call that is always the same."""
     bundle = open_bundle(folder)
-    (found,) = opened(bundle, bundle.contract, engine).step.forward(inputs_of(bundle.contract)).values()
+    (found,) = (
+        opened(bundle, bundle.chain.scoring, engine).step.forward(inputs_of(bundle.chain.scoring)).values()
+    )
     return found.tobytes()
 
 
@@ -333,9 +335,9 @@ def test_without_room_a_run_goes_on_and_says_so_once(
     shutil.rmtree(cache)
     monkeypatch.setattr(packed_files, "_ask_for_room", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     bundle = open_bundle(folder)
-    programs = opened(bundle, bundle.contract)
+    programs = opened(bundle, bundle.chain.scoring)
     assert programs.notes.count("weights stay in memory instead of packed files") == 1
-    (found,) = programs.step.forward(inputs_of(bundle.contract)).values()
+    (found,) = programs.step.forward(inputs_of(bundle.chain.scoring)).values()
     assert found.tobytes() == before
 
 

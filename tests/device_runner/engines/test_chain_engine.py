@@ -171,7 +171,7 @@ def test_a_row_of_one_token(bundle: Bundle, whole: Whole) -> None:
 
 def test_an_encoders_first_state(folder: Path, whole: Whole) -> None:
     bundle = open_bundle(folder / "bundle")
-    if not bundle.contract.is_encoder:
+    if not bundle.chain.is_encoder:
         pytest.skip("a decoder pools nothing")
     bundle = replace(bundle, chain=replace(bundle.chain, pooling="first"))
     first = replace(whole, pooling="first")
@@ -223,7 +223,7 @@ def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
 
 def test_a_bound_below_the_largest_block_says_what_would_do(bundle: Bundle) -> None:
     with pytest.raises(EngineError, match=r"--memory is 1000 bytes, the largest block has \d+\n  give at le"):
-        opened(bundle, bundle.contract, memory=1000)
+        opened(bundle, bundle.chain.scoring, memory=1000)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=[kind for kind, _ in KINDS])

@@ -82,7 +82,7 @@ class Fleet:
         """The common state that a device has."""
         bundle = open_bundle(self.bundle)
         content = (self.folder / str(node) / FLEETS / agreement.sha256.hex() / STATE).read_bytes()
-        return unpack_state(content, agreement.plan, bundle.chain.modules, bundle.contract.width)
+        return unpack_state(content, agreement.plan, bundle.chain.modules, bundle.chain.width)
 
     def run(
         self,

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from device_runner.session.settings import RunSettings, bundle_for, paced, settled
+from device_runner.session.planning import plan_run, settled
+from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle
 from prge.files.signatures import BACK, STACK, TANGENT
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided
 from prge.learning.estimators.exact import Exact
+from prge.learning.estimators.guide import GUIDE
 from prge.learning.estimators.table import make_estimator
 from prge.learning.estimators.tangents import Tangents
 from prge.verbs.settings import parse_settings
@@ -46,6 +48,24 @@ def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
     bundle = with_roles(roles)
     found = settled(_settings(), bundle)
     assert (found.estimator, found.queries) == (estimator, queries)
+    assert settled(found, bundle) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "optimizer", "beta2"),
+    [
+        ({}, "adam", 0.98),
+        ({"estimator": "tangent"}, "adam-norm", 0.999),
+        ({"estimator": "tangent", "guided": False}, "adam", 0.999),
+        ({"optimizer": "sgd", "beta2": 0.9, "estimator": "antithetic"}, "sgd", 0.9),
+    ],
+)
+def test_the_optimizer_follows_from_the_estimator(
+    changes: dict[str, Any], optimizer: str, beta2: float
+) -> None:
+    bundle = opened_bundle(files={GUIDE: {}})
+    found = settled(_settings(**changes), bundle)
+    assert (found.optimizer, found.beta2) == (optimizer, beta2)
     assert settled(found, bundle) == found
 
 
@@ -113,15 +133,18 @@ def test_epochs_take_the_place_of_steps() -> None:
     with pytest.raises(ConfigError, match="--epochs is 2 and --steps 8: give one of them"):
         parse_settings(RunSettings, [*words, "--steps", "8"], "prge run")
     settings = parse_settings(RunSettings, [*words, "--evaluate-at", "3", "--calls", "3"], "prge run")
-    contract = bundle_for(settled(settings, CHAIN), CHAIN).contract
     examples = [classified(number, [1], 2, 0) for number in range(25)]
-    found = paced(settings, contract, examples)
+
+    def planned(settings: RunSettings) -> RunSettings:
+        return plan_run(CHAIN, examples, settings).settings
+
+    found = planned(settings)
     # 12 rows a step: 50 rows take 5 steps, of which the last goes beyond.
     assert (found.epochs, found.steps) == (None, 5)
-    assert paced(found, contract, examples) is found
-    assert paced(replace(settings, epochs=0.001, evaluate_at=[]), contract, examples).steps == 1
+    assert planned(found) == found and found.warmup == 1
+    assert planned(replace(settings, epochs=0.001, evaluate_at=[])).steps == 1
     with pytest.raises(ConfigError, match="--evaluate-at has 3, there are only 1 --steps"):
-        paced(replace(settings, epochs=0.1), contract, examples)
+        planned(replace(settings, epochs=0.1))
 
 
 def test_the_name_of_a_data_set_is_no_path() -> None:
@@ -158,16 +181,18 @@ def test_estimators_have_what_the_settings_say() -> None:
     ],
 )
 def test_a_run_chooses_its_calls(changes: dict[str, Any], role: str, sizes: tuple[int, int, int]) -> None:
-    contract = bundle_for(settled(_settings(**changes), CHAIN), CHAIN).contract
+    contract = plan_run(CHAIN, [], _settings(**changes)).contract
     assert contract.role == role
     assert (contract.copies, contract.batch_size, contract.queries) == sizes
 
 
 def test_a_batch_has_room_for_the_widest_example_unless_its_size_is_named() -> None:
     examples = [long_choice(1, [1], [[2], [3]], 0), long_choice(2, [1], [[n, n] for n in range(6)], 0)]
-    for given, expected in ((None, 6), (2, 2), (9, 9)):
-        bundle = bundle_for(settled(_settings(batch_size=given), CHAIN), CHAIN, examples)
-        assert bundle.contract.batch_size == expected
+    for given, expected in ((None, 6), (9, 9)):
+        plan = plan_run(CHAIN, examples, _settings(batch_size=given))
+        assert plan.contract.batch_size == expected
+    with pytest.raises(ConfigError, match="row 2 has 6 sequences, batch_size is 2"):
+        plan_run(CHAIN, examples, _settings(batch_size=2))
 
 
 def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:
@@ -179,9 +204,9 @@ def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:
 
 
 def test_a_call_that_is_too_large_names_the_runs_flags() -> None:
-    settings = settled(_settings(estimator="tangent", queries=1 << 20, batch_size=1 << 12), CHAIN)
+    settings = _settings(estimator="tangent", queries=1 << 20, batch_size=1 << 12)
     with pytest.raises(ConfigError, match=r"(?s)inputs and outputs take .*fewer --queries or a smaller"):
-        bundle_for(settings, CHAIN)
+        plan_run(CHAIN, [], settings)
 
 
 def test_what_an_earlier_version_wrote_down_is_read_where_it_means_the_same() -> None:

@@ -254,11 +254,11 @@ def test_an_encoders_contract_reads_states() -> None:
 # Bundles
 
 
-def test_a_bundle_opens_with_a_contract_for_steps_and_one_for_scoring(tmp_path: Path) -> None:
+def test_calls_that_score_take_as_many_rows_as_pass_a_block_together(tmp_path: Path) -> None:
     bundle = open_bundle(make_bundle(tmp_path / "bundle", make_chain()))
     assert bundle.chain == make_chain()
-    assert (bundle.contract.role, bundle.contract.batch_size) == ("stack", Bounds().batch)
-    assert bundle.score_contract.rows == Bounds().copies * Bounds().batch
+    scoring = bundle.chain.scoring
+    assert (scoring.role, scoring.rows) == ("stack", Bounds().copies * Bounds().batch)
 
 
 def test_files_that_the_chain_names_are_in_the_manifest(tmp_path: Path) -> None:

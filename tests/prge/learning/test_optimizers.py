@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prge.learning.optimizers import OptimizerName, make_optimizer, schedule
+from prge.learning.optimizers import OptimizerName, make_optimizer, schedule, usual_warmup
 
 TORCH = {
     "sgd": lambda p: torch.optim.SGD([p], lr=0.1),
@@ -80,3 +80,8 @@ def test_schedules() -> None:
 def test_warm_up_reaches_the_peak_and_then_decays() -> None:
     rate = schedule("linear", 1.0, 12, warmup=2)
     assert [rate(step) for step in (0, 1, 2, 7)] == [0.5, 1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (5, 1), (25, 8), (75, 8), (300, 30), (1_500, 150)])
+def test_the_rate_rises_while_adam_learns_the_sizes_of_gradients(steps: int, rising: int) -> None:
+    assert usual_warmup(steps) == rising

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import yaml
@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from prge.errors import ConfigError
-from prge.verbs.settings import Bytes, field_help, parse_settings, read_settings, settings_to_yaml
+from prge.errors import ConfigError, RunError
+from prge.verbs.helping import field_help
+from prge.verbs.kinds import Bytes
+from prge.verbs.settings import parse_settings, read_settings, settings_of, settings_to_yaml
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,58 @@ def test_missing_file_and_missing_name_of_it(tmp_path: Path) -> None:
 def test_checks_across_fields_are_the_dataclass_own() -> None:
     with pytest.raises(ConfigError, match="--queries is 13"):
         parse("--bundle", "b", "--queries", "13")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What others have too."""
+
+    threads: int | None = None
+    """How many."""
+
+
+@dataclass(frozen=True)
+class Stored(Shared):
+    """Has presets, and is gone on with."""
+
+    STORED: ClassVar = "config.yaml"
+    PRESETS: ClassVar = Path()
+
+    out: Path
+    resume: Path | None = None
+    preset: str | None = None
+    steps: int = 10
+
+
+def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("out: elsewhere\nsteps: 3\nthreads: 2\n", encoding="utf-8")
+    expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)
+    assert parse_settings(Stored, ["--resume", str(tmp_path), "--steps", "4"], "prge") == expected
+    assert settings_of(Stored, {"resume": tmp_path, "steps": 4}, "run") == expected
+    with pytest.raises(RunError, match=r"nowhere is no run: it has no config\.yaml"):
+        parse_settings(Stored, ["--resume=nowhere"], "prge")
+
+
+def test_a_preset_comes_before_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stored, "PRESETS", tmp_path)
+    (tmp_path / "large.yaml").write_text("steps: 99\nthreads: 2\n", encoding="utf-8")
+    words = ["--out", "o", "--steps", "4", "--preset", "large"]
+    assert parse_settings(Stored, words, "prge") == Stored(Path("o"), preset="large", steps=4, threads=2)
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Stored, ["--preset", "small", "--steps", "many"], "prge")
+    assert caught.value.problems == [
+        "--preset is 'small', must be one of large",
+        "--steps must be a whole number, not 'many'",
+        "--out is missing: a path",
+    ]
+
+
+def test_shared_settings_are_a_group_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(Stored, ["--help"], "prge stored")
+    told = capsys.readouterr().out
+    assert told.startswith("usage: prge stored [flags]\n\nHas presets, and is gone on with.\n\nsettings:\n")
+    assert "\nWhat others have too:\n  --threads N                 How many.\n" in told
 
 
 def test_empty_file_sets_nothing(tmp_path: Path) -> None:

@@ -175,16 +175,6 @@ def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None
     assert decisions.init(estimator).value == found
 
 
-@pytest.mark.parametrize(("guided", "found"), [(True, "adam-norm"), (False, "adam")])
-def test_guided_directions_keep_the_lengths_of_their_axes(guided: bool, found: str) -> None:
-    assert decisions.optimizer(guided).value == found
-
-
-@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (5, 1), (25, 8), (75, 8), (300, 30), (1_500, 150)])
-def test_the_rate_rises_while_adam_learns_the_sizes_of_gradients(steps: int, rising: int) -> None:
-    assert decisions.warmup(steps) == rising
-
-
 def test_rows_of_messages_get_a_template_where_there_is_none() -> None:
     assert decisions.chat_template(has_template=True) is None
     found = decisions.chat_template(has_template=False)

@@ -65,6 +65,8 @@ def make_settings(workplace: Path, tmp_path: Path) -> Callable[..., BaselineSett
             "evaluate_every": 4,
             "checkpoint_every": 5,
             "learning_rate": 0.01,
+            "schedule": "constant",
+            "warmup": 0,
             "quiet": True,
         }
         return BaselineSettings(**{**fields, **changes})

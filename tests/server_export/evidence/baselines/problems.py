@@ -87,8 +87,7 @@ def build_problem(
         matrix.copy_(torch.randn(matrix.shape, generator=generator) * lora_b)
     write_adapter(folder / "adapter", start)
     chain = _make_chain(start, pooling)
-    contract = chain.contract(STACK, 4)
-    bundle = Bundle(folder, {"quantization": {"scheme": scheme}, "model": {}}, chain, contract, contract)
+    bundle = Bundle(folder, {"quantization": {"scheme": scheme}, "model": {}}, chain)
     adapter = Adapter.zeros(chain.modules)
     for name, view in adapter.named().items():
         view[...] = start.lora_b[name].numpy().T
@@ -96,7 +95,7 @@ def build_problem(
     program.model = loaded.model
     quantize(program, scheme)
     dequantize(program)
-    engine = ModelEngine(start, contract, pooling)
+    engine = ModelEngine(start, chain.contract(STACK, 4), pooling)
     return ModelProblem(bundle, again, train, 0, 4, 7, head_folds=3), engine, adapter
 
 

@@ -17,7 +17,7 @@ from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_arrays, read_peft
 from prge.files.run_folder import read_metrics
 from prge.running.watching import Watcher
-from prge.verbs.settings import field_help
+from prge.verbs.helping import field_help
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -47,7 +47,7 @@ def test_what_a_run_leaves_behind(make_settings: MakeSettings, workplace: Path) 
     train = train_block(settings.out)
     assert (train["steps"], train["rows"]) == (40, 480)
     assert train["trained_values"] == sum(
-        m.rank * m.out_features for m in open_bundle(settings.bundle).contract.modules
+        m.rank * m.out_features for m in open_bundle(settings.bundle).chain.modules
     )
     assert 0 < train["evaluation_seconds"] < train["seconds"]
     assert train["memory"]["baseline_bytes"] < train["memory"]["peak_bytes"]
@@ -71,7 +71,7 @@ def test_its_adapter_is_one_of_the_bundle(make_settings: MakeSettings) -> None:
     settings = make_settings()
     run(settings)
     bundle = open_bundle(settings.bundle)
-    adapter = read_peft(find_adapter(settings.out), bundle.contract.modules, bundle.adapter)
+    adapter = read_peft(find_adapter(settings.out), bundle.chain.modules, bundle.adapter)
     assert np.abs(adapter.values).max() > 0
 
 

@@ -10,10 +10,10 @@ from prge.cli import main
 from prge.errors import ConfigError
 from prge.verbs.settings import read_settings, settings_to_yaml
 from server_export.evidence.compare.methods import chosen_methods
-from server_export.evidence.compare.settings import PRESETS, CompareSettings, read_command_line
+from server_export.evidence.compare.settings import CompareSettings, read_command_line
 from tests.comparisons import settings_for
 
-NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+NAMES = sorted(path.stem for path in CompareSettings.PRESETS.glob("*.yaml"))
 
 
 def test_the_presets_are_there() -> None:
@@ -46,7 +46,7 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--preset", "demos"], "did you mean demo?"),
+        (["--preset", "demos"], "must be one of demo, minilm-sst2"),
         (["--preset", "minilm-sst2"], "--model is missing"),
         (["--preset", "minilm-sst2", "--model", "x"], "--data is missing"),
         (["--preset", "demo", "--model", "/nowhere/model"], "there is no such folder"),

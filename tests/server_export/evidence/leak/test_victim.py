@@ -41,15 +41,15 @@ def test_gradients_are_the_engines(tmp_path: Path) -> None:
         model=str(model), out=tmp_path / "bundle", roles=["stack", "back"], rank=4, sequence_length=LENGTH
     )
     bundle = open_bundle(export(settings))
-    bundle = bundle.for_steps(bundle.chain.contract("back", batch_size=1))
-    engine = open_engines(bundle).step
-    adapter = read_peft(bundle.adapter, bundle.contract.modules)
+    contract = bundle.chain.contract("back", batch_size=1)
+    engine = open_engines(bundle, contract).step
+    adapter = read_peft(bundle.adapter, bundle.chain.modules)
     (tmp_path / "rows.jsonl").write_text('{"text": "a few words"}\n', encoding="utf-8")
     attacked = LeakSettings(model=str(model), bundle=tmp_path / "bundle", rows=tmp_path / "rows.jsonl")
     victim = open_target(attacked).victim(rank=4, seed=0)
     for form in (text_form(6), text_form(6, before=()), task_form(5)):
         rows = make_rows(form, 1)
-        batch = make_batch([example_of(form, rows)], bundle.contract)
+        batch = make_batch([example_of(form, rows)], contract)
         expected = Exact().measure(engine, Step(adapter, (batch,), seed=0, number=0)).gradient
         found = victim.gradients(form, rows)[0][0].numpy()
         assert expected is not None

@@ -69,7 +69,7 @@ def tab(tmp_path: Path) -> object:
         ("prge nonsense --", set()),
         ("prge report -- ", set()),
         ("prge run --bundle ", {"bin/"}),
-        ("prge run --resume ", set()),  # bash goes on with its own: files
+        ("prge run --resume ", {"bin/"}),
         ("prge chat ", set()),
     ],
 )

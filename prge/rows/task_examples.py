@@ -1,0 +1,156 @@
+"""Prompts with completions, and a task's rows: candidates of a decoder, classes of an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from prge.learning.examples import Example, Slot, TokenSequence
+from prge.rows.conversations import INEXACT
+from prge.rows.readers import Row
+from prge.rows.report import ENCODER_CUT, PROMPT_CUT
+from prge.rows.task import RowError, Task
+from prge.rows.tokenizer import Ids, Pair
+from prge.rows.windows import Made, Masked, Reading, check_vocabulary, count_unknown, learnt, learnt_after
+
+# Pieces of a word that an error spells.
+SPELLED = 8
+
+
+def completion(reading: Reading, row: int, prompt: str, text: str) -> Made:
+    """Examples that learn a completion, the end-of-sequence token after it."""
+    tokenizer = reading.tokenizer
+    pair = tokenizer.encode_pair(prompt, text, control=reading.control_tokens)
+    if not len(pair.completion):
+        raise RowError("its completion is empty: there is nothing to learn from")
+    eos, targets = tokenizer.eos_id, pair.completion
+    ends = reading.append_eos and eos is not None and targets[-1] != eos
+    if reading.overflow == "truncate":
+        # What lies further on is never learnt.
+        targets = targets[: reading.length + 1]
+    after = np.array([eos] if ends else [], np.int32)
+    # What lies further back than the longest row is never read.
+    begin = len(tokenizer.begin)
+    dropped = max(len(pair.prompt) - begin - reading.length, 0)
+    tokens = np.concatenate([pair.prompt[:begin], pair.prompt[begin + dropped :], targets, after])
+    mask = learnt_after(len(pair.prompt) - dropped, len(tokens))
+    events = () if pair.exact else (INEXACT,)
+    made = learnt(reading, row, Masked(tokens, mask, begin, dropped, events))
+    return replace(made, dropped=made.dropped + len(pair.completion) - len(targets))
+
+
+def task_examples(task: Task, training: bool, reading: Reading, row: Row) -> Made:
+    """Examples of a task's row; in training an objective of completions has the right candidate alone."""
+    if reading.contract.is_encoder:
+        return _encoder_example(reading, task, row)
+    prompt = task.prompt(row.fields)
+    if task.is_completion:
+        answers, passage = task.answers(row.fields), task.passage(row.fields)
+        made = completion(reading, row.number, prompt, task.join(prompt, answers[0]))
+        choices = (passage,) if passage else ()
+        return replace(
+            made, examples=tuple(replace(each, answers=answers, choices=choices) for each in made.examples)
+        )
+    candidates, label = task.candidates(row.fields), task.label(row.fields)
+    answers = task.answers(row.fields) or (candidates[label],)
+    is_alone = training and task.objective == "completion"
+    texts = [task.candidate_text(prompt, candidate, row.fields) for candidate in candidates]
+    pairs = [
+        reading.tokenizer.encode_pair(prompt, text, control=reading.control_tokens)
+        for text in ([texts[label]] if is_alone else texts)
+    ]
+    if not all(len(pair.completion) for pair in pairs):
+        raise RowError("has an empty candidate")
+    sequences, is_cut = _candidates(reading, texts, pairs)
+    count, right = (1, None) if is_alone else (len(pairs), label)
+    events = () if all(pair.exact for pair in pairs) else (INEXACT,)
+    return Made(
+        (Example(row.number, sequences, count, right, answers, candidates),),
+        (*events, PROMPT_CUT) if is_cut else events,
+        unknown=sum(count_unknown(reading, pair.completion) for pair in pairs),
+        label=task.classes[label] if task.classes else None,
+    )
+
+
+def _candidates(
+    reading: Reading, texts: Sequence[str], pairs: Sequence[Pair]
+) -> tuple[tuple[TokenSequence, ...], bool]:
+    """Sequences of candidates after one prompt, cut alike for all of them, and whether it was cut."""
+    longest = max(len(pair.completion) for pair in pairs)
+    prompt = _cut_prompt(reading, pairs[0].prompt, 0 if longest == 1 else longest)
+    is_cut, at = len(prompt) < len(pairs[0].prompt), len(prompt) - 1
+    if longest == 1:
+        tokens = [int(pair.completion[0]) for pair in pairs]
+        if len(set(tokens)) < len(tokens):
+            raise RowError(f"has two candidates that are one token: {_spelled(reading, texts, pairs)}")
+        check_vocabulary(reading, [*prompt, *tokens])
+        slots = [Slot(at, token, 1.0, index) for index, token in enumerate(tokens)]
+        size = reading.contract.positions
+        starts = range(0, len(slots), size)
+        return tuple(TokenSequence(prompt, tuple(slots[i : i + size])) for i in starts), is_cut
+    sequences = []
+    for index, pair in enumerate(pairs):
+        check_vocabulary(reading, [*prompt, *pair.completion])
+        weight = 1 / len(pair.completion)
+        tokens = pair.completion.tolist()
+        slots = [Slot(at + k, token, weight, index) for k, token in enumerate(tokens)]
+        sequences.append(TokenSequence((*prompt, *tokens), tuple(slots)))
+    return tuple(sequences), is_cut
+
+
+def _cut_prompt(reading: Reading, prompt: Ids, after: int) -> tuple[int, ...]:
+    """The prompt without as much of its beginning as leaves room for `after` tokens; `begin` stays."""
+    if not len(prompt):
+        raise RowError("has an empty prompt: nothing predicts its candidates")
+    room = reading.length - after
+    if len(prompt) <= room:
+        return tuple(prompt.tolist())
+    begin = reading.tokenizer.begin
+    if reading.overflow == "error":
+        raise RowError(
+            f"has a prompt of {len(prompt)} tokens and {after} after it, the bundle takes {reading.length}: "
+            "shorten it, export with a larger --sequence-length, or set overflow to truncate"
+        )
+    kept = room - len(begin)
+    if kept < 1:
+        raise RowError(
+            f"has a candidate of {after} tokens, the bundle takes {reading.length}: "
+            "export with a larger --sequence-length"
+        )
+    return (*begin, *prompt[-kept:].tolist())
+
+
+def _spelled(reading: Reading, texts: Sequence[str], pairs: Sequence[Pair]) -> str:
+    """Words with their pieces, for an error."""
+    return ", ".join(
+        f"{text!r} = "
+        + " + ".join(repr(reading.tokenizer.token(token)) for token in pair.completion[:SPELLED].tolist())
+        for text, pair in zip(texts, pairs, strict=True)
+    )
+
+
+def _encoder_example(reading: Reading, task: Task, row: Row) -> Made:
+    """One sequence without slots, and a class."""
+    text = task.encoder_text(row.fields)
+    if not text.strip():
+        raise RowError("has an empty text: there is nothing to learn from")
+    label = task.label(row.fields)
+    begin, end = reading.tokenizer.begin, reading.tokenizer.end
+    tokens = reading.tokenizer.ids(text, control=reading.control_tokens)
+    room = reading.length - len(begin) - len(end)
+    if room < 1:
+        raise RowError(f"the bundle takes {reading.length} tokens, too few for any text: export a longer one")
+    is_cut = len(tokens) > room
+    if is_cut and reading.overflow != "truncate":
+        raise RowError(
+            f"has {len(begin) + len(tokens) + len(end)} tokens, the bundle takes {reading.length}: "
+            "shorten it, export with a larger --sequence-length, or set overflow to truncate"
+        )
+    tokens = tokens[:room]
+    check_vocabulary(reading, tokens)
+    candidates = task.candidates(row.fields)
+    sequence = TokenSequence((*begin, *tokens.tolist(), *end))
+    example = Example(row.number, (sequence,), len(candidates), label, (candidates[label],), candidates)
+    return Made((example,), (ENCODER_CUT,) if is_cut else (), label=task.classes[label])

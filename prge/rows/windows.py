@@ -1,0 +1,175 @@
+"""Tokens of which some are learnt to examples that fit a bundle: whole, cut or split.
+
+tokens, mask -> windows: where each starts, which targets it has -> examples, and what became of the row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prge.contract import Contract
+from prge.learning.examples import Example, Slot, TokenSequence
+from prge.rows.report import END_CUT, PROMPT_CUT, SPLIT
+from prge.rows.task import RowError
+from prge.rows.tokenizer import Ids, Tokenizer
+
+Overflow = Literal["auto", "error", "truncate", "split"]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of one file are read: for which bundle, with which tokenizer, and what is too long.
+
+    `overflow` is never `auto`; `append_eos` and `control_tokens` as in BuildOptions.
+    """
+
+    tokenizer: Tokenizer
+    contract: Contract
+    overflow: Overflow
+    append_eos: bool = True
+    control_tokens: bool = False
+
+    @property
+    def length(self) -> int:
+        """Most tokens of a sequence."""
+        return self.contract.sequence_length
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Tokens of a sequence and which are learnt; `begin` of them begin every example.
+
+    `dropped` were left out after these. `events` are what a report tells of it.
+    """
+
+    tokens: Ids
+    mask: Mask
+    begin: int
+    dropped: int = 0
+    events: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Made:
+    """The examples of a row, and what a report tells of it.
+
+    `dropped` target tokens didn't fit, `unknown` ones the tokenizer can't spell; `label` is a task's class.
+    """
+
+    examples: tuple[Example, ...]
+    events: tuple[str, ...] = ()
+    dropped: int = 0
+    unknown: int = 0
+    label: str | None = None
+
+    def __add__(self, other: Made) -> Made:
+        return replace(
+            self,
+            examples=self.examples + other.examples,
+            events=self.events + other.events,
+            dropped=self.dropped + other.dropped,
+            unknown=self.unknown + other.unknown,
+        )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Where the tokens of each example start, `begin` aside, and the targets that it has and ends with."""
+
+    cuts: list[tuple[int, list[int]]]
+    events: tuple[str, ...] = ()
+    dropped: int = 0
+
+
+def learnt_after(context: int, count: int) -> Mask:
+    """A mask of `count` tokens that learns all but the first ones."""
+    mask = np.ones(count, np.bool_)
+    mask[:context] = False
+    return mask
+
+
+def fits(mask: Mask, contract: Contract) -> bool:
+    """Whether a bundle takes a sequence up to its last target."""
+    end = int(np.flatnonzero(mask).max(initial=-1)) + 1
+    return end <= contract.sequence_length and int(np.count_nonzero(mask[1:])) <= contract.positions
+
+
+def windows(masked: Masked, contract: Contract, overflow: Overflow) -> Windows:
+    """Cut or split a sequence to fit a bundle.
+
+    Every target is in at most one window and keeps at least the token before it. A cut completion leaves
+    its prompt up to half of the bundle; a split text is learnt entirely.
+
+    Raises:
+        RowError: it doesn't fit, and overflow is `error`; or the bundle has no room to learn anything.
+    """
+    mask, begin, dropped = masked.mask, masked.begin, masked.dropped
+    room, limit = contract.sequence_length, contract.positions
+    if fits(mask, contract):
+        return Windows([(begin, (1 + np.flatnonzero(mask[1:])).tolist())])
+    count, end = int(np.count_nonzero(mask[1:])), len(mask) - int(mask[::-1].argmax())
+    if overflow == "error":
+        raise RowError(
+            f"has {end + dropped} tokens, the bundle takes {room}: "
+            "shorten it, export with a larger --sequence-length, or set overflow to truncate or split"
+        )
+    cuts: list[tuple[int, list[int]]] = []
+    events: list[str] = []
+    done, first = 0, 1
+    while done < count and not (cuts and overflow == "truncate"):
+        first += int(mask[first:].argmax())
+        context = min(first, max(begin + 1, room // 2 if overflow == "truncate" else 0))
+        chosen = (first + np.flatnonzero(mask[first : first + room - context])[:limit]).tolist()
+        if not chosen:
+            raise RowError(f"the bundle takes {room} tokens, too few to learn anything: export a longer one")
+        start = max(begin, chosen[-1] + 1 - (room - begin))
+        if not cuts and (start > begin or dropped):
+            events.append(PROMPT_CUT)
+        cuts.append((start, chosen))
+        done, first = done + len(chosen), chosen[-1] + 1
+    if len(cuts) > 1:
+        events.append(SPLIT)
+    if done < count:
+        events.append(END_CUT)
+    return Windows(cuts, tuple(events), count - done)
+
+
+def learnt(reading: Reading, row: int, masked: Masked) -> Made:
+    """Examples of a sequence whose masked tokens are learnt, cut or split to fit the bundle."""
+    tokens, begin = masked.tokens, masked.begin
+    check_vocabulary(reading, tokens)
+    # Nothing precedes the first token, so nothing predicts it.
+    if not masked.mask[1:].any():
+        raise RowError(f"has {len(tokens)} tokens and none to learn from")
+    found = windows(masked, reading.contract, reading.overflow)
+    examples, unknown = [], 0
+    for start, chosen in found.cuts:
+        shift = start - begin
+        kept = [*tokens[:begin].tolist(), *tokens[start : chosen[-1] + 1].tolist()]
+        unknown += count_unknown(reading, tokens[chosen])
+        weight = 1 / len(chosen)
+        slots = [Slot(index - shift - 1, kept[index - shift], weight, 0) for index in chosen]
+        examples.append(Example(row, (TokenSequence(tuple(kept), tuple(slots)),), 1, None))
+    return Made(tuple(examples), masked.events + found.events, found.dropped, unknown)
+
+
+def check_vocabulary(reading: Reading, tokens: Ids | Sequence[int]) -> None:
+    """Raise RowError if a token isn't the bundle's."""
+    largest = int(np.max(tokens, initial=0))
+    if largest >= reading.contract.vocabulary_size:
+        raise RowError(
+            f"has the token {reading.tokenizer.token(largest)!r} ({largest}), "
+            f"the bundle knows {reading.contract.vocabulary_size}: the tokenizer is not this bundle's"
+        )
+
+
+def count_unknown(reading: Reading, targets: Ids) -> int:
+    """Target tokens that the tokenizer can't spell."""
+    unknown = reading.tokenizer.unknown_id
+    return 0 if unknown is None else int(np.count_nonzero(targets == unknown))

@@ -1,0 +1,88 @@
+"""What an export is made of: a model without weights, opened once, and what settings make of it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+from prge.learning.costs import Outline
+from server_export.model.chain import Chain, build_chain, plain_layers
+from server_export.model.files import ModelFiles, fetch_weights, find_files
+from server_export.model.loading import LoadedModel, check_size, outline_model
+from server_export.model.outline import outline_of
+from server_export.model.positions import longest_row
+from server_export.model.readout import readout_of
+from server_export.model.start import StartAdapter, start_adapter
+from server_export.quiet import quiet_libraries
+from server_export.settings import ExportConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model without weights and its files.
+
+    `longest`: tokens of the longest row. `transposed`: layers that hold their weights the other way round.
+    """
+
+    files: ModelFiles
+    readout: str
+    longest: int
+    transposed: set[str]
+    start: StartAdapter
+    costs: Outline
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model; its parameters are shapes."""
+        return self.start.loaded
+
+    def with_weights(self) -> Source:
+        """The same with its weights in place, known by their hash where no revision says which they are.
+
+        Raises:
+            BundleError: there are none, or not as many as the configuration asks for.
+        """
+        fetch_weights(self.files)
+        check_size(self.files, self.loaded.model)
+        if self.files.revision:
+            return self
+        loaded = replace(self.loaded, sha256=self.files.sha256())
+        return replace(self, start=replace(self.start, loaded=loaded))
+
+    def starting_from(self, start: StartAdapter) -> Source:
+        """The same model with another adapter."""
+        return replace(self, start=start, costs=outline_of(start, self.longest))
+
+    def chain(self, scheme: str, context: int) -> Chain:
+        """The model's blocks, for texts of up to `context` tokens; they can be made once."""
+        return build_chain(
+            self.loaded,
+            self.files,
+            self.start.scaled_lora_a(),
+            longest=context,
+            transposed=self.transposed,
+            scheme=scheme,
+        )
+
+    def thin_chain(self, scheme: str, context: int) -> Chain:
+        """The same of a copy with an adapter of rank 1, which leaves this one to be traced."""
+        start = self.start.starting_from({name: a[:1] for name, a in self.start.lora_a.items()})
+        copied = replace(start, loaded=replace(self.loaded, model=copy.deepcopy(self.loaded.model)))
+        return replace(self, start=copied).chain(scheme, context)
+
+
+def open_source(config: ExportConfig) -> Source:
+    """Open the model that settings name, without its weights.
+
+    Raises:
+        PrgeError: the model or the settings can't be used.
+    """
+    quiet_libraries()
+    pooled = None if config.readout is None else config.readout == "pooled"
+    files = find_files(config.model, config.revision)
+    loaded = outline_model(config.model, pooled=pooled, revision=config.revision)
+    readout = readout_of(config, loaded)
+    longest = longest_row(loaded, config.sequence_length)
+    transposed = plain_layers(loaded.model)
+    start = start_adapter(config, loaded, bool(transposed))
+    return Source(files, readout, longest, transposed, start, outline_of(start, longest))
