@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from device_runner.engines.opening import open_engines
 from device_runner.session.settings import EngineFlags
@@ -22,9 +22,9 @@ from prge.learning.evaluation import Scores
 from prge.learning.examples import Example
 from prge.learning.head import Head
 from prge.rows.example_building import BuildOptions, load_examples
-from prge.rows.scoring import evaluate, extract_answers, text_metrics
+from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
-from prge.rows.task import Generate, Task, load_task
+from prge.rows.task import Generate, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
@@ -47,9 +47,6 @@ class EvaluateSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
     set of the hub, of which the split test is read."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder; default: the adapter that was tuned, or that the bundle came with."""
-    answers: Literal["generate", "spans"] | None = None
-    """Tasks whose answers are texts: let the model write them, as the task's `generate` says, or search them
-    among the spans of the passage. Default: write them where the task says how, else search."""
     predictions: Path | None = None
     """jsonl file to write: a line per row with its loss, scores and prediction."""
     json: Path | None = None
@@ -76,11 +73,17 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     Raises:
         PrgeError: bad input.
     """
+    task = load_task(settings.task) if settings.task else None
+    writes = task.generate if task is not None else None
+    if writes and settings.overflow == "split":
+        raise ConfigError(
+            "these settings can't be used:",
+            ["--overflow is split: a question with its answer is one row"],
+            remedy="set --overflow to truncate or error",
+        )
     bundle = open_bundle(settings.bundle)
     contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
-    task = load_task(settings.task) if settings.task else None
-    way = way_to_answers(settings, task)
     options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
     source = read_source(settings.data, "test", settings.columns)
     examples, report = load_examples(
@@ -90,19 +93,10 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
     trained = find_adapter(named)
     adapter = read_peft(trained, contract.modules, bundle.adapter)
-    head = None
-    if contract.is_encoder:
-        if not (trained / HEAD).is_file():
-            raise ConfigError(
-                "an encoder needs a classification head",
-                [f"{trained} has no {HEAD}"],
-                remedy="give the folder of a run with --adapter",
-            )
-        head = Head(examples[0].candidates, contract.width)
-        read_head(trained / HEAD, head)
+    head = _head(trained, examples[0].candidates, contract.width) if contract.is_encoder else None
     engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
     engine = engines.score
-    generator = Generator(engines.speaker(SLOTS), tokenizer) if way == "generate" else None
+    generator = Generator(engines.speaker(SLOTS), tokenizer) if writes else None
     record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
     if not math.isfinite(record["loss"]):
         raise EngineError(
@@ -111,19 +105,29 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         )
     del record["value"]
     answers: list[str] = []
-    if task is not None and way == "spans":
-        answers = extract_answers(engine, adapter, examples, tokenizer, task)
-    elif task is not None and task.generate is not None and generator is not None:
-        written = write_answers(generator, examples, adapter, task.generate, settings.overflow)
+    if task is not None and writes is not None and generator is not None:
+        written = write_answers(generator, examples, adapter, writes, settings.overflow)
         answers = [answer.text.strip() for answer in written]
         pairs = zip(examples, written, strict=True)
         if cut := sum(example.cut or answer.cut_tokens > 0 for example, answer in pairs):
             record["cut_examples"] = cut
-    if task is not None and answers:
         record |= text_metrics(task, answers, examples)
     if settings.predictions:
         _write_predictions(settings.predictions, examples, scored, answers)
     return record
+
+
+def _head(trained: Path, classes: int, width: int) -> Head:
+    """An encoder's classification head, as its run wrote it; raises ConfigError where there is none."""
+    if not (trained / HEAD).is_file():
+        raise ConfigError(
+            "an encoder needs a classification head",
+            [f"{trained} has no {HEAD}"],
+            remedy="give the folder of a run with --adapter",
+        )
+    head = Head(classes, width)
+    read_head(trained / HEAD, head)
+    return head
 
 
 def write_answers(
@@ -141,26 +145,6 @@ def write_answers(
     cut: PromptOverflow = "error" if overflow == "error" else "truncate"
     wanted = GenerationSettings(generate.max_tokens, generate.stop, overflow=cut)
     return generator.generate([Request(Prompt(each.prompt), adapter, wanted) for each in examples])
-
-
-def way_to_answers(settings: EvaluateSettings, task: Task | None) -> Literal["generate", "spans"] | None:
-    """How texts are found that a task's metric compares; None if it compares none."""
-    spans, generate = task is not None and task.answers_in_passage, task is not None and task.generate
-    way = settings.answers or ("generate" if generate else "spans" if spans else None)
-    if (way == "generate" and not generate) or (way == "spans" and not spans):
-        needed = "generate" if way == "generate" else "columns.passage, and a metric of texts"
-        raise ConfigError(
-            "these settings can't be used:",
-            [f"--answers is {way}, the task {task.name if task else '(none)'} lacks {needed}"],
-            remedy="add it to a task file of your own",
-        )
-    if way and settings.overflow == "split":
-        raise ConfigError(
-            "these settings can't be used:",
-            ["--overflow is split: a question with its answer is one row"],
-            remedy="set --overflow to truncate or error",
-        )
-    return way
 
 
 def _write_predictions(

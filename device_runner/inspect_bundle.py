@@ -15,6 +15,7 @@ from prge.errors import BundleError, printable
 from prge.files.adapter import adapter_size
 from prge.files.bundle import MANIFEST, check_file, read_chain, read_manifest
 from prge.files.chain import Chain
+from prge.files.documents import mapping
 from prge.files.signatures import DECODE
 from prge.files.tuned import bundle_at
 from prge.learning.costs import Outline, bytes_text, memory_table, memory_text, weights_of_bundle
@@ -63,7 +64,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         raise BundleError(f"{folder / MANIFEST} lists no files", remedy="export the bundle again")
     facts = _facts(folder, manifest)
     files = {
-        name: {**_mapping(entry), "problem": _problem(folder, manifest, name)}
+        name: {**mapping(entry), "problem": _problem(folder, manifest, name)}
         for name, entry in manifest["files"].items()
     }
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -80,7 +81,7 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     chain = read_chain(folder, manifest)
 
     def size(name: str) -> int:
-        return int(_mapping(manifest["files"][name]).get("bytes") or 0)
+        return int(mapping(manifest["files"][name]).get("bytes") or 0)
 
     loaded = chain.loaded_bytes(size)
     largest = loaded.index(max(loaded))
@@ -113,7 +114,7 @@ def _memory(
     if "outline" not in manifest:
         return None
     outline = Outline.from_json(manifest["outline"], chain)
-    weights = weights_of_bundle(outline, chain, size, _mapping(manifest.get("quantization")).get("scheme"))
+    weights = weights_of_bundle(outline, chain, size, mapping(manifest.get("quantization")).get("scheme"))
     length = min(_TOKENS, chain.bounds.tokens)
     contracts = {
         name: chain.contract(ESTIMATORS[name].role, DEFAULT_BATCH, **ESTIMATORS[name].sizes(), length=length)
@@ -129,10 +130,6 @@ def _text_facts(manifest: Mapping[str, Any], chain: Chain) -> dict[str, int] | N
     outline = Outline.from_json(manifest["outline"], chain)
     # Keys and values of about one width, in float32.
     return {"context": chain.bounds.context, "token_bytes": 2 * 4 * outline.key_width * outline.blocks}
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _problem(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None:

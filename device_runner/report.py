@@ -77,7 +77,7 @@ def report(settings: ReportSettings) -> None:
     blocks = compose([read_run(run_at(run)) for run in settings.runs])
     if settings.out.suffix != ".svg":
         text = to_html(blocks)
-    elif drawn := beside([block.drawing for block in blocks if isinstance(block, Picture)]):
+    elif drawn := beside([block.drawing for block in blocks if isinstance(block, Picture)], 2):
         text = as_file(drawn)
     else:
         raise RunError(

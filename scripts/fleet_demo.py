@@ -35,6 +35,7 @@ from device_runner.session.replaying import replay
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.files.run_folder import FINAL, JOURNAL
+from prge.verbs.starting import answer_of, command_of, json_of
 
 DATA = Path(__file__).resolve().parent.parent / "server_export" / "demo_data"
 HONEST, KILLED, LIAR = "honest", "killed", "liar"
@@ -68,10 +69,8 @@ class FleetDemo:
     """The fleet and its folders."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.bundle = folder / "bundle"
-        self.fleet = folder / "fleet"
-        self.console = folder / "server.txt"
+        self.folder, self.console = folder, folder / "server.txt"
+        self.bundle, self.fleet = folder / "bundle", folder / "fleet"
         self.same = {"bundle": self.bundle, "task": DATA / "task.yaml"}
 
     def run(self) -> dict[str, Any]:
@@ -122,7 +121,7 @@ class FleetDemo:
         plan = flags({**self.same, **PLAN, "out": self.fleet, "port": address.rpartition(":")[2]})
         beside = ["--keys", self.folder / "keys" / "server", "--wait-for", 3, "--seconds", 20]
         with ExitStack() as stack:
-            server = stack.enter_context(started(self.console, *prge_words("fleet", "serve", *plan, *beside)))
+            server = stack.enter_context(started(self.console, *command_of("fleet", "serve", *plan, *beside)))
             self._until("listening at", 1)
             stack.enter_context(started(self._log(HONEST), *self._join(address, HONEST)))
             stack.enter_context(
@@ -137,14 +136,9 @@ class FleetDemo:
         print(self.console.read_text(encoding="utf-8"), file=sys.stderr)
 
     def _join(self, address: str, name: str) -> list[str]:
-        own = {
-            **self.same,
-            "train": self.folder / f"{name}.jsonl",
-            "folder": self.folder / name,
-            "threads": 1,
-        }
-        to = {"server": address, "keys": self.folder / "keys" / "devices" / name}
-        return prge_words("fleet", "join", *flags({**own, **to}))
+        rows, keys = self.folder / f"{name}.jsonl", self.folder / "keys" / "devices" / name
+        own = {**self.same, "train": rows, "folder": self.folder / name, "threads": 1}
+        return command_of("fleet", "join", *flags({**own, "server": address, "keys": keys}))
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.txt"
@@ -159,7 +153,7 @@ class FleetDemo:
     def _score(self, name: str, **adapter: Path) -> float:
         path = self.folder / f"{name}.json"
         prge("eval", **self.same, data=DATA / "test.jsonl", json=path, **adapter)
-        return float(json.loads(path.read_text(encoding="utf-8"))["accuracy"])
+        return float(json_of(path)["accuracy"])
 
     def _has_the_same_bits(self) -> bool:
         """The devices' states, the server's adapter, and what one process makes of the journal."""
@@ -195,14 +189,7 @@ def lie(folder: Path, address: str) -> None:
 
 def prge(*words: object, **settings: Any) -> str:
     """Call a verb; what it prints."""
-    command = prge_words(*words, *flags(settings))
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return done.stdout
-
-
-def prge_words(*words: object) -> list[str]:
-    """A verb as a command of this Python."""
-    return [sys.executable, "-m", "prge.cli", *map(str, words)]
+    return answer_of(*words, *flags(settings))
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

@@ -158,13 +158,9 @@ def main() -> None:
     parser.add_argument("--lies", nargs="*", default=list(LIES), choices=list(LIES))
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
+    same = {"partition": given.partition}
     ways = {
-        f"{kind}, {combine}, seed {seed}": {
-            **KINDS[kind],
-            "combine": combine,
-            "seed": seed,
-            "partition": given.partition,
-        }
+        f"{kind}, {combine}, seed {seed}": {**KINDS[kind], **same, "combine": combine, "seed": seed}
         for kind in given.kinds
         for combine in given.combine
         for seed in given.seeds

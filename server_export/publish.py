@@ -2,22 +2,22 @@
 
 peft      the adapter as a PEFT folder: `PeftModel.from_pretrained(base, folder)`
 merged    the base model with the adapter merged into its weights, a Hugging Face folder
-program   an ExecuTorch inference program of the merged model, with its manifest
-llm       an ExecuTorch program that generates, with its tokenizer, for ExecuTorch's LLM runner and its apps
+program   an encoder with the adapter as an ExecuTorch inference program, with its manifest
+llm       a decoder with it as a program that generates, for ExecuTorch's LLM runner and its apps
 gguf      the adapter as a file for llama.cpp's `--lora`
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from prge.errors import ConfigError, RunError
+from prge.errors import BundleError, ConfigError, RunError
 from prge.files.bundle import MANIFEST, TOKENIZER
 from prge.files.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
 from prge.host.atomic import new_folder
@@ -32,6 +32,7 @@ from server_export.publishing.trained import Trained, load_base, load_peft, read
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
 
+Facts = dict[str, Any]
 CARD, GGUF = "README.md", "adapter.gguf"
 # What a published folder has one of; no other folder is ever replaced.
 _PUBLISHED = (CONFIG, "config.json", MANIFEST, GGUF)
@@ -65,20 +66,13 @@ def publish(config: PublishConfig) -> Path:
         loaded = load_base(trained)
         trained = replace(trained, base=base_of(loaded))
     try:
-        if config.format == "peft":
-            _publish_peft(out, config, trained)
-        elif config.format == "merged":
-            assert loaded is not None
-            _publish_merged(out, config, trained, loaded)
-        elif config.format == "program":
-            assert loaded is not None
-            _publish_program(out, config, trained, loaded)
-        elif config.format == "llm":
-            assert loaded is not None
-            _publish_llm(out, config, trained, loaded)
-        else:
-            assert loaded is not None
-            _publish_gguf(out, config, trained, loaded)
+        with new_folder(out, overwrite=config.overwrite) as folder:
+            facts = _FORMATS[config.format](folder, config, trained, loaded)
+            _write_card(folder, out, config, trained, facts.get("tokenizer"))
+            if facts:
+                from server_export.bundle import write_manifest
+
+                write_manifest(folder, facts)
     except safetensors.SafetensorError as error:  # its writer has no OSError for a full disk
         raise RunError(
             f"{out} can't be written: {error}", remedy="free some storage, or write to another place"
@@ -86,58 +80,54 @@ def publish(config: PublishConfig) -> Path:
     return out
 
 
-def _publish_peft(out: Path, config: PublishConfig, trained: Trained) -> None:
-    with new_folder(out, overwrite=config.overwrite) as folder:
-        plain = {name: value for name, value in trained.config.items() if name != "revision"}
-        write_config(folder, {**plain, **trained.base.in_peft(), "inference_mode": True})
-        shutil.copyfile(trained.folder / WEIGHTS, folder / WEIGHTS)
-        _copy_beside(folder, trained)
-        _write_card(folder, out, config, trained)
+def _write_peft(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel | None) -> Facts:
+    plain = {name: value for name, value in trained.config.items() if name != "revision"}
+    write_config(folder, {**plain, **trained.base.in_peft(), "inference_mode": True})
+    shutil.copyfile(trained.folder / WEIGHTS, folder / WEIGHTS)
+    _copy_beside(folder, trained)
+    return {}
 
 
-def _publish_merged(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
-    merged = _merge(loaded, trained)
-    with new_folder(out, overwrite=config.overwrite) as folder:
-        merged.save_pretrained(folder)
-        _tokenizer(trained).save_pretrained(folder)
-        _copy_beside(folder, trained)
-        _write_card(folder, out, config, trained)
+def _write_merged(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
+    _merge(loaded, trained).save_pretrained(folder)
+    _tokenizer(trained).save_pretrained(folder)
+    _copy_beside(folder, trained)
+    return {}
 
 
-def _publish_program(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
-    from server_export.bundle import write_manifest
-    from server_export.publishing.inference import InferenceSpec, build_inference
+def _write_encoder(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
+    from server_export.model.tokenization import write_tokenizer
+    from server_export.publishing.encoder import build_encoder
 
-    scheme = _scheme(config, trained)
+    if loaded.is_decoder:
+        raise BundleError(
+            f"{loaded.name_or_path} can't be published as program: it is a decoder",
+            remedy="publish it as llm instead, which generates",
+        )
+    bundle, scheme = trained.bundle, _scheme(config, trained)
     length = config.sequence_length
     if length is None:
-        if trained.bundle is None:
+        if bundle is None:
             raise ConfigError(
                 "the program's length isn't known:", ["there is no bundle"], remedy="give --sequence-length"
             )
-        length = trained.bundle.chain.bounds.tokens
-    loaded = _tuned(loaded, trained, scheme)
-    pooling = (trained.bundle.pooling if trained.bundle is not None else None) or "mean"
+        length = bundle.chain.bounds.tokens
+    pooling = (bundle.pooling if bundle is not None else None) or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
-    with new_folder(out, overwrite=config.overwrite) as folder:
-        spec = InferenceSpec(length, pooling, scheme)
-        built = build_inference(folder, loaded, spec, head)
-        if trained.bundle is not None:
-            shutil.copytree(trained.bundle.tokenizer, folder / TOKENIZER)
-        else:
-            _write_bundle_tokenizer(folder / TOKENIZER, trained)
-        _write_card(folder, out, config, trained)
-        facts = {
-            **built.to_json(),
-            **_origin(trained, scheme),
-            "readout": {"pooling": pooling if not loaded.is_decoder else None},
-            "tokenizer": _in_manifest(trained, "tokenizer"),
-        }
-        write_manifest(folder, facts)
+    built = build_encoder(folder, _tuned(loaded, trained, scheme), length, pooling, scheme, head)
+    if bundle is not None:
+        shutil.copytree(bundle.tokenizer, folder / TOKENIZER)
+    else:
+        write_tokenizer(_tokenizer(trained), folder / TOKENIZER)
+    return {
+        **built.to_json(),
+        **_origin(trained, scheme),
+        "readout": {"pooling": pooling},
+        "tokenizer": _in_manifest(trained, "tokenizer"),
+    }
 
 
-def _publish_llm(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
-    from server_export.bundle import write_manifest
+def _write_llm(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
     from server_export.model.positions import longest_row
     from server_export.publishing.llm import LlmSpec, build_llm, check_generates, ends_of
     from server_export.publishing.runner_tokenizer import write_runner_tokenizer
@@ -150,20 +140,26 @@ def _publish_llm(out: Path, config: PublishConfig, trained: Trained, loaded: Loa
     tokenizer = _tokenizer(trained)
     begins = bool((_in_manifest(trained, "tokenizer") or {}).get("prepend_bos"))
     loaded = _tuned(loaded, trained, scheme)
-    with new_folder(out, overwrite=config.overwrite) as folder:
-        written = write_runner_tokenizer(tokenizer, folder, begins)
-        spec = LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer))
-        built = build_llm(folder, loaded, spec)
-        _write_card(folder, out, config, trained, written["num_bos"])
-        write_manifest(folder, {**built.to_json(), **_origin(trained, scheme), "tokenizer": written})
+    written = write_runner_tokenizer(tokenizer, folder, begins)
+    built = build_llm(folder, loaded, LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer)))
+    return {**built.to_json(), **_origin(trained, scheme), "tokenizer": written}
 
 
-def _publish_gguf(out: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> None:
+def _write_gguf(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
     from server_export.publishing.gguf_adapter import write_gguf
 
-    with new_folder(out, overwrite=config.overwrite) as folder:
-        write_gguf(folder / GGUF, read_lora(trained.folder), loaded.config)
-        _write_card(folder, out, config, trained)
+    write_gguf(folder / GGUF, read_lora(trained.folder), loaded.config)
+    return {}
+
+
+# What writes a format's files; it returns what its manifest says, nothing where it has none.
+_FORMATS: dict[str, Callable[[Path, PublishConfig, Trained, Any], Facts]] = {
+    "peft": _write_peft,
+    "merged": _write_merged,
+    "program": _write_encoder,
+    "llm": _write_llm,
+    "gguf": _write_gguf,
+}
 
 
 def _scheme(config: PublishConfig, trained: Trained) -> str:
@@ -173,7 +169,7 @@ def _scheme(config: PublishConfig, trained: Trained) -> str:
 
 def _tuned(loaded: LoadedModel, trained: Trained, scheme: str) -> LoadedModel:
     """The model with the adapter, in its float weights or beside those that are to be quantized."""
-    from server_export.publishing.inference import attach_fixed
+    from server_export.publishing.program import attach_fixed
 
     if scheme == "fp32":
         return replace(loaded, model=_merge(loaded, trained))
@@ -213,12 +209,6 @@ def _tokenizer(trained: Trained) -> Any:
     return tokenizer
 
 
-def _write_bundle_tokenizer(folder: Path, trained: Trained) -> None:
-    from server_export.model.tokenization import write_tokenizer
-
-    write_tokenizer(_tokenizer(trained), folder)
-
-
 def _copy_beside(folder: Path, trained: Trained) -> None:
     """What belongs to the adapter and is no part of PEFT's: an encoder's head, the chat template."""
     if trained.head is not None:
@@ -227,7 +217,9 @@ def _copy_beside(folder: Path, trained: Trained) -> None:
         shutil.copyfile(trained.chat_template, folder / CHAT_TEMPLATE_FILE)
 
 
-def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained, num_bos: int = 0) -> None:
+def _write_card(
+    folder: Path, out: Path, config: PublishConfig, trained: Trained, tokenizer: Mapping[str, Any] | None
+) -> None:
     run = read_run(trained.run)
     facts = CardFacts(
         name=out.resolve().name,
@@ -240,7 +232,7 @@ def _write_card(folder: Path, out: Path, config: PublishConfig, trained: Trained
         run=run,
         step=read_step(trained.folder, run),
         bundle_sha256=trained.bundle.sha256 if trained.bundle is not None else None,
-        num_bos=num_bos,
+        num_bos=(tokenizer or {}).get("num_bos", 0),
         has_chat_template=(folder / CHAT_TEMPLATE_FILE).is_file(),
     )
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from server_export.evidence.compare.settings import CompareSettings, read_command_line
 from tests.bundles import make_bundle
@@ -67,8 +68,6 @@ def make_method(forward_only: bool, runs: Sequence[Mapping[str, Any]], **changes
 
 def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """A stored comparison: backpropagation learns fast and holds much, p-rge less of both, one failed."""
-    import yaml
-
     from prge.verbs.settings import settings_to_yaml
 
     settings = settings_for(tmp_path / "out", "--seeds", *SEEDS)
@@ -104,42 +103,43 @@ def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
 
 
 class PretendedVerbs:
-    """Stands in for `prge`: writes the folders of bundles and runs; `calls` holds the words it was given.
+    """Stands in for `prge`: writes the folders of bundles and runs; `calls` holds verbs and their settings.
 
     `broken` names verbs that end with code 2, `diverging` learning rates above which runs diverge.
     """
 
     def __init__(self, broken: Sequence[str] = (), diverging: float = 1e9) -> None:
-        self.calls: list[list[str]] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
         self.broken = broken
         self.diverging = diverging
 
     def __call__(self, words: list[str], log: Path) -> int:
         """Do as `server_export.evidence.compare.children.run_verb` does."""
-        self.calls.append(words)
+        verb, how, given = words
+        settings: dict[str, Any] = {"resume": given}
+        if how != "--resume":
+            settings = yaml.safe_load(Path(given).read_text())
+        self.calls.append((verb, settings))
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as stream:
-            stream.write(f"$ prge {' '.join(words)}\n{words[0]} said this\n")
-        flags = dict(itertools.pairwise(words))
-        if words[0] in self.broken:
+            stream.write(f"$ prge {' '.join(words)}\n{verb} said this\n")
+        if verb in self.broken:
             return 2
-        if words[0] == "export":
-            make_bundle(Path(flags["--out"]))
-        elif words[0] == "eval":
-            Path(flags["--json"]).write_text('{"examples": 400, "loss": 0.5, "accuracy": 0.75}')
-        elif float(flags.get("--learning-rate", 0)) > self.diverging:
-            write_run(Path(flags["--out"]), int(flags["--steps"]), "diverged")
+        if verb == "export":
+            make_bundle(Path(settings["out"]))
+        elif verb == "eval":
+            Path(settings["json"]).write_text('{"examples": 400, "loss": 0.5, "accuracy": 0.75}')
+        elif settings.get("learning_rate", 0) > self.diverging:
+            write_run(Path(settings["out"]), settings["steps"], "diverged")
             return 2
         else:
-            steps = int(flags.get("--steps", 10))
-            rate = float(flags.get("--learning-rate", 0.01))
-            out = Path(flags.get("--out", flags.get("--resume", "")))
-            write_run(out, steps, "completed", rate, baseline=words[0] == "baseline")
+            rate, out = settings.get("learning_rate", 0.01), settings.get("out") or settings["resume"]
+            write_run(Path(out), settings.get("steps", 10), "completed", rate, baseline=verb == "baseline")
         return 0
 
     def verbs(self) -> list[str]:
         """The verbs that were called, in order."""
-        return [words[0] for words in self.calls]
+        return [verb for verb, _ in self.calls]
 
 
 def write_run(folder: Path, steps: int, status: str, rate: float = 0.01, baseline: bool = False) -> Path:

@@ -11,19 +11,43 @@ from pathlib import Path
 import pytest
 
 from tests.store import Store
+from tests.tiny_models import SHALLOW, save_model
+from tests.workshop import Made, export, fill_workshop
 
 # A process whose threads have computed can't be forked, and engines are tried in forked ones.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
-def made_once(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, Callable[[Path], object]], Path]:
+def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """See tests/store.py."""
     cache = getattr(request.config, "cache", None)
     store = Store(cache.mkdir("made") if cache else tmp_path_factory.getbasetemp().parent / "made")
     return store.made
+
+
+@pytest.fixture(scope="session")
+def workshop(made_once: Made) -> Path:
+    """A folder with `model` of two blocks, `bundle`, `train.jsonl`, `dev.jsonl` and `task.yaml`."""
+    return made_once("workshop", fill_workshop)
+
+
+@pytest.fixture(scope="session")
+def upper_bundle(workshop: Path, made_once: Made) -> Path:
+    """The workshop's model with int4 weights and an adapter on its upper block alone, for exact gradients."""
+    upper = ["--adapt-layers", "top:1", "--quantize", "8da4w", "--roles", "back"]
+    return made_once("upper", lambda folder: export(workshop / "model", folder / "upper", *upper)) / "upper"
+
+
+@pytest.fixture(scope="session")
+def encoder(made_once: Made) -> Path:
+    """The bundle of a tiny BERT."""
+
+    def fill(folder: Path) -> None:
+        save_model(folder / "model", "bert", **SHALLOW["bert"])
+        export(folder / "model", folder / "bundle", "--roles", "tangent", "back")
+
+    return made_once("encoder", fill) / "bundle"
 
 
 @pytest.fixture

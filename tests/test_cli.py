@@ -20,7 +20,7 @@ from prge.errors import RunError
 from prge.host.packages import install_extra
 from tests.bundles import PROGRAM, make_bundle
 
-HEAVY = {"torch", "executorch", "transformers", "torchao", "peft", "matplotlib"}
+HEAVY = {"torch", "executorch", "transformers", "torchao", "peft"}
 
 
 def prge(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from device_runner.reporting.next_steps import next_steps
-from device_runner.reporting.reading import RunFacts, mapping
+from device_runner.reporting.reading import RunFacts
 from device_runner.session.settings import RunSettings
 from prge.errors import shortened
 from prge.files.curves import labels, series, smooth
+from prge.files.documents import mapping
 from prge.files.run_folder import CHECKPOINTS, FINAL, LOG, Record
 from prge.files.signatures import DECODE, PREFILL
 from prge.host.progress import duration

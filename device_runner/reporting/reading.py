@@ -10,7 +10,7 @@ from typing import Any
 from device_runner.session.samples import read_samples
 from prge.errors import RunError
 from prge.files.curves import SCORES
-from prge.files.documents import DocumentError, read_json, read_yaml
+from prge.files.documents import DocumentError, mapping, read_json, read_yaml
 from prge.files.run_folder import (
     CONFIG,
     DECISIONS,
@@ -120,11 +120,6 @@ def read_run(folder: Path) -> RunFacts:
         running=is_held(folder),
         problems=problems,
     )
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    """A value that should be a mapping; empty if it is none."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def _document(path: Path, problems: list[str]) -> Any:

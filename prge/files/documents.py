@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ def parse_yaml(content: bytes | str) -> Any:
         raise DocumentError("it has a number that is none, or one of thousands of digits") from None
     _check_scalars(value)
     return value
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A value of a document that should be a mapping; empty if it is none."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _decoded(content: bytes | str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from prge.engine import Array, FloatArray
 from prge.errors import AdapterError, RunError, shown
 from prge.files.adapter import Adapter
 from prge.files.bundle import file_sha256
-from prge.files.documents import MOST_JSON_BYTES, DocumentError, parse_json, read_document, read_json
+from prge.files.documents import MOST_JSON_BYTES, DocumentError, parse_json, read_document
 from prge.files.run_folder import FINAL, JOURNAL
 from prge.files.tuned import tuning_at
 from prge.host.atomic import new_folder
@@ -39,6 +39,7 @@ PREFIX = "base_model.model."
 # Between the name of a folder's model and the hash of its files, in `base_model_name_or_path`.
 HASH_MARK = "@sha256:"
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_LETTERS: tuple[Literal["A", "B"], ...] = ("A", "B")
 # Of expressions; names of modules have dots, which stand for themselves here.
 _EXPRESSION_SIGNS = frozenset("*+?|()[]{}^$\\")
 # Every other initialization of LoRA also changes the base weights.
@@ -133,8 +134,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
         AdapterError: it is damaged, or uses a variant of LoRA that a bundle doesn't compute.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    _check_hashes(folder)
+    config = _checked_config(folder)
     problems = _variant_problems(config) + _number_problems(config)
     if problems:
         raise AdapterError(
@@ -185,41 +185,16 @@ def read_peft(
             a damaged file; a file that `hashes.json` doesn't name so.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    _check_hashes(folder)
+    config = _checked_config(folder)
     problems = _variant_problems(config) + (_number_problems(config) or _rank_problems(config, modules))
-    frozen: Mapping[str, Array] = {}
-    if template_folder is not None:
-        template = Path(template_folder)
-        expected = read_config(template)
-        problems += [
-            f"{CONFIG} has {name} {shown(config.get(name))}, the bundle was exported with "
-            f"{shown(expected.get(name))}"
-            for name in ("lora_alpha", "alpha_pattern")
-            # PEFT writes a pattern without entries.
-            if (config.get(name) or None) != (expected.get(name) or None)
-        ]
-        problems += _base_problems(config, expected)
-        frozen = read_arrays(template / WEIGHTS)
-    others: list[str] = []
     with _open_weights(folder / WEIGHTS) as weights:
         bad = _tensor_problems(weights, modules)
         problems += bad.values()
-        for module in modules:
-            name = weight_name(module.name, "B")
+        for name in (weight_name(module.name, letter) for module in modules for letter in _LETTERS):
             if name not in bad:
                 problems += _infinite(name, weights.get_tensor(name))
-            name = weight_name(module.name, "A")
-            if name not in bad:
-                lora_a = weights.get_tensor(name)
-                problems += _infinite(name, lora_a)
-                if template_folder is not None and not np.array_equal(lora_a, frozen.get(name, ())):
-                    others.append(name)
-        if others:
-            problems.append(
-                f"lora_A of {len(others)} of {len(modules)} modules differs from the one inside the bundle, "
-                f"which is frozen there; the first is {others[0]}"
-            )
+        if template_folder is not None:
+            problems += _template_problems(config, weights, Path(template_folder), modules, bad)
         if problems:
             raise AdapterError(
                 f"the adapter {folder} doesn't fit the bundle",
@@ -364,48 +339,57 @@ def _serialize(tensors: Mapping[str, Array]) -> bytes:
     return bytes(safetensors.numpy.save(contiguous, metadata={"format": "pt"}))
 
 
+def _no_adapter(path: Path, reason: str) -> AdapterError:
+    return AdapterError(
+        f"{path.parent} is not a PEFT adapter",
+        [f"{path.name}{reason}"],
+        remedy=f"give a folder with {CONFIG} and {WEIGHTS}",
+    )
+
+
+def _damaged(path: Path, problem: object) -> AdapterError:
+    return AdapterError(f"{path} is damaged", [str(problem)], remedy="copy the folder again")
+
+
 def _read_bytes(path: Path) -> bytes:
     try:
         return read_document(path, MOST_JSON_BYTES)
     except (OSError, DocumentError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise AdapterError(
-            f"{path.parent} is not a PEFT adapter",
-            [f"{path.name}: {reason}"],
-            remedy=f"give a folder with {CONFIG} and {WEIGHTS}",
-        ) from None
+        raise _no_adapter(path, f": {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of `adapter_config.json`; raises AdapterError where it is missing or damaged."""
-    content = _read_bytes(folder / CONFIG)
-    try:
-        config = parse_json(content)
-    except DocumentError as error:
-        raise AdapterError(
-            f"{folder / CONFIG} is damaged", [str(error)], remedy="copy the folder again"
-        ) from None
-    if not isinstance(config, dict):
-        raise AdapterError(
-            f"{folder / CONFIG} is damaged", ["it holds no JSON object"], remedy="copy the folder again"
-        )
+    return _json_object(folder / CONFIG, _read_bytes(folder / CONFIG))
+
+
+def _checked_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a folder whose files are those that it was written with."""
+    config = read_config(folder)
+    _check_hashes(folder)
     return config
+
+
+def _json_object(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        found = parse_json(content)
+    except DocumentError as error:
+        raise _damaged(path, error) from None
+    if not isinstance(found, dict):
+        raise _damaged(path, "it holds no JSON object")
+    return found
 
 
 def _open_weights(path: Path) -> Any:
     """Open a safetensors file: header checked, arrays read when asked for."""
     if not path.is_file():
-        raise AdapterError(
-            f"{path.parent} is not a PEFT adapter",
-            [f"{path.name} is missing"],
-            remedy=f"give a folder with {CONFIG} and {WEIGHTS}",
-        )
+        raise _no_adapter(path, " is missing")
     try:
         return safetensors.safe_open(str(path), framework="numpy")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         if tells_no_memory(error):
             raise MemoryError(f"{path} can't be read") from None
-        raise AdapterError(f"{path} is damaged", [f"{error}"], remedy="copy the folder again") from None
+        raise _damaged(path, error) from None
 
 
 def _check_hashes(folder: Path, only: str | None = None) -> None:
@@ -413,12 +397,7 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
     path = folder / HASHES
     if not path.is_file():
         return
-    try:
-        hashes = read_json(path)
-    except DocumentError as error:
-        raise AdapterError(f"{path} is damaged", [str(error)], remedy="copy the folder again") from None
-    if not isinstance(hashes, dict):
-        raise AdapterError(f"{path} is damaged", ["it holds no JSON object"], remedy="copy the folder again")
+    hashes = _json_object(path, _read_bytes(path))
     problems = []
     present = {each.name for each in folder.iterdir() if each.is_file()}
     for name, expected in hashes.items():
@@ -455,6 +434,36 @@ def _variant_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"init_lora_weights is {shown(config['init_lora_weights'])}: it changes the base weights, "
             "which are exported as they are"
+        )
+    return problems
+
+
+def _template_problems(
+    config: Mapping[str, Any],
+    weights: Any,
+    template: Path,
+    modules: Sequence[AdaptedModule],
+    bad: Container[str],
+) -> list[str]:
+    """In what an adapter differs from its bundle's own, which has its scale and its `lora_A` inside.
+
+    `bad` are tensors that are no such ones anyway.
+    """
+    expected, frozen = read_config(template), read_arrays(template / WEIGHTS)
+    problems = [
+        f"{CONFIG} has {name} {shown(config.get(name))}, the bundle was exported with "
+        f"{shown(expected.get(name))}"
+        for name in ("lora_alpha", "alpha_pattern")
+        # PEFT writes a pattern without entries.
+        if (config.get(name) or None) != (expected.get(name) or None)
+    ]
+    problems += _base_problems(config, expected)
+    names = [name for module in modules if (name := weight_name(module.name, "A")) not in bad]
+    others = [name for name in names if not np.array_equal(weights.get_tensor(name), frozen.get(name, ()))]
+    if others:
+        problems.append(
+            f"lora_A of {len(others)} of {len(modules)} modules differs from the one inside the bundle, "
+            f"which is frozen there; the first is {others[0]}"
         )
     return problems
 

@@ -144,17 +144,19 @@ def bar_chart(bars: Sequence[Bar], x_label: str) -> str:
     return "".join([*parts, *_floor(across, x_label, (), floor, height), "</svg>"])
 
 
-def beside(charts: Sequence[str]) -> str:
-    """Charts of this module as one, side by side; empty ones take no room."""
-    sizes = [_size_of(chart) for chart in charts if chart]
-    if not sizes:
-        return ""
-    parts = [_begin(max(height for _, height in sizes), "", sum(width for width, _ in sizes))]
-    at = 0
-    for chart, (width, height) in zip(filter(None, charts), sizes, strict=True):
-        parts.append(chart.replace("<svg ", f'<svg x="{at}" width="{width}" height="{height}" ', 1))
-        at += width
-    return "".join([*parts, "</svg>"])
+def beside(charts: Sequence[str], columns: int | None = None) -> str:
+    """Charts of this module as one, so many in a row, by default all; empty ones take no room."""
+    charts = [chart for chart in charts if chart]
+    parts, width, y = [], 0, 0
+    for start in range(0, len(charts), columns or max(len(charts), 1)):
+        x, lowest = 0, 0
+        for chart in charts[start : start + (columns or len(charts))]:
+            size = _size_of(chart)
+            place = f'x="{x}" y="{y}" width="{size[0]}" height="{size[1]}"'
+            parts.append(chart.replace("<svg ", f"<svg {place} ", 1))
+            x, lowest = x + size[0], max(lowest, size[1])
+        width, y = max(width, x), y + lowest
+    return "".join([_begin(y, "", width), *parts, "</svg>"]) if parts else ""
 
 
 def as_file(chart: str) -> str:

@@ -6,7 +6,7 @@
     Alpaca, ShareGPT      become one of the two above (forms.py)
     a task's candidates   one-token candidates share a sequence, a slot each at the prompt's last token;
                           longer ones have a sequence each, weights 1 / tokens
-    a task's answers      the first answer is learnt; an evaluation searches the passage (spans.py)
+    a task's answers      the first answer is learnt
     a task, encoder       one sequence without slots, and a class
 
 What doesn't fit a bundle is cut, split or refused as `overflow` says, and told in a `DataReport`:

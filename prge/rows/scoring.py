@@ -9,12 +9,10 @@ from prge.engine import Answering
 from prge.files.adapter import Adapter
 from prge.files.curves import SCORES
 from prge.learning.evaluation import Scores, score
-from prge.learning.examples import Example, Slot, TokenSequence
+from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.rows.spans import Question, answer_by_span
 from prge.rows.task import TEXT_METRICS, Task
 from prge.rows.text_metrics import accuracy, exact_match, macro_f1, perplexity, rouge_l, token_f1
-from prge.rows.tokenizer import Tokenizer
 
 CUT_EXAMPLES = "cut_examples"
 METRIC_NAMES = (*SCORES, CUT_EXAMPLES)
@@ -76,23 +74,3 @@ def text_metrics(task: Task, texts: Sequence[str], examples: Sequence[Example]) 
     )
     pairs = [(text, example.answers) for text, example in zip(texts, examples, strict=True)]
     return {name: sum(measure(*pair) for pair in pairs) / len(pairs) for name, measure in measures.items()}
-
-
-def extract_answers(
-    engine: Answering, adapter: Adapter, examples: Sequence[Example], tokenizer: Tokenizer, task: Task
-) -> list[str]:
-    """The answer to each question, searched among the spans of its passage (prge/rows/spans.py)."""
-
-    def log_probabilities(questions: Sequence[Question]) -> list[float]:
-        size = engine.contract.positions
-        slots = [Slot(position, target, 1.0, i) for i, (_, position, target) in enumerate(questions)]
-        tokens = tuple(questions[0][0])
-        sequences = [TokenSequence(tokens, tuple(slots[i : i + size])) for i in range(0, len(slots), size)]
-        asked = Example(0, tuple(sequences), len(questions), None)
-        return score(engine, adapter, [asked], pad=tokenizer.pad_id).scores[0].tolist()
-
-    length = engine.contract.sequence_length
-    return [
-        answer_by_span(example, tokenizer, log_probabilities, length, separator=task.separator)
-        for example in examples
-    ]

@@ -26,7 +26,7 @@ TASKS = Path(__file__).parent / "tasks"
 TEXT_METRICS = ("f1_answer", "exact_match", "rouge_l")
 METRICS = ("accuracy", "f1", *TEXT_METRICS)
 OBJECTIVES = ("candidates", "completion")
-COLUMNS = ("label", "answers", "passage")
+COLUMNS = ("label", "answers")
 PLACEHOLDER = "@placeholder"
 CANDIDATE = "candidate"
 FIELD = re.compile(r"[^\W\d][\w -]*(\|[a-z_]+)*")
@@ -147,7 +147,7 @@ class Task:
     choices_column: str = ""
     """The column that holds a list of candidates."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Columns of the data: `label` (default: label), `answers`, `passage` (where answers are found)."""
+    """Columns of the data: `label` (default: label), `answers`."""
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Column to {value: text}: words for what a column holds."""
     metric: str = "accuracy"
@@ -207,11 +207,6 @@ class Task:
         return not (self.label_words or self.choices or self.choices_column)
 
     @property
-    def answers_in_passage(self) -> bool:
-        """Whether answers can be searched among the spans of a passage."""
-        return self.is_completion and self.metric in TEXT_METRICS and "passage" in self.columns
-
-    @property
     def classes(self) -> tuple[str, ...]:
         """Label values in order; empty where candidates differ from row to row."""
         return tuple(self.label_words)
@@ -224,8 +219,6 @@ class Task:
         needed += [*self.choices, *([self.choices_column] if self.choices_column else [])]
         if "answers" in self.columns:
             needed.append(self.columns["answers"])
-        if "passage" in self.columns:
-            needed.append(self.columns["passage"])
         if not self.is_completion and not ("answers" in self.columns and "label" not in self.columns):
             needed.append(self.label_column)
         return tuple(dict.fromkeys(needed))
@@ -277,11 +270,6 @@ class Task:
         if not answers:
             raise RowError(f"column {column!r} has no answer: there is nothing to learn from")
         return answers
-
-    def passage(self, row: Mapping[str, Any]) -> str:
-        """The text that answers are found in; empty where the task names none."""
-        column = self.columns.get("passage")
-        return _text(row, column) if column else ""
 
     def label(self, row: Mapping[str, Any]) -> int:
         """Index of the right candidate of a row. Raises RowError."""

@@ -47,12 +47,9 @@ def task_examples(task: Task, training: bool, reading: Reading, row: Row) -> Mad
         return _encoder_example(reading, task, row)
     prompt = task.prompt(row.fields)
     if task.is_completion:
-        answers, passage = task.answers(row.fields), task.passage(row.fields)
+        answers = task.answers(row.fields)
         made = completion(reading, row.number, prompt, task.join(prompt, answers[0]))
-        choices = (passage,) if passage else ()
-        return replace(
-            made, examples=tuple(replace(each, answers=answers, choices=choices) for each in made.examples)
-        )
+        return replace(made, examples=tuple(replace(each, answers=answers) for each in made.examples))
     candidates, label = task.candidates(row.fields), task.label(row.fields)
     answers = task.answers(row.fields) or (candidates[label],)
     is_alone = training and task.objective == "completion"

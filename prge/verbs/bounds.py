@@ -74,7 +74,7 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("learning_rate", "learning_rates", "analysis_learning_rate"), _POSITIVE),
     **dict.fromkeys(("priming_learning_rate", "epsilon", "epsilons", "alpha", "divergence_ratio"), _POSITIVE),
     **dict.fromkeys(("head_learning_rate", "clip", "clip_examples"), _POSITIVE_OR_NONE),
-    **dict.fromkeys(("momentum", "beta2", "smoothing"), _DECAY),
+    **dict.fromkeys(("momentum", "beta2"), _DECAY),
     **dict.fromkeys(("retention", "memory_share", "channel_fractions", "branch_width"), _SHARE),
     **dict.fromkeys(("search_share", "target_share"), _SHARE),
     "priming_share": Range(0, 1, open=(0, 1)),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import prge.cli
+from prge.host.memory import resident_bytes
 
 DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "report")
 # What the verbs import when they are called.
@@ -91,6 +92,7 @@ class Child:
         folder: where it works.
         environment: what is changed of the parent's.
         prepare: called in the child before anything else, after its output was redirected.
+        call: what is called instead of `prge`; its exit code.
     """
 
     words: Sequence[object]
@@ -98,10 +100,11 @@ class Child:
     folder: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[], object] | None = None
+    call: Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed after its end)
-        self._resident = _resident()
+        self._resident = resident_bytes() or 0
         sys.stdout.flush()
         sys.stderr.flush()
         # A program of its own has no time before its first line, in which nobody would take a Ctrl-C.
@@ -169,7 +172,7 @@ class Child:
             self._limit()
             sys.argv = ["prge", *map(str, self.words)]
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-            code = prge.cli.main()
+            code = (self.call or prge.cli.main)()
         except BaseException as error:
             begun = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             if isinstance(error, KeyboardInterrupt) and not begun:  # as while Python starts
@@ -199,7 +202,3 @@ def prge_ends(words: Sequence[object], limits: Limits | None = None, folder: Pat
 
 def _mapped() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -19,7 +19,7 @@ from typing import Any
 
 import damage
 from child import Limits, prge_ends
-from outcome import Case, Verdict, command_line, judged
+from outcome import Case, Verdict, judged
 from workshop import Bench
 
 LIMITS = Limits(seconds=300, processor_seconds=30, memory=1 << 30)
@@ -48,7 +48,6 @@ class Scene:
         return self.folder / name if (self.folder / name).exists() else self.bench.original(self.kind, name)
 
 
-Words = Callable[[Scene], list[object]]
 Result = Callable[[Scene], object]
 
 
@@ -58,82 +57,54 @@ def _evaluation(scene: Scene) -> object:
 
 
 def _final(name: str) -> Result:
-    return lambda scene: {
-        path.name: path.read_bytes() for path in (scene.folder / name).glob("*.safetensors")
-    }
+    def weights(scene: Scene) -> object:
+        return {path.name: path.read_bytes() for path in (scene.folder / name).glob("*.safetensors")}
+
+    return weights
 
 
 @dataclass(frozen=True)
 class Use:
     """How a verb reads what was damaged, and what its result is; None where it has none to compare.
 
-    `needs` is copied beside what is damaged.
+    Of `command`, `@name` is a file of the case, `?name` the case's copy or else the original, `!name` the
+    case's copy, left out with its flag where there is none. `needs` is copied beside what is damaged.
     """
 
-    words: Words
+    command: str
     result: Result | None = None
     needs: str = ""
 
-
-def _eval(scene: Scene, *more: object) -> list[object]:
-    words = ["eval", "--bundle", scene.either("bundle"), "--data", scene.either("dev.jsonl"), "--threads", 1]
-    if scene.kind == "encoder" and not more:  # whose head is a run's
-        more = ("--adapter", scene.bench.original(scene.kind, "finished"))
-    return [*words, "--task", scene.either("task.yaml"), "--json", scene.folder / "eval.json", *more]
-
-
-def _begin(scene: Scene) -> list[object]:
-    words = ["run", "--bundle", scene.either("bundle"), "--train", scene.either("train.jsonl"), "--quiet"]
-    words += [
-        "--task",
-        scene.either("task.yaml"),
-        "--steps",
-        2,
-        "--threads",
-        1,
-        "--out",
-        scene.folder / "new",
-    ]
-    return [*words, "--adapter", scene.either("adapter")] if (scene.folder / "adapter").exists() else words
+    def words(self, scene: Scene) -> list[object]:
+        """The command line."""
+        words: list[object] = []
+        for word in self.command.split():
+            mark, path = word[0], scene.folder / word[1:]
+            if mark == "!" and not path.exists() and not path.is_symlink():
+                words.pop()
+            else:
+                words.append(path if mark in "@!" else scene.either(path.name) if mark == "?" else word)
+        if words[0] == "eval" and scene.kind == "encoder" and "--adapter" not in words:  # its head is a run's
+            words += ["--adapter", scene.bench.original(scene.kind, "finished")]
+        return words
 
 
-def _resume(scene: Scene) -> list[object]:
-    given = [
-        word
-        for name, flag in (("bundle", "--bundle"), ("train.jsonl", "--train"), ("task.yaml", "--task"))
-        if (scene.folder / name).exists() or (scene.folder / name).is_symlink()
-        for word in (flag, scene.folder / name)
-    ]
-    return ["run", "--resume", scene.folder / "unfinished", "--quiet", *given]
-
-
-EVAL = Use(_eval, _evaluation)
-EVAL_RUN = Use(lambda scene: _eval(scene, "--adapter", scene.folder / "finished"), _evaluation, "finished")
-EVAL_ADAPTER = Use(lambda scene: _eval(scene, "--adapter", scene.folder / "adapter"), _evaluation, "adapter")
-BEGIN = Use(_begin, _final("new/final"))
-RESUME = Use(_resume, _final("unfinished/final"), "unfinished")
-RESUME_FINISHED = Use(
-    lambda scene: ["run", "--resume", scene.folder / "finished", "--quiet"],
-    _final("finished/final"),
-    "finished",
+_EVAL = "eval --bundle ?bundle --data ?dev.jsonl --threads 1 --task ?task.yaml --json @eval.json"
+_BEGIN = (
+    "run --bundle ?bundle --train ?train.jsonl --quiet --task ?task.yaml --steps 2 --threads 1 --out @new"
 )
-REPLAY = Use(
-    lambda scene: ["replay", scene.folder / "finished", "--out", scene.folder / "replayed"],
-    _final("replayed"),
-    "finished",
-)
-INSPECT = Use(lambda scene: ["inspect", scene.folder / "bundle"])
-REPORT = Use(
-    lambda scene: ["report", scene.folder / "finished", "--out", scene.folder / "report.html"],
-    None,
-    "finished",
-)
-PROBE = Use(
-    lambda scene: [
-        *("probe", "--bundle", scene.either("bundle"), "--data", scene.either("dev.jsonl"), "--threads", 1),
-        *("--task", scene.either("task.yaml"), "--batches", 1, "--epsilons", "0.01"),
-    ]
-)
+_RESUME = "run --quiet --resume @unfinished --bundle !bundle --train !train.jsonl --task !task.yaml"
+_PROBE = "probe --bundle ?bundle --data ?dev.jsonl --threads 1 --task ?task.yaml --batches 1 --epsilons 0.01"
+EVAL = Use(_EVAL, _evaluation)
+EVAL_RUN = Use(f"{_EVAL} --adapter @finished", _evaluation, "finished")
+EVAL_ADAPTER = Use(f"{_EVAL} --adapter @adapter", _evaluation, "adapter")
+BEGIN = Use(f"{_BEGIN} --adapter !adapter", _final("new/final"))
+RESUME = Use(_RESUME, _final("unfinished/final"), "unfinished")
+RESUME_FINISHED = Use("run --quiet --resume @finished", _final("finished/final"), "finished")
+REPLAY = Use("replay @finished --out @replayed", _final("replayed"), "finished")
+INSPECT = Use("inspect @bundle")
+REPORT = Use("report @finished --out @report.html", None, "finished")
+PROBE = Use(_PROBE)
 
 
 @dataclass(frozen=True)
@@ -151,28 +122,30 @@ class Target:
 
     def files(self, top: Path) -> list[Path]:
         """The files of a case that the target means."""
-        return sorted(
-            path for path in ([top] if not self.pattern else top.glob(self.pattern)) if path.is_file()
-        )
+        return sorted(path for path in (top.glob(self.pattern) if self.pattern else [top]) if path.is_file())
 
 
-def _then_rehash_bundle(way: damage.Way) -> damage.Way:
-    def both(path: Path, random: Random) -> None:
-        bundle = next(parent for parent in path.parents if (parent / "manifest.json").exists())
-        way(path, random)
-        if path.parent.name == "adapter":
-            damage.rehash_folder(path.parent)
-        damage.rehash_bundle(bundle)
+def _then(rehash: Callable[[Path], object], ways: Sequence[damage.Way]) -> tuple[damage.Way, ...]:
+    """Ways after which every hash is made to fit."""
 
-    return both
+    def both(way: damage.Way) -> damage.Way:
+        def damaged(path: Path, random: Random) -> None:
+            way(path, random)
+            rehash(path)
+
+        return damaged
+
+    return tuple(map(both, ways))
 
 
-def _then_rehash_folder(way: damage.Way) -> damage.Way:
-    def both(path: Path, random: Random) -> None:
-        way(path, random)
+def _rehash_bundle(path: Path) -> None:
+    if path.parent.name == "adapter":
         damage.rehash_folder(path.parent)
+    damage.rehash_bundle(next(parent for parent in path.parents if (parent / "manifest.json").exists()))
 
-    return both
+
+def _rehash_folder(path: Path) -> None:
+    damage.rehash_folder(path.parent)
 
 
 def _bytes_of(*names: str) -> tuple[damage.Way, ...]:
@@ -182,25 +155,25 @@ def _bytes_of(*names: str) -> tuple[damage.Way, ...]:
 _BYTES = _bytes_of("one bit", "eight bits", "noise", "zeros", "cut", "cut out", "empty", "grown")
 _JSON = (damage.mutate_json, damage.mutate_json, *_bytes_of("cut", "empty", "one bit"))
 _WEIGHTS = (damage.mutate_safetensors, damage.mutate_safetensors, *_bytes_of("cut", "empty"))
+_BUNDLE_BYTES, _BUNDLE_JSON, _BUNDLE_WEIGHTS = (
+    _then(_rehash_bundle, ways) for ways in (_BYTES, _JSON, _WEIGHTS)
+)
+_FOLDER_JSON, _FOLDER_WEIGHTS = (_then(_rehash_folder, ways) for ways in (_JSON, _WEIGHTS))
 _OF_BUNDLE = (EVAL, EVAL, EVAL, BEGIN, INSPECT)
+_OF_ADAPTER = (EVAL_ADAPTER, BEGIN)
 
 TARGETS: list[tuple[int, Target]] = [
     (6, Target("bundle", "manifest.json", (*_OF_BUNDLE, RESUME), (damage.mutate_manifest,))),
-    (6, Target("bundle", "programs/*", (*_OF_BUNDLE, PROBE), tuple(map(_then_rehash_bundle, _BYTES)))),
-    (6, Target("bundle", "weights/*", (*_OF_BUNDLE, PROBE), tuple(map(_then_rehash_bundle, _BYTES)))),
-    (3, Target("bundle", "tables.safetensors", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _WEIGHTS)))),
-    (2, Target("bundle", "adapter/adapter_config.json", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _JSON)))),
-    (3, Target("bundle", "adapter/*.safetensors", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _WEIGHTS)))),
-    (4, Target("bundle", "tokenizer/tokenizer.json", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _JSON)))),
-    (1, Target("bundle", "tokenizer/*.jinja", _OF_BUNDLE, tuple(map(_then_rehash_bundle, _BYTES)))),
-    (
-        3,
-        Target(
-            "adapter", "adapter_config.json", (EVAL_ADAPTER, BEGIN), tuple(map(_then_rehash_folder, _JSON))
-        ),
-    ),
-    (3, Target("adapter", "*.safetensors", (EVAL_ADAPTER, BEGIN), tuple(map(_then_rehash_folder, _WEIGHTS)))),
-    (2, Target("adapter", "hashes.json", (EVAL_ADAPTER, BEGIN), (damage.mutate_json,))),
+    (6, Target("bundle", "programs/*", (*_OF_BUNDLE, PROBE), _BUNDLE_BYTES)),
+    (6, Target("bundle", "weights/*", (*_OF_BUNDLE, PROBE), _BUNDLE_BYTES)),
+    (3, Target("bundle", "tables.safetensors", _OF_BUNDLE, _BUNDLE_WEIGHTS)),
+    (2, Target("bundle", "adapter/adapter_config.json", _OF_BUNDLE, _BUNDLE_JSON)),
+    (3, Target("bundle", "adapter/*.safetensors", _OF_BUNDLE, _BUNDLE_WEIGHTS)),
+    (4, Target("bundle", "tokenizer/tokenizer.json", _OF_BUNDLE, _BUNDLE_JSON)),
+    (1, Target("bundle", "tokenizer/*.jinja", _OF_BUNDLE, _BUNDLE_BYTES)),
+    (3, Target("adapter", "adapter_config.json", _OF_ADAPTER, _FOLDER_JSON)),
+    (3, Target("adapter", "*.safetensors", _OF_ADAPTER, _FOLDER_WEIGHTS)),
+    (2, Target("adapter", "hashes.json", _OF_ADAPTER, (damage.mutate_json,))),
     (10, Target("unfinished", "journal.jsonl", (RESUME,), (damage.mutate_journal,))),
     (4, Target("finished", "journal.jsonl", (REPLAY, RESUME_FINISHED), (damage.mutate_journal,))),
     (4, Target("unfinished", "config.yaml", (RESUME,))),
@@ -209,13 +182,8 @@ TARGETS: list[tuple[int, Target]] = [
     (2, Target("unfinished", "log.txt", (RESUME,))),
     (2, Target("unfinished", "run.lock", (RESUME,))),
     (2, Target("unfinished", "run.json", (RESUME,))),
-    (
-        4,
-        Target(
-            "unfinished", "checkpoints/*/*.safetensors", (RESUME,), tuple(map(_then_rehash_folder, _WEIGHTS))
-        ),
-    ),
-    (4, Target("unfinished", "checkpoints/*/*.json", (RESUME,), tuple(map(_then_rehash_folder, _JSON)))),
+    (4, Target("unfinished", "checkpoints/*/*.safetensors", (RESUME,), _FOLDER_WEIGHTS)),
+    (4, Target("unfinished", "checkpoints/*/*.json", (RESUME,), _FOLDER_JSON)),
     (2, Target("unfinished", "trunk_cache/*", (RESUME,))),
     (3, Target("finished", "final/*", (EVAL_RUN, REPLAY), ())),
     (3, Target("task.yaml", "", (RESUME,))),
@@ -240,10 +208,8 @@ def attack_a_file(bench: Bench, random: Random, folder: Path) -> tuple[list[Case
         return [], Counter()
     expected = _expected(bench, kind, target, use)
     path, is_crafted = random.choice(files), bool(target.crafted) and random.random() < 0.4
-    if is_crafted:
-        name, way = "crafted", random.choice(target.crafted)
-    else:
-        name, way = random.choice(list(damage.WAYS.items()))
+    ways = [("crafted", way) for way in target.crafted] if is_crafted else [*damage.WAYS.items()]
+    name, way = random.choice(ways)
     foreign = _add_foreign_folders(scene, target)
     try:
         way(path, random)
@@ -257,7 +223,7 @@ def attack_a_file(bench: Bench, random: Random, folder: Path) -> tuple[list[Case
     if (linked.is_file() and linked.read_bytes() != before) or not all(each.is_dir() for each in foreign):
         verdict = Verdict.FOLLOWED
     label = f"{ended.words[0]}: {target.top}{'/' if target.pattern else ''}{target.pattern}, {name}"
-    return [Case(label, verdict, command_line(ended), ended.tail)], Counter()
+    return [Case.of(label, verdict, ended)], Counter()
 
 
 def _expected(bench: Bench, kind: str, target: Target, use: Use) -> object:
@@ -272,7 +238,7 @@ def _expected(bench: Bench, kind: str, target: Target, use: Use) -> object:
             scene.copy(name)
         ended = prge_ends(use.words(scene))
         if ended.code:
-            raise RuntimeError(f"{command_line(ended)}\n{ended.output}")
+            raise RuntimeError(f"prge {' '.join(ended.words)}\n{ended.output}")
         bench.results[key] = use.result(scene)
         shutil.rmtree(scene.folder)
     return bench.results[key]

@@ -11,10 +11,7 @@ import contextlib
 import http.client
 import io
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +21,8 @@ from random import Random
 from typing import Any
 
 from outcome import Case, Verdict
-from workshop import REPOSITORY, Bench
+from service import Service, serving
+from workshop import Bench
 
 KEY = "an-api-key-of-the-attack"
 _CASES = 20
@@ -66,6 +64,10 @@ _PATHS = [
 ]  # fmt: skip
 _METHODS = [b"GET", b"HEAD", b"PUT", b"OPTIONS", b"TRACE", b"CONNECT", b"\xff"]
 _LENGTHS = ["-5", "1e3", "0x10", "9" * 30, "abc"]
+_CONTENT_TYPES = [
+    "text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "",
+    "multipart/form-data; boundary=application/json", "application/json, text/plain",
+]  # fmt: skip
 _CHUNKS = [
     b"zz\r\n", b"-1\r\n\r\n", b"ffffffffffffffffffff\r\n", b"5\r\nab", b"\0" * 50,
     b"2;" + b"a" * 5000 + b"\r\naa\r\n",
@@ -76,20 +78,17 @@ _KEYS = [
 ]  # fmt: skip
 
 
+Found = tuple[Verdict, str]
+
+
 @dataclass
 class _Server:
     """A running server, and what it took after its first answers."""
 
-    process: subprocess.Popen[bytes]
-    log: Path
-    port: int
+    service: Service
     key: str
+    port: int
     resident: int = 0
-
-    def peak(self) -> int:
-        """Largest resident bytes so far."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
     def open(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=_SECONDS)
@@ -108,19 +107,40 @@ class _Server:
         return self.head("POST", path, **{"Content-Length": str(len(body)), **headers}) + body
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a client sends.
+
+    Args:
+        content: bytes of it.
+        needs: what it must be refused for; empty if it may be answered.
+        method: by which its answer is read.
+        is_last: the client says that nothing follows; it may be hung up on.
+        in_halves: there is a pause in its middle.
+        judged: instead of sending it once and reading the answer.
+    """
+
+    content: bytes
+    needs: str = ""
+    method: str = "POST"
+    is_last: bool = False
+    in_halves: bool = False
+    judged: Callable[[], Found] | None = None
+
+
 def attack_clients(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """Send a handful of hostile requests to a server, then ask as everybody does."""
     kind = "server with a key" if random.random() < 0.25 else "server"
     server = bench.results.get(kind)
     if server is None:
         server = bench.results[kind] = _started(bench, KEY if "key" in kind else "")
-        bench.closers.append(server.process.kill)
-    begun, cases = server.log.stat().st_size, []
+        bench.closers.append(server.service.end)
+    begun, cases = server.service.log.stat().st_size, []
     for _ in range(_CASES):
         name = random.choice(list(_ATTACKS))
-        sent: list[bytes] = []
+        request = _ATTACKS[name](server, random)
         try:
-            verdict, told = _ATTACKS[name](server, random, sent.append)
+            verdict, told = request.judged() if request.judged else _judged(server, request)
         except TimeoutError:
             verdict, told = Verdict.HUNG, f"no answer within {_SECONDS:.0f} s"
         except ConnectionRefusedError:
@@ -128,11 +148,11 @@ def attack_clients(bench: Bench, random: Random, folder: Path) -> tuple[list[Cas
         except (OSError, http.client.HTTPException) as error:
             is_refusal = isinstance(error, OSError) and name in _MAY_BE_HUNG_UP_ON
             verdict, told = Verdict.REFUSED if is_refusal else Verdict.UNEXPLAINED, repr(error)
-        cases.append(Case(name, verdict, repr(b"".join(sent)[:2000]), told))
+        cases.append(Case(name, verdict, repr(request.content[:2000]), told))
     cases.append(_afterwards(server, begun))
     if cases[-1].verdict.is_failure:
-        (folder / "server.log").write_bytes(server.log.read_bytes())
-        server.process.kill()
+        (folder / "server.log").write_text(server.service.told())
+        server.service.end()
         bench.results.pop(kind)
     return cases, Counter({"server requests": len(cases)})
 
@@ -140,19 +160,12 @@ def attack_clients(bench: Bench, random: Random, folder: Path) -> tuple[list[Cas
 def _started(bench: Bench, key: str) -> _Server:
     log = bench.folder / f"server-{len(bench.closers)}.log"
     words = ["serve", bench.workshop.bundle("decoder"), "--port", 0, "--threads", 1]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **({"PRGE_API_KEY": key} if key else {})}
-    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
-    while "Ctrl-C" not in log.read_text():
-        if process.poll() is not None:
-            raise RuntimeError(log.read_text())
-        time.sleep(0.05)
-    server = _Server(process, log, int(log.read_text().split("/v1;")[0].rpartition(":")[2]), key)
+    service = serving(log, words, "Ctrl-C", **({"PRGE_API_KEY": key} if key else {}))
+    server = _Server(service, key, int(service.told().split("/v1;")[0].rpartition(":")[2]))
     for _ in range(3):
         for path, asked in _ASKED.items():
-            _judged(server, server.request(path, json.dumps(asked).encode()))
-    server.resident = server.peak()
+            _judged(server, Request(server.request(path, json.dumps(asked).encode())))
+    server.resident = service.memory("VmHWM")
     return server
 
 
@@ -162,23 +175,18 @@ def _afterwards(server: _Server, begun: int) -> Case:
     start = time.monotonic()
     try:
         for path, asked in _ASKED.items():
-            verdict, told = _judged(server, server.request(path, json.dumps(asked).encode()))
+            verdict, told = _judged(server, Request(server.request(path, json.dumps(asked).encode())))
             if verdict is not Verdict.ACCEPTED:
                 return Case(name, Verdict.UNEXPLAINED, path, told)
     except OSError as error:
-        gone = server.process.poll() is not None
-        return Case(name, Verdict.CRASHED if gone else Verdict.HUNG, "", repr(error))
-    seconds, growth = time.monotonic() - start, server.peak() - server.resident
-    log = server.log.read_bytes()[begun:].decode(errors="replace")
-    if log.strip():
+        return Case(name, Verdict.HUNG if server.service.is_alive else Verdict.CRASHED, "", repr(error))
+    seconds, growth = time.monotonic() - start, server.service.memory("VmHWM") - server.resident
+    if (log := server.service.told(begun)).strip():
         return Case(name, Verdict.TRACEBACK, "", log[-3000:])
     if seconds > _PROMPT_SECONDS:
         return Case(name, Verdict.HUNG, "", f"it took {seconds:.1f} s")
     verdict = Verdict.GREEDY if growth > _MOST_GROWTH else Verdict.ACCEPTED
     return Case(name, verdict, "", f"{growth / 1e6:.0f} MB more than at first")
-
-
-Found = tuple[Verdict, str]
 
 
 class _Bytes:
@@ -188,19 +196,23 @@ class _Bytes:
         self.makefile = lambda *_: stream
 
 
-def _judged(
-    server: _Server, request: bytes, needs: str = "", method: str = "POST", hang_up: bool = False
-) -> Found:
-    """Send a request and judge the answer; `needs`: what it must be refused for."""
+def _judged(server: _Server, request: Request) -> Found:
+    """Send a request and judge the answer."""
+    middle = len(request.content) // 2 if request.in_halves else 0
     with contextlib.closing(server.open()) as connection:
-        connection.sendall(request)
+        if middle:
+            connection.sendall(request.content[:middle])
+            time.sleep(0.01)
+        connection.sendall(request.content[middle:])
         stream = connection.makefile("rb")
-        if hang_up and not stream.peek(1):
-            return Verdict.REFUSED, "hung up"
-        answer = http.client.HTTPResponse(_Bytes(stream), method=method)  # type: ignore[arg-type]
+        if request.is_last:
+            connection.shutdown(socket.SHUT_WR)
+            if not stream.peek(1):
+                return Verdict.REFUSED, "hung up"
+        answer = http.client.HTTPResponse(_Bytes(stream), method=request.method)  # type: ignore[arg-type]
         answer.begin()
         content = answer.read()
-    return _of_answer(answer.status, content, needs, method)
+    return _of_answer(answer.status, content, request.needs, request.method)
 
 
 def _of_answer(status: int, content: bytes, needs: str, method: str) -> Found:
@@ -229,10 +241,7 @@ def _asked(random: Random, **changes: Any) -> tuple[str, bytes]:
     return path, json.dumps({**_ASKED[path], **changes}).encode()
 
 
-Send = Callable[[bytes], object]
-
-
-def _page(server: _Server, random: Random, note: Send) -> Found:
+def _page(server: _Server, random: Random) -> Request:
     """A page of the web, which can't choose its Host and Origin, nor say JSON unasked."""
     path, body = _asked(random)
     host, needs = random.choice(_LOCAL), ""
@@ -247,21 +256,15 @@ def _page(server: _Server, random: Random, note: Send) -> Found:
         headers["Origin"] = random.choice(["http://", "https://"]) + name if name or own else "null"
         needs = "" if own else headers["Origin"]
     elif which == "kind":
-        kinds = [
-            "text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "",
-            "multipart/form-data; boundary=application/json", "application/json, text/plain",
-        ]  # fmt: skip
-        headers["Content-Type"] = random.choice(kinds)
+        headers["Content-Type"] = random.choice(_CONTENT_TYPES)
         needs = headers["Content-Type"] or "no content type"
     else:
         headers |= {"Origin": "http://localhost", "origin": "http://evil.example"}
         needs = "two origins"
-    request = server.request(path, body, **headers)
-    note(request)
-    return _judged(server, request, needs)
+    return Request(server.request(path, body, **headers), needs)
 
 
-def _garbage(server: _Server, random: Random, note: Send) -> Found:
+def _garbage(server: _Server, random: Random) -> Request:
     """A body that is no JSON, or no request."""
     path, body = _asked(random)
     which = random.randrange(8)
@@ -269,123 +272,112 @@ def _garbage(server: _Server, random: Random, note: Send) -> Found:
         changed = bytearray(body)
         for _ in range(random.randint(1, 8)):
             changed[random.randrange(len(changed))] = random.randrange(256)
-        request = server.request(path, bytes(changed))
-        note(request)
-        return _judged(server, request)  # it may still be a request
+        return Request(server.request(path, bytes(changed)))  # it may still be a request
+    number = random.choice([b"NaN", b"Infinity", b"-Infinity", b"9" * 5000])
     bodies = [
         body[: random.randrange(len(body))],
         random.randbytes(random.randint(0, 2000)),
         (b"[" if random.random() < 0.5 else b'{"a":') * random.randint(33, 12_000),
         body.decode().encode(random.choice(["utf-16", "utf-32"])),
         json.dumps(random.choice(_STRANGE)).encode(),
-        body[:-1]
-        + b',"temperature":'
-        + random.choice([b"NaN", b"Infinity", b"-Infinity", b"9" * 5000])
-        + b"}",
+        body[:-1] + b',"temperature":' + number + b"}",
         body[:-1] + b',"stop":"\\ud800"}',
     ]
-    request = server.request(path, bodies[which - 1])
-    note(request)
-    return _judged(server, request, "no request")
+    return Request(server.request(path, bodies[which - 1]), "no request")
 
 
-def _field(server: _Server, random: Random, note: Send) -> Found:
+def _field(server: _Server, random: Random) -> Request:
     """A field with a strange value, and often of a wrong type."""
-    name, value = (
-        random.choice([*_TYPES, "stream", "metadata", "user", "logprobs", "colour"]),
-        random.choice(_STRANGE),
-    )
+    name = random.choice([*_TYPES, "stream", "metadata", "user", "logprobs", "colour"])
+    value = random.choice(_STRANGE)
     path, body = _asked(random, **{name: value})
-    if name == "messages" or (name == "prompt" and path == _CHAT):
-        path, body = _CHAT, json.dumps({**_ASKED[_CHAT], name: value}).encode()
-    elif name == "prompt":
-        path, body = _COMPLETIONS, json.dumps({**_ASKED[_COMPLETIONS], name: value}).encode()
+    if name in ("messages", "prompt"):
+        path = {"messages": _CHAT, "prompt": _COMPLETIONS}[name]
+        body = json.dumps({**_ASKED[path], name: value}).encode()
     kinds = _TYPES.get(name)
     wrong = kinds and value is not None and (not isinstance(value, kinds) or isinstance(value, bool))
-    request = server.request(path, body)
-    note(request)
-    return _judged(server, request, f"{name} is {value!r}" if wrong else "")
+    return Request(server.request(path, body), f"{name} is {value!r}" if wrong else "")
 
 
-def _beyond(server: _Server, random: Random, note: Send) -> Found:
+def _beyond(server: _Server, random: Random) -> Request:
     """Numbers, lists and bodies far beyond what anybody needs."""
     path, body = _asked(random, **random.choice(_BEYOND))
-    if random.random() < 0.3:
-        count = random.choice([1000, 20_000, 200_000, 3_000_000])
-        many: list[tuple[str, dict[str, Any]]] = [
-            (_CHAT, {"messages": [{"role": "user", "content": "a" * count}]}),
-            (_CHAT, {"messages": [{"role": "user", "content": "a"}] * (count // 30)}),
-            (_COMPLETIONS, {"prompt": "a" * count}),
-            (_COMPLETIONS, {"prompt": [5] * (count // 3)}),
-            (_COMPLETIONS, {"prompt": ["a"] * (count // 5)}),
-        ]
-        path, long = random.choice(many)
-        body = json.dumps({**_ASKED[path], **long}).encode()
-        request = server.request(path, body)
-        note(request[:500])
-        return _judged(server, request, "too long")
-    request = server.request(path, body)
-    note(request)
-    return _judged(server, request)
+    if random.random() >= 0.3:
+        return Request(server.request(path, body))
+    count = random.choice([1000, 20_000, 200_000, 3_000_000])
+    many: list[tuple[str, dict[str, Any]]] = [
+        (_CHAT, {"messages": [{"role": "user", "content": "a" * count}]}),
+        (_CHAT, {"messages": [{"role": "user", "content": "a"}] * (count // 30)}),
+        (_COMPLETIONS, {"prompt": "a" * count}),
+        (_COMPLETIONS, {"prompt": [5] * (count // 3)}),
+        (_COMPLETIONS, {"prompt": ["a"] * (count // 5)}),
+    ]
+    path, long = random.choice(many)
+    return Request(server.request(path, json.dumps({**_ASKED[path], **long}).encode()), "too long")
 
 
-def _head(server: _Server, random: Random, note: Send) -> Found:
+def _head(server: _Server, random: Random) -> Request:
     """Half a head, a head of garbage, contradictions."""
     path, body = _asked(random)
     whole = server.request(path, body)
+    version = random.choice([b"HTTP/9.9", b"HTTP/1.0", b"HTTP/2", b"", b"HTTP/1.1 x"])
+    headers: list[dict[str, str]] = [
+        {"X": "a" * random.choice([1000, 20_000, 200_000])},
+        {f"X-{number}": "a" for number in range(2000)},
+        {"Transfer_Encoding": "chunked"},
+        {"content-length": "5"},
+        {"Content-Length": random.choice(_LENGTHS)},
+        {"Upgrade": "websocket", "Connection": "Upgrade"},
+        {"Expect": random.choice(["100-continue", "a miracle"])},
+        {"Content_Encoding": "gzip"},
+    ]
     requests = [
         whole[: random.randrange(1, whole.index(b"\r\n\r\n"))],
         random.randbytes(random.randint(1, 500)) + b"\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + random.randbytes(32),
-        whole.replace(b"HTTP/1.1", random.choice([b"HTTP/9.9", b"HTTP/1.0", b"HTTP/2", b"", b"HTTP/1.1 x"])),
-        server.request(path, body, X="a" * random.choice([1000, 20_000, 200_000])),
-        server.request(path, body, **{f"X-{number}": "a" for number in range(2000)}),
-        server.request(path, body, Transfer_Encoding="chunked"),
-        server.request(path, body, **{"content-length": "5"}),
-        server.request(
-            path, body, **{"Content-Length": random.choice(["-5", "1e3", "0x10", "9" * 30, "abc"])}
-        ),
+        whole.replace(b"HTTP/1.1", version),
+        *(server.request(path, body, **more) for more in headers),
         whole.replace(b"Host: localhost\r\n", random.choice([b"", b"Host: localhost\r\nHost: evil\r\n"])),
-        whole.replace(
-            b"POST", random.choice([b"GET", b"HEAD", b"PUT", b"OPTIONS", b"TRACE", b"CONNECT", b"\xff"])
-        ),
-        server.request(path, body, Upgrade="websocket", Connection="Upgrade"),
-        server.request(path, body, Expect=random.choice(["100-continue", "a miracle"])),
-        server.request(path, body, Content_Encoding="gzip"),
+        whole.replace(b"POST", random.choice(_METHODS)),
         whole.replace(b"\r\n", b"\n"),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ]
     request = random.choice(requests)
-    note(request)
-    method = "HEAD" if request.startswith(b"HEAD") else "POST"
-    with contextlib.closing(server.open()) as connection:
-        connection.sendall(request)
-        connection.shutdown(socket.SHUT_WR)
-        stream = connection.makefile("rb")
-        if not stream.peek(1):
-            return Verdict.REFUSED, "hung up"
-        answer = http.client.HTTPResponse(_Bytes(stream), method=method)  # type: ignore[arg-type]
-        answer.begin()
-        return _of_answer(answer.status, answer.read(), "", method)
+    return Request(request, method="HEAD" if request.startswith(b"HEAD") else "POST", is_last=True)
 
 
-def _slow(server: _Server, random: Random, note: Send) -> Found:
+def _slow(server: _Server, random: Random) -> Request:
     """A body that stops on its way; others are answered meanwhile."""
     path, body = _asked(random)
     request = server.request(path, body, **{"Content-Length": str(random.choice([len(body), 60_000]))})
     request = request[: random.randrange(len(request) - len(body), len(request) - 1)]
-    note(request)
-    count = random.choice([1, 5, 30])
-    with contextlib.ExitStack() as stack:
-        for _ in range(count):
-            connection = stack.enter_context(contextlib.closing(server.open()))
-            connection.sendall(request)
-        return _normal(server)
+    return _held(server, request, random.choice([1, 5, 30]))
+
+
+def _crowd(server: _Server, random: Random) -> Request:
+    """More connections than there are places, all of which wait."""
+    begun = random.choice([b"", b"GET /health HTTP/1.1\r\n", server.head("POST", _CHAT, Content_Length="9")])
+    return _held(server, begun, random.choice([20, 300]), OSError)
+
+
+def _held(server: _Server, content: bytes, count: int, *ignored: type[Exception]) -> Request:
+    """Connections that begin a request and wait, while another client asks."""
+
+    def judged() -> Found:
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                connection = stack.enter_context(contextlib.closing(server.open()))
+                with contextlib.suppress(*ignored):
+                    connection.sendall(content)
+            return _normal(server)
+
+    return Request(content, judged=judged)
 
 
 def _normal(server: _Server) -> Found:
     begun = time.monotonic()
-    verdict, told = _judged(server, server.request(_COMPLETIONS, json.dumps(_ASKED[_COMPLETIONS]).encode()))
+    body = json.dumps(_ASKED[_COMPLETIONS]).encode()
+    verdict, told = _judged(server, Request(server.request(_COMPLETIONS, body)))
     if verdict is Verdict.REFUSED and told.startswith("429"):
         return verdict, told
     if time.monotonic() - begun > _PROMPT_SECONDS:
@@ -393,90 +385,68 @@ def _normal(server: _Server) -> Found:
     return (verdict if verdict is Verdict.ACCEPTED else Verdict.UNEXPLAINED), told
 
 
-def _pipeline(server: _Server, random: Random, note: Send) -> Found:
+def _pipeline(server: _Server, random: Random) -> Request:
     """Several requests at once on a connection, with garbage among them."""
     kinds = [server.request(*_asked(random)), server.head("GET", "/health"), b"\0\0\r\n\r\n"]
     requests = random.choices(kinds, [6, 3, 1], k=random.randint(2, 12))
     request = b"".join(requests) + server.head("GET", "/health", Connection="close")
-    note(request)
-    with contextlib.closing(server.open()) as connection:
-        connection.sendall(request)
-        content = connection.makefile("rb").read()
-    statuses = [part[:3] for part in content.split(b"HTTP/1.1 ")[1:]]
-    is_whole = statuses and all(status in (b"200", b"400", b"429") for status in statuses)
-    return (Verdict.ACCEPTED if is_whole else Verdict.UNEXPLAINED), repr(statuses)
+
+    def judged() -> Found:
+        with contextlib.closing(server.open()) as connection:
+            connection.sendall(request)
+            content = connection.makefile("rb").read()
+        statuses = [part[:3] for part in content.split(b"HTTP/1.1 ")[1:]]
+        is_whole = statuses and all(status in (b"200", b"400", b"429") for status in statuses)
+        return (Verdict.ACCEPTED if is_whole else Verdict.UNEXPLAINED), repr(statuses)
+
+    return Request(request, judged=judged)
 
 
-def _chunks(server: _Server, random: Random, note: Send) -> Found:
+def _chunks(server: _Server, random: Random) -> Request:
     """A body in chunks, of which some are none."""
     path, body = _asked(random)
     cut = random.randrange(len(body))
     pieces = [b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:cut], body[cut:]) if part]
     if random.random() < 0.7:
         pieces.insert(random.randint(0, len(pieces)), random.choice(_CHUNKS))
-    where = random.choice([path, path, "/nothing"])
-    request = server.head("POST", where, Transfer_Encoding="chunked") + b"".join(pieces) + b"0\r\n\r\n"
-    note(request)
-    with contextlib.closing(server.open()) as connection:
-        for part in (request[: len(request) // 2], request[len(request) // 2 :]):
-            connection.sendall(part)
-            time.sleep(0.01)
-        connection.shutdown(socket.SHUT_WR)
-        stream = connection.makefile("rb")
-        if not stream.peek(1):
-            return Verdict.REFUSED, "hung up"
-        answer = http.client.HTTPResponse(_Bytes(stream), method="POST")  # type: ignore[arg-type]
-        answer.begin()
-        return _of_answer(answer.status, answer.read(), "", "POST")
+    head = server.head("POST", random.choice([path, path, "/nothing"]), Transfer_Encoding="chunked")
+    return Request(head + b"".join(pieces) + b"0\r\n\r\n", is_last=True, in_halves=True)
 
 
-def _leaving(server: _Server, random: Random, note: Send) -> Found:
+def _leaving(server: _Server, random: Random) -> Request:
     """Clients that leave in the middle of a stream or before an answer."""
     path, body = _asked(random, stream=random.random() < 0.7, max_tokens=1000, n=random.choice([1, 8]))
     request = server.request(path, body)
-    note(request)
-    for _ in range(random.choice([1, 4, 20])):
-        with contextlib.closing(server.open()) as connection:
-            connection.sendall(request)
-            if random.random() < 0.5:
-                connection.recv(random.choice([1, 100]))
-            if random.random() < 0.5:  # a reset
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    return _normal(server)
 
-
-def _crowd(server: _Server, random: Random, note: Send) -> Found:
-    """More connections than there are places, all of which wait."""
-    begun = random.choice([b"", b"GET /health HTTP/1.1\r\n", server.head("POST", _CHAT, Content_Length="9")])
-    note(begun)
-    with contextlib.ExitStack() as stack:
-        for _ in range(random.choice([20, 300])):
-            connection = stack.enter_context(contextlib.closing(server.open()))
-            with contextlib.suppress(OSError):
-                connection.sendall(begun)
+    def judged() -> Found:
+        for _ in range(random.choice([1, 4, 20])):
+            with contextlib.closing(server.open()) as connection:
+                connection.sendall(request)
+                if random.random() < 0.5:
+                    connection.recv(random.choice([1, 100]))
+                if random.random() < 0.5:  # a reset
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         return _normal(server)
 
+    return Request(request, judged=judged)
 
-def _path(server: _Server, random: Random, note: Send) -> Found:
+
+def _path(server: _Server, random: Random) -> Request:
     """Paths that lead elsewhere."""
     method = random.choice(["GET", "GET", "POST", "HEAD", "DELETE"])
     request = server.head(method, random.choice(_PATHS), Content_Length="2" if method == "POST" else "")
-    request += b"{}" if method == "POST" else b""
-    note(request)
-    return _judged(server, request, method=method)
+    return Request(request + (b"{}" if method == "POST" else b""), method=method)
 
 
-def _key(server: _Server, random: Random, note: Send) -> Found:
+def _key(server: _Server, random: Random) -> Request:
     """A key that is none, nearly right, long, or strange."""
     given = random.choice([*_KEYS, f"Bearer {KEY}"])
     path, body = _asked(random)
-    request = server.request(path, body, Authorization=given)
-    note(request)
     needs = f"the key {given!r}" if server.key and given != f"Bearer {KEY}" else ""
-    return _judged(server, request, needs)
+    return Request(server.request(path, body, Authorization=given), needs)
 
 
-_ATTACKS: dict[str, Callable[[_Server, Random, Send], Found]] = {
+_ATTACKS: dict[str, Callable[[_Server, Random], Request]] = {
     "a page of the web": _page,
     "a body of garbage": _garbage,
     "a field of a wrong type": _field,

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,8 @@ from random import Random
 import httpx
 import numpy as np
 from outcome import Case, Verdict
-from workshop import REPOSITORY, Bench
+from service import Service, serving
+from workshop import Bench
 
 from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.messages import Answer, Refusal, Task
@@ -37,6 +36,8 @@ _CASES = 96
 _PATHS = ("/", "/docs", "/openapi.json", "/health", "/v1/control/start-run", "/v1/runtime/acquire-task")
 _FLEET = "/v1/fleet/"
 _VERBS = ("push-object", "push-messages", "pull-messages", "activate-node", "register-node", "get-fab")
+_LENGTHS = (10**6, 10**7, 10**12, 10**30, -1)
+_HANDSHAKE = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 _CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "GetRun", "GetFab", "ActivateNode")
 
 
@@ -45,55 +46,43 @@ def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> tuple[
     cases: list[Case] = []
     with _served(bench, folder) as server:
         scene = Scene(server, random, folder)
-        scene.end_a_round({})
-        scene.end_a_round({})
-        before = server.resident()
+        scene.end_a_round([])
+        scene.end_a_round([])
+        before = server.service.memory()
         while len(cases) < _CASES:
             names = [scene.pester(*random.choice(list(STRANGERS.items()))) for _ in range(10)]
-            lies = {liar: random.choice(list(LIES.items())) for liar in scene.liars}
-            problem = scene.end_a_round({liar: lie for liar, (_, lie) in lies.items()})
-            names += [f"a device: {name}" for name, _ in lies.values()]
-            if server.process.poll() is not None:
+            lies = [random.choice(list(LIES.items())) for _ in scene.liars]
+            problem = scene.end_a_round([lie for _, lie in lies])
+            names += [f"a device: {name}" for name, _ in lies]
+            told = server.told()
+            if not server.service.is_alive:
                 problem = Verdict.CRASHED
-            elif _has_failed(server.told()):
+            elif "Traceback" in told or "Exception" in told:
                 problem = Verdict.TRACEBACK
-            elif server.resident() - before > MOST_GROWTH:
+            elif server.service.memory() - before > MOST_GROWTH:
                 problem = Verdict.GREEDY
-            tail = server.told()[-3000:] if problem else ""
+            tail = told[-3000:] if problem else ""
             cases += [Case(name, problem or Verdict.REFUSED, "prge fleet serve", tail) for name in names]
             if problem:
                 break
-        grown = max(0, server.resident() - before) >> 20
+        grown = max(0, server.service.memory() - before) >> 20
         scene.close()
     return cases, Counter({"server_rounds": scene.rounds, f"server_grew_by_{grown // 16 * 16}_mb": 1})
 
 
-def _has_failed(text: str) -> bool:
-    return "Traceback" in text or "Exception" in text
-
-
-@dataclass
+@dataclass(frozen=True)
 class Server:
-    """`prge fleet serve` as a process."""
+    """`prge fleet serve`, its folder and keys."""
 
+    service: Service
     folder: Path
     keys: Path
-    process: subprocess.Popen[bytes]
-    address: str = ""
+    address: str
 
     def told(self) -> str:
-        """What it has printed and what Flower has logged."""
+        """What Flower has logged and what it has printed."""
         log = self.folder / "fleet" / "flower" / "superlink.log"
-        texts = [
-            path.read_text(errors="replace") for path in (self.folder / "server.txt", log) if path.exists()
-        ]
-        return "\n".join(reversed(texts))
-
-    def resident(self) -> int:
-        """Bytes of memory."""
-        with contextlib.suppress(OSError, IndexError):
-            return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * 4096
-        return 0
+        return (log.read_text(errors="replace") if log.exists() else "") + "\n" + self.service.told()
 
 
 @contextmanager
@@ -103,25 +92,11 @@ def _served(bench: Bench, folder: Path) -> Iterator[Server]:
     words = ["--bundle", bench.workshop.bundle(bench.workshop.kinds[0]), "--out", folder / "fleet"]
     words += ["--keys", keys / "server", "--port", 0, "--rounds", 100_000, "--local-steps", 1]
     words += ["--seconds", _ROUND_SECONDS, "--wait-for", 1, "--combine", "trimmed"]
-    with (folder / "server.txt").open("wb") as console:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "prge.cli", "fleet", "serve", *map(str, words)],
-            stdout=console,
-            stderr=console,
-            cwd=REPOSITORY,
-        )
-    server = Server(folder, keys, process)
+    service = serving(folder / "server.txt", ["fleet", "serve", *words], "listening at")
     try:
-        deadline = time.monotonic() + _PATIENCE
-        while "listening at" not in (text := (folder / "server.txt").read_text()):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server doesn't start:\n{text}")
-            time.sleep(0.1)
-        server.address = text.partition("listening at ")[2].partition(" ")[0]
-        yield server
+        yield Server(service, folder, keys, service.told().partition("listening at ")[2].partition(" ")[0])
     finally:
-        process.kill()
-        process.wait()
+        service.end()
 
 
 @dataclass
@@ -135,16 +110,13 @@ class Scene:
     held: list[socket.socket] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        devices = self.server.keys / "devices"
-        self.honest, *self.liars_nodes = (
-            Enemy(self.server.address, devices / name) for name in (HONEST, *LIARS)
-        )
-        self.liars = list(range(len(self.liars_nodes)))
+        keys = self.server.keys / "devices"
+        self.honest, *self.liars = (Enemy(self.server.address, keys / name) for name in (HONEST, *LIARS))
         self.agreements: dict[bytes, Agreement] = {}
 
     def close(self) -> None:
         """Let go of all connections."""
-        for each in (*self.held, self.honest.client, *(liar.client for liar in self.liars_nodes)):
+        for each in (*self.held, self.honest.client, *(liar.client for liar in self.liars)):
             each.close()
 
     def pester(self, name: str, stranger: Callable[[Scene], None]) -> str:
@@ -155,18 +127,15 @@ class Scene:
             self.held.pop(0).close()
         return f"a stranger: {name}"
 
-    def end_a_round(self, lies: dict[int, Lie]) -> Verdict | None:
+    def end_a_round(self, lies: Sequence[Lie]) -> Verdict | None:
         """Let liars lie and the honest device answer; what is wrong if the round doesn't end."""
-        before = self._ended()
-        deadline = time.monotonic() + _PATIENCE
-        waiting = {index: lies[index] for index in lies}
-        answered = False
+        before, deadline, answered = self._ended(), time.monotonic() + _PATIENCE, False
+        waiting = list(zip(self.liars, lies, strict=False))
         while time.monotonic() < deadline:
-            for index in list(waiting):
-                liar = self.liars_nodes[index]
+            for liar, lie in list(waiting):
                 with contextlib.suppress(httpx.HTTPError, OSError):
                     if (asked := liar.pull()) is not None:
-                        lie = waiting.pop(index)
+                        waiting.remove((liar, lie))
                         lie(self, liar, asked)
             try:
                 if (asked := self.honest.pull()) is not None:
@@ -175,7 +144,7 @@ class Scene:
             except httpx.HTTPStatusError:
                 continue  # the round's time was up
             except (httpx.TransportError, OSError):
-                if self.server.process.poll() is not None:
+                if not self.server.service.is_alive:
                     return Verdict.CRASHED
             if answered and self._ended() > before:
                 self.rounds += 1
@@ -184,7 +153,7 @@ class Scene:
         return Verdict.HUNG
 
     def _ended(self) -> int:
-        lines = (self.folder / "server.txt").read_text(errors="replace").splitlines()
+        lines = self.server.service.told().splitlines()
         return sum(line.startswith("round ") and " 0 answers" not in line for line in lines)
 
     def answer(self, asked: Asked) -> Answer:
@@ -215,6 +184,18 @@ class Scene:
             connection.settimeout(2)
             connection.sendall(content)
             connection.recv(100)
+
+    def head(self, verb: str = "", method: str = "POST", path: str = "", **headers: object) -> bytes:
+        """The head of a request of a verb, by default of one that is drawn."""
+        path = path or _FLEET + (verb or self.random.choice(_VERBS))
+        lines = [f"{method} {path} HTTP/1.1", "host: x"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+    def hold(self, connection: socket.socket, content: bytes) -> None:
+        """Begin to say something on a connection that stays open."""
+        connection.sendall(content)
+        self.held.append(connection)
 
     def noise(self, most: int = 4000) -> bytes:
         """Random bytes."""
@@ -258,12 +239,11 @@ def _call(scene: Scene, liar: Enemy, asked: Asked) -> None:
     name = scene.random.choice(_CALLS)
     path = "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).strip("-")
     client = liar.client._client
-    request = client.build_request(
-        "POST",
+    address, headers = (
         f"https://{scene.server.address}{_FLEET}{path}",
-        content=scene.noise(),
-        headers={"content-type": "application/x-protobuf"},
+        {"content-type": "application/x-protobuf"},
     )
+    request = client.build_request("POST", address, content=scene.noise(), headers=headers)
     for interceptor in liar.client._interceptors:
         context = type("Context", (), {"request": request, "rpc_method": f"/flwr.proto.Fleet/{name}"})
         interceptor.intercept(context, lambda _: httpx.Response(200))
@@ -330,55 +310,23 @@ LIES: dict[str, Lie] = {
 }
 
 
-def _half_head(scene: Scene) -> None:
-    connection = scene.secure()
-    connection.sendall(f"POST {_FLEET}push-object HTTP/1.1\r\nhost: x\r\nx".encode())
-    scene.held.append(connection)
-
-
-def _slow_body(scene: Scene) -> None:
-    connection = scene.secure()
-    connection.sendall(
-        f"POST {_FLEET}push-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\na".encode()
-    )
-    scene.held.append(connection)
-
-
 def _many(scene: Scene) -> None:
     for _ in range(scene.random.randint(1, 60)):
         scene.held.append(scene.open())
 
 
-def _big_body(scene: Scene) -> None:
-    length = scene.random.choice([10**6, 10**7, 10**12, 10**30, -1])
-    head = (
-        f"POST {_FLEET}{scene.random.choice(_VERBS)} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n"
-    )
-    scene.says(head.encode() + bytes(2_000_000))
-
-
-def _chunks(scene: Scene) -> None:
-    verb = scene.random.choice(_VERBS)
-    head = f"POST {_FLEET}{verb} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    scene.says(head.encode() + b"ffff\r\n" + bytes(500_000))
-
-
 def _wrong_key(scene: Scene) -> None:
     fields = {
-        "flwr-public-key": scene.random.choice(["", "%%%", "QUJD", "A" * 9000]),
-        "flwr-timestamp": scene.random.choice(["", "x", "9999-12-31T23:59:59+00:00", "2020-01-01"]),
-        "flwr-signature": scene.random.choice(["", "QUJD", "\xff"]),
+        "flwr_public_key": scene.random.choice(["", "%%%", "QUJD", "A" * 9000]),
+        "flwr_timestamp": scene.random.choice(["", "x", "9999-12-31T23:59:59+00:00", "2020-01-01"]),
+        "flwr_signature": scene.random.choice(["", "QUJD", "\xff"]),
     }
-    text = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    verb = scene.random.choice(_VERBS)
-    scene.says(
-        f"POST {_FLEET}{verb} HTTP/1.1\r\nhost: x\r\n{text}content-length: 0\r\n\r\n".encode("latin-1")
-    )
+    scene.says(scene.head(**fields, content_length=0))
 
 
 def _path(scene: Scene) -> None:
-    verb, path = scene.random.choice(["GET", "POST", "PUT", "OPTIONS"]), scene.random.choice(_PATHS)
-    scene.says(f"{verb} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
+    method, path = scene.random.choice(["GET", "POST", "PUT", "OPTIONS"]), scene.random.choice(_PATHS)
+    scene.says(scene.head(method=method, path=path, content_length=0))
 
 
 def _plain(scene: Scene) -> None:
@@ -389,22 +337,22 @@ def _plain(scene: Scene) -> None:
         connection.recv(100)
 
 
-def _handshake(scene: Scene) -> None:
-    connection = scene.open()
-    connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
-    scene.held.append(connection)
-
-
 STRANGERS: dict[str, Callable[[Scene], None]] = {
-    "half a head": _half_head,
-    "a slow body": _slow_body,
+    "half a head": lambda scene: scene.hold(scene.secure(), scene.head("push-object")[:-2] + b"x"),
+    "a slow body": lambda scene: scene.hold(
+        scene.secure(), scene.head("push-messages", content_length=9) + b"a"
+    ),
     "many connections": _many,
-    "a big body": _big_body,
-    "chunks without end": _chunks,
+    "a big body": lambda scene: scene.says(
+        scene.head(content_length=scene.random.choice(_LENGTHS)) + bytes(2_000_000)
+    ),
+    "chunks without end": lambda scene: scene.says(
+        scene.head(transfer_encoding="chunked") + b"ffff\r\n" + bytes(500_000)
+    ),
     "a wrong key": _wrong_key,
     "a wrong path": _path,
     "no TLS, or garbage of it": _plain,
-    "half a handshake": _handshake,
+    "half a handshake": lambda scene: scene.hold(scene.open(), _HANDSHAKE),
     "noise": lambda scene: scene.says(scene.noise(100_000)),
     "a head without end": lambda scene: scene.says(b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000),
     "requests in a row": lambda scene: scene.says(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 500),

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import damage
 from child import Child, Ended, Limits, prge_ends
-from outcome import Case, Verdict, command_line, judged
+from outcome import Case, Verdict, judged, worked
 from workshop import REPOSITORY, Bench, Workshop
 
 from device_runner.evaluate import EvaluateSettings
@@ -33,6 +33,7 @@ from device_runner.session.settings import RunSettings
 
 MEGABYTE = 1 << 20
 Must = Literal["be refused", "work", "end"]
+_LIMITS = Limits(seconds=300, processor_seconds=40)
 _DIGITS = "9" * 5000
 _DEEP = 100_000
 
@@ -56,8 +57,7 @@ class Input:
     words: Sequence[object]
     must: Must = "be refused"
     bounds: Bounds = Bounds()
-    limits: Limits = field(default_factory=lambda: Limits(seconds=300, processor_seconds=40, memory=2 << 30))
-    prepare: Callable[[], object] | None = None
+    limits: Limits = _LIMITS
     says: str = ""
     never: str = ""
 
@@ -72,9 +72,8 @@ def attack_an_input(bench: Bench, random: Random, folder: Path) -> tuple[list[Ca
     made = make(bench.workshop, random, folder)
     if not isinstance(made, Input):
         return made, Counter()
-    child = Child(made.words, made.limits, folder, prepare=made.prepare)
-    ended = child.wait()
-    return [Case(made.name, _verdict(made, ended), command_line(ended), ended.tail)], Counter()
+    ended = Child(made.words, made.limits, folder).wait()
+    return [Case.of(made.name, _verdict(made, ended), ended)], Counter()
 
 
 def _verdict(made: Input, ended: Ended) -> Verdict:
@@ -96,32 +95,13 @@ def _write(path: Path, content: str | bytes) -> Path:
 
 
 def _run(workshop: Workshop, folder: Path, *more: object, kind: str = "decoder") -> list[object]:
-    words = [
-        "run",
-        "--bundle",
-        workshop.bundle(kind),
-        *workshop.rows,
-        "--steps",
-        2,
-        "--threads",
-        1,
-        "--quiet",
-        "--keep-gradients",
-    ]
-    return [*words, "--out", folder / "out", *more]
+    words = ["run", "--bundle", workshop.bundle(kind), *workshop.rows]
+    return [*words, *"--steps 2 --threads 1 --quiet --keep-gradients --out".split(), folder / "out", *more]
 
 
 def _eval(workshop: Workshop, *more: object, kind: str = "decoder") -> list[object]:
-    words = [
-        "eval",
-        "--bundle",
-        workshop.bundle(kind),
-        "--data",
-        workshop.folder / "dev.jsonl",
-        "--threads",
-        1,
-    ]
-    return [*words, "--task", workshop.folder / "task.yaml", *more]
+    words = ["eval", "--bundle", workshop.bundle(kind), "--data", workshop.folder / "dev.jsonl"]
+    return [*words, "--threads", 1, "--task", workshop.folder / "task.yaml", *more]
 
 
 # Documents
@@ -167,23 +147,20 @@ def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
     where = random.choice(["task", "config", "task of eval", "adapter_config.json", "hashes.json"])
     names = {"config": ["steps", "learning_rate", "lengths", "quiet"], "hashes.json": ["a"]}
     name = random.choice(names.get(where, ["name", "template", "label_words", "columns", "metric"]))
-    if isinstance(content, str) and "{name}" in content:
+    if isinstance(content, str):
         content = content.replace("{name}", name).replace("{{", "{").replace("}}", "}")
-    elif isinstance(content, str):
-        content = content.replace("{{", "{").replace("}}", "}")
-    bounds = _SOON
     label = f"{where}: {kind}"
     if where.endswith("json"):
         adapter = Path(shutil.copytree(workshop.bundle("decoder") / "adapter", folder / "adapter"))
         _write(adapter / where, content)
-        return Input(label, _eval(workshop, "--adapter", adapter), bounds=bounds)
+        return Input(label, _eval(workshop, "--adapter", adapter), bounds=_SOON)
     path = _write(folder / "bad.yaml", content)
     if where == "config":
         # An empty file is no setting at all.
         must: Must = "end" if kind == "nothing" else "be refused"
-        return Input(label, _run(workshop, folder, "--config", path), must, bounds=bounds)
+        return Input(label, _run(workshop, folder, "--config", path), must, bounds=_SOON)
     words = _eval(workshop, "--task", path) if "eval" in where else _run(workshop, folder, "--task", path)
-    return Input(label, words, bounds=bounds)
+    return Input(label, words, bounds=_SOON)
 
 
 # Chat templates
@@ -236,20 +213,12 @@ def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
     bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
     _write(bundle / "tokenizer" / "chat_template.jinja", source)
     damage.rehash_bundle(bundle)
-    words = ["eval", "--bundle", bundle, "--data", workshop.folder / "chat.jsonl", "--threads", 1]
+    words = ["--bundle", bundle, "--threads", 1]
+    rows = workshop.folder / "chat.jsonl"
     if random.random() < 0.5:
-        words = [
-            "run",
-            "--bundle",
-            bundle,
-            "--train",
-            workshop.folder / "chat.jsonl",
-            "--threads",
-            1,
-            "--steps",
-            1,
-        ]
-        words += ["--quiet", "--out", folder / "out"]
+        words = ["run", *words, "--train", rows, "--steps", 1, "--quiet", "--out", folder / "out"]
+    else:
+        words = ["eval", *words, "--data", rows]
     return Input(f"chat template: {kind}", words, "end", bounds=Bounds(30.0, 700.0))
 
 
@@ -294,38 +263,8 @@ _VERBS: dict[str, tuple[type[Any], Callable[[Workshop, Path], list[object]]]] = 
 }
 # Large ones only take long, as they should.
 _TAKES_LONG = frozenset({"steps", "batches"})
-_ODD = [
-    "",
-    "x",
-    "nan",
-    "inf",
-    "-inf",
-    "1e999",
-    "1e308",
-    "-1e308",
-    "1e-320",
-    "-1",
-    "-0",
-    "0",
-    "0.5",
-    "1_0",
-    "٣",
-]
-_ODD += [
-    "0x10",
-    "1e3",
-    "None",
-    "null",
-    "true",
-    "[1]",
-    "{}",
-    "\0"[:0] + "\x1b[2J",
-    "\udcff",
-    " ",
-    "--",
-    "=",
-    "../..",
-]
+_ODD = ["", *"x nan inf -inf 1e999 1e308 -1e308 1e-320 -1 -0 0 0.5 1_0 ٣ 0x10 1e3 None null true".split()]
+_ODD += ["[1]", "{}", "\x1b[2J", "\udcff", " ", "--", "=", "../.."]
 _LARGE = ["1000000000", "1000000000000", str(2**31), str(2**63), str(2**64), str(10**30), _DIGITS]
 
 
@@ -342,17 +281,10 @@ def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _bounds(workshop: Workshop, random: Random, folder: Path) -> Input:
     """Numbers that no run can have."""
-    choices = [
-        "--calls 1000000000",
-        f"--seed {2**64}",
-        "--seed -1",
-        "--momentum 1",
-        "--beta2 1",
-        "--threads 1000000",
-    ]
-    choices += ["--head-folds 1000000000", "--learning-rate inf", "--learning-rate nan", "--epsilon 0"]
-    choices += [f"--steps {_DIGITS}", "--divergence-ratio nan", "--clip inf", "--queries 1000000000"]
-    choices += ["--batch-size 0", "--copies 1000000000000", "--warmup 1000000000"]
+    choices = ["--calls 1000000000", f"--seed {2**64}", "--seed -1", "--momentum 1", "--beta2 1"]
+    choices += ["--threads 1000000", "--head-folds 1000000000", "--learning-rate inf", "--learning-rate nan"]
+    choices += ["--epsilon 0", f"--steps {_DIGITS}", "--divergence-ratio nan", "--clip inf"]
+    choices += ["--queries 1000000000", "--batch-size 0", "--copies 1000000000000", "--warmup 1000000000"]
     chosen = random.choice(choices)
     words = _run(workshop, folder, *chosen.split())
     return Input(f"bounds: {chosen[:40]}", words, bounds=_SOON)
@@ -437,15 +369,9 @@ def _streams(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     refuse = random.choice([_close, _full, _unread])
     numbers = random.choice([[1], [2], [1, 2], [0, 1, 2]])
     words = [word for word in _run(workshop, folder) if word != "--quiet"]
-    limits = Limits(seconds=300, processor_seconds=40)
-    ended = Child(words, limits, prepare=partial(refuse, numbers)).wait()
+    ended = Child(words, _LIMITS, prepare=partial(refuse, numbers)).wait()
     whole = prge_ends(["replay", folder / "out", "--out", folder / "replayed"])
-    verdict = judged(ended) or judged(whole) or Verdict.ACCEPTED
-    if verdict is Verdict.REFUSED:
-        verdict = Verdict.UNEXPLAINED
-    return [
-        Case(f"standard files: {refuse.__name__[1:]} {numbers}", verdict, command_line(ended), ended.tail)
-    ]
+    return [Case.of(f"standard files: {refuse.__name__[1:]} {numbers}", worked(ended, whole), ended)]
 
 
 def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
@@ -456,7 +382,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     out = folder / "disk" / "out"
     out.parent.mkdir()
     is_mounted = os.geteuid() == 0 and random.random() < 0.5 and _mounted(out.parent, 12288 + 4 * small)
-    limits = Limits(seconds=300, processor_seconds=40, file_bytes=None if is_mounted else small)
+    limits = dataclasses.replace(_LIMITS, file_bytes=None if is_mounted else small)
     try:
         ended = Child([*words, "--out", out], limits).wait()
         verdict = judged(ended)
@@ -467,9 +393,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
         again = ["run", "--resume", out] if (out / "config.yaml").is_file() else [*words, "--out", out]
         resumed = prge_ends(again)
         if verdict in (None, Verdict.REFUSED):
-            verdict = judged(resumed) or Verdict.ACCEPTED
-            if verdict is Verdict.REFUSED:
-                verdict, ended = Verdict.UNEXPLAINED, resumed
+            verdict, ended = worked(resumed), ended if resumed.code == 0 else resumed
         if verdict is Verdict.ACCEPTED and _weights(folder / "whole") != _weights(out):
             verdict = Verdict.DIFFERENT
     finally:
@@ -478,7 +402,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     if whole.code:
         verdict, ended = Verdict.UNEXPLAINED, whole
     name = "full disk" if is_mounted else "a limit on the size of files"
-    return [Case(name, verdict, command_line(ended), f"{ended.tail}\n{resumed.tail}")]
+    return [Case.of(name, verdict, ended, resumed.tail)]
 
 
 def _mounted(folder: Path, size: int) -> bool:
@@ -495,7 +419,7 @@ def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
     """Memory that runs out is said as that."""
     kind = random.choice(workshop.kinds)
     memory = random.randrange(MEGABYTE, 90 * MEGABYTE)
-    limits = Limits(seconds=300, processor_seconds=40, memory=memory)
+    limits = dataclasses.replace(_LIMITS, memory=memory)
     name = f"little memory: {kind}"
     words = _run(workshop, folder, kind=kind)
     return Input(name, words, "end", limits=limits, says="memory", never="damaged", bounds=Bounds(20.0))
@@ -503,9 +427,8 @@ def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     """Folders whose names are not plain, in a process of its own: its encoding is chosen at the start."""
-    name = random.choice(
-        ["grün", "-x", "--out", "a b", "a\nb", "日本", "'", '"', "$(x)", "%s", "{}", "a=b", "x" * 200]
-    )
+    odd = ["grün", "-x", "--out", "a b", "a\nb", "日本", "'", '"', "$(x)", "%s", "{}", "a=b", "x" * 200]
+    name = random.choice(odd)
     environment: Mapping[str, str] = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(REPOSITORY)}
     began = [str(word) for word in _run(workshop, folder)]
     began[began.index("--out") : began.index("--out") + 2] = [f"--out={name}"]
@@ -513,15 +436,10 @@ def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     cases = []
     for words in calls:
         command = [sys.executable, "-m", "prge.cli", *words]
-        done = subprocess.run(
-            command, capture_output=True, cwd=folder, env=environment, timeout=300, check=False
-        )
+        done = subprocess.run(command, capture_output=True, cwd=folder, env=environment, timeout=300)
         output = (done.stdout + done.stderr).decode(errors="replace")
         ended = Ended(tuple(words), done.returncode, output)
-        verdict = judged(ended) or Verdict.ACCEPTED
-        if verdict is Verdict.REFUSED:
-            verdict = Verdict.UNEXPLAINED
-        cases.append(Case(f"name of a folder: {words[0]}", verdict, command_line(ended), ended.tail))
+        cases.append(Case.of(f"name of a folder: {words[0]}", worked(ended), ended))
     return cases
 
 
@@ -537,18 +455,14 @@ def _places(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _two_at_once(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     """Two processes that begin, or go on with, the same run: one has it, the other is told so."""
-    limits = Limits(seconds=300, processor_seconds=40)
     words = [*_run(workshop, folder), "--steps", 12, "--checkpoint-every", 1]
-    children = [Child(words, limits), Child(words, limits)]
-    ended = [child.wait() for child in children]
-    resumed = [
-        child.wait() for child in [Child(["run", "--resume", folder / "out"], limits) for _ in range(2)]
-    ]
+    resume = ["run", "--resume", folder / "out"]
+    ended, resumed = (
+        [child.wait() for child in [Child(each, _LIMITS) for _ in range(2)]] for each in (words, resume)
+    )
     replayed = prge_ends(["replay", folder / "out", "--out", folder / "replayed"])
-    cases = []
-    for each in [*ended, *resumed, replayed]:
-        verdict = judged(each) or Verdict.ACCEPTED
-        cases.append(Case("two processes", verdict, command_line(each), each.tail))
+    calls = [*ended, *resumed, replayed]
+    cases = [Case.of("two processes", judged(each) or Verdict.ACCEPTED, each) for each in calls]
     if replayed.code or not any(each.code == 0 for each in ended):
         cases.append(dataclasses.replace(cases[-1], verdict=Verdict.DIFFERENT))
     return cases

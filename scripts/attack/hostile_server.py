@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import struct
 import time
 import traceback
@@ -18,13 +17,15 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
-from outcome import Case, Verdict
+from child import Child, Limits
+from outcome import Case, Verdict, judged
 from workshop import Bench, Workshop
 
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
@@ -38,7 +39,8 @@ from prge.files.journal import Journal
 from prge.rows.task import load_task
 
 TASKS = 40
-MOST_SECONDS, MOST_SECONDS_IN_ALL = 20.0, 300.0
+MOST_SECONDS = 20.0
+LIMITS = Limits(seconds=300, processor_seconds=600, memory=None)
 # Of the process beyond its parent: engine, rows and messages.
 MOST_MEMORY = 250 << 20
 PLANS: Sequence[dict[str, Any]] = (
@@ -49,6 +51,10 @@ PLANS: Sequence[dict[str, Any]] = (
     {"estimator": "exact", "optimizer": "sgd"},
     {"estimator": "exact", "clip": 1e-3, "noise": 8.0},
 )
+
+
+# Of a state's arrays and of its progress.
+Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
 
 @dataclass
@@ -79,9 +85,7 @@ class Server:
         task = Task(self.agreement.sha256, number, first, 60.0, self.agreement.content)
         return replace(task, **{"state": self.state(first), **changes})
 
-    def state(
-        self, step: int, change: Callable[[dict[str, Any], dict[str, Any]], object] | None = None
-    ) -> bytes:
+    def state(self, step: int, change: Change | None = None) -> bytes:
         """A common state, changed before it is packed."""
         state = first_state(self.agreement.plan, Adapter.zeros(self.bundle.chain.modules))
         state.progress.step = step
@@ -111,9 +115,9 @@ def _garbage(server: Server) -> tuple[bytes, bool]:
 
 def _torn(server: Server) -> tuple[bytes, bool]:
     content = server.honest().to_bytes()
-    return (content[: server.random.randrange(len(content))], content + b"!")[
-        server.random.random() < 0.2
-    ], False
+    if server.random.random() < 0.2:
+        return content + b"!", False
+    return content[: server.random.randrange(len(content))], False
 
 
 def _flipped(server: Server) -> tuple[bytes, bool]:
@@ -194,9 +198,8 @@ def _state(server: Server) -> tuple[bytes, bool]:
         ]
     )
     content = server.state(step, change)
-    return server.honest(
-        state=server.random.choice([content, content, content, content[:-9]])
-    ).to_bytes(), False
+    state = server.random.choice([content, content, content, content[:-9]])
+    return server.honest(state=state).to_bytes(), False
 
 
 def _far(server: Server) -> tuple[bytes, bool]:
@@ -238,13 +241,10 @@ def _plan(server: Server) -> tuple[bytes, bool]:
         *({"estimator": "all"}, {"unit": "none"}, {"seed": -1}, {"more": 1}, {"learning_rate": 1e400}),
     ]
     said["plan"].update(server.random.choice(lies))
-    said = server.random.choice(
-        [said, said, said, {**said, "bundle": "0" * 64}, {**said, "name": 1}, {"plan": said}]
-    )
-    content = json.dumps(said).encode()
-    content = server.random.choice(
-        [content, content, content, b"[" * 9000, b"\xff{}", content + b" " * (1 << 16)]
-    )
+    others = [{**said, "bundle": "0" * 64}, {**said, "name": 1}, {"plan": said}]
+    content = json.dumps(server.random.choice([said, said, said, *others])).encode()
+    damaged = [b"[" * 9000, b"\xff{}", content + b" " * (1 << 16)]
+    content = server.random.choice([content, content, content, *damaged])
     return replace(server.honest(), agreement=content).to_bytes(), False
 
 
@@ -267,62 +267,27 @@ def _evictions(server: Server) -> tuple[bytes, bool]:
 
 
 LIES: Sequence[Lie] = (
-    *(
-        _garbage,
-        _torn,
-        _flipped,
-        _counts,
-        _again,
-        _again,
-        _older,
-        _later,
-        _later,
-        _no_round,
-        _hurried,
-        _no_time,
-    ),
-    *(_state, _state, _far, _missed, _plan, _hashed_plan, _evictions),
+    *(_garbage, _torn, _flipped, _counts, _again, _again, _older, _later, _later, _no_round, _hurried),
+    *(_no_time, _state, _state, _far, _missed, _plan, _hashed_plan, _evictions),
 )
 
 
 def attack_a_device(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """Let one device answer TASKS tasks of a hostile server."""
     found = folder / "found.jsonl"
-    resident = _resident()
-    began = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            _serve(bench.workshop, random, folder, found)
-            code = 0
-        except BaseException:
-            with found.open("a") as stream:
-                stream.write(
-                    json.dumps({"name": "device", "verdict": "tracebacks", "tail": traceback.format_exc()})
-                    + "\n"
-                )
-        finally:
-            os._exit(code)
-    hung = False
-    while not (ended := os.wait4(child, os.WNOHANG))[0]:
-        if time.monotonic() - began > MOST_SECONDS_IN_ALL and not hung:
-            os.kill(child, 9)
-            hung = True
-        time.sleep(0.05)
+    device = Child(("device",), LIMITS, call=partial(_serve, bench.workshop, random, folder, found))
+    ended = device.wait()
     lines = found.read_text().splitlines() if found.is_file() else []
     cases = [Case(**{**case, "verdict": Verdict(case["verdict"])}) for case in map(json.loads, lines)]
-    if hung or os.WIFSIGNALED(ended[1]):
-        cases.append(Case("device", Verdict.HUNG if hung else Verdict.CRASHED, tail=str(ended[1])))
-    grown = ended[2].ru_maxrss * 1024 - resident
-    if grown > MOST_MEMORY:
-        cases.append(
-            Case("memory of the device", Verdict.GREEDY, tail=f"{grown >> 20} MB more than its parent")
-        )
+    if verdict := judged(ended):
+        cases.append(Case.of("device", verdict, ended))
+    if ended.memory > MOST_MEMORY:
+        tail = f"{ended.memory >> 20} MB more than its parent"
+        cases.append(Case("memory of the device", Verdict.GREEDY, tail=tail))
     return cases, Counter(network_devices=1)
 
 
-def _serve(workshop: Workshop, random: Random, folder: Path, found: Path) -> None:
+def _serve(workshop: Workshop, random: Random, folder: Path, found: Path) -> int:
     """The device's process: a line in `found` for each task."""
     kind = random.choice([kind for kind in workshop.kinds if kind in ("quantized", "decoder")])
     task = workshop.folder / "task.yaml"
@@ -343,6 +308,7 @@ def _serve(workshop: Workshop, random: Random, folder: Path, found: Path) -> Non
             case = _judged(server, lie)
             stream.write(json.dumps(asdict(case)) + "\n")
             stream.flush()
+    return 0
 
 
 def _judged(server: Server, lie: Lie) -> Case:
@@ -362,22 +328,12 @@ def _judged(server: Server, lie: Lie) -> Case:
     if not may and answered not in seen:
         return Case(name, Verdict.SILENT, tail=repr(said)[:500])
     seen.add(answered)
-    lines = [
-        record
-        for record in Journal(server.folder / LEDGER, writable=False).records
-        if record["kind"] == BEGUN
-    ]
-    rounds = Counter((record["agreement"], record["round"]) for record in lines)
-    if len(seen) > 1 or rounds[said.sha256.hex(), said.number] != 1:
-        return Case(
-            name,
-            Verdict.DIFFERENT,
-            tail=f"{len(seen)} answers, {rounds[said.sha256.hex(), said.number]} lines",
-        )
+    with Journal(server.folder / LEDGER, writable=False) as journal:
+        begun = [
+            (each["agreement"], each["round"]) for each in journal.records if each["kind"] == BEGUN
+        ].count((said.sha256.hex(), said.number))
+    if len(seen) > 1 or begun != 1:
+        return Case(name, Verdict.DIFFERENT, tail=f"{len(seen)} answers, {begun} lines")
     if not (np.isfinite(said.values).all() and np.isfinite(said.losses).all()):
         return Case(name, Verdict.SILENT, tail="an answer that is not finite")
     return Case(name, Verdict.ACCEPTED)
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

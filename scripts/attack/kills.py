@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from child import Child, Ended, Limits, prge_ends
-from outcome import Case, Verdict, command_line, judged
+from child import Child, Limits, prge_ends
+from outcome import STOPPED, Case, Verdict, worked
 from workshop import Bench, Workshop
 
 LIMITS = Limits(seconds=300, processor_seconds=120, memory=None)
 _KILLS = (6, 16)
-_STOPPED = 130
 _TORCH = ["--engine", "torch"]
 
 # For each kind of bundle, settings of which one is drawn.
@@ -37,21 +36,16 @@ _TANGENTS = [
 ]
 _BY_EXAMPLE = ["--clip-examples", "0.1", "--batch-size", "1", "--calls", "3"]
 _EXACT = [["--estimator", "exact", *more] for more in ([], ["--clip", "1"], ["--calls", "2"], _BY_EXAMPLE)]
+_HEAD_OF_ALL = ["--head-folds", "0", "--estimator", "exact"]
 _KEPT = ["--trunk-cache-bytes", "1000000"]
 _OF_KIND: dict[str, list[list[str]]] = {
     "decoder": [*_TANGENTS, *_DIFFERENCES, *_EXACT, ["--memory", "400000"]],
     "quantized": [[], *_EXACT, ["--memory", "400000"]],
     "upper": [
-        _KEPT,
-        [*_KEPT, "--trunk-cache-dtype", "float16"],
-        [*_KEPT, "--estimator", "exact"],
+        *([*_KEPT, *more] for more in ([], ["--trunk-cache-dtype", "float16"], ["--estimator", "exact"])),
         ["--trunk-cache-bytes", "10000", "--estimator", "antithetic"],
     ],
-    "encoder": [
-        ["--head-folds", "4"],
-        ["--head-folds", "0", "--estimator", "exact"],
-        ["--head-learning-rate", "0.01"],
-    ],
+    "encoder": [["--head-folds", "4"], _HEAD_OF_ALL, ["--head-learning-rate", "0.01"]],
 }
 _OF_ALL: list[list[list[str]]] = [
     [["--optimizer", "adam"], ["--optimizer", "momentum"], ["--optimizer", "sgd"]],
@@ -92,34 +86,28 @@ def _attacked(name: str, words: list[str], random: Random, folder: Path) -> tupl
     whole, killed = folder / "whole", folder / "killed"
     ended = prge_ends([*words, "--out", whole], LIMITS)
     if ended.code != 0:
-        return [Case(name, _unexpected(ended), command_line(ended), ended.tail)], counts
+        return [Case.of(name, worked(ended), ended)], counts
     seconds = time.monotonic() - began
     left = random.randint(*_KILLS)
     while True:
-        resume = ["--resume", killed] if (killed / "config.yaml").is_file() else [*words, "--out", killed]
-        child = Child(resume if resume[0] != "--resume" else [words[0], *resume], LIMITS)
+        resume = [words[0], "--resume", killed]
+        child = Child(resume if (killed / "config.yaml").is_file() else [*words, "--out", killed], LIMITS)
         how = _killed(child, killed, seconds, random) if left > 0 else ""
         ended = child.wait()
-        if how and ended.code in (-signal.SIGKILL, -signal.SIGTERM, _STOPPED):
+        if how and ended.code in (-signal.SIGKILL, -signal.SIGTERM, STOPPED):
             left -= 1
             counts["kills"] += 1
             counts[f"kills by {how}"] += 1
             counts[f"kills of {name}"] += 1
             continue
         if ended.code != 0:
-            return [Case(name, _unexpected(ended), command_line(ended), ended.tail)], counts
+            return [Case.of(name, worked(ended), ended)], counts
         if problem := differences(whole, killed):
-            return [Case(name, Verdict.DIFFERENT, command_line(ended), problem)], counts
+            return [Case.of(name, Verdict.DIFFERENT, ended, problem)], counts
         if left <= 0:
             break
         shutil.rmtree(killed)  # it was done before the kill came: once more, until all kills are spent
     return [Case(name, Verdict.ACCEPTED)], counts
-
-
-def _unexpected(ended: Ended) -> Verdict:
-    """The verdict on a run that must not fail."""
-    verdict = judged(ended)
-    return Verdict.UNEXPLAINED if verdict in (None, Verdict.REFUSED) else verdict
 
 
 def differences(whole: Path, killed: Path) -> str:
@@ -163,15 +151,9 @@ def _killed(child: Child, run: Path, seconds: float, random: Random) -> str:
     ]
     if random.choice(instants)():
         return ""
-    name, signals = random.choice(
-        [
-            *[("SIGKILL", [signal.SIGKILL])] * 5,
-            ("SIGTERM", [signal.SIGTERM]),
-            ("SIGINT", [signal.SIGINT]),
-            ("SIGINT twice", [signal.SIGINT, signal.SIGINT]),
-        ]
-    )
-    for index, number in enumerate(signals):
+    name = random.choice([*["SIGKILL"] * 5, "SIGTERM", "SIGINT", "SIGINT twice"])
+    number = signal.Signals[name.removesuffix(" twice")]
+    for index in range(2 if name.endswith("twice") else 1):
         if index:
             child.has_ended(random.uniform(0, 0.02))
         if not child.signal(number):

@@ -12,24 +12,18 @@ from random import Random
 
 import damage
 from child import Child, Limits, prge_ends
-from outcome import Case, Verdict, command_line, judged
+from outcome import Case, Verdict, judged, worked
 from workshop import KINDS, Bench
 
 LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
 _KILLS = 3
 
 # File of a model, and whether every change of it must be refused or change nothing.
-_FILES: list[tuple[str, bool]] = [
-    ("config.json", False),
-    ("config.json", False),
-    ("generation_config.json", False),
-    ("model.safetensors", True),
-    ("model.safetensors", True),
-    ("tokenizer.json", False),
-    ("tokenizer_config.json", False),
-    ("chat_template.jinja", False),
-    ("model.safetensors.index.json", True),
-    ("pytorch_model.bin", True),
+_FILES = [
+    *[("config.json", False), ("config.json", False), ("generation_config.json", False)],
+    *[("model.safetensors", True), ("model.safetensors", True), ("tokenizer.json", False)],
+    *[("tokenizer_config.json", False), ("chat_template.jinja", False)],
+    *[("model.safetensors.index.json", True), ("pytorch_model.bin", True)],
 ]
 _OF_WEIGHTS = ["cut", "cut out", "empty", "all noise", "missing", "folder", "pipe", "device", "dangling link"]
 _INDICES = [
@@ -57,7 +51,7 @@ def attack_a_model(bench: Bench, random: Random, folder: Path) -> tuple[list[Cas
         found, expected = _left(folder / "out"), _expected(bench, random, verb)
         same = found == expected or verb != "export"
         verdict = Verdict.ACCEPTED if same else Verdict.SILENT if is_judged else Verdict.OTHER
-    return [Case(f"{verb}: {file}, {name}", verdict, command_line(ended), ended.tail)], Counter()
+    return [Case.of(f"{verb}: {file}, {name}", verdict, ended)], Counter()
 
 
 def _damaged(path: Path, random: Random) -> str:
@@ -81,28 +75,17 @@ def _damaged(path: Path, random: Random) -> str:
 
 
 def _verbs(bench: Bench, model: Path, folder: Path) -> list[tuple[str, list[object]]]:
-    export = [
-        "export",
-        "--model",
-        model,
-        "--target-modules",
-        "all-linear",
-        *KINDS["decoder"][1],
-        "--roles",
-        "stack",
+    same = ["--model", model, "--bundle", bench.workshop.bundle("decoder")]
+    publish = [bench.original("decoder", "finished"), *same, "--format", "merged"]
+    baseline = [*same, *bench.workshop.rows, "--method", "backprop-lora-fa", "--steps", 1, "--quiet"]
+    return [
+        *[("export", _export(model, "--target-modules", "all-linear"))] * 3,
+        *[("publish", ["publish", *publish]), ("baseline", ["baseline", *baseline])],
     ]
-    publish = ["publish", bench.original("decoder", "finished"), "--bundle", bench.workshop.bundle("decoder")]
-    publish += ["--model", model, "--format", "merged"]
-    baseline = [
-        "baseline",
-        "--bundle",
-        bench.workshop.bundle("decoder"),
-        "--model",
-        model,
-        *bench.workshop.rows,
-    ]
-    baseline += ["--method", "backprop-lora-fa", "--steps", "1", "--threads", "1", "--quiet"]
-    return [*[("export", list(export))] * 3, ("publish", list(publish)), ("baseline", list(baseline))]
+
+
+def _export(model: Path, *more: object) -> list[object]:
+    return ["export", "--model", model, *more, *KINDS["decoder"][1], "--roles", "stack"]
 
 
 def _left(out: Path) -> object:
@@ -130,14 +113,7 @@ def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> tuple[li
     finished, bundle = bench.original("decoder", "finished"), bench.workshop.bundle("decoder")
     publish = ["publish", finished, "--bundle", bundle, "--model", bench.workshop.model("llama")]
     calls: dict[str, list[object]] = {
-        "export": [
-            "export",
-            "--model",
-            bench.workshop.model("llama"),
-            *KINDS["decoder"][1],
-            "--roles",
-            "stack",
-        ],
+        "export": _export(bench.workshop.model("llama")),
         "publish peft": [*publish, "--format", "peft"],
         "publish merged": [*publish, "--format", "merged"],
         "publish program": [*publish, "--format", "program"],
@@ -149,51 +125,37 @@ def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> tuple[li
     began = time.monotonic()
     whole = prge_ends([*words, "--out", folder / "whole"], LIMITS)
     if whole.code:
-        return [Case(name, judged(whole) or Verdict.UNEXPLAINED, command_line(whole), whole.tail)], counts
+        return [Case.of(name, worked(whole), whole)], counts
     seconds, expected = time.monotonic() - began, _tree(folder / "whole")
     for _ in range(_KILLS):
         child = Child([*words, "--out", out], LIMITS)
-        instant = random.choice([_at_random, _at_the_end])
-        instant(child, seconds, random, out.parent)
+        if random.random() < 0.5:
+            child.has_ended(random.uniform(0, seconds))
+        else:  # while the result is written
+            while not any(out.parent.iterdir()) and not child.has_ended(0.0005):
+                continue
+            child.has_ended(random.uniform(0, 0.01))
         if child.signal(signal.SIGKILL):
             counts["kills"] += 1
             counts[f"kills of {name}"] += 1
         ended = child.wait()
         if out.exists():
             if _tree(out) != expected:
-                return [
-                    Case(name, Verdict.DIFFERENT, command_line(ended), _difference(expected, out))
-                ], counts
+                return [Case.of(name, Verdict.DIFFERENT, ended, _difference(expected, out))], counts
             shutil.rmtree(out)
     again = prge_ends([*words, "--out", out], LIMITS)
     verdict = judged(again) or Verdict.ACCEPTED
     left = sorted(path.name for path in out.parent.iterdir() if path != out)
     if verdict is Verdict.ACCEPTED and (_tree(out) != expected or left):
         verdict = Verdict.DIFFERENT
-    tail = f"{again.tail}\nleft beside it: {left}\n{_difference(expected, out)}"
-    return [Case(f"{name}, killed", verdict, command_line(again), tail)], counts
-
-
-def _at_random(child: Child, seconds: float, random: Random, _: Path) -> None:
-    child.has_ended(random.uniform(0, seconds))
-
-
-def _at_the_end(child: Child, seconds: float, random: Random, folder: Path) -> None:
-    """While the result is written."""
-    while not any(folder.iterdir()) and not child.has_ended(0.0005):
-        continue
-    child.has_ended(random.uniform(0, 0.01))
+    difference = f"left beside it: {left}\n{_difference(expected, out)}"
+    return [Case.of(f"{name}, killed", verdict, again, difference)], counts
 
 
 def _tree(folder: Path) -> dict[str, object]:
     """Files of a folder, without what tells when they were made."""
-    tree: dict[str, object] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            tree[str(path.relative_to(folder))] = path.read_bytes()
-    for name in ("manifest.json", "README.md"):
-        tree.pop(name, None)
-    return tree
+    files = ((str(path.relative_to(folder)), path) for path in sorted(folder.rglob("*")) if path.is_file())
+    return {name: path.read_bytes() for name, path in files if name not in ("manifest.json", "README.md")}
 
 
 def _difference(expected: dict[str, object], out: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ from typing import Any
 
 from child import Ended
 
-_ENDED_BY_USER = 130
+# Of a run that a signal told to stop.
+STOPPED = 130
 
 
 class Verdict(str, Enum):
@@ -59,6 +61,12 @@ class Case:
     part: str = ""
     number: int = 0
 
+    @classmethod
+    def of(cls, name: str, verdict: Verdict, ended: Ended, more: str = "") -> Case:
+        """A case of one call; `more` is told besides what it printed."""
+        command = shlex.join(["prge", *ended.words])
+        return cls(name, verdict, command, f"{ended.tail}\n{more}" if more else ended.tail)
+
     @property
     def label(self) -> str:
         """What `--repeat` takes."""
@@ -78,14 +86,15 @@ def judged(ended: Ended) -> Verdict | None:
     told = f"prge {ended.words[0]}: "
     messages = [line for line in ended.output.splitlines() if line.startswith(told)]
     is_refused = ended.code in (1, 2) and len(messages) == 1 and messages[0].startswith(told + "error: ")
-    is_ended = ended.code == _ENDED_BY_USER and messages[-1:] == [told + "interrupted"]
+    is_ended = ended.code == STOPPED and messages[-1:] == [told + "interrupted"]
     is_compared = ended.code == 1 and ended.words[0] == "replay" and ended.output.endswith(": DIFFERENT\n")
     return Verdict.REFUSED if is_refused or is_ended or is_compared else Verdict.UNEXPLAINED
 
 
-def command_line(ended: Ended) -> str:
-    """The command that a case called."""
-    return shlex.join(["prge", *ended.words])
+def worked(*calls: Ended) -> Verdict:
+    """The verdict on calls that must work: that of the first that didn't."""
+    verdict = next(filter(None, map(judged, calls)), Verdict.ACCEPTED)
+    return Verdict.UNEXPLAINED if verdict is Verdict.REFUSED else verdict
 
 
 @dataclass
@@ -111,26 +120,26 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` writes it: first what must hold, then the details."""
-        every = {verdict.value for verdict in Verdict if verdict.is_failure}
-        failed = {name: sum(n for (_, found), n in self.verdicts.items() if found == name) for name in every}
-        parts = sorted({part for part, _ in self.verdicts})
+        failed = sorted(verdict.value for verdict in Verdict if verdict.is_failure)
+
+        def cases(pattern: str) -> int:
+            return sum(n for (part, _), n in self.verdicts.items() if re.fullmatch(pattern, part))
+
+        def of(part: str, table: Counter[tuple[str, str]]) -> dict[str, int]:
+            return {name: n for (each, name), n in sorted(table.items()) if each == part}
+
         return {
             "seed": self.seed,
             "minutes": self.minutes,
             "kills": self.counts["kills"],
-            "files": sum(n for (part, _), n in self.verdicts.items() if part.endswith("files")),
-            "inputs": sum(n for (part, _), n in self.verdicts.items() if part == "inputs"),
-            "network": sum(n for (part, _), n in self.verdicts.items() if part.startswith("network_")),
-            **dict(sorted(failed.items())),
+            "files": cases(".*files"),
+            "inputs": cases("inputs"),
+            "network": cases("network_.*"),
+            **{name: sum(n for (_, each), n in self.verdicts.items() if each == name) for name in failed},
             "left_out": self.left_out,
             "parts": {
-                part: {
-                    "verdicts": {
-                        found: n for (each, found), n in sorted(self.verdicts.items()) if each == part
-                    },
-                    "cases": {name: n for (each, name), n in sorted(self.kinds.items()) if each == part},
-                }
-                for part in parts
+                part: {"verdicts": of(part, self.verdicts), "cases": of(part, self.kinds)}
+                for part in sorted({part for part, _ in self.verdicts})
             },
             "counts": dict(sorted(self.counts.items())),
             "failures": [{"repeat": case.label, **asdict(case)} for case in self.failures],

@@ -13,16 +13,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 
@@ -76,6 +78,7 @@ PARTS = {
 }
 _SAY_EVERY = 30.0
 _SHARED_MEMORY = "/dev/shm"
+_FORK = multiprocessing.get_context("fork")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,11 +114,8 @@ def main(argv: Sequence[str]) -> int:
     summary = report.to_json()
     if given.json:
         report.write(given.json)
-    print(
-        json.dumps({name: n for name, n in summary.items() if isinstance(n, int | str | list)}, indent=1)[
-            :6000
-        ]
-    )
+    shown = {name: found for name, found in summary.items() if isinstance(found, int | str | list)}
+    print(json.dumps(shown, indent=1)[:6000])
     if given.work is None and not report.failures:
         shutil.rmtree(work, ignore_errors=True)
     return 1 if report.failures else 0
@@ -142,94 +142,64 @@ class Plan:
 
 def _made_in_a_process(folder: Path, kinds: Sequence[str]) -> Workshop:
     """The workshop, made by another process: this one must not have used torch."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            open_workshop(folder, kinds)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    if os.waitpid(child, 0)[1]:
+    process = _FORK.Process(target=open_workshop, args=(folder, kinds))
+    process.start()
+    process.join()
+    if process.exitcode:
         raise SystemExit("the bundles can't be made")
     return Workshop(folder)
 
 
 def _attack(workshop: Workshop, plan: Plan, report: Report) -> None:
     """Share the plan among processes and gather what they find."""
-    children = {}
-    for worker in range(plan.processes):
-        found = workshop.folder / f"found-{worker}.jsonl"
-        found.unlink(missing_ok=True)
-        child = os.fork()
-        if child == 0:
-            _work(workshop, plan, worker, found)
-        children[child] = found
-    read = dict.fromkeys(children.values(), 0)
+    workers: dict[Connection, tuple[BaseProcess, Path]] = {}
+    for number in range(plan.processes):
+        reading, writing = _FORK.Pipe(duplex=False)
+        log = workshop.folder / f"worker-{number}.log"
+        process = _FORK.Process(target=_work, args=(workshop, plan, number, log, writing))
+        process.start()
+        writing.close()
+        workers[reading] = process, log
     said = plan.begin
-    while children:
-        done, status = os.waitpid(-1, os.WNOHANG)
-        for path in read:
-            read[path] = _gather(path, read[path], report)
-        if done:
-            path = children.pop(done)
-            if status:
-                log = path.with_suffix(".log").read_text()
-                report.add([Case("harness", Verdict.UNEXPLAINED, "", log, "harness")], Counter())
-        elif time.monotonic() - said >= _SAY_EVERY:
+    while workers:
+        for reading in [each for each in wait(list(workers), _SAY_EVERY) if isinstance(each, Connection)]:
+            try:
+                _take(reading.recv(), report)
+            except EOFError:
+                worker, log = workers.pop(reading)
+                worker.join()
+                if worker.exitcode:
+                    case = Case("harness", Verdict.UNEXPLAINED, "", log.read_text(), "harness")
+                    report.add([case], Counter())
+        if time.monotonic() - said >= _SAY_EVERY:
             said = time.monotonic()
-            minutes = (said - plan.begin) / 60
-            cases = sum(report.verdicts.values())
-            told = f"{report.counts['kills']} kills, {cases} cases, {len(report.failures)} failed"
-            print(f"{minutes:.1f} min: {told}", flush=True)
-        else:
-            time.sleep(0.2)
+            told = f"{report.counts['kills']} kills, {sum(report.verdicts.values())} cases"
+            print(f"{(said - plan.begin) / 60:.1f} min: {told}, {len(report.failures)} failed", flush=True)
 
 
-def _gather(path: Path, start: int, report: Report) -> int:
-    """Take whole lines of a worker's file into the report; where to go on."""
-    if not path.is_file():
-        return start
-    with path.open("rb") as stream:
-        stream.seek(start)
-        for line in stream:
-            if not line.endswith(b"\n"):
-                break
-            start += len(line)
-            entry = json.loads(line)
-            cases = [Case(**{**case, "verdict": Verdict(case["verdict"])}) for case in entry["cases"]]
-            for case in cases:
-                if case.verdict.is_failure:
-                    print(f"{case.label} {case.verdict.value}: {case.name}", flush=True)
-            report.add(cases, Counter(entry["counts"]))
-    return start
+def _take(found: tuple[list[Case], Counter[str]], report: Report) -> None:
+    cases, counts = found
+    for case in cases:
+        if case.verdict.is_failure:
+            print(f"{case.label} {case.verdict.value}: {case.name}", flush=True)
+    report.add(cases, counts)
 
 
-def _work(workshop: Workshop, plan: Plan, worker: int, found: Path) -> None:
-    """One process: part by part, each for its share of the time; writes its cases to `found`."""
-    code = 1
-    try:
-        log = os.open(found.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        with tempfile.TemporaryDirectory(dir=workshop.folder, ignore_cleanup_errors=True) as name:
-            bench = Bench(workshop, Path(name))
-            for part, until in plan.schedule():
-                if PARTS[part].needs_torch:
-                    import_verbs(workstation=True)
-                for number in count(worker, plan.processes):
-                    if time.monotonic() > until or (plan.cases is not None and number >= plan.cases):
-                        break
-                    cases, counts = attacked(bench, part, number, plan.seed)
-                    _tell(found, cases, counts)
-            bench.close()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+def _work(workshop: Workshop, plan: Plan, worker: int, log: Path, found: Connection) -> None:
+    """One process: part by part, each for its share of the time; sends its cases to `found`."""
+    with log.open("wb") as stream:
+        for number in (1, 2):
+            os.dup2(stream.fileno(), number)
+    with tempfile.TemporaryDirectory(dir=workshop.folder, ignore_cleanup_errors=True) as name:
+        bench = Bench(workshop, Path(name))
+        for part, until in plan.schedule():
+            if PARTS[part].needs_torch:
+                import_verbs(workstation=True)
+            for number in count(worker, plan.processes):
+                if time.monotonic() > until or (plan.cases is not None and number >= plan.cases):
+                    break
+                found.send(attacked(bench, part, number, plan.seed))
+        bench.close()
 
 
 def attacked(bench: Bench, part: str, number: int, seed: int) -> tuple[list[Case], Counter[str]]:
@@ -244,12 +214,6 @@ def attacked(bench: Bench, part: str, number: int, seed: int) -> tuple[list[Case
     else:
         shutil.rmtree(folder, ignore_errors=True)
     return [dataclasses.replace(case, part=part, number=number) for case in cases], counts
-
-
-def _tell(path: Path, cases: Sequence[Case], counts: Counter[str]) -> None:
-    entry = {"cases": [dataclasses.asdict(case) for case in cases], "counts": counts}
-    with path.open("a") as stream:
-        stream.write(json.dumps(entry) + "\n")
 
 
 def _repeat(workshop: Workshop, part: str, number: int, seed: int) -> int:

@@ -7,6 +7,7 @@ try brings it. As a command, this module is the relay, or one transfer by the co
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import socket
@@ -19,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 from child import Ended
-from outcome import Case, Verdict, command_line, judged
+from outcome import Case, Verdict, judged
 from workshop import REPOSITORY, Bench, Workshop
 
 from device_runner.android.adb import Adb
@@ -73,13 +74,11 @@ def attack_a_transfer(bench: Bench, random: Random, folder: Path) -> tuple[list[
             problem = _problem(what, source, phone, folder, ended)
             if problem or judged(ended) not in (None, Verdict.REFUSED):
                 verdict = Verdict.DIFFERENT if problem else judged(ended) or Verdict.UNEXPLAINED
-                return [
-                    Case(f"a {what}, cut", verdict, command_line(ended), f"{problem}\n{ended.tail}")
-                ], counts
+                return [Case.of(f"a {what}, cut", verdict, ended, problem)], counts
             if ended.code == 0:
                 return [Case(f"a {what}, cut", Verdict.ACCEPTED)], counts
             counts["cut transfers"] += 1
-        return [Case(f"a {what}, cut", Verdict.HUNG, command_line(ended), ended.tail)], counts
+        return [Case.of(f"a {what}, cut", Verdict.HUNG, ended)], counts
     finally:
         relay.kill()
         relay.wait()
@@ -103,10 +102,8 @@ def _daemon(bench: Bench) -> Daemon:
 def _made(folder: Path, random: Random) -> int:
     """A folder of files, some empty, and all their bytes."""
     (folder / "inner").mkdir(parents=True)
-    sizes = [
-        0,
-        *(random.randint(1, random.choice([100, 10_000, 1_000_000])) for _ in range(random.randint(1, 6))),
-    ]
+    most = [100, 10_000, 1_000_000]
+    sizes = [0, *(random.randint(1, random.choice(most)) for _ in range(random.randint(1, 6)))]
     for number, size in enumerate(sizes):
         name = f"inner/file {number}" if number % 2 else f"file-{number}"
         (folder / name).write_bytes(random.randbytes(size))
@@ -191,10 +188,8 @@ def _pass_on(one: socket.socket, other: socket.socket, budget: list[int | None])
     except OSError:
         pass
     for each in (one, other):
-        try:
+        with contextlib.suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue
 
 
 def _transfer(words: Sequence[str]) -> int:

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from processes import Server, serving
-from reports import circumstances, parser_of, report
-from timing import export, folder_bytes, timed_step
+from processes import Server, answering
+from reports import in_turns, median, parser_of, report, shape_of
+from timing import export, folder_bytes, random_model, timed_step
 
-from server_export.model.random_models import CONFIGURATIONS, save_random_model
+from server_export.model.random_models import CONFIGURATIONS
 
 ESTIMATORS: dict[Any, list[str]] = {
     "tangent": ["--queries", "4"],
@@ -58,40 +56,24 @@ def monolith(
     `sizes` are rows, tokens, threads.
     """
     rows, tokens, _ = map(str, sizes)
-    shape = [
-        "--quantize",
-        scheme,
-        "--batch-size",
-        rows,
-        "--sequence-length",
-        tokens,
-        "--estimator",
-        estimator,
-    ]
-    export(model, folder, *shape, *ESTIMATORS[estimator], checkout=checkout)
+    shape = ["--quantize", scheme, "--batch-size", rows, "--sequence-length", tokens]
+    export(model, folder, *shape, "--estimator", estimator, *ESTIMATORS[estimator], checkout=checkout)
     command = [sys.executable, "-c", MONOLITH, str(folder), estimator, *map(str, sizes)]
     paths = f"{checkout}{os.pathsep}{checkout / 'scripts' / 'bench'}"
-    with serving(command, {"PYTHONPATH": paths}, checkout) as server:
+    with answering(command, {"PYTHONPATH": paths}, checkout) as server:
         yield server
 
 
-def compared(chain: Timed, other: Timed | None, repeats: int) -> dict[str, float]:
-    """Both in turns, and in turns which goes first."""
-    steps = [chain] if other is None else [chain, other]
-    losses = [step()[1] for step in steps]
-    seconds: list[list[float]] = [[] for _ in steps]
-    for repeat in range(repeats):
-        for index in range(len(steps)) if repeat % 2 else reversed(range(len(steps))):
-            seconds[index].append(steps[index]()[0])
-    found = {"chain_seconds": statistics.median(seconds[0])}
-    if other is None:
-        return found
-    return {
-        "chain_over_monolith": statistics.median(a / b for a, b in zip(*seconds, strict=True)),
-        **found,
-        "monolith_seconds": statistics.median(seconds[1]),
-        "loss_difference": abs(losses[0] - losses[1]),
-    }
+def compared(steps: dict[str, Timed], repeats: int) -> dict[str, float]:
+    """The chain, and where there is one the program of the whole model, in turns."""
+    rounds = in_turns(steps, repeats)
+    seconds = [{name: found[0] for name, found in each.items()} for each in rounds]
+    figures = {f"{name}_seconds": median(seconds, name) for name in steps}
+    if "monolith" in steps:
+        losses = [rounds[0][name][1] for name in ("chain", "monolith")]
+        figures["chain_over_monolith"] = median(seconds, "chain", over="monolith")
+        figures["loss_difference"] = abs(losses[0] - losses[1])
+    return figures
 
 
 def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path) -> dict[str, Any]:
@@ -105,45 +87,29 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
         shapes = figures["estimators"][estimator] = {}
         for rows, tokens in arguments.shapes:
             step = timed_step(bundle, estimator, rows, tokens, arguments.threads)
-
-            def chain(step: Callable[[], Any] = step) -> tuple[float, float]:
-                seconds, measurement = step()
-                return seconds, measurement.loss
-
-            if arguments.monolith is None:
-                shapes[f"{rows}x{tokens}"] = compared(chain, None, arguments.pairs)
-                continue
-            sizes = [rows, tokens, arguments.threads]
-            checkout = arguments.monolith.resolve()
-            with monolith(checkout, model, folder / "one", scheme, estimator, sizes) as other:
-                shapes[f"{rows}x{tokens}"] = compared(chain, other, arguments.pairs)
+            steps: dict[str, Timed] = {"chain": step.with_loss}
+            with ExitStack() as stack:
+                if arguments.monolith is not None:
+                    sizes, checkout = [rows, tokens, arguments.threads], arguments.monolith.resolve()
+                    one = monolith(checkout, model, folder / "one", scheme, estimator, sizes)
+                    steps["monolith"] = stack.enter_context(one)
+                shapes[f"{rows}x{tokens}"] = compared(steps, arguments.pairs)
     return figures
-
-
-def shape_of(text: str) -> tuple[int, int]:
-    """Rows and tokens of `2x64`."""
-    rows, tokens = text.split("x")
-    return int(rows), int(tokens)
 
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, quantize=["8da4w", "fp32"], threads=2, pairs=20)
     parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
-    parser.add_argument("--quantize", nargs="+", default=["8da4w", "fp32"])
     parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=list(ESTIMATORS))
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=[(2, 64), (1, 16)])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--monolith", type=Path, help="checkout to compare with")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_random_model(folder / "model", arguments.model, arguments.layers)
+    with random_model(arguments.model, arguments.layers) as folder:
         schemes = {
             scheme: bench(arguments, scheme, folder / "model", folder) for scheme in arguments.quantize
         }
-    report({"schemes": schemes, **circumstances(arguments)}, arguments.json)
+    report({"schemes": schemes}, arguments)
 
 
 if __name__ == "__main__":

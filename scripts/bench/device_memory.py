@@ -19,12 +19,13 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reports import circumstances, parser_of, report
+from processes import watched
+from reports import parser_of, report
 
 BOUNDS = ("all", "least")
 
@@ -37,38 +38,34 @@ def measure(bundle: Path, bound: str, arguments: argparse.Namespace) -> dict[str
     import device_runner.run  # noqa: F401, what the driver holds
 
     memory = least_memory(bundle) if bound == "least" else None
-    step = timed_step(
-        bundle, arguments.estimator, arguments.batch_size, arguments.seq_len, arguments.threads, memory=memory
-    )
-    ready = time.perf_counter() - begin
-    step()
-    step()
-    lines = (line.split() for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
-    seen = {words[0].rstrip(":"): int(words[1]) / 1024 for words in lines if words[-1] == "kB"}
-    return {"anonymous_mb": seen["RssAnon"], "peak_rss_mb": seen["VmHWM"], "start_seconds": ready}
+    shape = (arguments.batch_size, arguments.seq_len, arguments.threads)
+    with watched(os.getpid()) as peak:
+        step = timed_step(bundle, arguments.estimator, *shape, memory=memory, engine=arguments.engine)
+        ready = time.perf_counter() - begin
+        step()
+        step()
+    return {"anonymous_mb": peak.anonymous_mb, "peak_rss_mb": peak.peak_rss_mb, "start_seconds": ready}
 
 
-def in_children(bundle: Path, bound: str, repeats: int, words: list[str]) -> dict[str, float]:
+def in_children(
+    bundle: Path, bound: str, words: Sequence[object], repeats: int = 1, **environment: str
+) -> dict[str, float]:
     """Medians of `measure` in processes of their own, but for the first, which may pack weights."""
-    command = [sys.executable, __file__, *words, "--measure", str(bundle), bound]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    command = [sys.executable, __file__, *map(str, words), "--measure", str(bundle), bound]
+    variables: Mapping[str, str] = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
     found = []
     for _ in range(1 + repeats):
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=variables)
         found.append(json.loads(done.stdout.splitlines()[-1]))
     return {name: statistics.median(child[name] for child in found[1:]) for name in found[0]}
 
 
 def main() -> None:
     """Read the flags, export, measure, print JSON."""
-    parser = parser_of(__doc__)
+    shape = {"batch_size": 1, "seq_len": 64, "threads": 1}
+    parser = parser_of(__doc__, quantize="8da4w", estimator="tangent", engine="auto", **shape)
     parser.add_argument("--models", nargs="*", default=[], help="such as smollm2-135m")
     parser.add_argument("--bundles", nargs="*", type=Path, default=[], help="measured besides")
-    parser.add_argument("--quantize", default="8da4w")
-    parser.add_argument("--estimator", default="tangent")
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="processes a figure")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -78,23 +75,19 @@ def main() -> None:
     figures: dict[str, Any] = {}
 
     def add(name: str, bundle: Path) -> None:
-        bounds = {bound: in_children(bundle, bound, arguments.repeats, sys.argv[1:]) for bound in BOUNDS}
-        figures[name] = bounds
+        repeats = arguments.repeats
+        figures[name] = {bound: in_children(bundle, bound, sys.argv[1:], repeats) for bound in BOUNDS}
 
     for model in arguments.models:
         # Only here: a measured process has no exporter.
-        from timing import export
+        from timing import export, random_model
 
-        from server_export.model.random_models import save_random_model
-
-        with tempfile.TemporaryDirectory() as name:
-            folder, bundle = Path(name, "model"), Path(name, "bundle")
-            save_random_model(folder, model, arguments.layers)
-            export(folder, bundle, "--quantize", arguments.quantize)
-            add(model, bundle)
+        with random_model(model, arguments.layers) as folder:
+            export(folder / "model", folder / "bundle", "--quantize", arguments.quantize)
+            add(model, folder / "bundle")
     for bundle in arguments.bundles:
         add(bundle.name, bundle)
-    report({**figures, **circumstances(arguments)}, arguments.json)
+    report(figures, arguments)
 
 
 if __name__ == "__main__":

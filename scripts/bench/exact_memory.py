@@ -1,13 +1,18 @@
 """Memory of exact steps: backpropagation with one block's weights at a time, by model.
 
     python scripts/bench/exact_memory.py --models qwen2.5-0.5b gemma3-1b --json memory.json
+    python scripts/bench/exact_memory.py --models tinyllama-1.1b --batch-size 4 --seq-len 64 --steps 20 \\
+        --limit-mb 256
 
 A model is an architecture with random weights. It is exported; a `prge run` packs its weights; another one
 takes steps on rows of random letters, with the least bound of `--memory`, and is what is measured, from its
-start to its end. Prints JSON by model: `anonymous_mb`, the most that no file could give back, `peak_rss_mb`
-(VmHWM), pages of mapped files with it, `step_seconds`, the median, `packing_anonymous_mb` and
-`packing_peak_rss_mb` of the first run with its children, and what the export took; with `--check N` the least
-`cosine` of any gradient of N blocks with PyTorch's (scripts/bench/reference.py).
+start to its end. The system has forgotten all files before. Prints JSON by model: `anonymous_mb`, the most
+that no file could give back, `peak_rss_mb` (VmHWM), pages of mapped files with it, `step_seconds`, the
+median, `major_faults`, `read_mb` from the storage, the same of the first run with its children as
+`packing_...`, and what the export took. `--check N` adds the least `cosine` of any gradient of N blocks with
+PyTorch's (reference.py). With `--limit-mb` the steps are taken again, as `limited`, in a control group whose
+memory ends there, pages of files with it; `group_peak_mb` is the most that it had. That needs the right to
+make control groups.
 """
 
 from __future__ import annotations
@@ -23,43 +28,59 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from processes import watched
-from reports import circumstances, parser_of, report
-from timing import export, least_memory
+from processes import forget, watched
+from reports import parser_of, report
+from timing import export, least_memory, random_model
 
-from server_export.model.random_models import save_random_model
+from prge.verbs.starting import command_of
+
+# By version of control groups: where they are, the files of the limit and of the most that was taken.
+GROUPS = (
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.peak"),
+)
 
 
 def measure(arguments: argparse.Namespace, model: str, place: Path) -> dict[str, Any]:
     """Export a model, pack it, take steps."""
-    folder, bundle = place / "model", place / "bundle"
-    if not bundle.is_dir():
-        save_random_model(folder, model, arguments.layers)
-        flags = ["--quantize", arguments.quantize, "--rank", str(arguments.rank), "--roles", "stack", "back"]
-        modules = ["--target-modules", *arguments.target_modules] if arguments.target_modules else []
-        exported = export(folder, bundle, *flags, "--sequence-length", str(arguments.seq_len), *modules)
+    if not (place / "bundle").is_dir():
+        exported = exported_bundle(arguments, model, place)
+        (place / "export.json").write_text(json.dumps(exported), encoding="utf-8")
+    write_rows(place / "rows.jsonl", 4 * arguments.batch_size, arguments.seq_len)
+    packing = run(arguments, place, steps=1)
+    found: dict[str, Any] = run(arguments, place, arguments.steps)
+    if arguments.limit_mb:
+        found["limited"] = run(arguments, place, arguments.steps, arguments.limit_mb << 20)
+    exported = json.loads((place / "export.json").read_text(encoding="utf-8"))
+    return {
+        **found,
+        **{f"packing_{name}": value for name, value in packing.items()},
+        **{f"export_{name}": value for name, value in exported.items()},
+    }
+
+
+def exported_bundle(arguments: argparse.Namespace, model: str, place: Path) -> dict[str, float]:
+    """Export a model as `bundle`, and check its gradients; what the export took."""
+    bundle = place / "bundle"
+    flags = ["--quantize", arguments.quantize, "--rank", str(arguments.rank), "--roles", "stack", "back"]
+    flags += ["--target-modules", *arguments.target_modules] if arguments.target_modules else []
+    with random_model(model, arguments.layers, place) as folder:
+        source = folder / "model"
+        exported = export(source, bundle, *flags, "--sequence-length", str(arguments.seq_len))
         if arguments.check:
             from reference import gradient_cosine
 
             os.environ["XDG_CACHE_HOME"] = str(place / "cache")
             shape = (arguments.batch_size, arguments.seq_len)
-            exported["cosine"] = gradient_cosine(folder, bundle, arguments.quantize, *shape, arguments.check)
+            exported["cosine"] = gradient_cosine(source, bundle, arguments.quantize, *shape, arguments.check)
             shutil.rmtree(place / "cache")
-        shutil.rmtree(folder)
-        (place / "export.json").write_text(json.dumps(exported), encoding="utf-8")
-    write_rows(place / "rows.jsonl", 4 * arguments.batch_size, arguments.seq_len)
-    packing = run(arguments, place, steps=1)
-    found = run(arguments, place, arguments.steps)
-    exported = json.loads((place / "export.json").read_text(encoding="utf-8"))
-    return {
-        **found,
-        **{f"packing_{name}": packing[name] for name in ("anonymous_mb", "peak_rss_mb", "seconds")},
-        **{f"export_{name}": value for name, value in exported.items()},
-    }
+    return exported
 
 
 def write_rows(path: Path, count: int, tokens: int) -> None:
@@ -69,12 +90,48 @@ def write_rows(path: Path, count: int, tokens: int) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
-def run_command(place: Path, rows: int, steps: int, threads: int) -> list[str]:
-    """`prge run` of `place`'s bundle and rows in its folder `run`, with the least memory for weights."""
-    words = [sys.executable, "-m", "prge.cli", "run", "--estimator", "exact", "--quiet"]
-    words += ["--bundle", str(place / "bundle"), "--train", str(place / "rows.jsonl")]
-    words += ["--memory", str(least_memory(place / "bundle")), "--threads", str(threads)]
-    return [*words, "--out", str(place / "run"), "--batch-size", str(rows), "--steps", str(steps)]
+def run(arguments: argparse.Namespace, place: Path, steps: int, limit: int | None = None) -> dict[str, float]:
+    """What a `prge run` of its own takes, with cold files and the least memory for weights."""
+    shutil.rmtree(place / "run", ignore_errors=True)
+    forget(place)
+    words = ["run", "--estimator", "exact", "--quiet", "--threads", arguments.threads, "--steps", steps]
+    words += ["--bundle", place / "bundle", "--train", place / "rows.jsonl", "--out", place / "run"]
+    words += ["--memory", least_memory(place / "bundle"), "--batch-size", arguments.batch_size]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "XDG_CACHE_HOME": str(place / "cache")}
+    begin, found = time.monotonic(), dict[str, float]()
+    with ExitStack() as stack:
+        command = command_of(*words)
+        if limit is not None:
+            processes, most = stack.enter_context(group(limit))
+            command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(processes), *command]
+        process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
+        with watched(process.pid) as peak:
+            _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise SystemExit(f"prge run ended with code {os.waitstatus_to_exitcode(status)}")
+        if limit is not None:
+            found["group_peak_mb"] = int(most.read_text(encoding="ascii")) / 1e6
+    return {
+        **asdict(peak),
+        **found,
+        "step_seconds": step_seconds(place / "run"),
+        "seconds": time.monotonic() - begin,
+        "major_faults": usage.ru_majflt,
+        "read_mb": usage.ru_inblock * 512 / 1e6,
+    }
+
+
+@contextmanager
+def group(limit: int) -> Iterator[tuple[Path, Path]]:
+    """A control group with so much memory: its files that take processes, and tell the most that it had."""
+    root, most, peak = next(known for known in GROUPS if (known[0] / "cgroup.procs").exists())
+    folder = root / f"prge-{os.getpid()}"
+    folder.mkdir()
+    try:
+        (folder / most).write_text(str(limit), encoding="ascii")
+        yield folder / "cgroup.procs", folder / peak
+    finally:
+        folder.rmdir()
 
 
 def step_seconds(run: Path) -> float:
@@ -84,48 +141,26 @@ def step_seconds(run: Path) -> float:
     return float(statistics.median(record["engine_seconds"] + record["host_seconds"] for record in taken))
 
 
-def run(arguments: argparse.Namespace, place: Path, steps: int) -> dict[str, float]:
-    """A `prge run` of its own, watched."""
-    shutil.rmtree(place / "run", ignore_errors=True)
-    words = run_command(place, arguments.batch_size, steps, arguments.threads)
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "XDG_CACHE_HOME": str(place / "cache")}
-    begin = time.monotonic()
-    with subprocess.Popen(words, stdout=sys.stderr, env=environment) as process, watched(process.pid) as peak:
-        process.wait()
-    if process.returncode:
-        raise SystemExit(f"prge run ended with code {process.returncode}")
-    return {
-        **asdict(peak),
-        "step_seconds": step_seconds(place / "run"),
-        "seconds": time.monotonic() - begin,
-    }
-
-
 def main() -> None:
     """Read the flags, measure model after model, print JSON."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", default=["qwen2.5-0.5b"])
-    parser.add_argument("--quantize", default="8da4w")
-    parser.add_argument("--rank", type=int, default=16)
+    shape = {"rank": 16, "batch_size": 1, "seq_len": 256, "steps": 4, "threads": 2}
+    parser = parser_of(__doc__, models=["qwen2.5-0.5b"], quantize="8da4w", **shape)
     parser.add_argument("--target-modules", nargs="*", help="by default PEFT's choice: query and value")
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--check", type=int, default=0, help="blocks of a Llama or Qwen to compare")
+    parser.add_argument("--limit-mb", type=int, help="of a control group, in units of 2^20 bytes")
     parser.add_argument("--folder", type=Path, help="where bundles are kept, and taken from the next time")
     arguments = parser.parse_args()
     figures = {}
     for model in arguments.models:
-        if arguments.folder is None:
-            with tempfile.TemporaryDirectory() as place:
-                figures[model] = measure(arguments, model, Path(place))
-        else:
-            place = arguments.folder / model
-            place.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            if arguments.folder is None:
+                place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            else:
+                place = arguments.folder / model
+                place.mkdir(parents=True, exist_ok=True)
             figures[model] = measure(arguments, model, place)
         print(model, figures[model], file=sys.stderr)
-    report({**figures, **circumstances(arguments)}, arguments.json)
+    report(figures, arguments)
 
 
 if __name__ == "__main__":

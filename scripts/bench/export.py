@@ -9,35 +9,32 @@ Every export is a `prge export` in a process of its own. Prints JSON: by model `
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
-from reports import circumstances, parser_of, report
-from timing import export, folder_bytes
+from reports import parser_of, report
+from timing import export, folder_bytes, random_model
 
 from prge.files.signatures import ROLES
-from server_export.model.random_models import CONFIGURATIONS, save_random_model
+from server_export.model.random_models import CONFIGURATIONS
 
 
 def main() -> None:
     """Read the flags, export, print JSON."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, quantize="8da4w")
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m"])
-    parser.add_argument("--quantize", default="8da4w")
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     parser.add_argument("--folder", type=Path, help="where the models and bundles are made for a while")
     arguments = parser.parse_args()
     figures = {}
     for model in arguments.models:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-            folder, bundle = Path(name, "model"), Path(name, "bundle")
-            save_random_model(folder, model, arguments.layers)
+        with random_model(model, arguments.layers, arguments.folder) as folder:
+            bundle, flags = folder / "bundle", ["--quantize", arguments.quantize, "--roles", *arguments.roles]
             figures[model] = {
-                **export(folder, bundle, "--quantize", arguments.quantize, "--roles", *arguments.roles),
+                **export(folder / "model", bundle, *flags),
                 "program_bytes": folder_bytes(bundle / "programs"),
                 "weights_bytes": folder_bytes(bundle / "weights"),
             }
-    report({**figures, **circumstances(arguments)}, arguments.json)
+    report(figures, arguments)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reports import circumstances, parser_of, report
+from reports import parser_of, report
 
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.coordinator import Coordinator, begin_fleet
@@ -79,10 +79,8 @@ def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, fl
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, devices=[10, 100, 1000], rounds=50)
     parser.add_argument("--bundle", type=Path, required=True)
-    parser.add_argument("--devices", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
@@ -93,7 +91,7 @@ def main() -> None:
                 found.setdefault(name, {})[str(devices)] = rounds(
                     arguments.bundle, Path(folder, "fleet"), plan, devices
                 )
-    report({"fleets": found, **circumstances(arguments)}, arguments.json)
+    report({"fleets": found}, arguments)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ seconds of each.
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from reports import circumstances, parser_of, report
-from timing import export, timed_step
+from reports import in_turns, median, parser_of, report
+from timing import export, random_model, timed_step
 
-from server_export.model.random_models import CONFIGURATIONS, save_random_model
+from server_export.model.random_models import CONFIGURATIONS
 
 
 def copies_of(queries: int) -> dict[str, int]:
@@ -31,37 +29,26 @@ def step_seconds(bundle: Path, batch: int, tokens: int, queries: int, threads: i
     """Median seconds of a step by which loops run in one call."""
     # What is the same call is measured once.
     steps = {
-        copies: timed_step(bundle, "antithetic", batch, tokens, threads, queries, copies)
+        copies: timed_step(bundle, "antithetic", batch, tokens, threads, queries, copies).seconds
         for copies in set(copies_of(queries).values())
     }
-    # The first call of each warms caches up.
-    rounds = [{copies: step()[0] for copies, step in steps.items()} for _ in range(repeats + 1)][1:]
-    return {
-        loops: statistics.median(seconds[copies] for seconds in rounds)
-        for loops, copies in copies_of(queries).items()
-    }
+    rounds = in_turns(steps, repeats)
+    return {loops: median(rounds, copies) for loops, copies in copies_of(queries).items()}
 
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    sizes = {"queries": [1, 4, 16], "seq_lens": [16, 64, 256]}
+    parser = parser_of(__doc__, quantize=["8da4w", "fp32"], threads=2, repeats=9, batch_size=1, **sizes)
     parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
-    parser.add_argument("--quantize", nargs="+", default=["8da4w", "fp32"])
-    parser.add_argument("--queries", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--seq-lens", nargs="+", type=int, default=[16, 64, 256])
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     schemes: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        model = Path(name, "model")
-        save_random_model(model, arguments.model, arguments.layers)
+    shape = (arguments.threads, arguments.repeats)
+    with random_model(arguments.model, arguments.layers) as folder:
         for scheme in arguments.quantize:
-            bundle = Path(name, scheme)
-            length = str(max(arguments.seq_lens))
-            export(model, bundle, "--quantize", scheme, "--roles", "stack", "--sequence-length", length)
-            shape = (arguments.threads, arguments.repeats)
+            bundle, length = folder / scheme, str(max(arguments.seq_lens))
+            flags = ["--quantize", scheme, "--roles", "stack", "--sequence-length", length]
+            export(folder / "model", bundle, *flags)
             schemes[scheme] = {
                 f"q={queries}": {
                     str(tokens): step_seconds(bundle, arguments.batch_size, tokens, queries, *shape)
@@ -69,7 +56,7 @@ def main() -> None:
                 }
                 for queries in arguments.queries
             }
-    report({"schemes": schemes, **circumstances(arguments)}, arguments.json)
+    report({"schemes": schemes}, arguments)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from auditing import audit
-from numpy.typing import NDArray
-from reports import circumstances, parser_of, report
+from reports import parser_of, report
 from timing import export
 
 from device_runner.engines.opening import open_engines
@@ -45,7 +43,6 @@ from device_runner.fleet.device import DeviceSettings, answer, make_device
 from device_runner.fleet.local import Local, open_local
 from device_runner.fleet.messages import Answer, Refusal, Task, parse_answer
 from device_runner.fleet.privacy import reported
-from device_runner.fleet.privacy.discrete_gaussian import system_words
 from device_runner.fleet.privacy.ledger import Ledger
 from device_runner.fleet.privacy.reported import Reported
 from prge.engine import Array, Engine, Float64Array, FloatArray, Slope
@@ -61,16 +58,8 @@ CANARY, LONG_CANARY = "aa bb cc", " ".join(["aa bb cc dd"] * 30)
 ASKED_AGAIN, DELTA = 100, 1e-5
 # With so little clipping every example's part is as long as it may be.
 PLAN: Mapping[str, Any] = {
-    "rounds": 10_000,
-    "examples": 4,
-    "local_steps": 1,
-    "queries": 4,
-    "clip": 1e-4,
-    "noise": 2.0,
-    "delta": DELTA,
-    "share_directions": True,
-    "optimizer": "sgd",
-    "learning_rate": 1.0,
+    **{"rounds": 10_000, "examples": 4, "local_steps": 1, "queries": 4, "share_directions": True},
+    **{"clip": 1e-4, "noise": 2.0, "delta": DELTA, "optimizer": "sgd", "learning_rate": 1.0},
 }
 KINDS: Mapping[str, Mapping[str, Any]] = {"scalars": {}, "changes": {"estimator": "exact"}}
 
@@ -285,15 +274,6 @@ def diverging(parts: Float64Array, norm: float, unit: float) -> Any:
 _whole_sum = reported.whole_sum
 
 
-def normals(words: NDArray[np.uint64]) -> FloatArray:
-    """As many independent standard normals as random words, an even number: f32 [words]."""
-    half = len(words) // 2
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    radius = np.sqrt(-2.0 * np.log(uniform[:half]))
-    angle = 2.0 * np.pi * uniform[half:]
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)]).astype(np.float32)
-
-
 def floating(self: Reported, engine: Engine, step: Step) -> Measurement:
     """Normals in float32, added to values in float32."""
     plan = self._plan
@@ -303,8 +283,8 @@ def floating(self: Reported, engine: Engine, step: Step) -> Measurement:
     ).astype(np.float32)
     deviation = np.float32(plan.noise * reported.reach(plan))
     if self._draw is not _silence:
-        drawn = normals(system_words(values.size + values.size % 2))[: values.size]
-        values = values + deviation * drawn.reshape(values.shape)
+        drawn = np.random.default_rng().standard_normal(values.shape, np.float32)
+        values = values + deviation * drawn
     if measured.gradient is not None:
         return replace(measured, loss=0.0, gradient=values)
     return replace(measured, loss=0.0, scalars=values.astype(np.float64))
@@ -312,10 +292,10 @@ def floating(self: Reported, engine: Engine, step: Step) -> Measurement:
 
 @dataclass(frozen=True)
 class Trick:
-    """How a server plays: its score, what takes the defence out, its plan beside PLAN by kind, its trials."""
+    """How a server plays: its score, what stands for a defence, its plan beside PLAN by kind, its trials."""
 
     score: Callable[[Server], Callable[[], tuple[float, float]]]
-    without: Sequence[Callable[[], AbstractContextManager[Any]]] = ()
+    without: Sequence[tuple[object, str, Callable[..., Any]]] = ()
     plan: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: KINDS)
     canary: str = CANARY
     share: float = 1.0
@@ -325,32 +305,21 @@ def _each_alone(examples: Sequence[Any]) -> list[list[Any]]:
     return [[example] for example in examples]
 
 
-# All windows in one step.
-LONG = {"examples": 64}
+_FORGETFUL = [(Ledger, name, lambda *_: None) for name in ("line", "begin")]
+_BY_WINDOW = [(place, "by_row", _each_alone) for place in (local, device)]
 TRICKS = {
     "plain": Trick(projected),
     "averaging": Trick(
-        averaged,
-        (
-            partial(patch.object, Ledger, "line", lambda *_: None),
-            partial(patch.object, Ledger, "begin", lambda *_: None),
-        ),
-        {kind: {**plan, "noise": 3.0} for kind, plan in KINDS.items()},
-        share=1 / 3,
+        averaged, _FORGETFUL, {kind: {**plan, "noise": 3.0} for kind, plan in KINDS.items()}, share=1 / 3
     ),
+    # All windows in one step.
     "windows": Trick(
-        projected,
-        (
-            partial(patch.object, local, "by_row", _each_alone),
-            partial(patch.object, device, "by_row", _each_alone),
-        ),
-        {kind: {**plan, **LONG} for kind, plan in KINDS.items()},
-        LONG_CANARY,
+        projected, _BY_WINDOW, {kind: {**plan, "examples": 64} for kind, plan in KINDS.items()}, LONG_CANARY
     ),
-    "divergence": Trick(refused, (partial(patch.object, reported, "whole_sum", diverging),)),
+    "divergence": Trick(refused, [(reported, "whole_sum", diverging)]),
     "floats": Trick(
         impossible,
-        (partial(patch.object, Reported, "_with_noise", floating),),
+        [(Reported, "_with_noise", floating)],
         {
             # Steps that change nothing: the server knows what each begins with.
             "scalars": {"queries": 1, "local_steps": 16, "noise": 16.0, "learning_rate": 1e-30},
@@ -363,19 +332,17 @@ TRICKS = {
 def played(trick: Trick, kind: str, without: bool, folder: Path, bundle: Path, rounds: int) -> dict[str, Any]:
     """The trials of one trick with the canary and as many without, and what they prove."""
     with ExitStack() as defences:
-        for take_out in trick.without if without else ():
-            defences.enter_context(take_out())
+        for place, name, instead in trick.without if without else ():
+            defences.enter_context(patch.object(place, name, instead))
         server = Server(folder, bundle, trick.canary, Plan(**{**PLAN, **trick.plan[kind]}))
         score = trick.score(server)
-        scores: dict[bool, list[float]] = {True: [], False: []}
-        told = 0.0
+        seen, told = {True: 0, False: 0}, 0.0
         for number in range(2 * rounds):
             server.has_canary = number % 2 == 0
             server.forget()
             found, epsilon = score()
-            scores[server.has_canary].append(found)
+            seen[server.has_canary] += found > 0.5
             told = max(told, epsilon)
-    seen = {has: sum(score > 0.5 for score in found) for has, found in scores.items()}
     proven = audit(seen[True], seen[False], rounds, DELTA)
     return {
         "told_epsilon": told,
@@ -411,7 +378,7 @@ def main() -> int:
                     print(f"{trick}, {kind}, {arm}: {line}", file=sys.stderr, flush=True)
                     if without == (line["audited_epsilon"] <= line["told_epsilon"]):
                         problems.append(f"{trick}, {kind}, {arm}")
-    report({"audits": found, "problems": problems, **circumstances(arguments)}, arguments.json)
+    report({"audits": found, "problems": problems}, arguments)
     return 1 if problems else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+_ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.005
 
 
@@ -74,7 +76,7 @@ def _memory_of(number: int) -> tuple[float, float]:
 
 @dataclass
 class Server:
-    """A process that takes a step for every line that it reads, and answers with numbers."""
+    """A process that answers every line that it reads with numbers; see serve.py."""
 
     process: subprocess.Popen[str]
 
@@ -100,14 +102,21 @@ class Server:
 
 
 @contextmanager
-def serving(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Iterator[Server]:
-    """Start a process that takes steps, and end it."""
+def answering(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Iterator[Server]:
+    """Start a process that answers, and end it."""
+    variables = {"OMP_NUM_THREADS": "2", **os.environ, **environment}
     with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={"OMP_NUM_THREADS": "2", **os.environ, **environment},
-        cwd=folder,
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables, cwd=folder
     ) as child:
         yield Server(child)
+
+
+@contextmanager
+def serving(method: str, folder: Path, *numbers: int) -> Iterator[Server]:
+    """A method of serve.py that has answered its first line, and opened nothing yet."""
+    words = [sys.executable, Path(__file__).with_name("serve.py"), method, folder, *numbers]
+    threads = {"OMP_NUM_THREADS": "1"} if method in ("speaker", "stock-runner") else {}
+    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(_ROOT), **threads}
+    with answering([*map(str, words)], environment, _ROOT) as server:
+        server.answer()
+        yield server

@@ -1,18 +1,28 @@
-"""A process that takes steps of one method when it is asked: what scripts/bench/exact.py compares.
+"""A process that takes steps, or writes texts, when it is asked: what the benchmarks compare.
 
-    python scripts/bench/serve.py METHOD FOLDER ROWS TOKENS THREADS QUERIES
+    python scripts/bench/serve.py METHOD FOLDER NUMBER...
 
-FOLDER holds a bundle and the model that it is from. Every line of the standard input asks for a step; its
-seconds and loss are the answer. Methods on the engine import what a device has, and no more.
+Every line of the standard input is answered by a line of numbers. The first one asks for nothing: the process
+has its libraries, and has opened nothing yet. Methods on the engine import what a device has, and no more.
+
+    blocks, least, tangent, prge, pytorch-*   ROWS TOKENS THREADS QUERIES: seconds and loss of a step of
+                                              FOLDER's `bundle`, or in PyTorch of its `model`
+    speaker       SEQUENCES PROMPT NEW THREADS: greedy texts by `bundle`; seconds of the prompts, and of the
+                  tokens after the first ones, with the choice of each and its text. `llm` has a tokenizer
+                  that ends no text
+    stock-runner  PROMPT NEW THREADS: a greedy text by ExecuTorch's own LLM runner on `llm`; the same
+                  seconds by its statistics, then by the clock
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ENGINE: dict[str, Any] = {
     "blocks": "exact",
@@ -21,35 +31,32 @@ ENGINE: dict[str, Any] = {
     "prge": "antithetic",
 }
 ADAPTED, RANK = ("q_proj", "v_proj"), 8
+LETTER = "a"
+Answers = Iterator[Sequence[float]]
 
 
-class Sizes(NamedTuple):
-    """Of a step."""
-
-    rows: int
-    tokens: int
-    threads: int
-    queries: int
-
-
-def engine_step(method: str, bundle: Path, sizes: Sizes) -> Callable[[], float]:
-    """A step of a bundle; gives its loss."""
+def engine_steps(method: str, folder: Path, rows: int, tokens: int, threads: int, queries: int) -> Answers:
+    """Steps of a bundle."""
     from timing import least_memory, timed_step
 
+    bundle = folder / "bundle"
+    yield ()
     memory = least_memory(bundle) if method == "least" else None
-    step = timed_step(bundle, ENGINE[method], *sizes, memory=memory)
-    return lambda: step()[1].loss
+    step = timed_step(bundle, ENGINE[method], rows, tokens, threads, queries, memory=memory)
+    while True:
+        yield step.with_loss()
 
 
-def pytorch_step(method: str, model: Path, sizes: Sizes) -> Callable[[], float]:
-    """A step of PyTorch and PEFT; gives its loss."""
+def pytorch_steps(method: str, folder: Path, rows: int, tokens: int, threads: int, _: int) -> Answers:
+    """Steps of PyTorch and PEFT."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(sizes.threads)
+    torch.set_num_threads(threads)
+    yield ()
     dtype = torch.bfloat16 if "bf16" in method else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
     tuned = get_peft_model(base, LoraConfig(r=RANK, target_modules=[*ADAPTED]))
     tuned.train()
     if "checkpointing" in method:
@@ -57,27 +64,95 @@ def pytorch_step(method: str, model: Path, sizes: Sizes) -> Callable[[], float]:
         tuned.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(parameter for parameter in tuned.parameters() if parameter.requires_grad)
     torch.manual_seed(0)
-    tokens = torch.randint(0, base.config.vocab_size, (sizes.rows, sizes.tokens))
-
-    def step() -> float:
-        loss = tuned(input_ids=tokens, labels=tokens, use_cache=False).loss
+    inputs = torch.randint(0, base.config.vocab_size, (rows, tokens))
+    while True:
+        begin = time.perf_counter()
+        loss = tuned(input_ids=inputs, labels=inputs, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        found = loss.item()
+        yield time.perf_counter() - begin, found
 
-    return step
+
+def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, threads: int) -> Answers:
+    """Texts by a bundle's speaker."""
+    import numpy as np
+    from tokenizers import Tokenizer as Backend
+
+    from device_runner.engines.speaking import open_speaker
+    from prge.files.bundle import open_bundle
+    from prge.files.peft import read_peft
+    from prge.rows.tokenizer import Tokenizer
+    from prge.text.choice import Choice, ChoiceSettings
+    from prge.text.decoding import TextStream
+
+    tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
+    yield ()
+    opened = open_bundle(folder / "bundle")
+    speaker = open_speaker(opened, threads, "native", slots=count)
+    adapter = read_peft(opened.adapter, opened.chain.modules, opened.adapter)
+    prompts = np.random.default_rng(0).integers(0, speaker.vocabulary_size, (count, prompt)).tolist()
+    while True:
+        sequences = [speaker.open(adapter) for _ in range(count)]
+        choices = {sequence: Choice(ChoiceSettings(temperature=0)) for sequence in sequences}
+        texts = {sequence: TextStream(tokenizer) for sequence in sequences}
+        begin = time.perf_counter()
+        logits = {each: speaker.feed(each, tokens) for each, tokens in zip(sequences, prompts, strict=True)}
+        first = time.perf_counter()
+        for _ in range(new - 1):
+            chosen = {sequence: choices[sequence].choose(found, ()) for sequence, found in logits.items()}
+            for sequence, token in chosen.items():
+                texts[sequence].push(token)
+            logits = speaker.step(chosen)
+        yield first - begin, time.perf_counter() - first
+        for sequence in sequences:
+            speaker.close(sequence)
+
+
+def runner_texts(method: str, folder: Path, prompt: int, new: int, threads: int) -> Answers:
+    """Texts by ExecuTorch's runner; raises ValueError where one isn't of the tokens that were asked for."""
+    import torch  # noqa: F401 loads the libraries that the runner links to
+    from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
+
+    from device_runner.engines.torch_runtime import set_threads
+
+    set_threads(threads)
+    yield ()
+    runner = TextLLMRunner(str(folder / "llm" / "program.pte"), str(folder / "llm" / "tokenizer.json"))
+    settings = GenerationConfig(max_new_tokens=new, temperature=0.0, echo=False)
+    while True:
+        times: list[float] = []
+        told: list[Any] = []
+        runner.reset()
+        begin = time.perf_counter()
+        runner.generate(
+            LETTER * prompt,
+            settings,
+            lambda _, times=times: times.append(time.perf_counter()),
+            lambda stats, told=told: told.append(json.loads(stats.to_json_string())),
+        )
+        (facts,) = told
+        seen = (facts["prompt_tokens"], len(times), facts["generated_tokens"])
+        if seen != (prompt, new, new - 1):
+            wanted = (prompt, new, new - 1)
+            raise ValueError(f"{seen} tokens of the prompt, written and decoded, must be {wanted}")
+        unit, prefilled = facts["SCALING_FACTOR_UNITS_PER_SECOND"], facts["prompt_eval_end_ms"]
+        first, rest = prefilled - facts["inference_start_ms"], facts["inference_end_ms"] - prefilled
+        yield first / unit, rest / unit, times[0] - begin, times[-1] - times[0]
 
 
 def main() -> None:
-    """Take a step for every line of the standard input."""
-    method, folder, *sizes = sys.argv[1:]
-    make, name = (engine_step, "bundle") if method in ENGINE else (pytorch_step, "model")
-    step = make(method, Path(folder, name), Sizes(*map(int, sizes)))
+    """Answer every line of the standard input."""
+    # ExecuTorch's runner writes the text to the standard output too.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    method, folder, *numbers = sys.argv[1:]
+    others: dict[str, Callable[..., Answers]] = {"speaker": speaker_texts, "stock-runner": runner_texts}
+    make = engine_steps if method in ENGINE else others.get(method, pytorch_steps)
+    found = make(method, Path(folder), *map(int, numbers))
     for _ in sys.stdin:
-        begin = time.perf_counter()
-        loss = step()
-        print(time.perf_counter() - begin, loss, flush=True)
+        print(*next(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from products import Call, Products, load_products
-from reports import circumstances, parser_of, report
-from timing import TimedStep, export, timed_step
+from reports import in_turns, parser_of, report
+from timing import TimedStep, export, random_model, timed_step
 
-from server_export.model.random_models import CONFIGURATIONS, save_random_model
+from server_export.model.random_models import CONFIGURATIONS
 
 
 def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path) -> dict[str, Any]:
@@ -43,76 +42,55 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
         )
 
     queries = arguments.queries
-    steps = {"stack": step("antithetic"), "sequential": step("antithetic", 1), "tangent": step("tangent")}
-    limits = {"stack": limit(2 * queries, False), "tangent": limit(1 + queries, True)}
-    return figures_of(*taken(steps, limits, arguments.repeats))
+    steps: dict[str, Any] = {
+        **{"stack": step("antithetic"), "sequential": step("antithetic", 1), "tangent": step("tangent")},
+        **{"stack_limit": limit(2 * queries, False), "tangent_limit": limit(1 + queries, True)},
+    }
+    return figures_of(in_turns(steps, arguments.repeats))
 
 
-def taken(
-    steps: Mapping[str, TimedStep], limits: Mapping[str, Callable[[], float]], repeats: int
-) -> tuple[list[dict[str, float]], float]:
-    """Seconds of rounds in which all take turns, and how far the scalars of one call and many are apart.
+def figures_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians over rounds, which have seconds and measurements of steps, and seconds of their limits."""
 
-    A round has a step's seconds by its name, those in the engine as `NAME_engine`, its limit's as
-    `NAME_limit`.
-    """
-    rounds: list[dict[str, float]] = []
-    difference = 0.0
-    for _ in range(repeats + 1):
-        found: dict[str, float] = {}
-        scalars = {}
-        for name, step in steps.items():
-            found[name], measurement = step()
-            found[f"{name}_engine"], scalars[name] = measurement.engine_seconds, measurement.scalars
-            if name in limits:
-                found[f"{name}_limit"] = limits[name]()
-        difference = max(difference, float(np.abs(scalars["stack"] - scalars["sequential"]).max()))
-        rounds.append(found)
-    # The first warms caches up.
-    return rounds[1:], difference
+    def median(names: str, over: str = "") -> float:
+        return statistics.median(_seconds(r, names) / (_seconds(r, over) if over else 1) for r in rounds)
 
-
-def figures_of(rounds: list[dict[str, float]], difference: float) -> dict[str, Any]:
-    """Medians over rounds."""
-
-    def median(value: Callable[[dict[str, float]], float]) -> float:
-        return statistics.median(map(value, rounds))
-
+    scalars = [(each["stack"][1].scalars, each["sequential"][1].scalars) for each in rounds]
     return {
-        "stack_over_limit": median(lambda r: r["stack_engine"] / r["stack_limit"]),
-        "tangent_over_limit": median(lambda r: r["tangent_engine"] / r["tangent_limit"]),
-        "parallel_speedup": median(lambda r: r["sequential"] / r["stack"]),
-        "host_share": median(lambda r: 1 - r["stack_engine"] / r["stack"]),
-        "tangent_host_share": median(lambda r: 1 - r["tangent_engine"] / r["tangent"]),
-        "engine_seconds": median(lambda r: r["stack_engine"]),
-        "limit_seconds": median(lambda r: r["stack_limit"]),
-        "tangent_engine_seconds": median(lambda r: r["tangent_engine"]),
-        "tangent_limit_seconds": median(lambda r: r["tangent_limit"]),
-        "largest_scalar_difference": difference,
+        "stack_over_limit": median("stack engine", over="stack_limit"),
+        "tangent_over_limit": median("tangent engine", over="tangent_limit"),
+        "parallel_speedup": median("sequential", over="stack"),
+        "host_share": 1 - median("stack engine", over="stack"),
+        "tangent_host_share": 1 - median("tangent engine", over="tangent"),
+        "engine_seconds": median("stack engine"),
+        "limit_seconds": median("stack_limit"),
+        "tangent_engine_seconds": median("tangent engine"),
+        "tangent_limit_seconds": median("tangent_limit"),
+        "largest_scalar_difference": max(float(np.abs(one - other).max()) for one, other in scalars),
         "repeats": len(rounds),
     }
 
 
+def _seconds(found: Mapping[str, Any], name: str) -> float:
+    """Of a step, of a limit, or with `engine` after its name of a step's engine."""
+    step, _, part = name.partition(" ")
+    if part:
+        return float(found[step][1].engine_seconds)
+    return float(found[step][0] if isinstance(found[step], tuple) else found[step])
+
+
 def main() -> None:
     """Read the flags, run, print JSON."""
-    parser = parser_of(__doc__)
+    shape = {"queries": 4, "batch_size": 2, "seq_len": 64, "rank": 8, "threads": 2, "repeats": 15}
+    modules = ["q_proj", "v_proj"]
+    parser = parser_of(__doc__, quantize=["fp32", "8da4w"], target_modules=modules, **shape)
     parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
-    parser.add_argument("--quantize", nargs="+", default=["fp32", "8da4w"])
-    parser.add_argument("--queries", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--target-modules", nargs="+", default=["q_proj", "v_proj"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     schemes = {}
     for scheme in arguments.quantize:
-        with tempfile.TemporaryDirectory() as name:
-            save_random_model(Path(name, "model"), arguments.model, arguments.layers)
-            schemes[scheme] = bench(arguments, scheme, Path(name, "model"), Path(name))
-    first = schemes[arguments.quantize[0]]
-    report({**first, "schemes": schemes, **circumstances(arguments)}, arguments.json)
+        with random_model(arguments.model, arguments.layers) as folder:
+            schemes[scheme] = bench(arguments, scheme, folder / "model", folder)
+    report({**schemes[arguments.quantize[0]], "schemes": schemes}, arguments)
 
 
 if __name__ == "__main__":

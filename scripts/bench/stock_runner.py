@@ -1,43 +1,31 @@
 """Generation by ExecuTorch's own LLM runner, with the program that `prge publish --format llm` makes.
 
-    python scripts/bench/stock_runner.py --model smollm2-135m --quantize 8da4w --json runner.json
-
-A model has random weights, and nothing ends its answers. To compare the runner with another engine:
-
-    program = make_program(model_folder, folder, "8da4w", length=192)
-    with stock_runner(program, prompt=128, new=64, threads=2) as runner:
-        for _ in range(rounds):
-            generation = runner.measure()  # then a round of the other engine
-        anonymous_mb = runner.memory().anonymous_mb - runner.idle.anonymous_mb
-
-Prints JSON: medians of `prefill_tokens_per_second`, of a prompt up to its first new token, and of
-`decode_tokens_per_second`, of the tokens after that; the process's memory, and that before it opened the
-program, when it held its libraries alone.
+make_program(model_folder, folder / "llm", "8da4w", length=192)
+with stock_runner(folder, prompt=128, new=64, threads=2) as runner:
+    for _ in range(rounds):
+        generation = runner.measure()  # then a round of the other engine
+    anonymous_mb = runner.memory().anonymous_mb - runner.idle.anonymous_mb
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import serve_runner
 from processes import Peak, Server, serving, watched
-from reports import circumstances, parser_of, report
+from serve import LETTER
 from timing import ROOT
-
-from server_export.model.random_models import CONFIGURATIONS, save_random_model
 
 # The statistics have milliseconds.
 _AGREEMENT, _TICKS = 0.05, 0.003
+_LOOKED_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -101,46 +89,17 @@ def _make_program(model: str, folder: str, scheme: str, length: int) -> None:
     words = loaded.config.vocab_size
     # No token ends a text: the one that does is beyond the vocabulary.
     build_llm(Path(folder), loaded, LlmSpec(length, scheme, None, (words,)))
-    vocabulary = {serve_runner.LETTER: 0} | {f"<{number}>": number for number in range(1, words)}
+    vocabulary = {LETTER: 0} | {f"<{number}>": number for number in range(1, words)}
     bytes_of_words = {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": False}
     content = {"version": "1.0", "added_tokens": [], "model": bytes_of_words}
     Path(folder, "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 @contextmanager
-def stock_runner(program: Path, prompt: int, new: int, threads: int) -> Iterator[StockRunner]:
-    """The runner with a program of `make_program` open and warm, for prompts and answers of these tokens."""
-    words = [sys.executable, serve_runner.__file__, str(program.resolve()), *map(str, (prompt, new, threads))]
-    with serving(words, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, ROOT) as server:
+def stock_runner(folder: Path, prompt: int, new: int, threads: int) -> Iterator[StockRunner]:
+    """The runner with the program in a folder's `llm`, open and warm, for texts of these lengths."""
+    with serving("stock-runner", folder.resolve(), prompt, new, threads) as server:
         with watched(server.process.pid) as idle:
-            server.answer()
+            time.sleep(_LOOKED_SECONDS)
         server.answer()
         yield StockRunner(server, prompt, new, idle)
-
-
-def main() -> None:
-    """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", choices=CONFIGURATIONS, default="smollm2-135m")
-    parser.add_argument("--quantize", default="8da4w")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        save_random_model(Path(name, "model"), arguments.model, arguments.layers)
-        length = arguments.prompt + arguments.new
-        program = make_program(Path(name, "model"), Path(name, "llm"), arguments.quantize, length)
-        with stock_runner(program, arguments.prompt, arguments.new, arguments.threads) as runner:
-            generations = [asdict(runner.measure()) for _ in range(arguments.repeats)]
-            figures: dict[str, Any] = {
-                rate: statistics.median(generation[rate] for generation in generations)
-                for rate in generations[0]
-            }
-            figures |= {"memory": asdict(runner.memory()), "idle": asdict(runner.idle)}
-    report({**figures, **circumstances(arguments)}, arguments.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,17 @@
-"""What the benchmarks share: exports in processes of their own, and a training step to be timed."""
+"""What the benchmarks share: random models, exports in processes of their own, and a step to be timed."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +25,17 @@ from prge.learning.estimators.table import EstimatorName, make_estimator
 from prge.learning.examples import Example, Slot, TokenSequence, make_batch
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def random_model(name: str, layers: int | None = None, place: Path | None = None) -> Iterator[Path]:
+    """A folder for a while, in which `model` is an architecture with random weights."""
+    # Only here: a measured process has no exporter.
+    from server_export.model.random_models import save_random_model
+
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        save_random_model(Path(folder, "model"), name, layers)
+        yield Path(folder)
 
 
 def export(model: Path, out: Path, *flags: str, checkout: Path = ROOT) -> dict[str, float]:
@@ -62,6 +77,15 @@ class TimedStep:
         measurement = self.estimator.measure(self.engines.step, self.step)
         return time.perf_counter() - begin, measurement
 
+    def seconds(self) -> float:
+        """Of one step."""
+        return self()[0]
+
+    def with_loss(self) -> tuple[float, float]:
+        """Seconds and loss of one step."""
+        seconds, measurement = self()
+        return seconds, measurement.loss
+
 
 def timed_step(
     folder: Path,
@@ -72,6 +96,7 @@ def timed_step(
     queries: int = 4,
     copies: int | None = None,
     memory: int | None = None,
+    engine: Any = "auto",
 ) -> TimedStep:
     """A step on random rows, all of whose tokens are targets.
 
@@ -84,6 +109,7 @@ def timed_step(
         queries: of an estimator that has any.
         copies: of the adapter in one call; by default all of a step.
         memory: bytes of weights that may stay loaded.
+        engine: as of `prge run`.
     """
     settings = RunSettings(
         bundle=folder,
@@ -96,7 +122,7 @@ def timed_step(
     )
     bundle = open_bundle(folder)
     plan = plan_run(bundle, [], settings)
-    engines = open_engines(bundle, plan.contract, threads, memory=memory)
+    engines = open_engines(bundle, plan.contract, threads, engine, memory)
     adapter = read_peft(bundle.adapter, bundle.chain.modules, bundle.adapter)
     random = np.random.default_rng(0)
     adapter.values[:] = random.standard_normal(adapter.size) * 0.01

@@ -19,7 +19,6 @@ engine does, the others round weights alone.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 from emulation import INT8, ROUND, WAYS, cosine, gradient_figures, rounded
-from reports import circumstances, parser_of, report
+from reports import median, parser_of, report
 from torch import nn
 
 from device_runner.engines.torch_runtime import set_threads
@@ -134,9 +133,9 @@ def layer_figures(scheme: str, widths: str, tokens: int, budget: float) -> dict[
     del rounds[0]  # warmed caches up
     exporter = next(iter(figures))
     for name, found in figures.items():
-        found["milliseconds"] = 1e3 * statistics.median(r[name] for r in rounds)
-        found["over_forward"] = statistics.median(r[name] / r["forward"] for r in rounds)
-        found["over_exporter"] = statistics.median(r[name] / r[exporter] for r in rounds)
+        found["milliseconds"] = 1e3 * median(rounds, name)
+        found["over_forward"] = median(rounds, name, over="forward")
+        found["over_exporter"] = median(rounds, name, over=exporter)
     return figures
 
 
@@ -149,13 +148,11 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, seq_lens=[64, 256], threads=1)
     parser.add_argument("--models", nargs="*", default=[], help="folders or hub ids of decoders")
     parser.add_argument("--quantize", nargs="*", default=SCHEMES, choices=SCHEMES)
     parser.add_argument("--widths", nargs="*", default=WIDTHS, help="of a layer, as 576x1536")
-    parser.add_argument("--seq-lens", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--batch-size", type=int, default=4, help="rows of a gradient")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10, help="to time a layer's ways for")
     arguments = parser.parse_args()
     quiet_libraries()
@@ -169,7 +166,7 @@ def main() -> None:
         model: {scheme: gradient_figures(model, scheme, arguments.batch_size, tokens[0]) for scheme in WAYS}
         for model in arguments.models
     }
-    report({"layers": layers, "gradients": gradients, **circumstances(arguments)}, arguments.json)
+    report({"layers": layers, "gradients": gradients}, arguments)
 
 
 if __name__ == "__main__":

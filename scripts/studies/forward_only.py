@@ -12,14 +12,15 @@ rate, of some, that is best with the first seed. Development rows alone are read
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from init import Task, run_of, task_parser, tasks
-from verbs import evaluations, made, prge, report, summarize
+from init import Task, task_parser, tasks
+from verbs import evaluations, prge, report, summarize
 
 FREE = {"optimizer": "adam"}
 GUIDED = {"optimizer": "adam-norm"}
@@ -28,6 +29,17 @@ EVALUATIONS = 20
 # Rows that forward-only runs compute, and the sizes of a step that runs had before they were guided.
 ROWS = {"demo": 12_000, "wikitext": 36_000}
 BEFORE = {"demo": {"queries": 4, "batch-size": 4}, "wikitext": {"queries": 8, "batch-size": 2}}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How runs are made: their settings, rates that are tried, and which part of the rows they compute."""
+
+    name: str
+    estimator: str
+    settings: Mapping[str, Any]
+    rates: tuple[float, ...]
+    part: float = 1.0
 
 
 def main() -> None:
@@ -39,41 +51,31 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for name, task in tasks(arguments).items():
-        ways = (
-            ("free, as before", {**FREE, **BEFORE[name]}, (1e-2, 3e-2), 1.0),
-            ("free", {**FREE, **WIDE}, (1e-2, 3e-2, 6e-2), 1.0),
-            ("guided", {**GUIDED, **WIDE}, (1e-2, 3e-2, 6e-2), arguments.part),
-        )
-        exact = trained(arguments, name, task, "exact", {}, arguments.seeds[0], task.rates["exact"][-1])
+    for task in tasks(arguments):
+        exact = curve_of(task, Way("exact", "exact", {}, ()), arguments.seeds[0], task.rates["exact"][-1])
         before, lowest = exact[0][1], min(loss for _, loss in exact)
         target = before - arguments.share * (before - lowest)
-        results[name] = {"before": before, "exact": lowest, "target": target}
+        results[task.name] = {"before": before, "exact": lowest, "target": target}
         for estimator in arguments.estimators:
-            for way, settings, rates, part in ways:
-                found = way_of(arguments, name, task, estimator, settings, rates, part, target)
-                results[name][f"{estimator}, {way}"] = found
+            for way in (
+                Way("free, as before", estimator, {**FREE, **BEFORE[task.name]}, (1e-2, 3e-2)),
+                Way("free", estimator, {**FREE, **WIDE}, (1e-2, 3e-2, 6e-2)),
+                Way("guided", estimator, {**GUIDED, **WIDE}, (1e-2, 3e-2, 6e-2), arguments.part),
+            ):
+                found = measured(task, way, arguments.seeds, target)
+                results[task.name][f"{estimator}, {way.name}"] = found
                 report(results, arguments.out, show=False)
     report(results, arguments.out)
 
 
-def way_of(
-    arguments: argparse.Namespace,
-    name: str,
-    task: Task,
-    estimator: str,
-    settings: dict[str, Any],
-    rates: tuple[float, ...],
-    part: float,
-    target: float,
-) -> dict[str, Any]:
+def measured(task: Task, way: Way, seeds: Sequence[int], target: float) -> dict[str, Any]:
     """All seeds at the rate that the first one came lowest with."""
-    first, *others = arguments.seeds
-    curves = {rate: trained(arguments, name, task, estimator, settings, first, rate, part) for rate in rates}
-    rate = min(rates, key=lambda each: min(loss for _, loss in curves[each]))
+    first, *others = seeds
+    curves = {rate: curve_of(task, way, first, rate) for rate in way.rates}
+    rate = min(way.rates, key=lambda each: min(loss for _, loss in curves[each]))
     runs = []
     for seed in [first, *others]:
-        curve = trained(arguments, name, task, estimator, settings, seed, rate, part)
+        curve = curve_of(task, way, seed, rate)
         runs.append({"seed": seed, "rows": rows_to(curve, target), "loss": min(loss for _, loss in curve)})
     return {"learning_rate": rate, "rows": [run["rows"] for run in runs], **summarize(runs, ["loss"])}
 
@@ -86,36 +88,22 @@ def rows_to(curve: list[tuple[int, float]], target: float) -> int | None:
     return None
 
 
-def trained(
-    arguments: argparse.Namespace,
-    name: str,
-    task: Task,
-    estimator: str,
-    settings: dict[str, Any],
-    seed: int,
-    rate: float,
-    part: float = 1.0,
-) -> list[tuple[int, float]]:
-    """Rows and loss of development rows at every evaluation of a run, done unless it was before."""
-    guided = settings.get("optimizer") == GUIDED["optimizer"]
-    flags = {**task.run["exact"], "estimator": estimator, **settings}
-    if estimator != "exact":
-        of_an_example = 1 + flags["queries"] if estimator == "tangent" else 2 * flags["queries"]
-        flags["steps"] = int(part * ROWS[name] / flags["batch-size"] / of_an_example)
+def curve_of(task: Task, way: Way, seed: int, rate: float) -> list[tuple[int, float]]:
+    """Rows and loss of development rows at every evaluation of a run."""
+    flags = {**task.run["exact"], "estimator": way.estimator, **way.settings}
+    if way.estimator != "exact":
+        of_an_example = 1 + flags["queries"] if way.estimator == "tangent" else 2 * flags["queries"]
+        flags["steps"] = int(way.part * ROWS[task.name] / flags["batch-size"] / of_an_example)
         flags["evaluate-every"] = max(flags["steps"] // EVALUATIONS, 1)
-    words = [name, estimator, *map(str, settings.values()), seed, f"{rate:g}", f"{part:g}"]
-    folder = arguments.out / "-".join(map(str, words))
-    run_of(
-        *(folder, bundle(arguments, name, task, guided), task),
-        **{"seed": seed, "learning_rate": rate, "evaluate_at": [0], **flags},
-    )
-    return [(record["rows"], record["loss"]) for record in evaluations(folder)]
+    words = [way.estimator, *way.settings.values(), seed, f"{rate:g}", f"{way.part:g}"]
+    source = bundle(task, way.settings.get("optimizer") == GUIDED["optimizer"])
+    run = task.trained(words, source, seed=seed, learning_rate=rate, evaluate_at=[0], **flags)
+    return [(record["rows"], record["loss"]) for record in evaluations(run)]
 
 
-def bundle(arguments: argparse.Namespace, name: str, task: Task, guided: bool) -> Path:
-    """The bundle of a task, exported and guided unless it was before."""
-    roles = ["stack", "tangent", "back"]
-    plain = made("export", arguments.out / f"bundle-{name}", model=task.model, roles=roles, **task.export)
+def bundle(task: Task, guided: bool) -> Path:
+    """The bundle of a task, guided unless it was before."""
+    plain = task.bundle(roles=["stack", "tangent", "back"])
     if not guided:
         return plain
     folder = plain.with_name(f"{plain.name}-guided")

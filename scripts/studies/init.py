@@ -13,7 +13,7 @@ seed. Calls the verbs as a user would and prints the table as JSON.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ ROLES = ["tangent", "back"]
 
 @dataclass(frozen=True)
 class Task:
-    """A task: what its exports and runs are told, its files by split, and the figure that counts."""
+    """A task: where its bundles and runs are, what they are told, its files, the figure that counts."""
 
+    name: str
+    out: Path
     model: str
     files: Mapping[str, Path]
     metric: str
@@ -43,19 +45,32 @@ class Task:
     run: Mapping[str, Mapping[str, Any]]
     rates: Mapping[str, tuple[float, ...]]
 
+    def bundle(self, more: str = "", **flags: Any) -> Path:
+        """A bundle, by what it has more than others."""
+        return made(
+            "export", self.out / f"bundle-{self.name}{more}", model=self.model, **self.export, **flags
+        )
 
-def tasks(arguments: argparse.Namespace) -> dict[str, Task]:
-    """The tasks that were asked for, by name."""
-    found = {"demo": _demo()}
+    def trained(self, words: Sequence[object], bundle: Path, **settings: Any) -> Path:
+        """A run, named by words, with the step that is best on development rows."""
+        folder = self.out / "-".join(map(str, ["run", self.name, *words]))
+        files = {name: self.files[name] for name in ("train", "dev")}
+        same = {"select": "loss", "threads": 1, "quiet": True}
+        return made("run", folder, bundle=bundle, **files, **same, **self.rows, **settings)
+
+
+def tasks(arguments: argparse.Namespace) -> list[Task]:
+    """The tasks that were asked for."""
+    found = [_demo(arguments.out)]
     if arguments.model and arguments.data:
-        found["wikitext"] = _wikitext(arguments.model, split(arguments.data, arguments.out / "rows"))
-    return {name: found[name] for name in arguments.tasks if name in found}
+        found.append(_wikitext(arguments.out, arguments.model, arguments.data))
+    return [task for task in found if task.name in arguments.tasks]
 
 
-def _demo() -> Task:
+def _demo(out: Path) -> Task:
     task = {"task": DEMO / "task.yaml"}
     return Task(
-        str(DEMO / "model"),
+        *("demo", out, str(DEMO / "model")),
         {name: DEMO / f"{name}.jsonl" for name in ("train", "dev", "test")},
         "loss",
         ("loss", "accuracy"),
@@ -67,10 +82,10 @@ def _demo() -> Task:
     )
 
 
-def _wikitext(model: str, files: Mapping[str, Path]) -> Task:
+def _wikitext(out: Path, model: str, data: Path) -> Task:
     return Task(
-        model,
-        files,
+        *("wikitext", out, model),
+        split(data, out / "rows"),
         "perplexity",
         ("perplexity",),
         {"sequence-length": 64, "prepend-bos": "always"},
@@ -109,23 +124,27 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for name, task in tasks(arguments).items():
+    for task in tasks(arguments):
         for estimator in arguments.estimators:
             for way in arguments.ways:
-                results[f"{name}, {estimator}, {way}"] = measured(arguments, name, task, estimator, way)
+                results[f"{task.name}, {estimator}, {way}"] = measured(task, estimator, way, arguments.seeds)
                 report(results, arguments.out, show=False)
     report(results, arguments.out)
 
 
-def measured(
-    arguments: argparse.Namespace, name: str, task: Task, estimator: str, way: str
-) -> dict[str, Any]:
+def measured(task: Task, estimator: str, way: str, seeds: Sequence[int]) -> dict[str, Any]:
     """The runs of one way, at its rate."""
-    first, *others = arguments.seeds
+    from_rows = {**WAYS[way], "init-rows": task.files["train"], **task.init} if WAYS[way] else {}
+
+    def bundle(seed: int) -> Path:
+        seed = seeds[0] if from_rows else seed
+        return task.bundle(f"-{way}-{seed}", seed=seed, roles=ROLES, **from_rows)
 
     def run(seed: int, rate: float) -> Path:
-        return trained(arguments, name, task, estimator, way, seed, rate)
+        words, settings = (estimator, way, seed, f"{rate:g}"), task.run[estimator]
+        return task.trained(words, bundle(seed), seed=seed, learning_rate=rate, **settings)
 
+    first, *others = seeds
     tried = {rate: best(run(first, rate), task)[task.metric] for rate in task.rates[estimator]}
     rate = min(tried, key=lambda each: tried[each])
     runs = []
@@ -133,7 +152,7 @@ def measured(
         folder = run(seed, rate)
         record = best(folder, task)
         rows = {key: value for key, value in task.rows.items() if key != "shuffle-seed"}
-        given = {"bundle": bundle(arguments, name, task, way, seed), "adapter": folder, "threads": 1}
+        given = {"bundle": bundle(seed), "adapter": folder, "threads": 1}
         test = scored(folder.with_name(f"{folder.name}.json"), data=task.files["test"], **given, **rows)
         figures = {f"test_{figure}": test[figure] for figure in task.figures}
         curve = {each["step"]: each[task.metric] for each in evaluations(folder)}
@@ -147,30 +166,6 @@ def measured(
 def best(run: Path, task: Task) -> dict[str, Any]:
     """The evaluation that a run's result is of."""
     return min(evaluations(run), key=lambda record: record[task.metric])
-
-
-def bundle(arguments: argparse.Namespace, name: str, task: Task, way: str, seed: int) -> Path:
-    """The bundle of a way and seed."""
-    seed = arguments.seeds[0] if WAYS[way] else seed
-    rows = {**WAYS[way], "init-rows": task.files["train"], **task.init} if WAYS[way] else {}
-    flags = {"model": task.model, "seed": seed, "roles": ROLES, **task.export, **rows}
-    return made("export", arguments.out / f"bundle-{name}-{way}-{seed}", **flags)
-
-
-def trained(
-    arguments: argparse.Namespace, name: str, task: Task, estimator: str, way: str, seed: int, rate: float
-) -> Path:
-    """A run."""
-    folder = arguments.out / f"run-{name}-{estimator}-{way}-{seed}-{rate:g}"
-    source = bundle(arguments, name, task, way, seed)
-    return run_of(folder, source, task, seed=seed, learning_rate=rate, **task.run[estimator])
-
-
-def run_of(folder: Path, bundle: Path, task: Task, **settings: Any) -> Path:
-    """A run of a task, with the step that is best on development rows."""
-    files = {name: task.files[name] for name in ("train", "dev")}
-    same = {"select": "loss", "threads": 1, "quiet": True}
-    return made("run", folder, bundle=bundle, **files, **same, **task.rows, **settings)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "antithetic": {"learning_rate": 6e-3, "clip": 1.0, "epsilon": 1e-2},
 }
 LENGTH = 64
+FIGURES = ("dev_accuracy", "dev_loss", "test_accuracy", "test_loss")
 BACKPROP_RATES = (1e-2, 3e-2, 1e-1)
 BACKPROP_BATCH, BACKPROP_EPOCHS = 16, 4
 
@@ -50,7 +51,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1, help="runs that go on at the same time")
     parser.add_argument("--no-references", action="store_true", help="leave frozen encoder and PyTorch out")
-    parser.add_argument("--dev-only", action="store_true", help="leave the test rows alone, for tuning")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.learning_rate is not None:
@@ -61,7 +61,7 @@ def main() -> None:
         for scheme in arguments.quantize:
             for estimator in arguments.estimators:
                 runs = list(pool.map(partial(forward_only, arguments, scheme, estimator), arguments.seeds))
-                results[f"{estimator}-{scheme}"] = summarize(runs, figures(arguments, "seconds"))
+                results[f"{estimator}-{scheme}"] = summarize(runs, [*FIGURES, "seconds"])
     if not arguments.no_references:
         add_references(arguments, results)
     report(results, arguments.out)
@@ -71,23 +71,16 @@ def add_references(arguments: argparse.Namespace, results: dict[str, Any]) -> No
     """The frozen encoder, backpropagation, and the part of its gain that each method recovers."""
     for scheme in dict.fromkeys(["fp32", *arguments.quantize]):
         frozen = [unchanged(arguments, scheme, seed) for seed in arguments.seeds]
-        results[f"frozen-{scheme}"] = summarize(frozen, figures(arguments))
+        results[f"frozen-{scheme}"] = summarize(frozen, FIGURES)
     references: list[dict[str, Any]] = []
     for seed in arguments.seeds:
         # Like everything else, the rate of backpropagation is chosen with the first seed.
         rates = (references[0]["learning_rate"],) if references else BACKPROP_RATES
         references.append(backpropagation(arguments, seed, rates))
-    results["backpropagation"] = summarize(references, figures(arguments))
-    if not arguments.dev_only:
-        results["recovered"] = {
-            name: recovered(results, name) for name in results if name.startswith(("tangent", "antithetic"))
-        }
-
-
-def figures(arguments: argparse.Namespace, *more: str) -> list[str]:
-    """Names of the figures that a table has."""
-    test = [] if arguments.dev_only else ["test_accuracy", "test_loss"]
-    return ["dev_accuracy", "dev_loss", *test, *more]
+    results["backpropagation"] = summarize(references, FIGURES)
+    results["recovered"] = {
+        name: recovered(results, name) for name in results if name.startswith(("tangent", "antithetic"))
+    }
 
 
 def recovered(results: dict[str, Any], name: str) -> float:
@@ -132,14 +125,9 @@ def backpropagation(arguments: argparse.Namespace, seed: int, rates: tuple[float
     rate = rates[0]
     if len(rates) > 1:
         rate = min(rates, key=lambda rate: float(baseline(arguments, seed, rate)["best"]["loss"]))
-    found = baseline(arguments, seed, rate, test=not arguments.dev_only)
+    found = baseline(arguments, seed, rate, test=True)
     splits = {"dev": found["best"], "test": found["test"]}
-    figures = {
-        f"{name}_{figure}": split[figure]
-        for name, split in splits.items()
-        if split is not None
-        for figure in ("accuracy", "loss")
-    }
+    figures = {name: splits[split][of] for name in FIGURES for split, of in [name.split("_")]}
     return {"seed": seed, "learning_rate": rate, **figures}
 
 
@@ -160,10 +148,10 @@ def baseline(arguments: argparse.Namespace, seed: int, rate: float, *, test: boo
 
 
 def scores(arguments: argparse.Namespace, scheme: str, seed: int, adapter: Path) -> dict[str, Any]:
-    """Loss and accuracy of an adapter on development and, unless tuning, test rows."""
+    """Loss and accuracy of an adapter on development and test rows."""
     same = {"bundle": bundle(arguments, scheme, seed), "task": "sst2", "threads": arguments.threads}
     found: dict[str, Any] = {}
-    for name, file in (("dev", "dev"), ("test", "test-labeled"))[: 1 if arguments.dev_only else 2]:
+    for name, file in (("dev", "dev"), ("test", "test-labeled")):
         result = adapter.with_name(f"{adapter.name}-{name}.json")
         told = scored(result, adapter=adapter, data=arguments.data / f"{file}.tsv", **same)
         found |= {f"{name}_{figure}": told[figure] for figure in ("accuracy", "loss")}

@@ -47,9 +47,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--quantize", nargs="+", default=["8da4w"])
     parser.add_argument("--estimators", nargs="+", default=["exact"], choices=sorted(RATES))
-    parser.add_argument("--learning-rate", type=float, help="of all runs, for tuning")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dev-only", action="store_true", help="leave the test rows alone, for tuning")
     arguments = parser.parse_args()
 
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -87,7 +85,7 @@ def study(
     arguments: argparse.Namespace, scheme: str, estimator: str, files: dict[str, Path]
 ) -> dict[str, Any]:
     """Train with every seed, and let the model answer before and after."""
-    settings = {**COMMON, "learning_rate": arguments.learning_rate or RATES[estimator]}
+    settings = {**COMMON, "learning_rate": RATES[estimator]}
     place = arguments.out / f"bundle-{scheme}"
     bundle = made("export", place, model=arguments.model, quantize=scheme, **SHAPE)
     train = {"train": files["train"], "dev": files["dev"], "estimator": estimator, **settings}
@@ -95,7 +93,7 @@ def study(
     for seed in arguments.seeds:
         out = arguments.out / f"{bundle.name}-{estimator}-{settings['learning_rate']:g}-{seed}"
         runs[seed] = made("run", out, bundle=bundle, seed=seed, threads=arguments.threads, **train)
-    data = files["dev" if arguments.dev_only else "test"]
+    data = files["test"]
     adapters = [BEFORE, *(f"{seed}={run}" for seed, run in runs.items())]
     found = answers(bundle=bundle, adapter=adapters, data=data)
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]

@@ -14,14 +14,12 @@ from prge.engine import FloatArray
 from prge.errors import BundleError
 from prge.files.chain import TABLE
 from prge.learning.vocabulary import Reading
-from server_export.graph.cutting import TABLE_PREFIX
-from server_export.graph.shapes import with_size
+from server_export.graph.modules import replace_tensor
 from server_export.lower.chain import LoweredChain
-from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.chain import Chain
+from server_export.model.eager import EagerBlock
 from server_export.model.loading import load_model
 from server_export.model.readout import log_probabilities
-from server_export.model.traced import BATCH, COPIES, TOKENS
 from server_export.quiet import quiet_engine
 from server_export.stage import count_parts
 
@@ -120,32 +118,9 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None)
 
 def _answers(chain: Chain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
     """What the blocks compute one after the other; `beside` is of a head, or of an encoder's attention."""
-    sizes = {"batch": Size(BATCH, 2, 1, _ROWS), "tokens": Size(TOKENS, 5, 2, _TOKENS)}
-    programs = {
-        number: dynamic_program(with_size(kind.graph_module, COPIES, 1), sizes)
-        for number, kind in chain.kinds.items()
-    }
-    shapes = {module.name: (1, module.rank, module.out_features) for module in chain.modules}
-
-    def computed(number: int, **given: torch.Tensor) -> torch.Tensor:
-        block, kind = chain.blocks[number], chain.kinds[chain.kind_of[number]]
-        inputs = []
-        for node in block.graph_module.graph.find_nodes(op="placeholder"):
-            name = str(node.target)
-            if name.startswith(TABLE_PREFIX):
-                place = block.tables[int(name.removeprefix(TABLE_PREFIX))]
-                inputs.append(chain.tables.all[place].of(tokens.shape[1]))
-            elif name in chain.adapter:
-                inputs.append(torch.zeros(shapes[chain.adapter[name]]))
-            else:
-                inputs.append(given.get(name, state))
-        constants = dict(kind.graph_module.named_buffers()) | dict(kind.graph_module.named_parameters())
-        (answer,) = _eager(programs[chain.kind_of[number]], {**constants, **chain.tensors(number)}, inputs)
-        return answer
-
     state, done = tokens, count_parts(chain.end)
     for number in range(chain.end):
-        state = computed(number, beside=beside)
+        state = EagerBlock(chain, number).answer(state, beside)
         done()
     if not chain.is_decoder:
         return state
@@ -153,10 +128,11 @@ def _answers(chain: Chain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.
     reading = Reading(beside.numpy().ravel(), len(chain.head_rows[0]))
     for piece in range(len(chain.head_rows)):
         within = torch.from_numpy(reading.within(piece, every)[0]).reshape(beside.shape)
+        head = EagerBlock(chain, chain.end + piece)
 
-        def parts(shift: FloatArray, number: int = chain.end + piece, within: torch.Tensor = within) -> Any:
+        def parts(shift: FloatArray, head: EagerBlock = head, within: torch.Tensor = within) -> Any:
             shifts = torch.from_numpy(shift).reshape(*beside.shape, 1)
-            return computed(number, beside=within, shift=shifts).reshape(-1, 2).numpy(), None
+            return head.answer(state, within, shifts).reshape(-1, 2).numpy(), None
 
         reading.add(piece, every, *reading.ask(every, parts))
     return torch.from_numpy(reading.logprobs)
@@ -195,10 +171,7 @@ def _eager(
 ) -> list[torch.Tensor]:
     module = program.module(check_guards=False)
     for name in (*program.state_dict, *program.constants):
-        parent, _, child = name.rpartition(".")
-        owner = module.get_submodule(parent) if parent else module
-        delattr(owner, child)
-        owner.register_buffer(child, tensors[name])
+        replace_tensor(module, name, tensors[name])
     with torch.no_grad():
         return list(module(*inputs))
 

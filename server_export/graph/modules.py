@@ -32,6 +32,15 @@ def attribute(graph_module: GraphModule, name: str) -> Any:
     return value
 
 
+def replace_tensor(module: GraphModule, name: str, tensor: torch.Tensor | None) -> None:
+    """Put a tensor in the place of the one of a dotted name; None leaves it out."""
+    parent, _, child = name.rpartition(".")
+    owner = module.get_submodule(parent) if parent else module
+    delattr(owner, child)
+    if tensor is not None:
+        owner.register_buffer(child, tensor)
+
+
 def remove_unused_attributes(graph_module: GraphModule) -> None:
     """Drop parameters and buffers that no node reads, so that they don't reach the program."""
     used = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
@@ -39,9 +48,7 @@ def remove_unused_attributes(graph_module: GraphModule) -> None:
     names += [name for name, _ in graph_module.named_buffers(remove_duplicate=False)]
     for name in names:
         if name not in used:
-            parent, _, child = name.rpartition(".")
-            owner = graph_module.get_submodule(parent) if parent else graph_module
-            delattr(owner, child)
+            replace_tensor(graph_module, name, None)
 
 
 def give_memory(graph_module: GraphModule) -> None:
@@ -49,7 +56,4 @@ def give_memory(graph_module: GraphModule) -> None:
     for name in {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}:
         tensor = attribute(graph_module, name)
         if tensor.is_meta:
-            parent, _, child = name.rpartition(".")
-            owner = graph_module.get_submodule(parent) if parent else graph_module
-            delattr(owner, child)
-            owner.register_buffer(child, torch.zeros(tensor.shape, dtype=tensor.dtype))
+            replace_tensor(graph_module, name, torch.zeros(tensor.shape, dtype=tensor.dtype))

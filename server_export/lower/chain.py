@@ -57,57 +57,80 @@ def lower_chain(
     Raises:
         BundleError: a block can't be lowered, or the files lack a weight.
     """
-    last = len(chain.blocks) - 1
     if not chain.generates:
         roles = {*roles} - {PREFILL, DECODE}
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()
-    lowest = next(number for number, block in enumerate(chain.blocks) if block.adapter)
-    above = {chain.kind_of[number] for number in range(lowest, last + 1)}
+    part = count_parts(_OF_A_KIND * len(chain.kinds) + len(chain.blocks))
     kinds: list[manifest.Kind] = []
     lowered: list[LoweredRoles] = []
-    place: dict[int, int] = {}
-    part = count_parts(_OF_A_KIND * len(chain.kinds) + len(chain.blocks))
-    for first, kind in chain.kinds.items():
-        is_head = first >= chain.end
-        name = EMBEDDING if first == 0 else HEAD if is_head else BLOCK
-        if name == BLOCK and any(known.program == f"{PROGRAMS}/{BLOCK}.pte" for known in kinds):
-            name = f"{BLOCK}-{len(kinds)}"
+    for first in chain.kinds:
         taken = cache.taken if cache else 0
-        done = lower_roles(
-            kind.graph_module,
-            chain.blocks[first].adapter,
-            kind.frozen.stored,
-            {STACK, *(role for role in roles if first in above or role not in STEP_ROLES)},
-            bounds,
-            is_head,
-            cache,
-            lambda share: part(share * _OF_A_KIND),
-        )
-        place[first] = len(kinds)
+        done = _lowered_kind(chain, first, roles, bounds, cache, lambda share: part(share * _OF_A_KIND))
         lowered.append(done)
-        kinds.append(manifest.Kind(f"{PROGRAMS}/{name}.pte", done.methods))
+        name = _kind_name(chain, first, {kind.program for kind in kinds})
+        kinds.append(manifest.Kind(_program(name), done.methods))
         (folder / kinds[-1].program).write_bytes(done.kind.program)
         cached = " (from the cache)" if cache and cache.taken > taken else ""
         tell(f"{name}: {', '.join(done.methods)}{cached}")
         give_back_freed()
+    place = {first: number for number, first in enumerate(chain.kinds)}
     modules = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
     for number, block in enumerate(chain.blocks):
-        kind_number = place[chain.kind_of[number]]
-        name = EMBEDDING if number == 0 else f"{number - 1:03d}"
-        if number >= chain.end:
-            name = HEAD if chain.end == last else f"{HEAD}-{number - chain.end:02d}"
-        path = f"{WEIGHTS}/{name}.ptd"
-        lowered[kind_number].write(folder / path, chain.tensors(number))
+        kind, path = place[chain.kind_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
+        lowered[kind].write(folder / path, chain.tensors(number))
         adapter = tuple(modules[chain.adapter[name]] for name in block.adapter)
-        blocks.append(manifest.Block(kind_number, path, block.tables, adapter))
+        blocks.append(manifest.Block(kind, path, block.tables, adapter))
         part()
     _write_tables(folder / TABLES, chain.tables.all)
     tables = tuple(
         manifest.Table(table.kind, table.window, table.first, table.members) for table in chain.tables.all
     )
     return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered))
+
+
+def _lowered_kind(
+    chain: Chain,
+    first: int,
+    roles: Collection[str],
+    bounds: Bounds,
+    cache: ProgramCache | None,
+    done: Callable[[float], object],
+) -> LoweredRoles:
+    """The programs of the kind whose first block has this number."""
+    lowest = next(number for number, block in enumerate(chain.blocks) if block.adapter)
+    # No step goes through blocks below the first adapter.
+    is_stepped = first in chain.kind_of[lowest:]
+    kind = chain.kinds[first]
+    return lower_roles(
+        kind.graph_module,
+        chain.blocks[first].adapter,
+        kind.frozen.stored,
+        {STACK, *(role for role in roles if is_stepped or role not in STEP_ROLES)},
+        bounds,
+        first >= chain.end,
+        cache,
+        done,
+    )
+
+
+def _kind_name(chain: Chain, first: int, programs: Collection[str]) -> str:
+    if first == 0:
+        return EMBEDDING
+    if first >= chain.end:
+        return HEAD
+    return f"{BLOCK}-{len(programs)}" if _program(BLOCK) in programs else BLOCK
+
+
+def _program(name: str) -> str:
+    return f"{PROGRAMS}/{name}.pte"
+
+
+def _block_name(chain: Chain, number: int) -> str:
+    if number >= chain.end:
+        return HEAD if len(chain.head_rows) == 1 else f"{HEAD}-{number - chain.end:02d}"
+    return EMBEDDING if number == 0 else f"{number - 1:03d}"
 
 
 def _write_tables(path: Path, tables: list[Table]) -> None:

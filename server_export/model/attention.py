@@ -60,14 +60,8 @@ def grouped_attention(
     rows, heads, length, width = query.shape
     groups, value_width = key.shape[1], value.shape[-1]
     members = heads // groups
-    scale = width**-0.5 if scaling is None else scaling
-    query = query * scale if scale != 1.0 else query
-    scores = torch.bmm(
-        query.reshape(rows * groups, members * length, width),
-        key.reshape(rows * groups, length, width).transpose(1, 2),
-    )
-    if softcap is not None:
-        scores = torch.tanh(scores * (1.0 / softcap)) * softcap
+    query = _scaled(query, scaling).reshape(rows * groups, members * length, width)
+    scores = _scores(query, key.reshape(rows * groups, length, width), softcap)
     is_causal = getattr(module, "is_causal", False)
     tables = getattr(module, "tables", None)
     if tables is None:
@@ -121,12 +115,20 @@ def cached_attention(
     """
     heads, length, width = query.shape[1:]
     groups, cached = key.shape[1:3]
-    scale = width**-0.5 if scaling is None else scaling
-    query = (query * scale).reshape(groups, heads // groups * length, width)
-    scores = torch.bmm(query, key.reshape(groups, cached, width).transpose(1, 2))
-    if softcap is not None:
-        scores = torch.tanh(scores * (1.0 / softcap)) * softcap
+    query = _scaled(query, scaling).reshape(groups, heads // groups * length, width)
+    scores = _scores(query, key.reshape(groups, cached, width), softcap)
     mixed = torch.bmm(
         torch.softmax(scores + attention_mask, dim=-1), value.reshape(groups, cached, value.shape[-1])
     )
     return mixed.reshape(1, heads, length, value.shape[-1]).transpose(1, 2), None
+
+
+def _scaled(query: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return query * scale if scale != 1.0 else query
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """[groups, queries, keys] of queries and keys [groups, ..., width]."""
+    scores = torch.bmm(query, key.transpose(1, 2))
+    return scores if softcap is None else torch.tanh(scores * (1.0 / softcap)) * softcap

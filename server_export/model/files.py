@@ -19,7 +19,7 @@ import safetensors
 
 from prge.errors import BundleError, shown
 from prge.files.bundle import file_sha256
-from prge.files.documents import DocumentError, read_json
+from prge.files.documents import MOST_JSON_BYTES, DocumentError, read_json
 from prge.files.peft import CONFIG as ADAPTER_CONFIG
 
 CONFIG = "config.json"
@@ -118,10 +118,7 @@ def fetch_weights(files: ModelFiles) -> None:
 
 def shard_names(index: Path) -> list[str]:
     """The files that an index of weights names, all of them beside it."""
-    try:
-        content = read_json(index, _LARGEST_INDEX)
-    except (OSError, DocumentError) as error:
-        raise BundleError(f"{index} can't be read: {error}", remedy="copy the model again") from None
+    content = _json_of(index, _LARGEST_INDEX)
     places = content.get("weight_map") if isinstance(content, dict) else None
     names = set(places.values()) if isinstance(places, dict) and _are_texts(places) else set()
     if not names:
@@ -142,10 +139,7 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
         BundleError: it is damaged, or a number is out of bounds.
     """
     path = files.folder / CONFIG
-    try:
-        config = read_json(path)
-    except (OSError, DocumentError) as error:
-        raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
+    config = _json_of(path)
     if not isinstance(config, dict):
         raise BundleError(f"{path} can't be read: it is no JSON object", remedy="copy the model again")
     problems = [problem for name, value in _flat(config) if (problem := _problem(name, value))]
@@ -168,10 +162,7 @@ def end_tokens(files: ModelFiles) -> list[int]:
     for path in (files.folder / CONFIG, files.folder / GENERATION_CONFIG):
         if not path.is_file():
             continue
-        try:
-            content = read_json(path)
-        except (OSError, DocumentError) as error:
-            raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
+        content = _json_of(path)
         named = content.get("eos_token_id") if isinstance(content, dict) else None
         tokens = named if isinstance(named, list) else [] if named is None else [named]
         if any(type(token) is not int for token in tokens):
@@ -206,6 +197,13 @@ def stored_numbers(files: ModelFiles) -> int:
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise BundleError(f"{path} is damaged: {error}", remedy="copy the model again") from None
     return total
+
+
+def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
+    try:
+        return read_json(path, most_bytes)
+    except (OSError, DocumentError) as error:
+        raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
 
 
 def _problem(name: str, value: object) -> str:

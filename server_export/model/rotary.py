@@ -35,13 +35,18 @@ class ConstantRotary(nn.Module):
         return tuple(getattr(self, f"{name}_{self.tables[layer_type]}") for name in ("cos", "sin"))
 
 
-def make_rotary_constant(model: nn.Module) -> int:
-    """Wrap every rotary embedding of a model; returns how many."""
-    tables = [
+def rotary_names(model: nn.Module) -> list[str]:
+    """Paths of a model's rotary embeddings."""
+    return [
         name
         for name, module in model.named_modules()
         if hasattr(module, "rope_type") and "position_ids" in inspect.signature(module.forward).parameters
     ]
-    for name in tables:
+
+
+def make_rotary_constant(model: nn.Module) -> int:
+    """Wrap every rotary embedding of a model; returns how many."""
+    names = rotary_names(model)
+    for name in names:
         replace_module(model, name, ConstantRotary(model.get_submodule(name)))
-    return len(tables)
+    return len(names)

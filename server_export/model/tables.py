@@ -16,6 +16,7 @@ from torch import nn
 
 from server_export.model.attention import causal_mask
 from server_export.model.lora_fa import replace_module
+from server_export.model.rotary import rotary_names
 
 
 @torch.library.custom_op("prge::table", mutates_args=())
@@ -131,11 +132,7 @@ class TableRotary(nn.Module):
 
 def make_rotary_tables(model: nn.Module, tables: Tables) -> int:
     """Make tables of every rotary embedding of a model, which may lack its weights; returns how many."""
-    names = [
-        name
-        for name, module in model.named_modules()
-        if hasattr(module, "rope_type") and "position_ids" in inspect.signature(module.forward).parameters
-    ]
+    names = rotary_names(model)
     for name in names:
         replace_module(model, name, TableRotary(tables, _rotary_values(model, name, tables.longest)))
     return len(names)

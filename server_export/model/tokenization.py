@@ -11,7 +11,7 @@ from typing import Any
 from prge.errors import BundleError, ConfigError
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
-from server_export.model.files import hub_answers
+from server_export.model.files import first_line, hub_answers
 from server_export.settings import PrependBos
 
 SAMPLES = (
@@ -40,9 +40,8 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
             local_files_only=is_folder or not hub_answers(),
         )
     except Exception as error:  # transformers raises many kinds here, ImportError included
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise BundleError(
-            f"{name_or_path} has no tokenizer that can be loaded: {lines[0]}",
+            f"{name_or_path} has no tokenizer that can be loaded: {first_line(error)}",
             remedy="put the model's tokenizer.json beside it",
         ) from None
     if not getattr(tokenizer, "is_fast", False):

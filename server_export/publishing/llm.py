@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,13 @@ from server_export.lower.program import lowered
 from server_export.model import attention
 from server_export.model.loading import LoadedModel
 from server_export.model.lora_fa import convert_conv1d, replace_module
-from server_export.model.quantization import QuantizationReport, dequantize, quantize
-from server_export.publishing.inference import METHOD, PROGRAM, check_exact, check_quantized
+from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
 
 # Of a prompt in one call: the runner cuts longer ones. Memory is planned for it, and products of more rows
 # are hardly faster.
 MOST_AT_ONCE = 256
 # Tokens of the call that is traced.
 _EXAMPLE = 7
-_ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -74,25 +72,6 @@ class LlmSpec:
         return {name: value for name, value in known.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class BuiltLlm:
-    """What is known of a lowered program that was verified against its model."""
-
-    facts: Mapping[str, Any]
-    quantization: QuantizationReport
-    checks: Mapping[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        """Its part of the manifest."""
-        return {
-            "format": 1,
-            "kind": "llm",
-            "runner": dict(self.facts),
-            "quantization": self.quantization.to_json(),
-            "verification": {**self.checks, "rows": _ROWS},
-        }
-
-
 class TanhGelu(nn.Module):
     """GELU in its tanh form, spelled out: XNNPACK takes the operator for the exact form."""
 
@@ -120,7 +99,7 @@ def ends_of(model: Any, tokenizer: Any) -> tuple[int | None, tuple[int, ...]]:
     return bos, tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
-def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec) -> BuiltLlm:
+def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec) -> Built:
     """Lower a decoder, changed in place, to `program.pte` in `folder`, and compare the program with it.
 
     Raises:
@@ -130,7 +109,7 @@ def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec) -> BuiltLlm:
     from executorch.exir import ExecutorchBackendConfig
 
     model: Any = loaded.model
-    rows = [_tokens(seed, spec.length, model.config.vocab_size) for seed in range(_ROWS)]
+    rows = [_tokens(seed, spec.length, model.config.vocab_size) for seed in range(ROWS)]
     with torch.no_grad():
         reference = torch.stack([model(input_ids=row).logits[0, -2:] for row in rows])
     exportable = _exportable(model, spec)
@@ -139,29 +118,24 @@ def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec) -> BuiltLlm:
         with torch.no_grad():
             return _last_two(rows, spec, lambda tokens, start: exportable(tokens, None, start))
 
-    exact = eager()
-    check_exact("module", exact, reference)
-    quantization = quantize(exportable, spec.scheme)
-    expected = eager()
     facts = spec.facts(model.config.vocab_size)
-    program = folder / PROGRAM
-    # New keys and values go into the buffers themselves, instead of copies of them.
-    config = ExecutorchBackendConfig(run_reinplace_pass=True)
-    exported = _exported(exportable, spec)
-    with warnings.catch_warnings():
-        # A cache begins as zeros: so does all memory of ExecuTorch's module. Positions come with a call.
-        warnings.filterwarnings("ignore", "Mutation on a buffer", UserWarning)
-        executorch = lowered({METHOD: exported}, config, facts)
-    with program.open("wb") as stream:
-        executorch.write_to_file(stream)
-    call = opened_method(program, METHOD)
-    answers = _last_two(rows, spec, lambda tokens, start: call(tokens, start)[0])
-    if spec.scheme == "fp32":
-        checks = check_exact("program", answers, expected)
-    else:
-        dequantize(exportable)
-        checks = check_quantized(answers, expected, eager(), exact)
-    return BuiltLlm(facts, quantization, checks)
+
+    def lower() -> torch.Tensor:
+        program = folder / PROGRAM
+        # New keys and values go into the buffers themselves, instead of copies of them.
+        config = ExecutorchBackendConfig(run_reinplace_pass=True)
+        exported = _exported(exportable, spec)
+        with warnings.catch_warnings():
+            # A cache begins as zeros: so does all memory of ExecuTorch's module. Positions come with a call.
+            warnings.filterwarnings("ignore", "Mutation on a buffer", UserWarning)
+            executorch = lowered({METHOD: exported}, config, facts)
+        with program.open("wb") as stream:
+            executorch.write_to_file(stream)
+        call = opened_method(program, METHOD)
+        return _last_two(rows, spec, lambda tokens, start: call(tokens, start)[0])
+
+    quantization, checks = quantized_and_checked(exportable, spec.scheme, reference, eager, lower)
+    return Built("llm", {"runner": facts}, quantization, checks)
 
 
 def _exportable(model: Any, spec: LlmSpec) -> Any:
@@ -204,7 +178,7 @@ def _exported(exportable: Any, spec: LlmSpec) -> torch.export.ExportedProgram:
 def _refused() -> Any:
     return told_as_bundle_error(
         "transformers can't make a program with a cache of this architecture",
-        "publish it as merged or as program instead",
+        "publish it as merged instead",
     )
 
 

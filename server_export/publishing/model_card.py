@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
+
 from prge.files.curves import score_of
-from prge.files.documents import DocumentError, read_json
+from prge.files.documents import DocumentError, mapping, read_json
 from prge.files.run_folder import FINAL, SUMMARY
 from prge.learning.checkpoint import STATE, Progress
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import BaseModel
 
-_USES = {
-    "peft": """from peft import PeftModel
-from transformers import {loader}
-
-model = {loader}.from_pretrained({base})
-model = PeftModel.from_pretrained(model, "<this folder>")""",
-    "merged": """from transformers import {loader}
-
-model = {loader}.from_pretrained("<this folder>")""",
-    "program": """from executorch.runtime import Runtime
-
-method = Runtime.get().load_program("program.pte").load_method("forward")
-({output},) = method.execute([{inputs}])  # shapes and dtypes: manifest.json""",
-    "gguf": """llama-cli -m "<GGUF file of {base}>" --lora adapter.gguf""",
-    "llm": """from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
-
-runner = TextLLMRunner("program.pte", "tokenizer.json")
-runner.generate("Once upon a time", GenerationConfig(num_bos={num_bos}, temperature=0), print)""",
+TEMPLATE = Path(__file__).with_name("card.md")
+_WHAT = {
+    "peft": "LoRA adapter of {base}",
+    "gguf": "LoRA adapter of {base} for llama.cpp",
+    "merged": "{base} with a trained LoRA adapter merged into its weights",
+    "program": "ExecuTorch inference program of {base} with a trained LoRA adapter",
+    "llm": "{base} with a trained LoRA adapter for ExecuTorch's LLM runner",
 }
-_LIBRARIES = {
-    "peft": "peft",
-    "merged": "transformers",
-    "program": "executorch",
-    "llm": "executorch",
-    "gguf": "llama.cpp",
-}
-_CHAT = """
-Messages become text by `{file}`, with which the adapter was trained.
-"""
-_HEAD = """
-`head.safetensors` is the classification head: `scores = pooled @ weight.T + bias`, where `pooled` is the
-{pooling} of the last hidden states.
-"""
 # Settings of a run that a card tells; all others are somebody's files, or say nothing of the result.
 _SETTINGS = (
     *("steps", "seed", "learning_rate", "schedule", "warmup", "optimizer", "momentum", "beta2"),
@@ -78,58 +55,21 @@ class CardFacts:
 
 
 def model_card(facts: CardFacts) -> str:
-    """The text of README.md."""
-    base = _base(facts.base)
-    # The hub takes only hub ids here.
-    header = ["---", *([f"base_model: {base}"] if facts.base.on_hub else [])]
-    tags = dict.fromkeys(ESTIMATORS[each].tag for _, each in _estimators(facts.run))
-    header += [
-        f"library_name: {_LIBRARIES[facts.format]}",
-        "tags:",
-        "- lora",
-        *(f"- {tag}" for tag in tags),
-        "- prge",
-        "---",
-    ]
-    use = _USES[facts.format].format(
-        loader="AutoModel" if facts.is_encoder else "AutoModelForCausalLM",
-        base=_base_in_code(facts),
-        output="scores" if facts.has_head else "pooled" if facts.is_encoder else "logits",
-        inputs="tokens, attention_mask" if facts.is_encoder else "tokens, positions",
-        num_bos=facts.num_bos,
-    )
-    what = {
-        "peft": f"LoRA adapter of {base}",
-        "gguf": f"LoRA adapter of {base} for llama.cpp",
-        "merged": f"{base} with a trained LoRA adapter merged into its weights",
-        "program": f"ExecuTorch inference program of {base} with a trained LoRA adapter",
-        "llm": f"{base} with a trained LoRA adapter for ExecuTorch's LLM runner",
-    }[facts.format]
-    seen: dict[str, str] = {}
+    """The text of README.md, from `card.md`."""
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    told: dict[str, str] = {}
     for name, value in _facts(facts):
-        seen.setdefault(name, value)
-    rows = list(seen.items())
-    width = max((len(name) for name, _ in rows), default=0)
-    head = _HEAD.format(pooling="mean" if facts.pooling == "mean" else "first") if facts.has_head else ""
-    return "\n".join(
-        [
-            *header,
-            "",
-            f"# {facts.name}",
-            "",
-            f"{what}{_trainer(facts.run)}.",
-            *_training(facts.run, facts.step),
-            "",
-            "```sh" if facts.format == "gguf" else "```python",
-            use,
-            "```",
-            head if facts.format in ("peft", "merged") else "",
-            *([_CHAT.format(file=CHAT_TEMPLATE_FILE)] if facts.has_chat_template else []),
-            f"| {'fact':<{width}} | value |",
-            f"| {'-' * width} | --- |",
-            *(f"| {name:<{width}} | {value} |" for name, value in rows),
-            "",
-        ]
+        told.setdefault(_text(name), value)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        {each.name: getattr(facts, each.name) for each in fields(facts)}
+        | {
+            "tags": dict.fromkeys(ESTIMATORS[each].tag for _, each in _estimators(facts.run)),
+            "what": _WHAT[facts.format].format(base=_base(facts.base)),
+            "trainer": _trainer(facts.run),
+            "training": list(_training(facts.run, facts.step)),
+            "chat_template": CHAT_TEMPLATE_FILE,
+            "facts": told,
+        }
     )
 
 
@@ -140,18 +80,9 @@ def _base(base: BaseModel) -> str:
     return f"the model with the SHA-256 {base.sha256}" if base.sha256 else "a model that was not recorded"
 
 
-def _base_in_code(facts: CardFacts) -> str:
-    name, revision = facts.base.name, facts.base.revision
-    if facts.format == "gguf":
-        return name if facts.base.on_hub else "the base model"
-    if revision:
-        return f'"{name}", revision="{revision}"'
-    return f'"{name}"' if facts.base.on_hub else '"<folder of the base model>"'
-
-
 def _trainer(run: Mapping[str, Any]) -> str:
     """What trained the adapter, where its run tells."""
-    method = _mapping(run.get("run")).get("method")
+    method = mapping(run.get("run")).get("method")
     if isinstance(method, str) and method:
         return f", trained in PyTorch by `prge baseline --method {_text(method)}`"
     return ", trained by prge" if _estimators(run) else ""
@@ -161,10 +92,9 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
     """How it was trained: what its estimator means, and how much went into it."""
     stretches = _estimators(run)
     for since, estimator in stretches:
-        yield ""
         meaning = ESTIMATORS[estimator].meaning
         yield f"From step {since:,} on: {meaning}" if len(stretches) > 1 else meaning
-    train, block = _mapping(run.get("train")), _mapping(run.get("run"))
+    train, block = mapping(run.get("train")), mapping(run.get("run"))
     told = []
     if steps := _whole(train.get("steps")):
         rows = _whole(train.get("training_rows"))
@@ -173,22 +103,20 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
             told[-1] += f", of which the adapter is that after step {step:,}"
     if computed := _whole(train.get("rows")):
         told.append(f"{computed:,} sequences computed, where a way back counts as two")
-    scheme = _mapping(block.get("quantization")).get("scheme")
+    scheme = mapping(block.get("quantization")).get("scheme")
     if isinstance(scheme, str):
         told.append(f"frozen weights in {_text(scheme)}")
     if told:
-        yield ""
         yield f"{'; '.join(told)}."
-    before, best = _mapping(train.get("before")), _mapping(train.get("best"))
+    before, best = mapping(train.get("before")), mapping(train.get("best"))
     if _is_scored(before) and _is_scored(best):
         (name, start), (_, end) = score_of(before), score_of(best)
-        yield ""
         yield f"On development rows: {name.replace('_', ' ')} {start:.4g} before, {end:.4g} at best."
 
 
 def _estimators(run: Mapping[str, Any]) -> list[tuple[int, EstimatorName]]:
     """The estimators that steps were taken with, each with its first step; those that a card can tell of."""
-    stretches = _mapping(run.get("run")).get("estimators")
+    stretches = mapping(run.get("run")).get("estimators")
     if not isinstance(stretches, list):
         stretches = [{"since": 0, "estimator": _settings(run).get("estimator")}]
     told = [(each.get("since"), each.get("estimator")) for each in stretches if isinstance(each, Mapping)]
@@ -210,11 +138,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _mapping(_mapping(run.get("run")).get("settings"))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return mapping(mapping(run.get("run")).get("settings"))
 
 
 def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
@@ -229,7 +153,7 @@ def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
             yield name, _text(facts.adapter[key])
     if facts.bundle_sha256:
         yield "bundle", facts.bundle_sha256
-    run, settings = _mapping(facts.run.get("run")), _settings(facts.run)
+    run, settings = mapping(facts.run.get("run")), _settings(facts.run)
     estimators = [name for _, name in _estimators(facts.run)]
     for name in ("status", "method", "engine"):
         if isinstance(run.get(name), str):
@@ -240,7 +164,7 @@ def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
     for name in (*_SETTINGS, *(ESTIMATORS[estimators[-1]].settings if estimators else ())):
         if settings.get(name) is not None:
             yield name.replace("_", " "), _text(settings[name])
-    yield from _numbers(_mapping(facts.run.get("train")), "")
+    yield from _numbers(mapping(facts.run.get("train")), "")
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -256,7 +180,7 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def read_run(folder: Path | None) -> dict[str, Any]:
@@ -273,4 +197,4 @@ def read_step(folder: Path, run: Mapping[str, Any]) -> int | None:
     try:
         return Progress.read(folder / STATE).step
     except (OSError, ValueError, TypeError):
-        return _whole(_mapping(run.get("train")).get("final_step")) if folder.name == FINAL else None
+        return _whole(mapping(run.get("train")).get("final_step")) if folder.name == FINAL else None

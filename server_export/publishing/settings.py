@@ -31,7 +31,7 @@ class PublishConfig:
 
     format: Literal["peft", "merged", "program", "llm", "gguf"] = "peft"
     """peft: an adapter for PEFT; gguf: an adapter for llama.cpp; merged: a Hugging Face model; program: an
-    ExecuTorch inference program; llm: one that generates, for ExecuTorch's LLM runner and its apps."""
+    encoder as an ExecuTorch program; llm: a decoder as one, for ExecuTorch's LLM runner and its apps."""
 
     sequence_length: int | None = None
     """program, llm: tokens that it takes, an llm's answer among them; without it the bundle's length, for an

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from device_runner.evaluate import EvaluateSettings, way_to_answers, write_answers
+from device_runner.evaluate import EvaluateSettings, run, write_answers
 from prge.contract import AdaptedModule, Contract
 from prge.errors import ConfigError, DataError
 from prge.learning.examples import Example
 from prge.rows.example_building import build_examples
 from prge.rows.readers import Row
-from prge.rows.task import Generate, load_task, parse_task
+from prge.rows.task import Generate, parse_task
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
@@ -69,28 +69,6 @@ def test_a_question_that_leaves_no_room_loses_its_beginning_or_is_refused() -> N
         write_answers(generator, asked, make_adapter(), Generate(8), "error")
 
 
-def settings(**given: Any) -> EvaluateSettings:
-    return EvaluateSettings(Path("bundle"), Path("data"), **given)
-
-
-def test_how_answers_are_found() -> None:
-    plain = parse_task(QUESTION, "q")
-    assert way_to_answers(settings(), load_task("squad")) == "generate"
-    assert way_to_answers(settings(answers="spans"), load_task("squad")) == "spans"
-    assert way_to_answers(settings(), load_task("sst2")) is way_to_answers(settings(), None) is None
-    assert way_to_answers(settings(overflow="split"), plain) is None
-    passage = parse_task({**QUESTION, "columns": {"answers": "a", "passage": "q"}}, "q")
-    assert way_to_answers(settings(), passage) == "spans"
-
-
-@pytest.mark.parametrize(
-    ("given", "task", "told"),
-    [
-        ({"answers": "generate"}, "sst2", "--answers is generate, the task sst2 lacks generate"),
-        ({"answers": "spans"}, "copa", "the task copa lacks columns.passage"),
-        ({"overflow": "split"}, "squad", "--overflow is split: a question with its answer is one row"),
-    ],
-)
-def test_settings_that_do_not_fit_the_task(given: dict[str, Any], task: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        way_to_answers(settings(**given), load_task(task))
+def test_a_question_with_its_answer_is_one_row() -> None:
+    with pytest.raises(ConfigError, match="--overflow is split: a question with its answer is one row"):
+        run(EvaluateSettings(Path("bundle"), Path("data"), "squad", overflow="split"))

@@ -201,27 +201,8 @@ def test_a_report_of_it_is_written_however_it_ended(
     assert f"prge publish {settings.out}" in page.read_text()
 
 
-def test_killed_after_any_calls_and_resumed_it_ends_in_the_same_bits(
-    device: Device, settings: RunSettings, tmp_path: Path
-) -> None:
-    run(settings)
-    killed = replace(settings, out=tmp_path / "killed")
-    resumes = 0
-    while True:
-        device.calls_left = 3 + resumes % 8
-        resume = killed.out if (killed.out / "config.yaml").is_file() else None
-        try:
-            run(replace(killed, resume=resume))
-            break
-        except Killed:
-            resumes += 1
-    assert resumes > 3
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
-
-
 @pytest.mark.parametrize("checkpoint_every", [0, 5])
-def test_killed_on_its_way_it_leaves_the_same_checkpoints_and_counts(
+def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     device: Device, settings: RunSettings, checkpoint_every: int, tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_every=checkpoint_every, evaluate_every=3)
@@ -243,10 +224,11 @@ def test_killed_on_its_way_it_leaves_the_same_checkpoints_and_counts(
     def left(folder: Path) -> dict[str, Any]:
         counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
         summary = json.loads((folder / "run.json").read_text())
+        files = [folder / "journal.jsonl", folder / "final/adapter_model.safetensors"]
         return {
-            "checkpoints": {
+            "bits": {
                 path.relative_to(folder).as_posix(): path.read_bytes()
-                for path in (folder / "checkpoints").rglob("*.*")
+                for path in (*files, *(folder / "checkpoints").rglob("*.*"))
             },
             "counts": counts,
             "steps": summary["train"]["steps"],
@@ -288,29 +270,36 @@ def _signed(record: dict[str, Any]) -> str:
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'
 
 
+LIES: list[tuple[str, dict[str, Any]]] = [
+    ("start", {"settings": []}),
+    ("start", {"bundle": None}),
+    ("step", {"scalars": []}),
+    ("step", {"scalars": "1"}),
+    ("step", {"scalars": [[1e400]]}),
+    ("step", {"loss": None}),
+    ("step", {"learning_rate": "1"}),
+    ("evaluation", {"value": "best"}),
+    ("head", {"classes": 10**12}),
+    ("head", {"values": "?"}),
+    ("head", {"folds": 3}),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    ("device", "kind", "changes"),
     [
-        ("start", {"settings": []}),
-        ("start", {"bundle": None}),
-        ("step", {"scalars": []}),
-        ("step", {"scalars": "1"}),
-        ("step", {"scalars": [[1e400]]}),
-        ("step", {"loss": None}),
-        ("step", {"learning_rate": "1"}),
-        ("evaluation", {"value": "best"}),
-        ("head", {"classes": 10**12}),
-        ("head", {"values": "?"}),
-        ("head", {"folds": 3}),
+        (is_encoder, kind, changes)
+        for kind, changes in LIES
+        for is_encoder in (False, True)
+        if is_encoder or kind != "head"
     ],
+    indirect=["device"],
 )
 @pytest.mark.timeout(20)
 def test_a_journal_that_says_what_no_run_says_is_an_error(
     device: Device, settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     run(settings)
-    if kind == "head" and not device.encoder:
-        pytest.skip("a decoder has no head")
     shutil.rmtree(settings.out / "checkpoints")
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
     number = next(n for n, record in enumerate(records) if record["kind"] == kind)
@@ -323,11 +312,10 @@ def test_a_journal_that_says_what_no_run_says_is_an_error(
             replay([str(settings.out), "--out", str(tmp_path / "replayed")])
 
 
+@pytest.mark.parametrize("device", [True], indirect=True, ids=["encoder"])
 def test_a_replay_compares_the_head_too(
     device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not device.encoder:
-        pytest.skip("a decoder has no head")
     run(replace(settings, steps=1, learning_rate=1e-30))
     lines = (settings.out / "journal.jsonl").read_text().splitlines(keepends=True)
     assert replay([str(settings.out), "--out", str(tmp_path / "whole")]) == 0
@@ -488,10 +476,9 @@ def _list_template(bundle: Path, source: str) -> None:
     write_manifest(bundle, manifest)
 
 
+@pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])
 def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tmp_path: Path) -> None:
     """What decides the text that is learnt is part of what the run is."""
-    if settings.task:
-        pytest.skip("an encoder learns no messages")
     turns = [{"role": "user", "content": "a film"}, {"role": "assistant", "content": "a good film"}]
     rows = "".join(json.dumps({"messages": turns}) + "\n" for _ in range(8))
     (tmp_path / "chat.jsonl").write_text(rows)
@@ -509,11 +496,10 @@ def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tm
         run(replace(chat, resume=chat.out))
 
 
+@pytest.mark.parametrize("device", [True], indirect=True, ids=["encoder"])
 def test_a_run_isnt_resumed_with_another_task(settings: RunSettings) -> None:
-    if not settings.task:
-        pytest.skip("a decoder learns texts here")
     run(settings)
-    path = Path(settings.task)
+    path = Path(str(settings.task))
     path.write_text(path.read_text().replace('"{text}"', '"{text}!"'))
     with pytest.raises(ConfigError, match="the task is another one"):
         run(replace(settings, resume=settings.out))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from prge.rows.text_metrics import exact_match, rouge_l, token_f1
-from tests.end_to_end.conftest import write_rows
 from tests.verbs import REPOSITORY, prge
+from tests.workshop import write_rows
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 

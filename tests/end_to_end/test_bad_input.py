@@ -21,7 +21,7 @@ from prge.cli import main
 from prge.files.bundle import file_sha256, manifest_sha256
 from prge.files.journal import Journal
 from prge.files.signatures import BACK
-from tests.end_to_end.conftest import write_rows
+from tests.tiers import rest
 from tests.verbs import REPOSITORY
 
 Run = Callable[..., str]
@@ -71,12 +71,15 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "damage"),
     [
-        *("programs/block.pte", "weights/000.ptd", "manifest.json", "tables.safetensors"),
-        *("adapter/adapter_model.safetensors", "tokenizer/tokenizer.json"),
+        ("programs/block.pte", "missing"),
+        ("weights/000.ptd", "bit-flipped"),
+        ("manifest.json", "empty"),
+        ("tables.safetensors", "truncated"),
+        ("adapter/adapter_model.safetensors", "bit-flipped"),
+        ("tokenizer/tokenizer.json", "missing"),
     ],
 )
 def test_damaged_file_of_a_bundle(fails: Run, bundle: Path, name: str, damage: str) -> None:
@@ -84,15 +87,6 @@ def test_damaged_file_of_a_bundle(fails: Run, bundle: Path, name: str, damage: s
     message = fails("--bundle", bundle)
     assert Path(name).name in message
     assert "again" in message or "give the folder" in message
-
-
-def test_swapped_program(fails: Run, bundle: Path) -> None:
-    shutil.copy(bundle / "tokenizer/tokenizer.json", bundle / "programs/block.pte")
-    assert "block.pte" in fails("--bundle", bundle)
-
-
-def test_no_bundle_at_all(fails: Run, tmp_path: Path) -> None:
-    assert "is not a bundle" in fails("--bundle", tmp_path)
 
 
 def in_a_process(*words: object) -> subprocess.CompletedProcess[str]:
@@ -129,28 +123,6 @@ def _adapter(workshop: Path, folder: Path, change: Callable[[dict[str, Any], dic
     return folder
 
 
-def test_adapter_of_another_rank_names_every_tensor(fails: Run, workshop: Path, tmp_path: Path) -> None:
-    def wider(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-        config["r"] = 3
-        for name, array in tensors.items():
-            tensors[name] = np.zeros(
-                (3, array.shape[1]) if "lora_A" in name else (array.shape[0], 3), np.float32
-            )
-
-    message = fails("--adapter", _adapter(workshop, tmp_path / "rank", wider))
-    assert message.count("lora_A.weight is F32 [3,") == message.count("must be F32 [2,") == 14
-
-
-def test_adapter_of_another_model(fails: Run, workshop: Path, tmp_path: Path) -> None:
-    def renamed(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-        for name in list(tensors):
-            tensors[name.replace("layers.0", "layers.7")] = tensors.pop(name)
-
-    message = fails("--adapter", _adapter(workshop, tmp_path / "model", renamed))
-    assert "layers.0.self_attn.q_proj.lora_A.weight is missing" in message
-    assert "layers.7.self_attn.q_proj.lora_A.weight F32 [2, 64] is unexpected" in message
-
-
 def test_adapter_with_other_frozen_matrices(fails: Run, workshop: Path, tmp_path: Path) -> None:
     def other(config: dict[str, Any], tensors: dict[str, Any]) -> None:
         name = next(name for name in tensors if "lora_A" in name)
@@ -170,47 +142,22 @@ def test_tokenizer_of_another_model(fails: Run, bundle: Path) -> None:
     assert "tokenizer" in fails("--bundle", bundle)
 
 
-def test_broken_rows_are_all_named(fails: Run, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "aa", "label": 0}\n{"text": "bb", \n\n[1]\n{"text": "cc", "label": 1}\n')
-    message = fails("--train", path)
-    assert "row 2" in message and "row 4" in message
+ROWS: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "no JSON": (b'{"text": "aa", "label": 0}\n{"text": "bb", \n\n[1]\n', ("row 2", "row 4")),
+    "no column": (b'{"sentence": "aa", "label": 0}\n', ("'text'", "sentence")),
+    "another label": (b'{"text": "aa", "label": 0}\n{"text": "bb", "label": "maybe"}\n', ("row 2", "maybe")),
+    "another encoding": ('{"text": "caf\u00e9", "label": 0}\n'.encode("latin-1"), ("UTF-8",)),
+    "none": (b"", ("no rows",)),
+    "too long": (b'{"text": "aa", "label": 0}\n{"text": "%s", "label": 1}\n' % (b"b" * 99), ("row 2", "32")),
+}
 
 
-def test_missing_column(fails: Run, tmp_path: Path) -> None:
-    message = fails("--train", write_rows(tmp_path / "rows.jsonl", [{"sentence": "aa", "label": 0}]))
-    assert "'text'" in message and "sentence" in message
-
-
-def test_unknown_label(fails: Run, tmp_path: Path) -> None:
-    rows = [{"text": "aa", "label": 0}, {"text": "bb", "label": "maybe"}]
-    message = fails("--train", write_rows(tmp_path / "rows.jsonl", rows))
-    assert "row 2" in message and "maybe" in message
-
-
-def test_wrong_encoding(fails: Run, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes('{"text": "caf\u00e9", "label": 0}\n'.encode("latin-1"))
-    assert "UTF-8" in fails("--train", tmp_path / "rows.jsonl")
-
-
-def test_no_rows(fails: Run, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("")
-    assert "no rows" in fails("--train", tmp_path / "rows.jsonl")
-
-
-def test_row_longer_than_the_program(fails: Run, tmp_path: Path) -> None:
-    rows = [{"text": "aa", "label": 0}, {"text": "b" * 99, "label": 1}]
-    message = fails("--train", write_rows(tmp_path / "rows.jsonl", rows), "--overflow", "error")
-    assert "row 2" in message and "32" in message
-
-
-def test_row_with_nothing_to_learn_from(fails: Run, tmp_path: Path) -> None:
-    rows = [{"prompt": "aa", "completion": "bb"}, {"prompt": "aa", "completion": ""}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    task = tmp_path / "completion.yaml"
-    task.write_text('name: c\ntemplate: "{prompt}"\ncolumns: {answers: completion}\nmetric: f1_answer\n')
-    message = fails("--train", path, "--task", task)
-    assert "row 2" in message and "nothing to learn from" in message
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_that_cant_be_used(fails: Run, tmp_path: Path, kind: str) -> None:
+    content, told = ROWS[kind]
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    message = fails("--train", tmp_path / "rows.jsonl", "--overflow", "error")
+    assert all(part in message for part in told)
 
 
 def test_every_problem_of_a_settings_file_at_once(fails: Run, tmp_path: Path) -> None:
@@ -359,7 +306,7 @@ def test_standard_files_that_refuse_end_no_run(
     assert in_a_process("replay", tmp_path / "run", "--out", tmp_path / "replayed").returncode == 0
 
 
-@pytest.mark.parametrize("megabytes", [140, 150, 160, 170])
+@pytest.mark.parametrize("megabytes", [150, *rest(140, 160, 170)])
 def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes: int) -> None:
     """How much is too little depends on the machine; what is said then doesn't."""
     limit = megabytes << 20

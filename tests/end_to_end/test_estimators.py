@@ -11,9 +11,8 @@ import pytest
 from prge.cli import main
 from prge.files.peft import read_arrays
 from prge.files.signatures import ROLES
-from tests.end_to_end.conftest import write_rows
-from tests.tiny_models import save_model
 from tests.verbs import prge
+from tests.workshop import write_rows
 
 ESTIMATORS = ("tangent", "antithetic", "fzoo", "exact")
 CHOICES = 6
@@ -84,22 +83,6 @@ def test_a_batch_that_is_too_small_is_told_before_a_run_begins(
     prge("run", *words, "--out", tmp_path / "run", "--batch-size", 6, "--steps", 1)
 
 
-@pytest.mark.parametrize("other", ESTIMATORS)
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_run_is_gone_on_with_by_its_own_estimator_only(
-    runs: dict[str, Path], name: str, other: str
-) -> None:
-    before = (runs[name] / "final/adapter_model.safetensors").read_bytes()
-    done = prge("run", "--resume", runs[name], "--estimator", other, check=False)
-    if name == other:
-        assert done.returncode == 0
-    else:
-        assert done.returncode == 2
-        assert "the run was begun with other settings" in done.stderr
-        assert f"estimator was '{name}', is '{other}'" in done.stderr
-    assert (runs[name] / "final/adapter_model.safetensors").read_bytes() == before
-
-
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_replay_makes_the_same_bits(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
     assert "the same bits" in prge("replay", runs[name], "--out", tmp_path / "replayed").stdout
@@ -126,16 +109,6 @@ def test_eval_refuses_a_bound_that_no_block_fits_into(bundle: Path, workshop: Pa
     assert done.returncode == 2 and "--memory is 1 bytes" in done.stderr
 
 
-def test_a_probe_compares_differences_with_tangents(bundle: Path, workshop: Path, tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    words = ["--data", workshop / "train.jsonl", "--task", workshop / "task.yaml", "--json", out]
-    prge("probe", bundle, *words, "--epsilons", 3e-3, 0.3, "--queries", 3, "--batch-size", 2)
-    found = json.loads(out.read_text())
-    assert (found["reference"], found["queries"], found["examples"]) == ("tangent", 3, 4 * 2)
-    assert found["tangent_rows_per_scalar"] == pytest.approx(2 * (1 + 3) / 3)
-    assert found["best"]["epsilon"] == 3e-3 and found["best"]["r"] > 0.999
-
-
 def test_inspect_shows_what_the_export_wrote(bundle: Path) -> None:
     report = json.loads(prge("inspect", bundle, "--json").stdout)
     assert report["roles"] == list(ROLES)
@@ -149,23 +122,13 @@ def test_runs_are_drawn(runs: dict[str, Path], tmp_path: Path) -> None:
     assert (tmp_path / "curves.svg").stat().st_size
 
 
-@pytest.mark.parametrize("form", ["peft", "merged", "program"])
+@pytest.mark.parametrize("form", ["peft", "merged", "llm"])
 def test_a_run_is_published(runs: dict[str, Path], tmp_path: Path, form: str) -> None:
     assert here("publish", runs["exact"], "--out", tmp_path / form, "--format", form) == 0
     if form == "peft":
         trained = read_arrays(runs["exact"] / "final/adapter_model.safetensors")
         published = read_arrays(tmp_path / "peft/adapter_model.safetensors")
         assert all(np.array_equal(published[name], array) for name, array in trained.items())
-
-
-def test_a_run_is_published_with_its_own_model_only(
-    runs: dict[str, Path], workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = save_model(tmp_path / "other", "llama", rms_norm_eps=1e-3)
-    words = ["--out", tmp_path / "out", "--format", "merged", "--model"]
-    assert here("publish", runs["exact"], *words, other) == 2
-    assert "its content is another" in capsys.readouterr().err
-    assert here("publish", runs["exact"], *words, workshop / "model") == 0
 
 
 def test_a_baseline_takes_a_batch_with_room_for_all_candidates(

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from prge.files.journal import Journal
-from tests.end_to_end.conftest import write_rows
 from tests.verbs import prge
+from tests.workshop import write_rows
 
 
 def words_of(workshop: Path, bundle: Path, out: Path, steps: int = 40) -> list[object]:
@@ -36,36 +36,6 @@ def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
     assert summary["train"]["rows"] == 40 * 4 * 3
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert all(record["gradient_norm"] > 0 for record in steps if record["event"] == "step")
-
-
-def test_calls_add_up_batches_and_clipping_shortens(workshop: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    prge(*words_of(workshop, workshop / "bundle", out, steps=6), "--calls", 2, "--clip", 0.01)
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    norms = [record["gradient_norm"] for record in steps if record["event"] == "step"]
-    np.testing.assert_allclose(norms, 0.01, rtol=1e-5)
-    with Journal(out / "journal.jsonl", writable=False) as journal:
-        record = journal.step(0)
-    assert record is not None
-    assert len(record["rows"]) == 8
-
-
-def test_every_example_is_clipped_where_it_is_told_so(workshop: Path, tmp_path: Path) -> None:
-    words, limit = words_of(workshop, workshop / "bundle", tmp_path, steps=6), 0.01
-
-    def run(name: str, *more: object) -> list[float]:
-        words[words.index("--out") + 1] = tmp_path / name
-        prge(*words, "--batch-size", 1, "--calls", 3, *more)
-        events = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return [record["gradient_norm"] for record in events if record["event"] == "step"]
-
-    # A mean of gradients of norm `limit` that differ is shorter.
-    assert all(0.1 * limit < norm <= limit * (1 + 1e-5) for norm in run("bounded", "--clip-examples", limit))
-    plain, wide = run("plain"), run("wide", "--clip-examples", 1e6)
-    assert min(plain) > limit and plain == wide
-    whole = (tmp_path / "bounded/final/adapter_model.safetensors").read_bytes()
-    prge("run", "--resume", tmp_path / "bounded")
-    assert (tmp_path / "bounded/final/adapter_model.safetensors").read_bytes() == whole
 
 
 def test_what_lies_below_the_adapter_is_computed_once_a_row(
@@ -108,17 +78,3 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
     prge(*words, "--head-folds", 0, "--calls", 4)
     before, *_, after = losses(tmp_path / "run")
     assert after < 0.96 * before
-
-
-def test_what_has_no_meaning_for_it_is_refused(workshop: Path, upper_bundle: Path, tmp_path: Path) -> None:
-    words = words_of(workshop, upper_bundle, tmp_path / "run")
-    for more, message in (
-        (["--queries", 4], "--queries belongs to --estimator tangent, antithetic or fzoo"),
-        (["--epsilon", 0.1], "--epsilon belongs to --estimator antithetic or fzoo"),
-        (["--estimator", "tangent"], "the bundle has the roles stack, back"),
-        (["--clip-examples", 1], "--clip-examples needs --batch-size 1, it is not given"),
-    ):
-        refused = prge(*words, *more, check=False)
-        assert refused.returncode == 2, more
-        assert message in refused.stderr
-    assert not (tmp_path / "run").exists()

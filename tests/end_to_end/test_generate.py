@@ -10,9 +10,9 @@ import pytest
 
 from prge.cli import main
 from tests.device_runner.android.fake_adb import FakePhone
-from tests.end_to_end.conftest import write_rows
 from tests.server_export.adapters import trained_adapter
 from tests.verbs import prge
+from tests.workshop import write_rows
 
 PROMPTS = ("aa bb", "cc dd ?", "bb")
 END = 2

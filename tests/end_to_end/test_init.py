@@ -11,9 +11,9 @@ import safetensors.numpy
 
 from prge.files.bundle import open_bundle
 from prge.files.peft import read_lora
-from tests.end_to_end.conftest import Made, export
 from tests.end_to_end.test_generate import expected
 from tests.verbs import prge
+from tests.workshop import Made, export
 
 pytestmark = pytest.mark.whole
 

@@ -61,15 +61,6 @@ def test_lora_a_is_what_it_was(done: Path, workshop: Path) -> None:
         assert np.array_equal(array, after[name]) == ("lora_A" in name), name
 
 
-def test_replay_makes_the_same_bits(done: Path, tmp_path: Path) -> None:
-    out = prge("replay", done, "--out", tmp_path / "replayed").stdout
-    assert "the same bits" in out
-    first, second = (
-        read_arrays(p / "adapter_model.safetensors") for p in (done / "final", tmp_path / "replayed")
-    )
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-
-
 def test_eval_repeats_the_last_evaluation_of_the_run(done: Path, workshop: Path, tmp_path: Path) -> None:
     prge(
         "eval", "--bundle", workshop / "bundle", "--data", workshop / "dev.jsonl",

@@ -19,8 +19,8 @@ from prge.verbs.settings import parse_settings
 from server_export.tune import decisions
 from server_export.tune.settings import TuneSettings
 from server_export.tune.stages import tune
-from tests.end_to_end.conftest import write_rows
 from tests.verbs import REPOSITORY, prge
+from tests.workshop import write_rows
 
 pytestmark = pytest.mark.timeout(300)
 

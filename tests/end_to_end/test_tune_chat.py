@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import write_rows
 from tests.verbs import prge
+from tests.workshop import write_rows
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(600)]
 

@@ -49,7 +49,7 @@ def start(
 def test_demo_passes_its_arguments_on_where_the_caller_stands(checkout: Path, tmp_path: Path) -> None:
     child = start(checkout, "demo.sh", "--out", "my demo", cwd=tmp_path)
     assert (child.returncode, child.stderr) == (0, "")
-    assert child.stdout == f"prge|{tmp_path}|demo|--out|my demo|\n"
+    assert child.stdout == f"python|{tmp_path}|{checkout}/scripts/demo.py|--out|my demo|\n"
 
 
 def test_test_runs_style_types_and_tests_in_the_repository(checkout: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_failure_of_any_part_is_the_failure_of_the_script(
 def test_another_environment_folder(checkout: Path, tmp_path: Path, environment: str) -> None:
     (checkout / ".venv").rename(tmp_path / "elsewhere")
     child = start(checkout, "demo.sh", cwd=tmp_path, PRGE_VENV=environment.format(tmp_path=tmp_path))
-    assert child.stdout == f"prge|{tmp_path}|demo|\n"
+    assert child.stdout == f"python|{tmp_path}|{checkout}/scripts/demo.py|\n"
 
 
 def test_a_changed_pyproject_is_installed_again(checkout: Path, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_changed_pyproject_is_installed_again(checkout: Path, tmp_path: Path) 
     for installs in (1, 0):
         child = start(checkout, "demo.sh", cwd=tmp_path)
         # The made environment's python prints pip's arguments; they must not mix with the demo's output.
-        assert child.stdout == f"prge|{tmp_path}|demo|\n"
+        assert child.stdout == f"python|{tmp_path}|{checkout}/scripts/demo.py|\n"
         assert child.stderr.count("|-m|pip|install|") == installs
 
 

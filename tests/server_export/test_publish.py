@@ -172,26 +172,6 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def test_an_inference_program_gives_the_logits_of_the_asked_position(
-    saved: Path, bundle: Bundle, trained: Path, tmp_path: Path
-) -> None:
-    folder = publish(PublishConfig(trained, tmp_path / "program", bundle.folder, format="program"))
-    merged = publish(PublishConfig(trained, tmp_path / "merged", bundle.folder, format="merged"))
-    tokens, _ = rows()
-    with torch.no_grad():
-        expected = auto("llama").from_pretrained(merged).eval()(input_ids=tokens[:1]).logits[0]
-    for position in (0, 6, LENGTH - 1):
-        actual = run(folder, [tokens[:1], torch.tensor([[position]])])
-        torch.testing.assert_close(actual[0], expected[position], atol=1e-4, rtol=0)
-
-    manifest = manifest_of(folder)
-    assert manifest["inputs"][1] == {"name": "positions", "dtype": "int64", "shape": [1, 1]}
-    assert manifest["outputs"] == [{"name": "logits", "dtype": "float32", "shape": [1, 128]}]
-    for name, entry in manifest["files"].items():
-        assert file_sha256(folder / name) == entry["sha256"]
-    assert {"program.pte", "README.md", "tokenizer/tokenizer.json"} <= set(manifest["files"])
-
-
 def test_an_encoders_program_gives_class_scores(saved: Path, tmp_path: Path) -> None:
     folder = publish(
         PublishConfig(
@@ -211,22 +191,40 @@ def test_an_encoders_program_gives_class_scores(saved: Path, tmp_path: Path) -> 
     for row in range(2):
         actual = run(folder, [tokens[row : row + 1], mask[row : row + 1]])
         torch.testing.assert_close(actual[0], expected[row], atol=1e-4, rtol=0)
-    assert manifest_of(folder)["outputs"][0]["name"] == "scores"
+    manifest = manifest_of(folder)
+    assert manifest["inputs"][1] == {"name": "attention_mask", "dtype": "int64", "shape": [1, LENGTH]}
+    assert manifest["outputs"] == [{"name": "scores", "dtype": "float32", "shape": [1, 3]}]
+    for name, entry in manifest["files"].items():
+        assert file_sha256(folder / name) == entry["sha256"]
+    assert {"program.pte", "README.md", "tokenizer/tokenizer.json"} <= set(manifest["files"])
 
 
 @pytest.mark.whole
 def test_a_quantized_program_keeps_the_adapter_beside_the_layers(saved: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"format": "program", "sequence_length": LENGTH, "quantize": "8da4w"}
-    settings["model"] = str(saved / "llama")
-    folder = publish(PublishConfig(saved / "llama-trained", tmp_path / "program", **settings))
-    tokens, _ = rows()
+    settings["model"] = str(saved / "bert")
+    folder = publish(PublishConfig(saved / "bert-trained", tmp_path / "program", **settings))
+    tokens, mask = rows()
     with torch.no_grad():
-        expected = by_hand(saved, "llama")(input_ids=tokens[:1]).logits[0, -1]
-    actual = run(folder, [tokens[:1], torch.tensor([[LENGTH - 1]])])[0]
-    assert torch.corrcoef(torch.stack([actual, expected]))[0, 1] > 0.95
+        states = by_hand(saved, "bert")(input_ids=tokens[:1], attention_mask=mask[:1]).last_hidden_state
+    expected = states.mean(1) @ torch.from_numpy(HEAD["weight"]).T + torch.from_numpy(HEAD["bias"])
+    actual = run(folder, [tokens[:1], mask[:1]])
+    assert torch.corrcoef(torch.cat([actual, expected]))[0, 1] > 0.95
     manifest = manifest_of(folder)
     assert manifest["quantization"]["scheme"] == "8da4w" and not manifest["lora"]["merged"]
     assert 0.01 < manifest["verification"]["float_difference"] < 0.5
+
+
+def test_a_decoder_is_no_program_but_an_llm(saved: Path, tmp_path: Path) -> None:
+    refused(
+        BundleError,
+        "it is a decoder",
+        source=saved / "llama-trained",
+        out=tmp_path / "out",
+        model=str(saved / "llama"),
+        format="program",
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def refused(error: type[PrgeError], match: str, **settings: Any) -> Any:

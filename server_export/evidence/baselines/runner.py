@@ -23,7 +23,7 @@ from prge.learning.examples import Example, token_count
 from prge.learning.optimizers import schedule
 from prge.learning.sampling import Sampler
 from prge.learning.training import train
-from prge.rows.scoring import evaluate, extract_answers, text_metrics
+from prge.rows.scoring import evaluate
 from prge.running.watching import Watcher, graceful_stop
 from server_export.evidence.baselines.inputs import BaselineInputs
 from server_export.evidence.baselines.learner import BaselineLearner
@@ -154,11 +154,6 @@ def _test(settings: BaselineSettings, inputs: BaselineInputs, problem: ModelProb
     """Loss and metric of the test rows, as `prge eval` has them."""
     record = _score(settings, inputs, problem, inputs.test)
     del record["value"]
-    task = inputs.task
-    if task is not None and task.answers_in_passage:
-        adapter = Adapter.zeros(problem.modules)
-        answers = extract_answers(problem.engine(), adapter, inputs.test, inputs.tokenizer, task)
-        record |= text_metrics(task, answers, inputs.test)
     return record
 
 

@@ -25,7 +25,7 @@ from prge.files.documents import DocumentError, read_yaml
 from prge.files.run_folder import read_metrics
 from prge.host.atomic import write_file
 from prge.verbs.settings import settings_to_yaml
-from prge.verbs.starting import wait_until_free
+from prge.verbs.starting import configured, wait_until_free
 from server_export.evidence.compare.agenda import Agenda
 from server_export.evidence.compare.budget import evenly, growing, steps_within
 from server_export.evidence.compare.children import last_words, run_verb
@@ -35,10 +35,9 @@ from server_export.evidence.compare.methods import (
     Plan,
     check_exports,
     chosen_methods,
-    export_flags,
-    run_words,
-    test_words,
-    words_of,
+    export_settings,
+    run_settings,
+    test_settings,
 )
 from server_export.evidence.compare.records import (
     curve,
@@ -49,8 +48,8 @@ from server_export.evidence.compare.records import (
     summary_of,
 )
 from server_export.evidence.compare.rows import write_splits
-from server_export.evidence.compare.search import search
 from server_export.evidence.compare.settings import CompareSettings
+from server_export.tune.rates import best_rate, grid_losses, rates_around
 
 CONFIG, RUN, OUTPUT, TEST = "config.yaml", "run", "output.txt", "test.json"
 MEASURED_STEPS = 8
@@ -192,17 +191,20 @@ class Comparison:
         trial_steps = max(1, round(steps * settings.search_share))
         messages: list[str] = []
 
-        def loss(rate: float) -> float | None:
+        def loss(rate: float) -> float:
             evaluate_at = evenly(trial_steps, TRIAL_EVALUATIONS)
             plan = Plan(trial_steps, rate, settings.search_seed, evaluate_at, settings.search_share)
             try:
                 run = self.train(method, plan, self.out / "search" / f"{method.name}-{rate:g}")
             except RunDivergedError as failure:
                 messages.append(str(failure))
-                return None
+                return math.inf
             return self._cost(run)
 
-        rate, losses = search(self._centre(method), settings.search_factor, settings.search_trials, loss)
+        factor = settings.search_factor
+        rates = rates_around(self._centre(method), factor, settings.search_trials)
+        losses = grid_losses(loss, rates, factor, most=1)
+        rate = best_rate(losses)
         trials += [
             {"learning_rate": tried, settings.quality: _stored(cost, settings.quality), "steps": trial_steps}
             for tried, cost in sorted(losses.items())
@@ -228,7 +230,8 @@ class Comparison:
             words = ["run", "--resume", str(run)]
         else:
             shutil.rmtree(run, ignore_errors=True)
-            words = run_words(method, self.settings, plan, bundle, self.rows, run)
+            chosen = run_settings(method, self.settings, plan, bundle, self.rows, run)
+            words = configured(method.verb, chosen, folder / f"{method.verb}.yaml")
         self.say(f"[{which}] {place}: {plan.steps} steps at {plan.learning_rate:g}")
         begin = time.monotonic()
         code = self.verb(words, log)
@@ -250,8 +253,8 @@ class Comparison:
         path = folder / TEST
         if not path.is_file():
             partial = folder / f".{TEST}"
-            words = test_words(self.settings, self.bundle(method), self.rows["test"], run, partial)
-            code = self.verb(words, folder / OUTPUT)
+            chosen = test_settings(self.settings, self.bundle(method), self.rows["test"], run, partial)
+            code = self.verb(configured("eval", chosen, folder / "eval.yaml"), folder / OUTPUT)
             if code:
                 raise MethodError(
                     f"{folder.relative_to(self.out)}: `prge eval` ended with code {code}: "
@@ -262,17 +265,17 @@ class Comparison:
         return record
 
     def bundle(self, method: Method) -> Path:
-        """The bundle that a method runs on, exported unless it is there; methods share those of equal flags.
+        """The bundle that a method runs on, exported unless it is there; equal ones are shared.
 
         Raises:
             MethodError: the export failed.
         """
-        flags = export_flags(method, self.settings)
         place = self.out / "bundles" / _bundle_name(method)
         if not place.is_dir():
             self.say(f"{place.relative_to(self.out)}: exporting")
             log = self.out / "bundles" / f"{place.name}.txt"
-            code = self.verb(["export", *words_of({**flags, "out": place})], log)
+            chosen = {**export_settings(method, self.settings), "out": place}
+            code = self.verb(configured("export", chosen, log.with_suffix(".yaml")), log)
             if code:
                 raise MethodError(
                     f"`prge export` ended with code {code}: {last_words(log, 2)}",

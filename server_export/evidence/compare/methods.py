@@ -1,4 +1,4 @@
-"""The methods that can be compared: what each is, and the command lines that export, train and score it."""
+"""The methods that can be compared: what each is, and the settings that export, train and score it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Method:
     `forward_only` says whether its gradients come from forward passes. An engine method has an `estimator`
     of `prge run` and the number of `queries` of a step, which share the batch: batch_size / queries
     examples a step; `directions` where a step has another number of them; `copies` of the adapter in a call,
-    where not all are. `export` and `run` are flags of its own: with some for `prge export` it has a bundle of
-    its own. `learning_rate` is the centre of its search, `optimizer` the only one that it has.
+    where not all are. `export` and `run` are settings of its own: with an export's it has its own bundle.
+    `learning_rate` is the centre of its search, `optimizer` the only one that it has.
     `title` says in a report what the method is.
     """
 
@@ -42,6 +42,16 @@ class Method:
     export: Mapping[str, Any] | None = None
     run: Mapping[str, Any] | None = None
     optimizer: str | None = None
+
+    @property
+    def verb(self) -> str:
+        """The verb that trains it."""
+        return "run" if self.family == "engine" else "baseline"
+
+    @property
+    def has_directions(self) -> bool:
+        """Whether its steps have random directions on the engine."""
+        return self.estimator is not None and ESTIMATORS[self.estimator].has_directions
 
     def examples(self, batch_size: int) -> int:
         """Training examples of a step."""
@@ -95,8 +105,8 @@ METHODS: dict[str, Method] = {
         Method(
             "exact-top2", "engine", False,
             "backpropagation on the engine, top 2 blocks alone; what lies below is computed once a row", 1e-2,
-            estimator="exact", export={"adapt-layers": "top:2", "roles": ["stack", "back"]},
-            run={"trunk-cache-bytes": 1 << 30},
+            estimator="exact", export={"adapt_layers": "top:2", "roles": ["stack", "back"]},
+            run={"trunk_cache_bytes": 1 << 30},
         ),
         *(
             Method(
@@ -130,35 +140,33 @@ def chosen_methods(names: Iterable[str], batch_size: int) -> list[Method]:
     return [METHODS[name] for name in names]
 
 
-def export_flags(method: Method, settings: CompareSettings) -> dict[str, Any]:
-    """Flags of `prge export` for the bundle that a method runs on, but for its folder.
+def export_settings(method: Method, settings: CompareSettings) -> dict[str, Any]:
+    """Settings of `prge export` for the bundle that a method runs on, but for its folder.
 
-    All methods without flags of their own share one; PyTorch's read its frozen base and lora_a.
+    All methods without settings of their own share one; PyTorch's read its frozen base and lora_a.
     """
-    flags: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         "model": settings.model_path,
         "quantize": settings.quantize,
-        "prepend-bos": settings.prepend_bos,
+        "prepend_bos": settings.prepend_bos,
+        "sequence_length": settings.sequence_length,
     }
-    if settings.sequence_length is not None:
-        flags["sequence-length"] = settings.sequence_length
     own = method.export or {}
-    if settings.adapter is not None and "adapt-layers" not in own:
-        flags["adapter"] = settings.adapter
+    if settings.adapter is not None and "adapt_layers" not in own:
+        chosen["adapter"] = settings.adapter
     else:
-        flags |= {"rank": settings.rank, "alpha": settings.alpha}
+        chosen |= {"rank": settings.rank, "alpha": settings.alpha}
         # Modules of one block needn't be in those that are adapted: the architecture's usual ones are.
         by_block = any("." in name for name in settings.target_modules)
-        if settings.target_modules and not (by_block and "adapt-layers" in own):
-            flags["target-modules"] = settings.target_modules
-    return {**flags, **own}
+        if settings.target_modules and not (by_block and "adapt_layers" in own):
+            chosen["target_modules"] = settings.target_modules
+    return {**chosen, **own}
 
 
 def check_exports(methods: Iterable[Method], settings: CompareSettings) -> None:
     """Check the export of every method before any is begun; raises ConfigError as `prge export` does."""
     for method in methods:
-        flags = {name.replace("-", "_"): value for name, value in export_flags(method, settings).items()}
-        ExportConfig(out=Path(), **flags)
+        ExportConfig(out=Path(), **export_settings(method, settings))
 
 
 @dataclass(frozen=True)
@@ -181,65 +189,57 @@ class Plan:
         return next((step for step in self.evaluate_at if 2 * step > self.steps), 0)
 
 
-def run_words(
+def run_settings(
     method: Method, settings: CompareSettings, plan: Plan, bundle: Path, rows: Mapping[str, Path], out: Path
-) -> list[str]:
-    """Words after `prge` that train a method into the folder `out`; `rows` are files by split."""
-    flags: dict[str, Any] = {
+) -> dict[str, Any]:
+    """Settings of the verb that trains a method into the folder `out`; `rows` are files by split."""
+    chosen: dict[str, Any] = {
         "bundle": bundle,
         "train": rows["train"],
+        "dev": rows["dev"] if plan.evaluate_at else None,
+        "task": settings.task_path,
+        "overflow": settings.overflow,
         "out": out,
         "steps": plan.steps,
         "optimizer": method.optimizer or settings.optimizer,
-        "learning-rate": repr(plan.learning_rate),
+        "learning_rate": plan.learning_rate,
         "schedule": settings.schedule,
         "seed": plan.seed,
-        "evaluate-every": 0,
-        "evaluate-at": plan.evaluate_at,
-        "checkpoint-every": plan.checkpoint_every,
+        "evaluate_every": 0,
+        "evaluate_at": plan.evaluate_at,
         "select": "loss" if settings.quality == "loss" else "metric",
         "threads": settings.threads,
     }
-    if plan.evaluate_at:
-        flags["dev"] = rows["dev"]
-    if settings.task_path:
-        flags["task"] = settings.task_path
-    flags |= _overflow(settings)
     if method.family == "pytorch":
-        flags |= {"method": method.name, "model": settings.model_path, "batch-size": settings.batch_size}
-        if plan.with_test:
-            flags["test"] = rows["test"]
-        return ["baseline", *words_of(flags)]
-    flags |= {
+        return chosen | {
+            "method": method.name,
+            "model": settings.model_path,
+            "batch_size": settings.batch_size,
+            "test": rows["test"] if plan.with_test else None,
+        }
+    assert method.estimator is not None  # as of all that run on the engine
+    return chosen | {
         "estimator": method.estimator,
-        "batch-size": method.examples(settings.batch_size),
+        "queries": (method.directions or method.queries) if method.has_directions else None,
+        "copies": method.copies,
+        "batch_size": method.examples(settings.batch_size),
+        "checkpoint_every": plan.checkpoint_every,
         "engine": settings.engine,
         **(method.run or {}),
     }
-    if method.estimator is not None and ESTIMATORS[method.estimator].has_directions:
-        flags["queries"] = method.directions or method.queries
-    if method.copies:
-        flags["copies"] = method.copies
-    return ["run", *words_of(flags)]
 
 
-def test_words(settings: CompareSettings, bundle: Path, rows: Path, run: Path, out: Path) -> list[str]:
-    """Words after `prge` that score an engine run's result on rows, into a JSON file."""
-    flags: dict[str, Any] = {"bundle": bundle, "data": rows, "adapter": run, "json": out}
-    if settings.task_path:
-        flags["task"] = settings.task_path
-    flags |= {"engine": settings.engine, "threads": settings.threads, **_overflow(settings)}
-    return ["eval", *words_of(flags)]
-
-
-def _overflow(settings: CompareSettings) -> dict[str, Any]:
-    return {} if settings.overflow == CompareSettings.overflow else {"overflow": settings.overflow}
-
-
-def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as words of a command line; True stands alone."""
-    words: list[str] = []
-    for name, value in flags.items():
-        values = [] if value is True else value if isinstance(value, list | tuple) else [value]
-        words += [f"--{name}", *map(str, values)]
-    return words
+def test_settings(
+    settings: CompareSettings, bundle: Path, rows: Path, run: Path, out: Path
+) -> dict[str, Any]:
+    """Settings of `prge eval` that score an engine run's result on rows, into a JSON file."""
+    return {
+        "bundle": bundle,
+        "data": rows,
+        "adapter": run,
+        "json": out,
+        "task": settings.task_path,
+        "overflow": settings.overflow,
+        "engine": settings.engine,
+        "threads": settings.threads,
+    }

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.out is not None:
         from server_export.evidence.leak.figure import draw
 
-        write_file(settings.out, draw(found, settings.out.suffix[1:]))
+        write_file(settings.out, draw(found).encode())
         print(settings.out)
     print(_WARNING)
     return 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prge.pages.palette import COLOURS, MARKERS, drawing_library
+from prge.pages.charts import Line, as_file, beside, line_chart
 
 _PANELS = {
     "length": "unknown tokens of a row",
@@ -16,89 +15,55 @@ _PANELS = {
     "rank": "rank",
     "noise": "noise, as a share of a row's reach",
 }
-_PRIOR = "#808080"
+_REPORTS = ("exact", "top", "scalars")
+_OF_SCALARS = ("steps", "queries")
+
+Cell = Mapping[str, Any]
 
 
-def draw(found: Mapping[str, Any], file_format: str) -> bytes:
-    """A panel for each setting that was varied, with mean and range over seeds; of what `--json` holds.
-
-    Raises:
-        PrgeError: matplotlib is not installed.
-    """
-    matplotlib = drawing_library()
-    table, case = found["table"], found["case"]
-    panels = [name for name in _PANELS if len({line[name] for line in _along(table, case, name)}) > 1]
-    panels = panels or ["length"]
-    style = {"svg.fonttype": "none", "svg.hashsalt": "prge", "font.size": 10}
-    with matplotlib.rc_context(style):
-        figure = matplotlib.figure.Figure(figsize=(3.0 * len(panels) + 0.6, 3.2), layout="constrained")
-        rooms = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for axes, name in zip(rooms, panels, strict=True):
-            _panel(axes, name, found)
-        rooms[0].set_ylabel("tokens recovered, in place")
-        rooms[0].set_ylim(-0.03, 1.03)
-        handles = {
-            label: handle
-            for axes in rooms
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
-        )
-        stream = io.BytesIO()
-        # No date, so that the same figures give the same bytes.
-        figure.savefig(stream, format=file_format, metadata={"Date": None} if file_format == "svg" else None)
-    return stream.getvalue()
+def draw(found: Mapping[str, Any]) -> str:
+    """An SVG of what `--json` holds: a panel for each setting that was varied, mean and range over seeds."""
+    panels = [name for name in _PANELS if len({line[name] for line in _along(found, name)}) > 1]
+    return as_file(beside([_panel(found, name) for name in panels or ["length"]]))
 
 
-def _panel(axes: Any, name: str, found: Mapping[str, Any]) -> None:
-    lines = _along(found["table"], found["case"], name)
-    places = {value: place for place, value in enumerate(sorted({line[name] for line in lines}))}
-    for index, report in enumerate(("exact", "top", "scalars")):
-        own = sorted((line for line in lines if line["report"] == report), key=lambda line: line[name])
-        if own and (len(own) > 1 or len(places) == 1):
-            x = [places[line[name]] for line in own]
-            _line(axes, x, own, report, COLOURS[index], MARKERS[index])
-    blind = _blind(found, name, list(places))
-    _line(axes, list(places.values()), blind, "without a report", _PRIOR, ".", dashed=True)
-    axes.set_xticks(list(places.values()), [f"{value:,g}" for value in places])
-    axes.set_xlabel(_PANELS[name])
-    axes.grid(color="#808080", alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+def _panel(found: Mapping[str, Any], name: str) -> str:
+    cells = _along(found, name)
+    values = sorted({cell[name] for cell in cells})
+    lines = []
+    for hue, report in enumerate(_REPORTS):
+        own = [cell for cell in cells if cell["report"] == report]
+        if own and (len(own) > 1 or len(values) == 1):
+            lines.append(_line(report, hue, [(values.index(cell[name]), cell) for cell in own]))
+    sizes = {(cell["length"], cell["batch"]): cell for cell in found["prior"]}
+    blind = []
+    for place, value in enumerate(values):
+        case = {**found["case"], name: value}
+        blind.append((place, sizes[case["length"], case["batch"]]))
+    lines.append(_line("without a report", len(_REPORTS), blind, is_blind=True))
+    names = [f"{value:,g}" for value in values]
+    return line_chart(lines, _PANELS[name], "tokens recovered, in place", levels={"all": 1.0}, x_names=names)
 
 
-def _line(
-    axes: Any,
-    x: Sequence[int],
-    lines: Sequence[Mapping[str, Any]],
-    label: str,
-    colour: str,
-    marker: str,
-    dashed: bool = False,
-) -> None:
-    means = [line["tokens"]["mean"] for line in lines]
-    axes.plot(x, means, label=label, color=colour, marker=marker, linestyle="--" if dashed else "-")
-    low, high = ([line["tokens"][end] for line in lines] for end in ("least", "most"))
-    axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+def _line(name: str, hue: int, cells: Sequence[tuple[int, Cell]], is_blind: bool = False) -> Line:
+    """Mean and range of the tokens in place, by the place of a value on the axis."""
+    cells = sorted(cells, key=lambda cell: cell[0])
+    points = [(place, cell["tokens"]["mean"]) for place, cell in cells]
+    band = [(place, cell["tokens"]["least"], cell["tokens"]["most"]) for place, cell in cells]
+    return Line(name, points, hue, "marked" if is_blind else "line", band)
 
 
-def _along(table: Sequence[Mapping[str, Any]], case: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Lines that differ from the case of the middle in this setting at most."""
-    others = [other for other in _PANELS if other != name]
-    return [
-        line
-        for line in table
-        if all(
-            line[other] == case[other] or (other in ("steps", "queries") and line["report"] != "scalars")
-            for other in others
-        )
-        and (name not in ("steps", "queries") or line["report"] == "scalars")
-    ]
-
-
-def _blind(found: Mapping[str, Any], name: str, values: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """The guess without a report for each value of a setting."""
-    by_size = {(line["length"], line["batch"]): line for line in found["prior"]}
+def _along(found: Mapping[str, Any], name: str) -> list[Cell]:
+    """Lines of the table that differ from the case of the middle in this setting at most."""
     case = found["case"]
-    sizes = [{"length": case["length"], "batch": case["batch"], name: value} for value in values]
-    return [by_size[size["length"], size["batch"]] for size in sizes]
+    return [
+        cell
+        for cell in found["table"]
+        if (name not in _OF_SCALARS or cell["report"] == "scalars")
+        and all(
+            other == name
+            or cell[other] == case[other]
+            or (other in _OF_SCALARS and cell["report"] != "scalars")
+            for other in _PANELS
+        )
+    ]

@@ -107,7 +107,7 @@ class LeakSettings:
     json: Path | None = None
     """File to write all figures to as JSON."""
     out: Path | None = None
-    """Picture of the token recovery; its ending chooses the format: svg, png or pdf."""
+    """Picture of the token recovery, an SVG file."""
 
     @property
     def model_path(self) -> str:
@@ -162,8 +162,8 @@ class LeakSettings:
             problems.append("a bundle has its own layers: leave out --target-modules and --adapt-layers")
         if (self.bundle is not None or self.adapter is not None) and len(self.ranks) > 1:
             problems.append("a bundle or an adapter has its own rank: leave out --ranks")
-        if self.out is not None and self.out.suffix not in (".svg", ".png", ".pdf"):
-            problems.append(f"--out is {self.out}, must end in .svg, .png or .pdf")
+        if self.out is not None and self.out.suffix != ".svg":
+            problems.append(f"--out is {self.out}, must end in .svg")
         if problems:
             raise ConfigError(
                 "this can't be attacked:", problems, remedy="`prge leak --help` explains the settings"

@@ -19,6 +19,7 @@ from tests.device_runner.android.daemons import (
     lacking_for_packages,
 )
 from tests.verbs import prge
+from tests.workshop import Made
 
 DEMO = REPOSITORY / "server_export" / "demo_data"
 
@@ -71,14 +72,16 @@ def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def stack_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stack_bundle(made_once: Made) -> Path:
     """The demo's model for differences of copies."""
-    out = tmp_path_factory.mktemp("bundles") / "my bundle"
-    prge(
-        "export", "--model", DEMO / "model", "--out", out, "--target-modules", "o_proj", "--roles", "stack",
-        "--sequence-length", 32,
-    )  # fmt: skip
-    return out
+
+    def fill(folder: Path) -> None:
+        prge(
+            "export", "--model", DEMO / "model", "--out", folder / "my bundle", "--target-modules", "o_proj",
+            "--roles", "stack", "--sequence-length", 32,
+        )  # fmt: skip
+
+    return made_once("demo stack", fill) / "my bundle"
 
 
 @pytest.fixture

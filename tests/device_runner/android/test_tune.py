@@ -17,8 +17,7 @@ import pytest
 from prge.files.documents import parse_yaml
 from tests.device_runner.android.daemons import REPOSITORY, SERIAL, Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
-from tests.end_to_end.conftest import export, write_rows
-from tests.tiny_models import save_model
+from tests.workshop import write_rows
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -72,11 +71,10 @@ def workstation(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a bundle of one block, `rows.jsonl` and `test.jsonl`."""
+def place(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a bundle, `rows.jsonl` and `test.jsonl`."""
     folder = tmp_path_factory.mktemp("place")
-    save_model(folder / "model", "llama", num_hidden_layers=1)
-    export(folder / "model", folder / "bundle", "--roles", "back", "prefill", "decode")
+    (folder / "bundle").symlink_to(workshop / "bundle")
     rows = [{"prompt": f"{a}{b}", "completion": f" {b}{a}"} for a in "abcdef" for b in "ghijk"]
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "test.jsonl", rows[:3])

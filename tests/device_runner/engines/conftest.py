@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.workshop import Made
+
 if TYPE_CHECKING:
     from tests.device_runner.engines.blocks import Kind
 
@@ -27,7 +29,7 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool],
 
 
 @pytest.fixture(scope="session")
-def make_chain(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[str], Path]:
+def make_chain(made_once: Made) -> Callable[[str], Path]:
     """The folder of an exported chain by its architecture, made when it is first asked for."""
 
     def made(architecture: str) -> Path:

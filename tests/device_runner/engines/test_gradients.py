@@ -29,6 +29,7 @@ from tests.device_runner.engines.chains import (
     slope_of,
 )
 from tests.server_export.derive.test_backprop import straight_through
+from tests.workshop import Made
 
 # One export takes most of a minute where nothing else computes.
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(900), needs_compiler]
@@ -38,12 +39,6 @@ TOLERANCE = 4e-6
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
 ARCHITECTURES = ("gpt2", "gemma3", "opt")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed files of these tests alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "gradients-cache"))
 
 
 def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
@@ -81,11 +76,10 @@ def test_in_float32_it_is_autograds_but_for_rounding(architecture: str, tmp_path
 
 
 @pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def deep(made_once: Made) -> Path:
     """A narrow Llama of many layers, in int4."""
-    return export_chain(
-        tmp_path_factory.mktemp("deep"), "llama", layers=LAYERS, roles=["back"], quantize="8da4w"
-    )
+    settings: dict[str, Any] = {"layers": LAYERS, "roles": ["back"], "quantize": "8da4w"}
+    return made_once("deep", lambda folder: export_chain(folder, "llama", **settings))
 
 
 @pytest.mark.parametrize("activations", ["rounded", "as they are"])

@@ -18,17 +18,12 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import DECODE, PREFILL, STACK
 from tests.device_runner.engines.chains import POSITIONS, Whole, export_chain
+from tests.tiers import rest
 
 # What is different in the engine; tests/server_export/derive/test_continuing.py has the graphs of all.
 ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2")
 # In the model's own float32 attention, as a part of the largest logit; logits of these models go up to 10.
 TOLERANCE = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed files of these tests alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "speaking-cache"))
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +66,7 @@ def difference(found: FloatArray, expected: FloatArray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-@pytest.fixture(params=["llama", *(pytest.param(name, marks=pytest.mark.whole) for name in ARCHITECTURES)])
+@pytest.fixture(params=["llama", *rest(*ARCHITECTURES)])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path], tmp_path: Path) -> Path:
     if request.param == "llama":
         return make_chain("llama")

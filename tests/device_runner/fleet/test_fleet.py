@@ -554,9 +554,8 @@ def test_another_plan_in_the_same_folder_is_refused(fleet: Fleet) -> None:
         open_fleet(fleet.settings(queries=8))
 
 
+@pytest.mark.parametrize("fleet", ["encoder"], indirect=True)
 def test_an_encoders_fleet_needs_a_head(fleet: Fleet) -> None:
-    if not fleet.numpy.encoder:
-        pytest.skip("a decoder has no head")
     with pytest.raises(ConfigError, match="needs a classification head"):
         open_fleet(fleet.settings(head_rows=None))
 

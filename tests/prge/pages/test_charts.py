@@ -111,6 +111,8 @@ def test_charts_beside_each_other_are_one_file() -> None:
     both = as_file(beside([one, "", two]))
     assert len(list(ElementTree.fromstring(both).iter(f"{SVG}svg"))) == 3
     assert 'viewBox="0 0 760 ' in both
+    stacked = ElementTree.fromstring(beside([one, two, two], 2))
+    assert [(each.get("x"), each.get("y")) for each in stacked] == [("0", "0"), ("380", "0"), ("0", "250")]
     assert beside([""]) == ""
 
 

@@ -147,10 +147,9 @@ def test_task_files_say_what_they_expect(name: str) -> None:
     assert all(column in head for column in load_task(name).needed_columns())
 
 
-def test_squad_answers_and_passage() -> None:
+def test_answers_of_squad() -> None:
     row = GOLDEN["squad"][0]
     assert load_task("squad").answers(row) == ("Rome", "in Rome")
-    assert load_task("squad").passage(row) == TEXTS["passage"]
 
 
 def test_label_words_may_bring_their_own_space() -> None:
@@ -275,7 +274,7 @@ def test_every_problem_of_a_task_file_is_told(tmp_path: Path) -> None:
         "label_words 2 is ['x'], must be a text",
         "separator is 3, must be a text",
         "template: {text.upper} must be a column name, filters after | allowed, and nothing else",
-        "columns has unknown keys: labels; known are label, answers, passage",
+        "columns has unknown keys: labels; known are label, answers",
         "metric is 'bleu', must be one of accuracy, f1, f1_answer",
     ):
         assert expected in told

@@ -7,26 +7,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chain import compared, shape_of
+from chain import compared
 from loops import copies_of
-from step import figures_of, taken
+from reports import in_turns, median, shape_of
+from step import figures_of
 
 
-def test_a_chain_is_compared_in_pairs_after_a_first_call() -> None:
+def test_all_take_turns_after_a_first_round_every_other_one_backwards() -> None:
     order: list[str] = []
 
-    def timed(name: str, seconds: float) -> Any:
-        def step() -> tuple[float, float]:
-            order.append(name)
-            return seconds, seconds / 10
+    def step(name: str) -> Any:
+        return lambda: order.append(name) or len(order)
 
-        return step
+    rounds = in_turns({"a": step("a"), "b": step("b")}, 2)
+    assert "".join(order) == "ab" + "ba" + "ab"
+    assert rounds == [{"b": 3, "a": 4}, {"a": 5, "b": 6}]
 
-    figures = compared(timed("chain", 3.0), timed("one", 2.0), 2)
-    assert "".join(name[0] for name in order) == "co" + "oc" + "co"
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    rounds = [{"a": 1.0, "b": 2.0}, {"a": 8.0, "b": 2.0}, {"a": 9.0, "b": 3.0}]
+    assert (median(rounds, "a"), median(rounds, "a", over="b")) == (8.0, 3.0)
+
+
+def test_a_chain_is_compared_with_one_program() -> None:
+    figures = compared({"chain": lambda: (3.0, 0.3), "monolith": lambda: (2.0, 0.2)}, 2)
     assert figures["chain_over_monolith"] == 1.5
     assert figures["loss_difference"] == pytest.approx(0.1)
-    assert compared(timed("chain", 3.0), None, 2) == {"chain_seconds": 3.0}
+    assert compared({"chain": lambda: (3.0, 0.3)}, 2) == {"chain_seconds": 3.0}
 
 
 def test_shapes_are_rows_and_tokens() -> None:
@@ -40,15 +47,16 @@ def test_loops_of_one_query_and_of_more() -> None:
 
 def test_a_step_is_held_against_its_limit() -> None:
     def step(seconds: float, inside: float, scalar: float) -> Any:
-        return lambda: (seconds, SimpleNamespace(engine_seconds=inside, scalars=np.array([scalar])))
+        return seconds, SimpleNamespace(engine_seconds=inside, scalars=np.array([scalar]))
 
-    steps = {
+    found = {
         "stack": step(2.5, 2.0, 1.0),
         "sequential": step(5.0, 4.0, 1.5),
         "tangent": step(2.0, 1.5, 9.0),
+        "stack_limit": 1.0,
+        "tangent_limit": 0.5,
     }
-    rounds, difference = taken(steps, {"stack": lambda: 1.0, "tangent": lambda: 0.5}, 3)
-    figures = figures_of(rounds, difference)
+    figures = figures_of([found] * 3)
     assert (figures["stack_over_limit"], figures["tangent_over_limit"]) == (2.0, 3.0)
     assert (figures["parallel_speedup"], figures["largest_scalar_difference"]) == (2.0, 0.5)
-    assert figures["repeats"] == 3
+    assert (figures["host_share"], figures["repeats"]) == (pytest.approx(0.2), 3)

@@ -14,28 +14,49 @@ from server_export.check.engine import loaded_method
 from server_export.export import ExportConfig
 from server_export.graph.rewriting import rewritten_graph
 from server_export.lower.program import write_program
-from server_export.model import quantization
+from server_export.model import attention, quantization
 from server_export.model.loading import prepare_model
+from server_export.model.lora_fa import convert_conv1d
 from server_export.model.quantization import Int8Embedding, QuantizationReport, quantize
-from server_export.publishing.inference import InferenceProgram, InferenceSpec
+from server_export.model.readout import at_positions
+from server_export.model.rotary import make_rotary_constant
+from server_export.publishing.encoder import EncoderProgram
 from tests.tiny_models import DECODERS, LENGTH, SHALLOW, make_model
 
 torch.set_num_threads(1)
 INPUTS = (torch.arange(3, 3 + LENGTH).reshape(1, LENGTH), torch.tensor([[LENGTH - 1]]))
 
 
-def quantized(architecture: str, scheme: str, **changes: Any) -> tuple[InferenceProgram, QuantizationReport]:
-    """An inference program of a tiny model, quantized, and what was."""
+class DecoderProgram(nn.Module):
+    """(tokens, position) -> logits [1, vocabulary] of that position."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        convert_conv1d(model)
+        attention.register()
+        model.set_attn_implementation(attention.NAME)
+        make_rotary_constant(model)
+
+    def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(LENGTH).reshape(1, -1)
+        states = self.model.model(input_ids=tokens, position_ids=numbers, use_cache=False).last_hidden_state
+        return self.model.lm_head(at_positions(states, position)).reshape(1, -1)
+
+
+def quantized(architecture: str, scheme: str, **changes: Any) -> tuple[Any, QuantizationReport]:
+    """A tiny model as one module, quantized, and what was."""
     model = make_model(architecture, **{**SHALLOW[architecture], **changes})
     loaded = prepare_model(model, architecture, architecture in DECODERS)
-    program = InferenceProgram(loaded, InferenceSpec(LENGTH, "mean", scheme)).eval()
+    decoder = architecture in DECODERS
+    program = (DecoderProgram(model) if decoder else EncoderProgram(loaded, LENGTH, "mean")).eval()
     with torch.no_grad():
         program(*inputs_of(program))
     return program, quantize(program, scheme)
 
 
-def inputs_of(program: InferenceProgram) -> tuple[torch.Tensor, ...]:
-    return INPUTS if program.is_decoder else (INPUTS[0], torch.ones_like(INPUTS[0]))
+def inputs_of(program: Any) -> tuple[torch.Tensor, ...]:
+    return INPUTS if isinstance(program, DecoderProgram) else (INPUTS[0], torch.ones_like(INPUTS[0]))
 
 
 @pytest.mark.parametrize("scheme", ["int8wo", "8w", "4w", "int4wo", "INT8_WEIGHT_ONLY"])

@@ -112,7 +112,7 @@ def test_architectures_and_windows(
     spec = LlmSpec(4 * WINDOW, "fp32", None, ())
     built = build_llm(tmp_path, prepare_model(model, architecture, True), spec)
     assert built.checks["max_absolute_difference"] < built.checks["tolerance"] / 10
-    assert built.facts["get_max_seq_len"] == 8 and "get_eos_ids" not in built.facts
+    assert built.facts["runner"]["get_max_seq_len"] == 8 and "get_eos_ids" not in built.facts["runner"]
 
 
 @pytest.mark.whole

@@ -88,7 +88,7 @@ def test_no_file_of_the_users_is_named(estimator: str) -> None:
     text = card(estimator)
     for private in ("diagnoses", "letters", "divorces", "secret", "somebody"):
         assert private not in text
-    for fact in ("| learning rate            | 0.03 |", "| steps ", "| last evaluation accuracy | 0.75 |"):
+    for fact in ("| learning rate | 0.03 |", "| steps ", "| last evaluation accuracy | 0.75 |"):
         assert fact in text
 
 

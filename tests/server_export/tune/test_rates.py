@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from server_export.tune.rates import longest_search, search_rates
+from server_export.tune.rates import best_rate, grid_losses, longest_search, rates_around, search_rates
 
 GRID = (1e-3, 3e-3, 1e-2, 3e-2)
 
@@ -70,3 +70,25 @@ def test_no_search_has_more_runs_than_are_counted_on(steps: int, best: float, di
     taken = sorted((steps for _, steps in losses.asked), reverse=True)
     assert len(taken) <= len(longest) and all(a <= b for a, b in zip(taken, longest, strict=False))
     assert sum(taken) <= sum(longest)
+
+
+def test_grid_is_geometric_around_its_centre() -> None:
+    assert rates_around(0.01, 3, 3) == [0.00333, 0.01, 0.03]
+    assert rates_around(0.01, 10, 2) == [0.001, 0.01]
+    assert rates_around(0.01, 10, 1) == [0.01]
+
+
+@pytest.mark.parametrize(
+    ("optimum", "chosen", "trials"), [(0.01, 0.01, 3), (0.1, 0.09, 4), (0.0001, 0.00111, 4)]
+)
+def test_a_grid_goes_one_beyond_its_end(optimum: float, chosen: float, trials: int) -> None:
+    losses = grid_losses(lambda rate: abs(math.log(rate / optimum)), rates_around(0.01, 3, 3), 3, 1)
+    assert (best_rate(losses), len(losses)) == (chosen, trials)
+
+
+def test_failures_push_down_and_one_rate_has_no_end() -> None:
+    losses = grid_losses(lambda rate: 0.5 if rate < 0.002 else math.inf, rates_around(0.01, 3, 3), 3, 1)
+    assert (best_rate(losses), losses[0.01]) == (0.00111, math.inf)
+    assert best_rate(grid_losses(lambda rate: math.nan, [0.1], 3, 1)) is None
+    assert best_rate({0.3: 1.0, 0.1: 1.0}) == 0.1
+    assert len(grid_losses(lambda rate: rate, [0.1], 3, 1)) == 1

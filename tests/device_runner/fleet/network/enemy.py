@@ -98,6 +98,8 @@ class Enemy:
             ).object_content
             for each in iterate_object_tree(tree)
         }
+        if not all(contents.values()):  # the round's time was up meanwhile
+            return None
         message = inflate_object_from_contents(tree.object_id, contents)
         assert isinstance(message, Message)
         self.client.ConfirmMessageReceived(

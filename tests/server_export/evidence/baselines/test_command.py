@@ -32,8 +32,8 @@ def train_block(folder: Path) -> dict[str, Any]:
     return dict(content["train"])
 
 
-def test_what_a_run_leaves_behind(make_settings: MakeSettings, workplace: Path) -> None:
-    settings = make_settings(test=workplace / "dev.jsonl", steps=40, learning_rate=0.02)
+def test_what_a_run_leaves_behind(make_settings: MakeSettings, workshop: Path) -> None:
+    settings = make_settings(test=workshop / "dev.jsonl", steps=40, learning_rate=0.02)
     final = run(settings)
     assert final == settings.out / "final"
     records = read_metrics(settings.out)
@@ -121,13 +121,6 @@ def test_a_run_of_another_kind_is_left_alone(make_settings: MakeSettings, tmp_pa
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RunError, match="holds a run of another kind"):
         run(make_settings())
-
-
-def test_evaluations_come_at_the_steps_that_are_named_and_after_the_last(make_settings: MakeSettings) -> None:
-    settings = make_settings(evaluate_every=0, evaluate_at=[0, 1, 5])
-    run(settings)
-    evaluated = [record for record in read_metrics(settings.out) if record["event"] == "evaluation"]
-    assert [record["step"] for record in evaluated] == [0, 1, 5, 12]
 
 
 def test_patience_ends_a_run_and_the_best_step_is_the_result(make_settings: MakeSettings) -> None:

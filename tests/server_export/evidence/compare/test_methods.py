@@ -1,26 +1,29 @@
-"""The registry, rows of a step, and the command lines of every method."""
+"""The registry, rows of a step, and what verbs are started with for every method."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from device_runner.evaluate import EvaluateSettings
 from device_runner.session.settings import RunSettings
 from prge.learning.estimators.table import ESTIMATORS
-from prge.verbs.settings import parse_settings
+from prge.running.training_flags import TrainingFlags
+from prge.verbs.settings import Settings, read_settings
+from prge.verbs.starting import configured
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.evidence.compare.methods import (
     METHODS,
     Plan,
     chosen_methods,
-    export_flags,
-    run_words,
-    words_of,
+    export_settings,
+    run_settings,
 )
 from server_export.evidence.compare.methods import (
-    test_words as words_of_test,
+    test_settings as settings_of_test,
 )
 from server_export.settings import ExportConfig
 from tests.comparisons import settings_for
@@ -52,71 +55,72 @@ def test_rows_of_a_step(name: str, rows: int) -> None:
     assert METHODS[name].rows(16) == rows
 
 
+def parsed(kind: type[Settings], settings: Mapping[str, Any], folder: Path) -> Settings:
+    """Settings as the verb reads them from the file that it is started with."""
+    return read_settings(kind, Path(configured("verb", settings, folder / "verb.yaml")[2]), "prge verb")
+
+
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.family == "engine"])
-def test_engine_methods_have_command_lines_that_parse(name: str, tmp_path: Path) -> None:
+def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path) -> None:
     settings, method = settings_for(tmp_path / "out", "--sequence-length", 16), METHODS[name]
-    words = words_of({**export_flags(method, settings), "out": tmp_path / "bundle"})
-    config = parse_settings(ExportConfig, words, "prge export")
+    config = parsed(ExportConfig, {**export_settings(method, settings), "out": tmp_path / "b"}, tmp_path)
     assert config.sequence_length == 16
     assert method.estimator and ESTIMATORS[method.estimator].role in config.roles
     plan = Plan(10, 1.25e-3, 3, (0, 2, 7, 10))
-    verb, *words = run_words(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
-    run = parse_settings(RunSettings, words, "prge run")
-    assert (verb, run.estimator, run.learning_rate, run.steps) == ("run", method.estimator, 1.25e-3, 10)
+    chosen = run_settings(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
+    run = parsed(RunSettings, chosen, tmp_path)
+    assert (run.estimator, run.learning_rate, run.steps) == (method.estimator, 1.25e-3, 10)
     assert (run.batch_size, run.copies) == (method.examples(16), method.copies)
     assert run.queries == (None if name.startswith("exact") else method.directions or method.queries)
     assert run.select == "loss"
     assert (run.evaluate_at, run.evaluate_every, run.checkpoint_every) == ([0, 2, 7, 10], 0, 7)
-    verb, *words = words_of_test(
-        settings, tmp_path / "bundle", ROWS["test"], tmp_path / "run", tmp_path / "t"
-    )
-    assert parse_settings(EvaluateSettings, words, "prge eval").data == ROWS["test"]
+    places = tmp_path / "bundle", ROWS["test"], tmp_path / "run", tmp_path / "t"
+    assert parsed(EvaluateSettings, settings_of_test(settings, *places), tmp_path).data == ROWS["test"]
 
 
-def test_a_run_that_is_only_timed_is_neither_evaluated_on_its_way_nor_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name, one in METHODS.items() if one.family == "pytorch"])
+def test_pytorch_methods_have_settings_that_the_verb_takes(name: str, tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out")
-    for name, kind in (("tangent", RunSettings), ("mezo", BaselineSettings)):
-        words = run_words(METHODS[name], settings, Plan(8, 1e-3, 3), tmp_path / "b", ROWS, tmp_path / "run")
-        run = parse_settings(kind, words[1:], "prge run")
-        assert (run.dev, run.evaluate_at, run.evaluate_every, run.checkpoint_every) == (None, [], 0, 0)
+    plan = Plan(10, 1e-3, 3, (0, 5, 10), with_test=True)
+    chosen = run_settings(METHODS[name], settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
+    read = parsed(BaselineSettings, chosen, tmp_path)
+    assert (read.method, read.batch_size, read.test) == (name, 16, ROWS["test"])
+    plan = Plan(10, 1e-3, 3, (0, 5, 10))
+    chosen = run_settings(METHODS[name], settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
+    assert chosen["test"] is None
+
+
+def test_a_run_that_is_only_timed_is_not_evaluated_on_its_way(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "out")
+    kinds: tuple[tuple[str, type[TrainingFlags]], ...] = (
+        ("tangent", RunSettings),
+        ("mezo", BaselineSettings),
+    )
+    for name, kind in kinds:
+        plan = Plan(8, 1e-3, 3)
+        chosen = run_settings(METHODS[name], settings, plan, tmp_path / "b", ROWS, tmp_path / "run")
+        run = parsed(kind, chosen, tmp_path)
+        assert (run.dev, run.evaluate_at, run.evaluate_every) == (None, [], 0)
 
 
 def test_top_blocks_are_adapted_wherever_the_others_are(tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.mkdir()
     settings = settings_for(tmp_path / "out", "--adapter", start, "--target-modules", "layer.2.value")
-    flags = export_flags(METHODS["exact-top2"], settings)
-    assert flags["adapt-layers"] == "top:2"
-    assert "adapter" not in flags
-    assert "target-modules" not in flags
-    assert export_flags(METHODS["exact"], settings)["adapter"] == start
+    chosen = export_settings(METHODS["exact-top2"], settings)
+    assert chosen["adapt_layers"] == "top:2"
+    assert not chosen.keys() & {"adapter", "target_modules"}
+    assert export_settings(METHODS["exact"], settings)["adapter"] == start
     plain = settings_for(tmp_path / "out", "--target-modules", "value")
-    assert export_flags(METHODS["exact-top2"], plain)["target-modules"] == ["value"]
+    assert export_settings(METHODS["exact-top2"], plain)["target_modules"] == ["value"]
 
 
-def test_all_methods_but_those_with_flags_of_their_own_share_a_bundle(tmp_path: Path) -> None:
+def test_all_methods_but_those_with_settings_of_their_own_share_a_bundle(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out")
-    method = METHODS["backprop-lora"]
-    shared = export_flags(method, settings)
+    shared = export_settings(METHODS["backprop-lora"], settings)
     assert "roles" not in shared
-    assert {name for name, one in METHODS.items() if export_flags(one, settings) != shared} == {"exact-top2"}
-    plan = Plan(10, 1e-3, 3, (0, 5, 10))
-    words = run_words(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
-    assert words[0] == "baseline"
-    assert words[words.index("--method") + 1] == "backprop-lora"
-    assert words[words.index("--batch-size") + 1] == "16"
-    assert words[words.index("--optimizer") + 1] == "adam"
-    assert "--test" not in words
-    plan = Plan(10, 1e-3, 3, (0, 5, 10), with_test=True)
-    assert "--test" in run_words(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
-
-
-@pytest.mark.parametrize("name", [name for name, one in METHODS.items() if one.family == "pytorch"])
-def test_pytorch_methods_have_command_lines_that_parse(name: str, tmp_path: Path) -> None:
-    plan = Plan(10, 1e-3, 3, (0, 5, 10), with_test=True)
-    settings = settings_for(tmp_path / "out")
-    words = run_words(METHODS[name], settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
-    assert parse_settings(BaselineSettings, words[1:], "prge baseline").method == name
+    others = {name for name, one in METHODS.items() if export_settings(one, settings) != shared}
+    assert others == {"exact-top2"}
 
 
 def test_methods_are_taken_once_in_their_order() -> None:

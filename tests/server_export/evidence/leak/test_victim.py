@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from device_runner.engines.opening import open_engines
+from prge.files.bundle import open_bundle
+from prge.files.peft import read_peft
+from prge.learning.estimators.exact import Exact
+from prge.learning.estimators.protocol import Step
 from prge.learning.examples import Example, Slot, TokenSequence, make_batch
+from server_export.evidence.leak.opening import open_target
 from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.victim import Victim
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, task_form, text_form
-from tests.tiny_models import LENGTH, save_model
 
 
 def example_of(form: Form, rows: Rows) -> Example:
@@ -26,27 +32,14 @@ def example_of(form: Form, rows: Rows) -> Example:
     return Example(1, (TokenSequence(tokens, tuple(slots)),), 1, None)
 
 
-def test_gradients_are_the_engines(tmp_path: Path) -> None:
-    from device_runner.engines.opening import open_engines
-    from prge.files.bundle import open_bundle
-    from prge.files.peft import read_peft
-    from prge.learning.estimators.exact import Exact
-    from prge.learning.estimators.protocol import Step
-    from server_export.evidence.leak.opening import open_target
-    from server_export.evidence.leak.settings import LeakSettings
-    from server_export.export import ExportConfig, export
-
-    model = save_model(tmp_path / "model", "llama")
-    settings = ExportConfig(
-        model=str(model), out=tmp_path / "bundle", roles=["stack", "back"], rank=4, sequence_length=LENGTH
-    )
-    bundle = open_bundle(export(settings))
+def test_gradients_are_the_engines(workshop: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(workshop / "bundle")
     contract = bundle.chain.contract("back", batch_size=1)
     engine = open_engines(bundle, contract).step
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     (tmp_path / "rows.jsonl").write_text('{"text": "a few words"}\n', encoding="utf-8")
-    attacked = LeakSettings(model=str(model), bundle=tmp_path / "bundle", rows=tmp_path / "rows.jsonl")
-    victim = open_target(attacked).victim(rank=4, seed=0)
+    attacked = LeakSettings(model=str(workshop / "model"), bundle=bundle.folder, rows=tmp_path / "rows.jsonl")
+    victim = open_target(attacked).victim(rank=2, seed=0)
     for form in (text_form(6), text_form(6, before=()), task_form(5)):
         rows = make_rows(form, 1)
         batch = make_batch([example_of(form, rows)], contract)
