@@ -33,7 +33,7 @@ def train_block(folder: Path) -> dict[str, Any]:
 
 
 def test_what_a_run_leaves_behind(make_settings: MakeSettings, workshop: Path) -> None:
-    settings = make_settings(test=workshop / "dev.jsonl", steps=40, learning_rate=0.02)
+    settings = make_settings(test=workshop / "dev.jsonl", steps=40, learning_rate=0.005)
     final = run(settings)
     assert final == settings.out / "final"
     records = read_metrics(settings.out)
