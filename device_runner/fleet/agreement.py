@@ -66,9 +66,10 @@ class Plan(OptimizerFlags, RateFlags):
     """A device stops where its privacy's epsilon would exceed this; 0: no bound but its owner's."""
 
     combine: Literal["mean", "trimmed", "median"] = "mean"
-    """Of the devices' scalars or changes, number by number: trimmed leaves out the third of them that is
-    smallest and the third that is largest and takes the mean of the rest. trimmed and median withstand
-    devices that lie while they are less than a third."""
+    """Of the devices' scalars or changes. trimmed: of changes, number by number, the mean without the
+    smallest and the largest third; of scalars the mean of answers none of which is longer than the middle
+    one. median: number by number. trimmed and median withstand devices that lie while they are less than a
+    third."""
     outlier: float = 4.0
     """Shorten answers that are this many times longer than the median of a round's answers."""
     optimizer: OptimizerName = "adam"

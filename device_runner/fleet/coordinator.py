@@ -25,7 +25,7 @@ from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.combining import (
     checked,
     combined_change,
-    middle,
+    combined_scalars,
     opposed_answers,
     shortened_answers,
     values_of,
@@ -433,7 +433,7 @@ class Coordinator:
                 step,
                 np.array([rates(step + k)["learning_rate"] for k in range(plan.local_steps)], np.float32),
                 losses.astype(np.float32),
-                middle(values, plan).reshape(plan.local_steps, -1),
+                combined_scalars(values, plan).reshape(plan.local_steps, -1),
             )
             return steps.records(self.round, plan.seed, plan.shape)
         change = combined_change(values, plan, self.folder, step)

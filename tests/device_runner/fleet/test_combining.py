@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import FedAdam
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.combining import (
     combined_change,
+    combined_scalars,
     middle,
     opposed_answers,
     shortened_answers,
@@ -68,6 +69,19 @@ def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
             assert np.all((honest.min(0) <= found) & (found <= honest.max(0)))
     table = np.concatenate([honest, np.full((3, SIZE), 1e6, np.float32)])
     assert np.all(middle(table, Plan(combine="mean")) > honest.max(0))
+
+
+def test_a_liars_scalars_weigh_no_more_than_an_honest_devices() -> None:
+    """And its answer costs the mean of the honest ones a share of one device, whatever it holds."""
+    honest = _changes(3)
+    lengths = np.linalg.norm(honest, axis=1)
+    for lie in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):
+        table = np.concatenate([honest, lie.astype(np.float32)])
+        most = np.median(np.linalg.norm(table, axis=1))
+        expected = (honest * np.minimum(1, most / lengths)[:, None]).sum(0) / 4
+        found = combined_scalars(table, Plan(combine="trimmed"))
+        assert np.linalg.norm(found - expected) <= most / 4 * (1 + 1e-5)
+    assert np.array_equal(combined_scalars(honest, Plan()), middle(honest, Plan()))
 
 
 def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
