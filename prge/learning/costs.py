@@ -266,16 +266,7 @@ def run_memory(
     # Both begin where the arena does, and spread over what is planned for the largest call.
     arena = max(block, head) + min(block, head) // 2
     if engine == "torch":
-        # Each method has memory of its own for the largest call, all of it written to, and opening a program
-        # takes that of its largest method.
-        largest = {
-            name: _block_arena(outline, name, *sizes, outline.longest)
-            for name, sizes in _largest_rows(bounds).items()
-        }
-        arena = outline.blocks_below * largest[STACK]
-        arena += outline.adapted_blocks * sum(largest[name] for name in loaded)
-        arena += max(largest[name] for name in roles if name in STEP_ROLES)
-        arena += _head_arena(outline, bounds.queries if role == TANGENT else 0, bounds.states)
+        arena = _torch_arena(outline, role, loaded, roles, bounds)
     forward = max(
         _workspace(outline, TANGENT if queries else STACK, rows, queries, length),
         _head_logits(outline, asked),
@@ -304,6 +295,24 @@ def run_memory(
         # Float32 inputs of the call, and the signs that they are filled from.
         directions=contract.queries * contract.rows * width * (4 + 1),
     )
+
+
+def _torch_arena(
+    outline: Outline, role: str, loaded: Collection[str], roles: Collection[str], bounds: Bounds
+) -> int:
+    """Bytes of all methods' own memory, for the largest call and all of it written to.
+
+    Opening a program takes that of its largest method once more.
+    """
+    largest = {
+        name: _block_arena(outline, name, *sizes, outline.longest)
+        for name, sizes in _largest_rows(bounds).items()
+    }
+    below = outline.blocks_below * largest[STACK]
+    adapted = outline.adapted_blocks * sum(largest[name] for name in loaded)
+    opening = max(largest[name] for name in roles if name in STEP_ROLES)
+    head = _head_arena(outline, bounds.queries if role == TANGENT else 0, bounds.states)
+    return below + adapted + opening + head
 
 
 def memory_table(
