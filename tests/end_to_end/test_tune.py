@@ -246,7 +246,7 @@ def test_no_room_for_the_bundle_is_told_and_leaves_none(
     assert "No space left" in done.stderr
     # What was decided stays for who makes room and resumes; no half of a bundle does.
     left = {path.name for path in (disk / "out").iterdir()}
-    assert left == {"config.yaml", "rows", "run.lock", "tune.json"}
+    assert left == {"config.yaml", "rows", "run.lock", "settings", "tune.json"}
 
 
 @pytest.mark.whole

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.device_runner.android.fake_adb import FakePhone
 
-# In the place of Python: says which words it got, what it reads, and ends with a code of its own.
+# In the place of Python: says which words, settings and lines it got, and ends with a code of its own.
 ECHO = """#!/bin/sh
 for word in "$@"; do printf '%s\\0' "$word"; done
-printf 'read:'
+cat "$5"
+printf '\\0'
 cat
 echo told >&2
 exit 7
@@ -29,10 +32,11 @@ def phone(tmp_path: Path) -> FakePhone:
     return phone
 
 
-def words(output: str) -> tuple[list[str], str]:
-    """The words that Python got, and what it read."""
-    *found, read = output.split("\0")
-    return found, read.removeprefix("read:")
+def asked(output: str) -> tuple[list[str], dict[str, Any], str]:
+    """The words before `--config`, the settings in its file, and what was read."""
+    *words, settings, read = output.split("\0")
+    assert words[-2] == "--config"
+    return words[:-2], yaml.safe_load(settings), read
 
 
 def test_the_verb_runs_there_with_the_runs_bundle_and_the_runs_as_adapters(phone: FakePhone) -> None:
@@ -40,13 +44,17 @@ def test_the_verb_runs_there_with_the_runs_bundle_and_the_runs_as_adapters(phone
         "generate", "first", "base", "--prompt", "it's $HOME\n`ls`", "-", "--temperature", "0.5", "--json",
         "--stop", "a", "b", said="from here", code=7,
     )  # fmt: skip
-    found, read = words(done.stdout)
-    assert found == [
-        *("-m", "prge.cli", "generate", "--bundle", "/data/my bundle"),
-        *(f"--adapter=first={phone.folder}/runs/first", "--adapter=base"),
-        *("--temperature=0.5", "--stop=a", "--stop=b"),
-        *("--prompt=it's $HOME\n`ls`", "--prompt=from here", "--json"),
-    ]
+    words, settings, read = asked(done.stdout)
+    assert words == ["-m", "prge.cli", "generate"]
+    given = {
+        "bundle": "/data/my bundle",
+        "adapter": [f"first={phone.folder}/runs/first", "base"],
+        "temperature": 0.5,
+        "stop": ["a", "b"],
+        "prompt": ["it's $HOME\n`ls`", "from here"],
+        "json": True,
+    }
+    assert {name: settings[name] for name in given} == given
     assert (read, done.stderr) == ("", "told\n")
 
 
@@ -56,23 +64,17 @@ def test_files_are_brought(phone: FakePhone, tmp_path: Path) -> None:
     done = phone.prge(
         "generate", "first", "--data", tmp_path / "rows.jsonl", "--task", tmp_path / "task.yaml", code=7
     )
-    found = dict(
-        word.split("=", 1) for word in words(done.stdout)[0] if word.startswith(("--data", "--task"))
-    )
-    for flag, name in (("--data", "rows.jsonl"), ("--task", "task.yaml")):
-        assert found[flag].startswith(f"{phone.folder}/data/")
-        assert Path(found[flag]).read_text() == name
+    _, settings, _ = asked(done.stdout)
+    for setting, name in (("data", "rows.jsonl"), ("task", "task.yaml")):
+        assert settings[setting].startswith(f"{phone.folder}/data/")
+        assert Path(settings[setting]).read_text() == name
 
 
 def test_chat_reads_the_lines_of_this_side(phone: FakePhone) -> None:
     done = phone.prge("chat", "first", "second", "--max-tokens", 9, said="a dog\n/quit\n", code=7)
-    found, read = words(done.stdout)
-    assert found[2] == "chat"
-    assert found[-3:] == [
-        f"--adapter=first={phone.folder}/runs/first",
-        f"--adapter=second={phone.folder}/runs/second",
-        "--max-tokens=9",
-    ]
+    words, settings, read = asked(done.stdout)
+    assert words[-1] == "chat" and settings["max_tokens"] == 9
+    assert settings["adapter"] == [f"{name}={phone.folder}/runs/{name}" for name in ("first", "second")]
     assert read == "a dog\n/quit\n"
 
 

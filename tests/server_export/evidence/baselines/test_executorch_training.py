@@ -54,7 +54,7 @@ def test_a_step_is_one_of_backpropagation(tmp_path: Path, rows: Any) -> None:
 
 def test_a_run_learns_and_is_scored(make_settings: Callable[..., Any], workshop: Path) -> None:
     settings = make_settings(
-        method="executorch-training", steps=30, learning_rate=1.0, test=workshop / "train.jsonl"
+        method="executorch-training", steps=60, learning_rate=4.0, test=workshop / "train.jsonl"
     )
     run(settings)
     train = json.loads((settings.out / "run.json").read_text())["train"]
