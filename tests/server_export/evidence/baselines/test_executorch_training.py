@@ -17,8 +17,10 @@ from prge.files.peft import read_peft
 from server_export.evidence.baselines.backpropagation import insert_adapter
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.executorch_training import ExecutorchTraining
+from server_export.export import ExportConfig, export
 from tests.rows import choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
+from tests.tiny_models import LENGTH
 
 TINY = {"num_hidden_layers": 1}
 
@@ -52,9 +54,26 @@ def test_a_step_is_one_of_backpropagation(tmp_path: Path, rows: Any) -> None:
     assert method.activation_bytes > 10_000
 
 
-def test_a_run_learns_and_is_scored(make_settings: Callable[..., Any], workshop: Path) -> None:
+def test_a_run_learns_and_is_scored(
+    make_settings: Callable[..., Any], workshop: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "bundle"
+    export(
+        ExportConfig(
+            model=str(workshop / "model"),
+            out=own,
+            roles=["stack"],
+            rank=4,
+            sequence_length=LENGTH,
+            target_modules="all-linear",
+        )
+    )
     settings = make_settings(
-        method="executorch-training", steps=60, learning_rate=4.0, test=workshop / "train.jsonl"
+        method="executorch-training",
+        bundle=own,
+        steps=30,
+        learning_rate=1.0,
+        test=workshop / "train.jsonl",
     )
     run(settings)
     train = json.loads((settings.out / "run.json").read_text())["train"]
