@@ -51,3 +51,17 @@ def bigram_completions(count: int, vocabulary: int = 11, seed: int = 0) -> list[
         completion(row + 1, [(start + i) % vocabulary for i in range(5)], prompt=1)
         for row, start in enumerate(starts.tolist())
     ]
+
+
+# What estimators must agree on.
+KINDS_OF_ROWS: dict[str, list[Example]] = {
+    "completions": random_completions(12),
+    "completions of different lengths": [
+        completion(row, [row, row + 1, 2, 3, 4][: 3 + row % 3], 1) for row in range(1, 7)
+    ],
+    "candidates": [
+        choice(row, [row % 7, row % 5], [1, 3, 8][: 2 + row % 2], row % 2) for row in range(1, 10)
+    ],
+    # Two rows an example, and three rows left over in a batch of seven.
+    "longer candidates": [long_choice(row, [row % 7], [[1], [2, 3, 4]], row % 2) for row in range(1, 10)],
+}

@@ -19,20 +19,12 @@ from prge.learning.head import Classifier, CrossFittedHeads, Head
 from prge.learning.objectives import BatchLoss
 from prge.learning.sampling import Sampler
 from tests.numpy_engine import MODULE, NumpyEngine, NumpyExactEngine
-from tests.rows import choice, classified, completion, long_choice, random_completions
+from tests.rows import KINDS_OF_ROWS, choice, classified, completion, random_completions
 
 SEED, STEP = 3, 5
 
 ROWS: dict[str, Sequence[Example]] = {
-    "completions": random_completions(12),
-    "completions of different lengths": [
-        completion(row, [row, row + 1, 2, 3, 4][: 3 + row % 3], 1) for row in range(1, 7)
-    ],
-    "candidates": [
-        choice(row, [row % 7, row % 5], [1, 3, 8][: 2 + row % 2], row % 2) for row in range(1, 10)
-    ],
-    # Two rows an example, and three rows left over in a batch of seven.
-    "longer candidates": [long_choice(row, [row % 7], [[1], [2, 3, 4]], row % 2) for row in range(1, 10)],
+    **KINDS_OF_ROWS,
     "completions among candidates": [
         choice(1, [4, 2], [1, 3], 1),
         completion(2, [1, 2, 3, 4], 2),

@@ -20,20 +20,11 @@ from prge.learning.head import Classifier, CrossFittedHeads, Head
 from prge.learning.objectives import BatchLoss
 from prge.learning.sampling import Sampler
 from tests.numpy_engine import MODULE, NumpyEngine, NumpyTangentEngine, completion_gradient
-from tests.rows import choice, classified, completion, long_choice, random_completions
+from tests.rows import KINDS_OF_ROWS as ROWS
+from tests.rows import classified, random_completions
 
 SEED, STEP, QUERIES = 3, 5, 3
 
-ROWS: dict[str, Sequence[Example]] = {
-    "completions": random_completions(12),
-    "completions of different lengths": [
-        completion(row, [row, row + 1, 2, 3, 4][: 3 + row % 3], 1) for row in range(1, 7)
-    ],
-    "candidates": [
-        choice(row, [row % 7, row % 5], [1, 3, 8][: 2 + row % 2], row % 2) for row in range(1, 10)
-    ],
-    "longer candidates": [long_choice(row, [row % 7], [[1], [2, 3, 4]], row % 2) for row in range(1, 10)],
-}
 CLASSES = [classified(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
 
 
