@@ -9,6 +9,7 @@ A stack call computes `copies x batch_size` rows, slot-major:
     positions       i64 [rows, positions]                 decoders only: where to read
     targets         i64 [rows, positions]                 decoders only: what to read
     lora_b.<module> f32 [copies, rank, out_features]      one per adapted module
+    lora_a.<module> f32 [copies, rank, in_features]       the same, where LoRA trains both matrices
 
     logprobs        f32 [rows, positions]                 decoders: log p(target | tokens up to position)
     pooled          f32 [rows, width]                     encoders
@@ -17,25 +18,26 @@ A tangent call computes the `batch_size` rows once, and `queries` directional de
 exact ones. Its rows are those of one copy, and it has
 
     lora_b.<module> f32 [rank, out_features]
-    u.<module>      f32 [queries, rows, rank]             the direction of a query and row in this module
+    u.<module>      f32 [queries, rows, rank]             the direction of a query and row in this matrix
     v.<module>      f32 [queries, rows, out_features]     is the product u v^T
+    lora_a.<module> f32 [rank, in_features]               with u_a.<module>, v_a.<module> in the same way
 
     logprobs, dlogprobs     f32 [rows, positions], [queries, rows, positions]
     pooled, dpooled         f32 [rows, width], [queries, rows, width]
 
 A `back` call computes the `batch_size` rows once, and takes the slope of a loss by what it answers back to
-the adapter, with lora_b.<module> f32 [rank, out_features]; see prge.engine.Engine.gradient.
+the adapter, with its matrices as those of a tangent call; see prge.engine.Engine.gradient.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from prge.errors import ConfigError, shown
 
-LORA_B_PREFIX = "lora_b."
-U_PREFIX, V_PREFIX = "u.", "v."
 STACK, TANGENT, BACK = STEP_ROLES = ("stack", "tangent", "back")
 READOUTS = ("logprobs", "pooled")
 # Far beyond any model; what a manifest asks for is checked before it is allocated.
@@ -64,18 +66,73 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """A trained matrix f32 [rank, width] of an adapted module: `lora_a`, of its inputs, or `lora_b`.
+
+    `of` is what names of inputs and answers end in: the module's name in calls, its number in programs.
+    """
+
+    letter: Literal["a", "b"]
+    of: str
+    rank: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return self.rank * self.width
+
+    @property
+    def name(self) -> str:
+        """Name of the input that carries it."""
+        return f"lora_{self.letter}.{self.of}"
+
+    @property
+    def u(self) -> str:
+        """Name of the input that carries its directions' first factors."""
+        return self._named("u")
+
+    @property
+    def v(self) -> str:
+        """Name of the input that carries the second factors."""
+        return self._named("v")
+
+    @property
+    def gradient(self) -> str:
+        """Name of a program's answer of the slope by it."""
+        return self._named("gradient")
+
+    def _named(self, word: str) -> str:
+        return f"{word}{'_a' if self.letter == 'a' else ''}.{self.of}"
+
+
+@dataclass(frozen=True)
 class AdaptedModule:
-    """One linear layer with LoRA-FA on it; `name` is its path in the transformers model."""
+    """One linear layer with an adapter; `name` is its path in the transformers model.
+
+    LoRA-FA trains `lora_b` alone, LoRA also what comes before it: `trains_a`.
+    """
 
     name: str
     rank: int
     in_features: int
     out_features: int
+    trains_a: bool = False
 
     @property
-    def input_name(self) -> str:
-        """Name of the input that carries this module's `lora_b`."""
-        return LORA_B_PREFIX + self.name
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The trained ones, `lora_a` first."""
+        return self.matrices_of(self.name)
+
+    def matrices_of(self, of: str) -> tuple[Matrix, ...]:
+        """The same whose names end in `of`."""
+        lora_b = Matrix("b", of, self.rank, self.out_features)
+        return (Matrix("a", of, self.rank, self.in_features), lora_b) if self.trains_a else (lora_b,)
+
+
+def matrices(modules: Iterable[AdaptedModule]) -> tuple[Matrix, ...]:
+    """The trained matrices of modules, in the order of the adapter's values."""
+    return tuple(matrix for module in modules for matrix in module.matrices)
 
 
 @dataclass(frozen=True)
@@ -189,24 +246,16 @@ class Contract:
         else:
             read = (self.rows, self.positions)
             first = [tokens, *(TensorSpec(name, "int64", read) for name in ("positions", "targets"))]
-        if self.role == STACK:
-            lora_b = [
-                TensorSpec(module.input_name, "float32", (self.copies, module.rank, module.out_features))
-                for module in self.modules
-            ]
-            return (*first, *lora_b)
-        matrices = [TensorSpec(m.input_name, "float32", (m.rank, m.out_features)) for m in self.modules]
-        if self.is_exact:
-            return (*first, *matrices)
-        return (
-            *first,
-            *matrices,
-            *(
-                TensorSpec(prefix + module.name, "float32", (self.queries, self.rows, width))
-                for module in self.modules
-                for prefix, width in ((U_PREFIX, module.rank), (V_PREFIX, module.out_features))
-            ),
-        )
+        trained = matrices(self.modules)
+        copies = (self.copies,) if self.role == STACK else ()
+        adapter = [TensorSpec(each.name, "float32", (*copies, each.rank, each.width)) for each in trained]
+        directions = [
+            TensorSpec(name, "float32", (self.queries, self.rows, width))
+            for each in trained
+            for name, width in ((each.u, each.rank), (each.v, each.width))
+            if self.is_tangent
+        ]
+        return (*first, *adapter, *directions)
 
     @property
     def answer(self) -> str:

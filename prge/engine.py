@@ -55,8 +55,8 @@ class Engine(Answering, Protocol):
 
         Returns:
             The answers f32 [rows, positions], or [rows, width] of an encoder; and the loss's derivative by
-            the adapter, f32 [rank, out_features] by module. All of it is NaN where something on its way
-            wasn't finite.
+            the adapter, f32 [rank, width] by names of its matrices' inputs. All of it is NaN where something
+            on its way wasn't finite.
 
         Raises:
             EngineError: as of `forward`, or the slope has another shape than the answers.

@@ -42,6 +42,7 @@ def write_adapter(folder: Path, start: StartAdapter) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         # PEFT's name for "the base layer stores its weight transposed", which GPT-2's does.
+        **({"use_rslora": True} if start.by_root else {}),
         "fan_in_fan_out": start.had_conv1d,
         "task_type": "CAUSAL_LM" if start.loaded.is_decoder else "FEATURE_EXTRACTION",
         **base_of(start.loaded).in_peft(),
@@ -82,12 +83,13 @@ def write_bundle(
 
 def _lora_block(config: ExportConfig, start: StartAdapter) -> dict[str, Any]:
     return {
+        "adapter": config.adapter,
         "rank": start.rank,
         "alpha": start.alpha,
         "target_modules": start.target_modules,
-        "seed": config.seed if config.adapter is None else None,
-        "source": str(config.adapter) if config.adapter is not None else None,
-        "init": config.init if config.adapter is None else None,
+        "seed": config.seed if config.start_adapter is None else None,
+        "source": str(config.start_adapter) if config.start_adapter is not None else None,
+        "init": config.init if config.start_adapter is None else None,
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prge.contract import Contract
+from prge.files.adapter import adapter_size
 from prge.host.progress import duration
 from prge.learning.costs import RUNTIME_BYTES, bytes_text, memory_table, memory_text, run_memory
 from prge.learning.estimators.table import EstimatorName
@@ -43,7 +44,7 @@ def report_of(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
             "parameters": outline.parameters,
             "blocks": outline.blocks,
             "adapted_layers": len(outline.modules),
-            "adapter_parameters": sum(module.rank * module.out_features for module in outline.modules),
+            "adapter_parameters": adapter_size(outline.modules),
         },
         "programs_bytes": estimated.programs_bytes,
         "weights_bytes": weights.stored,

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.contract import Contract
+from prge.contract import AdaptedModule, Contract
 from prge.errors import RunError
+from prge.files.adapter import adapter_size
 from prge.host.atomic import new_folder
 from prge.learning.costs import MOST_COMPARED
 from server_export.check.estimation import announce, estimate_of
@@ -183,7 +184,7 @@ def _tell_targets(config: ExportConfig, source: Source) -> None:
     """Say that linear layers of all kinds are adapted for want of a usual choice."""
     from server_export.model.lora_fa import usual_target_modules
 
-    is_chosen = config.target_modules or config.adapter
+    is_chosen = config.target_modules or config.start_adapter
     if not is_chosen and usual_target_modules(source.loaded.model) is None:
         print(
             f"PEFT has no usual target modules for {source.loaded.config.model_type}: linear layers of all "
@@ -207,7 +208,7 @@ def _summarize(out: Path, manifest: dict[str, Any]) -> None:
     files, chain = manifest["files"], manifest["chain"]
     size = sum(entry["bytes"] for entry in files.values())
     programs = sum(files[kind["program"]]["bytes"] for kind in chain["kinds"])
-    trained = sum(module["rank"] * module["out_features"] for module in chain["modules"])
+    trained = adapter_size([AdaptedModule(**module) for module in chain["modules"]])
     print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB")
     print(
         f"  {len(chain['modules'])} layers adapted, {trained:,} numbers trained; rows of up to "

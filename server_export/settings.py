@@ -17,6 +17,7 @@ Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]
 PrependBos = Literal["auto", "always", "never"]
 Init = Literal["random", "eva"]
+AdapterKind = Literal["lora-fa", "lora"]
 
 SCHEMES = ("fp32", "8da8w", "8da4w")
 # XNNPACK takes a weight-only linear for a float one: it multiplies the integer codes and drops their scale.
@@ -38,7 +39,10 @@ class ExportConfig:
     out: Path
     """Folder to write the bundle to."""
 
-    adapter: Path | None = None
+    adapter: AdapterKind = "lora-fa"
+    """What a device trains: `lora-fa`, lora_b alone, or `lora`, both matrices."""
+
+    start_adapter: Path | None = None
     """PEFT LoRA folder to start from; gives both matrices, ranks, alpha and target modules."""
 
     target_modules: str | list[str] | None = None
@@ -56,12 +60,16 @@ class ExportConfig:
     alpha: float = 16.0
     """LoRA alpha; the adapter is scaled by alpha / rank."""
 
+    rs_lora: bool = False
+    """Scale the adapter by alpha over the root of the rank instead (rsLoRA), which higher ranks learn more
+    from."""
+
     seed: int = 0
-    """Seed of the frozen lora_a matrices, or of the choice among `--init-rows`."""
+    """Seed of the lora_a matrices, or of the choice among `--init-rows`."""
 
     init: Init = "random"
-    """Where the frozen lora_a come from: `random`, or `eva`, principal directions of what each layer sees
-    of `--init-rows`. Those of a PEFT folder come with `--adapter`."""
+    """Where the lora_a come from: `random`, or `eva`, principal directions of what each layer sees of
+    `--init-rows`. Those of a PEFT folder come with `--start-adapter`."""
 
     init_rows: Path | None = None
     """Rows for `--init eva`, of the kind that a device will train on; labels are not used."""
@@ -119,10 +127,13 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
-        if self.adapt_layers is not None and self.adapter is not None:
-            problems.append("adapt_layers is for a new adapter, but adapter is given and brings its layers")
-        if self.init == "eva" and self.adapter is not None:
-            problems.append("init is eva, but adapter is given and brings its lora_a")
+        if self.start_adapter is not None:
+            brought = {"adapt_layers": None, "init": "random", "rs_lora": False}
+            problems += [
+                f"{name} is {getattr(self, name)}, but start_adapter is given and brings its own"
+                for name, value in brought.items()
+                if getattr(self, name) != value
+            ]
         if self.init == "eva" and self.init_rows is None:
             problems.append("init is eva, but init_rows is not given: it takes rows to compute")
         if self.init != "eva":

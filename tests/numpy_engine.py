@@ -151,7 +151,7 @@ class NumpyExactEngine:
             by_output = np.zeros(outputs.shape)
             np.add.at(by_output, at, slopes)
             np.add.at(by_output, at[:2], -slopes[..., None] * probability[at[:2]])
-        return answers, {MODULE: np.einsum("rd,ntd,nto->ro", model.lora_a, states, by_output)}
+        return answers, {f"lora_b.{MODULE}": np.einsum("rd,ntd,nto->ro", model.lora_a, states, by_output)}
 
 
 def check_inputs(contract: Contract, inputs: Mapping[str, Array]) -> None:

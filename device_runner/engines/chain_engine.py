@@ -9,7 +9,7 @@ is larger than the bundle's bounds runs in parts; all of them pass a block befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,9 +20,9 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.head import Asked, VocabularyHead, slices
 from device_runner.engines.trunk_cache import TrunkCache
-from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
+from prge.contract import Contract, Matrix, matrices
 from prge.engine import Array, FloatArray, IntArray
-from prge.files.chain import FEWEST_TOKENS, GRADIENT, LORA_B, MASKED, TABLE, U, V
+from prge.files.chain import FEWEST_TOKENS, MASKED, TABLE
 from prge.files.signatures import BACK, STACK, TANGENT
 
 Arrays = dict[str, Array]
@@ -101,13 +101,12 @@ class ChainEngine(CheckedEngine):
         queries, rows = self._contract.queries, self._contract.batch_size
         below = self._below(call, np.arange(rows)[None])
         states, tangents = None, None
+        directions = {name for each in matrices(self._contract.modules) for name in (each.u, each.v)}
         for mine in slices(queries, self._bounds.queries):
             parts = []
             for batch in slices(rows, self._bounds.batch):
                 adapter = {
-                    name: np.ascontiguousarray(array[mine, batch])
-                    if name.startswith((U_PREFIX, V_PREFIX))
-                    else array
+                    name: np.ascontiguousarray(array[mine, batch]) if name in directions else array
                     for name, array in call.adapter.items()
                 }
                 part = self._part(call, np.arange(rows)[batch], below, adapter)
@@ -133,9 +132,7 @@ class ChainEngine(CheckedEngine):
         call = _Call(inputs, self._contract)
         rows = np.arange(self._contract.batch_size)
         below = self._below(call, rows[None])
-        stacked = {
-            name: array[None] for name, array in call.adapter.items() if name.startswith(LORA_B_PREFIX)
-        }
+        stacked = {name: array[None] for name, array in call.adapter.items()}
         parts = [
             self._part(call, rows[None, batch], below, stacked)
             for batch in slices(len(rows), self._bounds.batch)
@@ -161,7 +158,6 @@ class ChainEngine(CheckedEngine):
         gradients: dict[str, FloatArray] = {}
         is_finite = bool(np.isfinite(by_state).all())
         for number in reversed(above):
-            modules = self._chain.blocks[number].modules
             for part in parts:
                 part.values["state"] = part.kept.pop()[0].astype(np.float32, copy=False)
                 found = self._run(number, BACK, part)
@@ -169,9 +165,8 @@ class ChainEngine(CheckedEngine):
                 is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
                 self._release(part.values)
                 part.values = {"slope": found["slope"]}
-                for index, module in enumerate(modules):
-                    name = self._chain.modules[module].name
-                    gradient = found[f"{GRADIENT}{index}"]
+                for ours, its in self._matrices(number):
+                    name, gradient = ours.name, found[its.gradient]
                     gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
                     self._blocks.release(gradient)
         self._checkpoints.forget()
@@ -256,15 +251,20 @@ class ChainEngine(CheckedEngine):
         length = part.beside["ones"].shape[1]
         for index, table in enumerate(block.tables):
             inputs[f"{TABLE}{index}"] = self._blocks.tables.of(table, length)
-        for index, module in enumerate(block.modules):
-            name = self._chain.modules[module].name
-            for short, prefix in ((LORA_B, LORA_B_PREFIX), (U, U_PREFIX), (V, V_PREFIX)):
-                if prefix + name in part.adapter:
-                    inputs[f"{short}{index}"] = part.adapter[prefix + name]
+        for ours, its in self._matrices(number):
+            for given, asked in ((ours.name, its.name), (ours.u, its.u), (ours.v, its.v)):
+                if given in part.adapter:
+                    inputs[asked] = part.adapter[given]
         found = self._blocks.run(number, role, inputs)
         if role == STACK and number < self._end:
             found["state"] = found["state"].reshape(*part.rows.shape, *found["state"].shape[1:])
         return found
+
+    def _matrices(self, number: int) -> Iterator[tuple[Matrix, Matrix]]:
+        """A block's trained matrices, as calls name them and as its programs do."""
+        for index, module in enumerate(self._chain.blocks[number].modules):
+            adapted = self._chain.modules[module]
+            yield from zip(adapted.matrices, adapted.matrices_of(str(index)), strict=True)
 
     def _release(self, values: Mapping[str, Array]) -> None:
         for array in values.values():
@@ -296,8 +296,7 @@ class _Call:
         self._contract = contract
         self.length = max(FEWEST_TOKENS, self._longest())
         self.tokens: IntArray = given["tokens"][:, : self.length]
-        prefixes = LORA_B_PREFIX, U_PREFIX, V_PREFIX
-        self.adapter = {name: array for name, array in given.items() if name.startswith(prefixes)}
+        self.adapter = {name: array for name, array in given.items() if name not in self._of_rows}
         self.ones = np.ones((1, self.length, 1), np.float32)
 
     def _longest(self) -> int:

@@ -25,8 +25,6 @@ from prge.files.chain import (
     CAUSAL,
     FEWEST_TOKENS,
     KEYS,
-    LORA_A,
-    LORA_B,
     MASKED,
     OWN,
     PAST_KEYS,
@@ -263,7 +261,7 @@ class ChainSpeaker:
 
         def matrices_of(module: str) -> tuple[FloatArray, FloatArray]:
             lora_a = np.stack([self._lora_a(adapter)[module] for adapter in adapters])
-            return lora_a, np.stack([adapter.named()[module] for adapter in adapters])
+            return lora_a, np.stack([adapter.lora_b[module] for adapter in adapters])
 
         inputs, outputs = [], []
         own = np.zeros((1, 1, 1 + self._capacity), np.float32)
@@ -304,7 +302,7 @@ class ChainSpeaker:
         # The mask hides what isn't there yet, so all that was reserved goes in; at first next to nothing.
         past = 1 + self._capacity if start else FEWEST_TOKENS
         state: Array = np.array([tokens], np.int64)
-        lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.named()
+        lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.lora_b
 
         def table_of(table: int) -> Array:
             tables = self._blocks.tables
@@ -363,7 +361,7 @@ class ChainSpeaker:
                 given[CAUSAL] = array.reshape(-1, array.shape[-1])
         for index, module in enumerate(block.modules):
             name = chain.modules[module].name
-            given[f"{LORA_A}{index}"], given[f"{LORA_B}{index}"] = matrices_of(name)
+            given[f"lora_a.{index}"], given[f"lora_b.{index}"] = matrices_of(name)
         return given
 
     def _logits(self, state: FloatArray) -> FloatArray:

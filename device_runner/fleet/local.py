@@ -104,8 +104,7 @@ class Local:
         if self.plan.by_scalars:
             state.optimizer = copy.deepcopy(start.optimizer)
             return state
-        settings, size = self.settings, start.adapter.size
-        state.optimizer = optimizer_of(settings, size)
+        state.optimizer = optimizer_of(self.settings, start.adapter.modules)
         if self.plan.average == "fedprox":
             state.optimizer = _Proximal(state.optimizer, start.adapter.values.copy(), self.plan.proximal)
         return state

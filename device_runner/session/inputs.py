@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import numpy as np
+
 from device_runner.session.samples import SamplePrompt, read_prompts
 from device_runner.session.settings import RunSettings
+from prge.contract import AdaptedModule, matrices
 from prge.errors import ConfigError
-from prge.files.adapter import Adapter
+from prge.files.adapter import Adapter, adapter_size
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record, encode_array
 from prge.files.peft import find_adapter, read_peft
@@ -21,7 +24,7 @@ from prge.learning.estimators.protocol import Estimator, InTurn
 from prge.learning.estimators.table import EstimatorFlags, having, make_estimator
 from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.learning.optimizers import Optimizer, make_optimizer, schedule
+from prge.learning.optimizers import Optimizer, OwnRates, make_optimizer, schedule
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
@@ -149,18 +152,26 @@ def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
 def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> TrainingState:
     """The state of a run before its first step, from the adapter that it starts with."""
     adapter = adapter.copy()
-    optimizer = optimizer_of(settings, adapter.size)
+    optimizer = optimizer_of(settings, adapter.modules)
     head_optimizer = None
     if heads.head is not None and settings.head_learning_rate:
         head_optimizer = make_optimizer("adam", heads.head.size)
     return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
 
 
-def optimizer_of(settings: RunSettings, size: int) -> Optimizer:
-    """The optimizer of so many values that settings of a plan ask for."""
+def optimizer_of(settings: RunSettings, modules: Sequence[AdaptedModule]) -> Optimizer:
+    """The optimizer of an adapter's values that settings of a plan ask for."""
     if settings.optimizer is None or settings.beta2 is None:
         raise ValueError("which optimizer is not settled")
-    return make_optimizer(settings.optimizer, size, settings.momentum, settings.momentum, settings.beta2)
+    trained = matrices(modules)
+    optimizer = make_optimizer(
+        settings.optimizer, adapter_size(modules), settings.momentum, settings.momentum, settings.beta2
+    )
+    if settings.lora_plus == 1:
+        return optimizer
+    ratios = (settings.lora_plus if matrix.letter == "b" else 1.0 for matrix in trained)
+    rates = [np.full(matrix.size, ratio) for matrix, ratio in zip(trained, ratios, strict=True)]
+    return OwnRates(optimizer, np.concatenate(rates).astype(np.float32))
 
 
 def run_settings(record: Record) -> RunSettings:

@@ -83,6 +83,12 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             ["--trunk-cache-bytes is given, and no block lies below the first adapted layer"],
             remedy="leave it out, or export with --adapt-layers top:k",
         )
+    if settings.lora_plus != 1 and not chain.trains_a:
+        raise ConfigError(
+            "the settings don't fit the bundle:",
+            [f"--lora-plus is {settings.lora_plus:g}, and the bundle trains lora_b alone"],
+            remedy="leave it out, or export with --adapter lora",
+        )
     if settings.sample_prompts and not {PREFILL, DECODE} <= set(chain.roles):
         raise ConfigError(
             "the settings don't fit the bundle:",

@@ -1,8 +1,10 @@
-"""The trained adapter: every module's `lora_b` in one vector, and as inputs of calls.
+"""The trained adapter: the matrices of every module in one vector, and as inputs of calls.
 
-values  [ module 0: rank x out | module 1: rank x out | ... ]       one float32 vector, contract order
-named   {module name: view [rank, out]}                             views into it
-stack   {"lora_b.<module>": [copies, rank, out]}                    what a call takes
+values  [ module 0: rank x in | rank x out | module 1: ... ]    one float32 vector, contract order
+inputs  {"lora_b.<module>": view [rank, out], ...}              views into it
+stack   {"lora_b.<module>": [copies, rank, out], ...}           what a call of copies takes
+
+LoRA-FA has no `rank x in`: its `lora_a` are constants of the bundle.
 """
 
 from __future__ import annotations
@@ -11,15 +13,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from prge.contract import LORA_B_PREFIX, AdaptedModule
+from prge.contract import AdaptedModule, matrices
 from prge.engine import FloatArray
 
 
 class Adapter:
-    """`lora_b` of all modules in one float32 vector, `values`; `modules` gives its layout.
+    """The trained matrices of all modules in one float32 vector, `values`; `modules` gives its layout.
 
-    `lora_a`, f32 [rank, in] by module name with alpha / rank in it, is there only if it isn't the bundle's;
-    such an adapter writes text, and is neither trained nor scored.
+    `lora_a`, f32 [rank, in] by module name as the bundle's programs take it, is there if it is trained, or
+    isn't the bundle's; an adapter of LoRA-FA with another writes text, and is neither trained nor scored.
 
     Raises:
         ValueError: `values` is not a contiguous float32 vector of the modules' total size.
@@ -32,13 +34,12 @@ class Adapter:
         lora_a: Mapping[str, FloatArray] | None = None,
     ) -> None:
         self.modules = tuple(modules)
-        self.lora_a = lora_a
         size = adapter_size(modules)
         if values.shape != (size,) or values.dtype != np.float32 or not values.flags.c_contiguous:
             raise ValueError(f"values is {values.dtype} {values.shape}, must be contiguous float32 ({size},)")
         self.values = values
-        names = [module.name for module in self.modules]
-        self._named = dict(zip(names, _views(self.modules, values), strict=True))
+        self._inputs = _views(self.modules, values)
+        self.lora_a = self._by_module("a") or lora_a
 
     @classmethod
     def zeros(cls, modules: Sequence[AdaptedModule]) -> Adapter:
@@ -50,23 +51,28 @@ class Adapter:
         """How many numbers are trained."""
         return len(self.values)
 
-    def named(self) -> dict[str, FloatArray]:
+    @property
+    def lora_b(self) -> dict[str, FloatArray]:
         """Views [rank, out] into `values` by module name, always the same; writing to one writes to it."""
-        return dict(self._named)
+        return self._by_module("b")
 
     def inputs(self) -> dict[str, FloatArray]:
-        """The same views by the names of inputs, `lora_b.<module>`."""
-        return {LORA_B_PREFIX + name: view for name, view in self._named.items()}
+        """Views of all matrices by the names of inputs."""
+        return dict(self._inputs)
 
     def copy(self) -> Adapter:
         """An adapter with its own values."""
         return Adapter(self.modules, self.values.copy())
 
+    def _by_module(self, letter: str) -> dict[str, FloatArray]:
+        trained = matrices(self.modules)
+        return {each.of: self._inputs[each.name] for each in trained if each.letter == letter}
 
-class LoraBStack:
-    """Buffers for the `lora_b` inputs of a stack, allocated once and filled copy by copy.
 
-    `inputs` maps every input name to its f32 [copies, rank, out] buffer, contiguous. The engine reads
+class AdapterStack:
+    """Buffers for the adapter's inputs of a stack, allocated once and filled copy by copy.
+
+    `inputs` maps every input name to its f32 [copies, rank, width] buffer, contiguous. The engine reads
     them in place, so fill all copies before a forward.
     """
 
@@ -74,8 +80,7 @@ class LoraBStack:
         self.modules = tuple(modules)
         self.copies = copies
         self.inputs: dict[str, FloatArray] = {
-            module.input_name: np.zeros((copies, module.rank, module.out_features), np.float32)
-            for module in self.modules
+            each.name: np.zeros((copies, each.rank, each.width), np.float32) for each in matrices(modules)
         }
         self._size = adapter_size(self.modules)
 
@@ -89,27 +94,27 @@ class LoraBStack:
             raise ValueError(f"copy is {copy}, the stack has {self.copies}")
         if values.shape != (self._size,):
             raise ValueError(f"values has shape {values.shape}, must be ({self._size},)")
-        for buffer, view in zip(self.inputs.values(), _views(self.modules, values), strict=True):
-            buffer[copy] = view
+        for name, view in _views(self.modules, values).items():
+            self.inputs[name][copy] = view
 
 
 def adapter_size(modules: Sequence[AdaptedModule]) -> int:
     """How many numbers the adapter of these modules trains."""
-    return sum(module.rank * module.out_features for module in modules)
+    return sum(matrix.size for matrix in matrices(modules))
 
 
 def stack(adapter: Adapter, copies: int) -> dict[str, FloatArray]:
-    """Program inputs with the same adapter in every copy: f32 [copies, rank, out] by input name."""
-    buffers = LoraBStack(adapter.modules, copies)
+    """Program inputs with the same adapter in every copy: f32 [copies, rank, width] by input name."""
+    buffers = AdapterStack(adapter.modules, copies)
     for copy in range(copies):
         buffers.fill(copy, adapter.values)
     return buffers.inputs
 
 
-def _views(modules: Sequence[AdaptedModule], values: FloatArray) -> list[FloatArray]:
-    views, start = [], 0
-    for module in modules:
-        end = start + module.rank * module.out_features
-        views.append(values[start:end].reshape(module.rank, module.out_features))
+def _views(modules: Sequence[AdaptedModule], values: FloatArray) -> dict[str, FloatArray]:
+    views, start = {}, 0
+    for matrix in matrices(modules):
+        end = start + matrix.size
+        views[matrix.name] = values[start:end].reshape(matrix.rank, matrix.width)
         start = end
     return views

@@ -27,7 +27,7 @@ from prge.files.signatures import (
 
 TABLES = ("causal", "rotary", "positions", "zeros")
 POOLINGS = ("mean", "first")
-LORA_A, LORA_B, U, V, TABLE, GRADIENT = "lora_a.", "lora_b.", "u.", "v.", "table.", "gradient."
+TABLE = "table."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
 SEEN, CAUSAL, OWN = "seen", "causal", "own"
 _MOST_BLOCKS = 1024
@@ -166,6 +166,8 @@ class Chain:
                 or window < 1
             ):
                 yield f"a table is {shown(table)}"
+        if len({module.trains_a for module in self.modules}) > 1:
+            yield "some of its modules train lora_a, others don't"
         used = sorted(number for block in self.blocks for number in block.modules)
         if not used:
             yield "no block has an adapted module: there is nothing to train"
@@ -205,7 +207,9 @@ class Chain:
 
     def signature(self, number: int, role: str) -> Signature:
         """What a block's method takes and answers, but for its tables."""
-        return of_head(role) if self.is_head(number) else of_block(role, number == 0, self.attends(number))
+        if self.is_head(number):
+            return of_head(role)
+        return of_block(role, number == 0, self.attends(number), self.trains_a)
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""
@@ -230,6 +234,11 @@ class Chain:
     def piece_words(self) -> int:
         """Words of a piece of a decoder's vocabulary."""
         return self.vocabulary_size // (len(self.blocks) - self.end)
+
+    @property
+    def trains_a(self) -> bool:
+        """Whether its adapter is LoRA, both matrices of which are trained, and not LoRA-FA."""
+        return any(module.trains_a for module in self.modules)
 
     @property
     def is_encoder(self) -> bool:
@@ -330,6 +339,7 @@ class Chain:
                     _get(m, "rank", int),
                     _get(m, "in_features", int),
                     _get(m, "out_features", int),
+                    m.get("trains_a", False) is True,
                 )
                 for m in _all(block, "modules", Mapping)
             ),

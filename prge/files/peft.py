@@ -1,6 +1,6 @@
 """PEFT folders in and out: `adapter_config.json` and `adapter_model.safetensors`, their names and checks.
 
-    base_model.model.<module>.lora_A.weight   [rank, in]     frozen
+    base_model.model.<module>.lora_A.weight   [rank, in]     trained by LoRA, frozen by LoRA-FA
     base_model.model.<module>.lora_B.weight   [out, rank]    trained; prge.files.adapter has [rank, out]
 
 Folders written here carry `hashes.json`; a folder that carries one isn't read when a file differs.
@@ -73,8 +73,10 @@ class PeftAdapter:
         return float(_of_module(self.config, "alpha_pattern", module, self.alpha))
 
     def scale_of(self, module: str) -> float:
-        """alpha / rank of a module."""
-        return self.alpha_of(module) / len(self.lora_a[module])
+        """What a module's product is multiplied by: alpha / rank, of rsLoRA (arXiv 2312.03732) its root."""
+        return lora_scale(
+            self.alpha_of(module), len(self.lora_a[module]), bool(self.config.get("use_rslora"))
+        )
 
     @property
     def target_modules(self) -> str | list[str]:
@@ -89,6 +91,11 @@ class PeftAdapter:
             AdaptedModule(name, lora_a.shape[0], lora_a.shape[1], self.lora_b[name].shape[0])
             for name, lora_a in self.lora_a.items()
         )
+
+
+def lora_scale(alpha: float, rank: int, by_root: bool) -> float:
+    """alpha / rank, or alpha over the rank's square root."""
+    return alpha / math.sqrt(rank) if by_root else alpha / rank
 
 
 def weight_name(module: str, letter: Literal["A", "B"]) -> str:
@@ -196,18 +203,21 @@ def read_peft(
         for name in (weight_name(module.name, letter) for module in modules for letter in _LETTERS):
             if name not in bad:
                 problems += _infinite(name, weights.get_tensor(name))
-        if template is not None:
+        trains_a = any(module.trains_a for module in modules)
+        if template is not None and not trains_a:
             problems += _frozen_problems(weights, template, modules, bad)
         if problems:
             raise AdapterError(
                 f"the adapter {folder} doesn't fit the bundle",
                 problems,
-                remedy="give an adapter of this bundle, or export a bundle from it with --adapter",
+                remedy="give an adapter of this bundle, or export a bundle from it with --start-adapter",
             )
         # Only now: the modules are a manifest's, and their sizes are those of the file.
         adapter = Adapter.zeros(modules)
-        for module_name, view in adapter.named().items():
-            view[...] = weights.get_tensor(weight_name(module_name, "B")).T
+        for name, lora_b in adapter.lora_b.items():
+            lora_b[...] = weights.get_tensor(weight_name(name, "B")).T
+        for name, lora_a in (adapter.lora_a or {}).items():
+            np.copyto(lora_a, weights.get_tensor(weight_name(name, "A")))
     return adapter
 
 
@@ -221,13 +231,13 @@ def read_any(folder: Path | str, modules: Sequence[AdaptedModule], template_fold
         template_folder: the bundle's own adapter.
 
     Returns:
-        The adapter, with a `lora_a` if its own isn't the bundle's.
+        The adapter, with a `lora_a` if it isn't the bundle's.
 
     Raises:
         AdapterError: it is damaged or a variant of LoRA; it was trained on another model, as far as hash or
             commit tell; or its rank is higher, or its modules are others or of other sizes.
     """
-    found, frozen = read_lora(folder), scaled_lora_a(template_folder)
+    found, template = read_lora(folder), read_lora(template_folder)
     problems = _base_problems(found.config, read_config(Path(template_folder)))
     known = {module.name: module for module in modules}
     strangers = [name for name in found.lora_a if name not in known]
@@ -246,15 +256,18 @@ def read_any(folder: Path | str, modules: Sequence[AdaptedModule], template_fold
         raise AdapterError(
             f"the adapter {folder} doesn't fit the bundle",
             problems,
-            remedy="export a bundle from it with --adapter, or give one of this model and these modules",
+            remedy="export a bundle from it with --start-adapter, or give one of this model",
         )
     adapter = Adapter.zeros(modules)
-    lora_a = {name: np.zeros_like(frozen[name]) for name in known}
-    for name, view in adapter.named().items():
-        if name in found.lora_a:
-            rank = len(found.lora_a[name])
-            view[:rank] = found.lora_b[name].T
-            lora_a[name][:rank] = found.lora_a[name] * np.float32(found.scale_of(name))
+    lora_a: Mapping[str, FloatArray] = adapter.lora_a or {
+        name: np.zeros_like(matrix) for name, matrix in template.lora_a.items()
+    }
+    for name, matrix in found.lora_a.items():
+        # Programs of LoRA have the bundle's own scale in them, those of LoRA-FA take it within `lora_a`.
+        scale = found.scale_of(name) / (template.scale_of(name) if known[name].trains_a else 1.0)
+        lora_a[name][: len(matrix)] = matrix * np.float32(scale)
+        adapter.lora_b[name][: len(matrix)] = found.lora_b[name].T
+    frozen = scaled_lora_a(template_folder)
     is_own = all(np.array_equal(lora_a[name], frozen[name]) for name in found.lora_a)
     return adapter if is_own else Adapter(adapter.modules, adapter.values, lora_a)
 
@@ -277,8 +290,9 @@ def write_peft(
 
     Args:
         folder: the new folder; it appears by one rename after everything is on storage.
-        adapter: the `lora_b` to write.
-        template_folder: the bundle's adapter; its configuration and `lora_A` are copied unchanged.
+        adapter: what to write.
+        template_folder: the bundle's adapter; its configuration is copied unchanged, and so is its `lora_A`
+            unless that is trained.
         extra: further files by name: arrays become safetensors, bytes are written as they are.
         overwrite: whether an existing folder is replaced, by exchanging the two.
 
@@ -287,7 +301,7 @@ def write_peft(
             modules.
         RunError: the folder exists, or the storage is full or refuses.
     """
-    if problem := _infinite("lora_b", adapter.values):
+    if problem := _infinite("its vector", adapter.values):
         raise AdapterError(
             f"the adapter is not written to {folder}",
             problem,
@@ -304,9 +318,10 @@ def write_peft(
                 problems.values(),
                 remedy="give the bundle's own adapter",
             )
-        for module, view in adapter.named().items():
-            tensors[weight_name(module, "A")] = weights.get_tensor(weight_name(module, "A"))
-            tensors[weight_name(module, "B")] = view.T
+        for module in adapter.modules:
+            name, lora_a = weight_name(module.name, "A"), (adapter.lora_a or {}).get(module.name)
+            tensors[name] = weights.get_tensor(name) if lora_a is None else lora_a
+            tensors[weight_name(module.name, "B")] = adapter.lora_b[module.name].T
     files = {CONFIG: config, WEIGHTS: _serialize(tensors)}
     for name, content in (extra or {}).items():
         if Path(name).name != name or name in (CONFIG, WEIGHTS, HASHES):
@@ -425,9 +440,9 @@ def _variant_problems(config: Mapping[str, Any]) -> list[str]:
     problems = []
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
         problems.append(f"{CONFIG} has peft_type {shown(config['peft_type'])}, must be 'LORA'")
-    for name in ("use_dora", "use_rslora", "use_qalora", "lora_bias", "alora_invocation_tokens"):
+    for name in ("use_dora", "use_qalora", "lora_bias", "alora_invocation_tokens"):
         if config.get(name):
-            problems.append(f"{name} is set: the bundle computes plain LoRA with the scale alpha / rank")
+            problems.append(f"{name} is set: the bundle computes plain LoRA")
     for name in ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices"):
         if config.get(name):
             problems.append(f"{name} is set: the bundle adapts linear layers only")
@@ -446,8 +461,8 @@ def _template_problems(config: Mapping[str, Any], expected: Mapping[str, Any]) -
     problems = [
         f"{CONFIG} has {name} {shown(config.get(name))}, the bundle was exported with "
         f"{shown(expected.get(name))}"
-        for name in ("lora_alpha", "alpha_pattern")
-        # PEFT writes a pattern without entries.
+        for name in ("lora_alpha", "alpha_pattern", "use_rslora")
+        # PEFT writes a pattern without entries, and what isn't set.
         if (config.get(name) or None) != (expected.get(name) or None)
     ]
     return problems + _base_problems(config, expected)

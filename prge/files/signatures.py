@@ -6,7 +6,7 @@ adapted module of the block; what has a `?` is taken only if the block's graph u
 
     copies, batch, queries, tokens, sequences, states, context   what a call chooses, up to the chain's bounds
     entering, leaving        widths of the state before and behind the block
-    rank, in, out            of an adapted module
+    rank, in, out            of an adapted module; of LoRA-FA, what ends in `_a` is no input but a constant
     heads, key, value        heads of keys of the block's attention, widths of a key and a value
     members                  queries that share a head of keys
     past                     tokens before, and one that stands for none of them: 1 + context
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prge.contract import STEP_ROLES
@@ -31,13 +31,15 @@ PREFILL, DECODE = "prefill", "decode"
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
 
 _BLOCK = {
-    STACK: "state[copies batch tokens entering] lora_b.*[copies rank out]? padding[copies batch 1 1 tokens]?"
-    " ones[1 tokens 1]? -> state[copies*batch tokens leaving]",
-    TANGENT: "state[batch tokens entering] d_state[queries batch tokens entering] lora_b.*[rank out]?"
-    " u.*[queries batch rank]? v.*[queries batch out]? padding[batch 1 1 tokens]? ones[1 tokens 1]?"
+    STACK: "state[copies batch tokens entering] lora_a.*[copies rank in]? lora_b.*[copies rank out]?"
+    " padding[copies batch 1 1 tokens]? ones[1 tokens 1]? -> state[copies*batch tokens leaving]",
+    TANGENT: "state[batch tokens entering] d_state[queries batch tokens entering] lora_a.*[rank in]?"
+    " lora_b.*[rank out]? u_a.*[queries batch rank]? v_a.*[queries batch in]? u.*[queries batch rank]?"
+    " v.*[queries batch out]? padding[batch 1 1 tokens]? ones[1 tokens 1]?"
     " -> state[batch tokens leaving] d_state[queries batch tokens leaving]",
-    BACK: "state[batch tokens entering] slope[batch tokens leaving] lora_b.*[rank out]?"
-    " padding[batch 1 1 tokens]? ones[1 tokens 1]? -> slope[batch tokens entering] gradient.*[rank out]",
+    BACK: "state[batch tokens entering] slope[batch tokens leaving] lora_a.*[rank in]? lora_b.*[rank out]?"
+    " padding[batch 1 1 tokens]? ones[1 tokens 1]? -> slope[batch tokens entering] gradient_a.*[rank in]"
+    " gradient.*[rank out]",
     PREFILL: "state[1 tokens entering] lora_a.*[1 rank in]? lora_b.*[1 rank out]? ones[1 tokens 1]?"
     " -> state[1 tokens leaving]",
     DECODE: "state[sequences 1 entering] lora_a.*[sequences rank in]? lora_b.*[sequences rank out]?"
@@ -67,6 +69,8 @@ _HEAD = {
     " -> slope[1 states entering]",
     DECODE: "state[sequences 1 entering] -> logits[sequences 1 words]",
 }
+# What a step has of `lora_a` only if it is trained; texts may have one of an adapter from elsewhere.
+_OF_LORA_A = ("lora_a", "u_a", "v_a", "gradient_a")
 _STATES = ("state", "d_state", "slope")
 _INTEGERS = ("tokens", "targets")
 _TENSOR = re.compile(r"(?P<name>\w+)(?P<each>\.\*)?\[(?P<sizes>[\w* ]+)\](?P<optional>\??)")
@@ -129,11 +133,13 @@ class Signature:
         return next(item for item in (self.outputs if is_output else self.inputs) if item.name == plain)
 
 
-def of_block(role: str, is_first: bool = False, attends: bool = False) -> Signature:
-    """The signature of a block with a state, in a role."""
+def of_block(role: str, is_first: bool = False, attends: bool = False, trains_a: bool = False) -> Signature:
+    """The signature of a block with a state, in a role; `trains_a`: both matrices of an adapter."""
     found = Signature.parse(_BLOCK[role])
+    if role in STEP_ROLES and not trains_a:
+        found = Signature(_without(found.inputs, _OF_LORA_A), _without(found.outputs, _OF_LORA_A))
     if is_first:
-        rest = tuple(item for item in found.inputs if item.name not in _STATES)
+        rest = _without(found.inputs, _STATES)
         found = Signature(Signature.parse(_TOKENS[role]).inputs + rest, found.outputs)
     return found + Signature.parse(_ATTENTION[role]) if attends and role in _ATTENTION else found
 
@@ -141,6 +147,10 @@ def of_block(role: str, is_first: bool = False, attends: bool = False) -> Signat
 def of_head(role: str) -> Signature:
     """The signature of a piece of a decoder's head; of a role that it lacks an empty one."""
     return Signature.parse(_HEAD.get(role, "->"))
+
+
+def _without(tensors: Iterable[Tensor], names: Collection[str]) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor.name not in names)
 
 
 def _tensors(text: str) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from prge.contract import STEP_ROLES, AdaptedModule, Contract
+from prge.contract import STEP_ROLES, AdaptedModule, Contract, matrices
 from prge.errors import BundleError, shown
 from prge.files.adapter import adapter_size
 from prge.files.chain import Bounds, Chain
@@ -197,7 +197,8 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
         for layer, _ in schemes
         if BACK in roles and not layer.below
     ]
-    lora_a = sum(module.rank * module.in_features for module in outline.modules)
+    frozen = (module for module in outline.modules if not module.trains_a)
+    lora_a = sum(module.rank * module.in_features for module in frozen)
     stored = sum(_stored(layer, scheme) for layer, scheme in schemes)
     transposed = sum(_stored(layer, scheme) for layer, scheme in back)
     of_heads = sum(_stored(layer, of_head) for layer in head) * (2 if BACK in roles else 1)
@@ -280,7 +281,7 @@ def run_memory(
     mapped = checkpoints if in_file else 0
     # What no adapter changes is computed once for all copies.
     table = min(weights.table, contract.batch_size * length * _READ_AROUND)
-    width = sum(module.rank + module.out_features for module in outline.modules)
+    width = sum(matrix.rank + matrix.width for matrix in matrices(outline.modules))
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
         libraries=_LIBRARY_BYTES[engine],

@@ -46,7 +46,7 @@ def score(
     Sequences of about one length go together: a call is as long as its longest row.
     """
     contract = engine.contract
-    lora_b = stack(adapter, contract.copies)
+    inputs = stack(adapter, contract.copies)
     totals = [np.zeros(example.candidates) for example in examples]
     # A sequence at a time, so that an example may have more candidates than a call has rows.
     single = [
@@ -58,7 +58,7 @@ def score(
     for start in range(0, len(single), contract.rows):
         chunk = single[start : start + contract.rows]
         batch = make_batch([example for _, example in chunk], contract, rows=contract.rows, pad=pad)
-        outputs = engine.forward({**batch.inputs(1, contract.is_encoder), **lora_b})
+        outputs = engine.forward({**batch.inputs(1, contract.is_encoder), **inputs})
         by_example = BatchLoss(batch, outputs[contract.answer], head=head).scores[0]
         for (index, example), row in zip(chunk, by_example, strict=True):
             totals[index] += row[: example.candidates]
@@ -75,13 +75,13 @@ def pooled_states(
 ) -> NDArray[np.float32]:
     """An encoder's states of the examples, f32 [examples, width]: what a head is fitted on."""
     contract = engine.contract
-    lora_b = stack(adapter, contract.copies)
+    inputs = stack(adapter, contract.copies)
     states = []
     order = sorted(range(len(examples)), key=lambda index: _tokens(examples[index]), reverse=True)
     for start in range(0, len(order), contract.rows):
         chunk = order[start : start + contract.rows]
         batch = make_batch([examples[index] for index in chunk], contract, rows=contract.rows, pad=pad)
-        outputs = engine.forward({**batch.inputs(1, True), **lora_b})
+        outputs = engine.forward({**batch.inputs(1, True), **inputs})
         states.append(outputs["pooled"][: len(chunk)])
     return np.concatenate(states)[np.argsort(order)]
 

@@ -81,6 +81,8 @@ class OptimizerFlags:
     """momentum's coefficient, and adam's beta1."""
     beta2: float | None = None
     """adam's second coefficient; default: 0.98 with exact gradients, else 0.999."""
+    lora_plus: float = 1.0
+    """Bundles of `--adapter lora`: learning rate of lora_b in units of that of lora_a, such as 16 (LoRA+)."""
 
 
 @dataclass(frozen=True)

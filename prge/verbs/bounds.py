@@ -71,7 +71,7 @@ BOUNDS: Mapping[str, Range] = {
     "top_p": _SHARE,
     "min_p": Range(0, 1),
     "repetition_penalty": Range(0.001, 1000),
-    **dict.fromkeys(("learning_rate", "learning_rates", "analysis_learning_rate"), _POSITIVE),
+    **dict.fromkeys(("learning_rate", "learning_rates", "analysis_learning_rate", "lora_plus"), _POSITIVE),
     **dict.fromkeys(("priming_learning_rate", "epsilon", "epsilons", "alpha", "divergence_ratio"), _POSITIVE),
     **dict.fromkeys(("head_learning_rate", "clip", "clip_examples"), _POSITIVE_OR_NONE),
     **dict.fromkeys(("momentum", "beta2"), _DECAY),

@@ -84,8 +84,10 @@ def gradient_figures(model_name: str, scheme: str, rows: int, tokens: int) -> di
     quantize_layers(model, scheme)
     adapted = [name for name, _ in model.named_modules() if name.endswith(("q_proj", "v_proj"))]
     inputs = CallInputs()
-    for module in insert_lora(model, initial_lora_a(model, adapted, 8, 0), 1.0, inputs):
-        inputs.lora_b[module.name] = (torch.randn(1, 8, module.out_features) * 0.01).requires_grad_()
+    for module in insert_lora(model, initial_lora_a(model, adapted, 8, 0), inputs):
+        inputs.adapter[f"lora_b.{module.name}"] = (
+            torch.randn(1, 8, module.out_features) * 0.01
+        ).requires_grad_()
     layers = {n: Emulated(m.weight.data) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     for name, layer in layers.items():
         replace_module(model, name, layer)
@@ -93,7 +95,7 @@ def gradient_figures(model_name: str, scheme: str, rows: int, tokens: int) -> di
     def gradient(way: str) -> tuple[torch.Tensor, ...]:
         for layer in layers.values():
             layer.way = way
-        return torch.autograd.grad(model(drawn, labels=drawn).loss, list(inputs.lora_b.values()))
+        return torch.autograd.grad(model(drawn, labels=drawn).loss, list(inputs.adapter.values()))
 
     exact, figures = gradient("exact"), {}
     for way in WAYS[scheme]:

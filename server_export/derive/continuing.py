@@ -41,7 +41,7 @@ def continued(
 
     Args:
         graph_module: of an embedding or a block; its nodes carry `meta["val"]`, and constants are shared.
-        adapter: its placeholders of the adapter, `lora_b` [rows, rank, out].
+        adapter: its placeholders `lora_b` [rows, rank, out] with a `lora_a` that is a constant.
         rows, tokens: its sizes, one of them 1 and the other a marker.
         past: marker of the tokens that came before.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
 from prge.files.signatures import DECODE, PREFILL, STACK
+from server_export.graph.cutting import Block
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
@@ -75,13 +76,13 @@ def lower_chain(
         tell(f"{name}: {', '.join(done.methods)}{cached}")
         give_back_freed()
     place = {first: number for number, first in enumerate(chain.kinds)}
-    modules = {module.name: number for number, module in enumerate(chain.modules)}
+    number_of = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
     for number, block in enumerate(chain.blocks):
         kind, path = place[chain.kind_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
         lowered[kind].write(folder / path, chain.tensors(number))
-        adapter = tuple(modules[chain.adapter[name]] for name in block.adapter)
-        blocks.append(manifest.Block(kind, path, block.tables, adapter))
+        modules = tuple(number_of[layer] for layer in _layers(chain, block))
+        blocks.append(manifest.Block(kind, path, block.tables, modules))
         part()
     _write_tables(folder / TABLES, chain.tables.all)
     tables = tuple(
@@ -103,9 +104,12 @@ def _lowered_kind(
     # No step goes through blocks below the first adapter.
     is_stepped = first in chain.kind_of[lowest:]
     kind = chain.kinds[first]
+    block = chain.blocks[first]
+    # A program counts a block's layers, which blocks of a kind have in the same order.
+    place = {layer: str(number) for number, layer in enumerate(_layers(chain, block))}
     return lower_roles(
         kind.graph_module,
-        chain.blocks[first].adapter,
+        {name: replace(chain.adapter[name], of=place[chain.adapter[name].of]) for name in block.adapter},
         kind.frozen.stored,
         {STACK, *(role for role in roles if is_stepped or role not in STEP_ROLES)},
         bounds,
@@ -113,6 +117,11 @@ def _lowered_kind(
         cache,
         done,
     )
+
+
+def _layers(chain: Chain, block: Block) -> list[str]:
+    """The adapted layers of a block, in order."""
+    return list(dict.fromkeys(chain.adapter[name].of for name in block.adapter))
 
 
 def _kind_name(chain: Chain, first: int, programs: Collection[str]) -> str:

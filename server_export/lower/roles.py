@@ -5,7 +5,7 @@ prge/files/signatures.py has what these take and answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from prge.files.chain import LORA_A, LORA_B, TABLE, Bounds, Interface
+from prge.contract import Matrix
+from prge.files.chain import TABLE, Bounds, Interface
 from prge.files.signatures import BACK, DECODE, PREFILL, STACK, TANGENT, of_block, of_head
 from server_export.derive.backprop.joint import backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
@@ -56,7 +57,7 @@ class LoweredRoles:
 
 def lower_roles(
     graph_module: GraphModule,
-    adapter: Sequence[str],
+    adapter: Mapping[str, Matrix],
     stored: Collection[str],
     roles: Collection[str],
     bounds: Bounds,
@@ -68,7 +69,7 @@ def lower_roles(
 
     Args:
         graph_module: of the kind, traced with markers.
-        adapter: its placeholders of the adapter.
+        adapter: the trained matrices by its placeholders of them, in order, as the program names them.
         stored: names of its constants that differ from block to block.
         roles: of ROLES.
         bounds: sizes of one call.
@@ -80,8 +81,7 @@ def lower_roles(
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
     """
     graphs = role_graphs(graph_module, adapter, roles, is_head)
-    names = {name: f"{LORA_B}{number}" for number, name in enumerate(adapter)}
-    methods = {role: _interface(graph, role, names, is_head) for role, graph in graphs.items()}
+    methods = {role: _interface(graph, role, adapter, is_head) for role, graph in graphs.items()}
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
     for role, graph in graphs.items():
@@ -102,9 +102,10 @@ def lower_roles(
 
 
 def role_graphs(
-    graph_module: GraphModule, adapter: Sequence[str], roles: Collection[str], is_head: bool
+    graph_module: GraphModule, adapter: Mapping[str, Matrix], roles: Collection[str], is_head: bool
 ) -> dict[str, GraphModule]:
     """The graphs of a kind's roles, in marker sizes."""
+    frozen = [] if any(m.letter == "a" for m in adapter.values()) else list(adapter)
     several, one_copy = graph_module, with_size(graph_module, COPIES, 1)
     if is_head:
         graph_module = one_copy = with_size(one_copy, BATCH, 1)
@@ -115,12 +116,12 @@ def role_graphs(
         seeds: dict[str, Any] = {STATE: Dense(), **dict.fromkeys(adapter, RankOne(BATCH))}
         graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, TOKENS)
     if BACK in roles:
-        graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], adapter, TOKENS)
+        graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], list(adapter), TOKENS)
     if PREFILL in roles and not is_head:
-        graphs[PREFILL] = continued(with_size(one_copy, BATCH, 1), adapter, 1, TOKENS, PAST)
+        graphs[PREFILL] = continued(with_size(one_copy, BATCH, 1), frozen, 1, TOKENS, PAST)
     if DECODE in roles:
         one_token = with_size(with_size(several, BATCH, 1), TOKENS, 1)
-        graphs[DECODE] = logits(one_token) if is_head else continued(one_token, adapter, COPIES, 1, PAST)
+        graphs[DECODE] = logits(one_token) if is_head else continued(one_token, frozen, COPIES, 1, PAST)
     graphs = {role: copied(graph) for role, graph in graphs.items()}
     for graph in graphs.values():
         fill_in_values(graph)
@@ -150,25 +151,27 @@ def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
     }
 
 
-def _interface(graph: GraphModule, role: str, adapter: Mapping[str, str], is_head: bool) -> Interface:
+def _interface(graph: GraphModule, role: str, adapter: Mapping[str, Matrix], is_head: bool) -> Interface:
+    given = {name: matrix.name for name, matrix in adapter.items()}
+    given |= {f"u_{name}": matrix.u for name, matrix in adapter.items()}
+    given |= {f"v_{name}": matrix.v for name, matrix in adapter.items()}
+    given |= {FROZEN_PREFIX + name: f"lora_a.{matrix.of}" for name, matrix in adapter.items()}
+
     def name_of(node: Node) -> str:
         name = str(node.target)
-        if name in adapter:
-            return adapter[name]
-        if name[:2] in ("u_", "v_") and name[2:] in adapter:
-            return f"{name[0]}.{adapter[name[2:]].removeprefix(LORA_B)}"
-        if name.startswith(FROZEN_PREFIX):
-            return LORA_A + adapter[name.removeprefix(FROZEN_PREFIX)].removeprefix(LORA_B)
+        if name in given:
+            return given[name]
         if name.startswith(TABLE_PREFIX):
             return TABLE + name.removeprefix(TABLE_PREFIX)
         if name == "beside":
             return "targets" if is_head else "padding"
         return name
 
-    signature = of_head(role) if is_head else of_block(role)
-    outputs = signature.answers(len(adapter))
+    outputs = (of_head(role) if is_head else of_block(role)).answers(0)
+    if role == BACK:
+        outputs += [matrix.gradient for matrix in adapter.values()]
     if len(graph.graph.output_node().args[0]) > len(outputs):
-        outputs = of_block(role, attends=True).answers(len(adapter))
+        outputs = of_block(role, attends=True).answers(0)
     return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), tuple(outputs))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule
 
-from prge.contract import AdaptedModule
+from prge.contract import AdaptedModule, Matrix, matrices
 from prge.errors import BundleError
 from prge.learning.vocabulary import pieces_of
 from server_export.graph.cutting import Block, cut, kinds
@@ -44,7 +44,7 @@ class Kind:
 class Chain:
     """A model's blocks in order.
 
-    `kind_of` has each block's number in `kinds`; `adapter` the layer of each placeholder for `lora_b`;
+    `kind_of` has each block's number in `kinds`; `adapter` the trained matrix of each placeholder;
     `head_rows` the rows of a head's tensors that each of its blocks has: a piece of the vocabulary.
     """
 
@@ -53,7 +53,7 @@ class Chain:
     kinds: dict[int, Kind]
     tables: Tables
     modules: tuple[AdaptedModule, ...]
-    adapter: dict[str, str]
+    adapter: dict[str, Matrix]
     weights: Weights
     lora_a: Mapping[str, torch.Tensor]
     head_rows: Sequence[Sequence[int]]
@@ -128,6 +128,7 @@ def build_chain(
     files: ModelFiles,
     lora_a: Mapping[str, torch.Tensor],
     *,
+    scales: Mapping[str, float] | None = None,
     longest: int,
     transposed: Collection[str] = (),
     scheme: str = "fp32",
@@ -138,7 +139,8 @@ def build_chain(
     Args:
         outline: the model without weights; it is changed.
         files: of its weights.
-        lora_a: f32 [rank, in] by adapted layer, alpha / rank folded in, in module order.
+        lora_a: f32 [rank, in] by adapted layer, scaled if it is frozen, in module order.
+        scales: of LoRA by layer, as `insert_lora` takes them; None: LoRA-FA.
         longest: tokens of the longest sequence.
         transposed: what `plain_layers` answered of it.
         scheme: of the frozen weights.
@@ -154,23 +156,22 @@ def build_chain(
     weights = Weights(files, model, transposed)
     head_rows, head = _head_rows(model) if outline.is_decoder else ([], "")
     inputs, tables = CallInputs(), Tables(longest)
-    modules = insert_lora(model, {name: matrix.to("meta") for name, matrix in lora_a.items()}, 1.0, inputs)
+    modules = insert_lora(model, {name: a.to("meta") for name, a in lora_a.items()}, inputs, scales)
     make_rotary_tables(model, tables)
-    shapes = {module.name: (module.rank, module.out_features) for module in modules}
-    traced = trace(model, inputs, tables, shapes, outline.is_decoder, first_position(model), copies)
-    blocks = cut(traced.graph_module, set(traced.adapter.values()), TABLE)
+    trained = matrices(modules)
+    traced = trace(model, inputs, tables, trained, outline.is_decoder, first_position(model), copies)
+    blocks = cut(traced.graph_module, set(traced.adapter), TABLE)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
-    adapter = {placeholder: layer for layer, placeholder in traced.adapter.items()}
     end = len(blocks) - len(head_rows)
-    _check_adapter(blocks, adapter, end)
+    _check_adapter(blocks, traced.adapter, end)
     return Chain(
         blocks,
         kind_of,
         _kinds(blocks, kind_of, scheme, end),
         tables,
         modules,
-        adapter,
+        traced.adapter,
         weights,
         lora_a,
         head_rows,
@@ -180,9 +181,9 @@ def build_chain(
     )
 
 
-def _check_adapter(blocks: Sequence[Block], adapter: Mapping[str, str], end: int) -> None:
+def _check_adapter(blocks: Sequence[Block], adapter: Mapping[str, Matrix], end: int) -> None:
     for number in (0, *range(end, len(blocks))):
-        if adapted := [adapter[name] for name in blocks[number].adapter]:
+        if adapted := list(dict.fromkeys(adapter[name].of for name in blocks[number].adapter)):
             raise BundleError(
                 f"{', '.join(adapted)} can't be adapted: it belongs to the "
                 f"{'head' if number else 'embedding'}, and only the blocks between are trained",

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
+from prge.contract import matrices
 from server_export.graph.cutting import TABLE_PREFIX
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import resized
@@ -41,7 +42,7 @@ class EagerBlock(Interpreter):
         self._layers = _read_by_layers(chain.kinds[kind].graph_module, own)
         self._watch: Watch | None = None
         self._zeros = {
-            module.name: torch.zeros(1, module.rank, module.out_features) for module in chain.modules
+            matrix.name: torch.zeros(1, matrix.rank, matrix.width) for matrix in matrices(chain.modules)
         }
         self._shape = (0, 0)
 
@@ -50,7 +51,7 @@ class EagerBlock(Interpreter):
         state: torch.Tensor,
         beside: torch.Tensor | None = None,
         shift: torch.Tensor | None = None,
-        lora_b: Mapping[str, torch.Tensor] | None = None,
+        adapter: Mapping[str, torch.Tensor] | None = None,
         watch: Watch | None = None,
     ) -> torch.Tensor:
         """The state f32 [rows, tokens, width] after the block; of a head [rows, tokens, 2].
@@ -59,14 +60,14 @@ class EagerBlock(Interpreter):
             state: before it, or tokens i64 [rows, tokens].
             beside: an encoder's additive mask [rows, 1, 1, tokens], or targets i64 [rows, tokens] of a head.
             shift: f32 [rows, tokens, 1] of a head.
-            lora_b: f32 [1, rank, out] by layer; zeros where there is none.
+            adapter: f32 [1, rank, width] by names of inputs; zeros where there is none.
             watch: is given what the adapted layers of these names see, [rows, tokens, in]; layers that see
                 the same share a call.
         """
         self._watch = watch
         rows, length = self._shape = (int(state.shape[0]), int(state.shape[1]))
         given = {"beside": beside, "shift": shift}
-        block, adapter = self._chain.blocks[self._number], {**self._zeros, **(lora_b or {})}
+        block, given_adapter = self._chain.blocks[self._number], {**self._zeros, **(adapter or {})}
         inputs = []
         for node in block.graph_module.graph.find_nodes(op="placeholder"):
             name = str(node.target)
@@ -74,7 +75,7 @@ class EagerBlock(Interpreter):
                 table = self._chain.tables.all[block.tables[int(name.removeprefix(TABLE_PREFIX))]]
                 inputs.append(table.of(length))
             elif name in self._chain.adapter:
-                inputs.append(adapter[self._chain.adapter[name]])
+                inputs.append(given_adapter[self._chain.adapter[name].name])
             else:
                 inputs.append(given.get(name, state))
         (answer,) = self.run(*inputs)

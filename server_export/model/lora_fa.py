@@ -1,9 +1,11 @@
-"""The stacked LoRA-FA linear layer, and its insertion into a model.
+"""The stacked linear layer with LoRA-FA or LoRA, and its insertion into a model.
 
-    y[copy] = base(x[copy]) + (x[copy] lora_a^T) lora_b[copy]
+    y[copy] = base(x[copy]) + (x[copy] lora_a^T) lora_b[copy]                     LoRA-FA
+    y[copy] = base(x[copy]) + scale (x[copy] lora_a[copy]^T) lora_b[copy]         LoRA
 
-`lora_a` is a frozen constant with alpha / rank folded in, `lora_b` comes with every call, one per copy
-(LoRA-FA: Zhang et al., arXiv 2308.03303; one call for all perturbations: P-RGE, arXiv 2409.15520).
+`lora_b` comes with every call, one per copy. LoRA-FA's `lora_a` is a frozen constant with the scale folded in
+(Zhang et al., arXiv 2308.03303), LoRA's comes with the call too (Hu et al., arXiv 2106.09685). One call for
+all perturbations: P-RGE, arXiv 2409.15520.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class CallInputs:
     """
 
     def __init__(self) -> None:
-        self.lora_b: dict[str, torch.Tensor] = {}
+        self.adapter: dict[str, torch.Tensor] = {}
 
 
 class StackedLoraLinear(nn.Module):
@@ -42,26 +44,39 @@ class StackedLoraLinear(nn.Module):
 
     Args:
         base: the frozen layer.
-        lora_a: f32 [rank, in], scaled by alpha / rank.
-        name: the layer's path in the model, the key of its `lora_b` [copies, rank, out] in `inputs`.
+        lora_a: f32 [rank, in], scaled; None: it comes with a call.
+        module: the layer; the names of its matrices [copies, rank, width] in `inputs`.
         inputs: the program's current call.
+        scale: of what comes of both matrices, where both come with a call.
     """
 
-    lora_a: torch.Tensor
+    lora_a: torch.Tensor | None
 
-    def __init__(self, base: nn.Linear, lora_a: torch.Tensor, name: str, inputs: CallInputs) -> None:
+    def __init__(
+        self,
+        base: nn.Linear,
+        lora_a: torch.Tensor | None,
+        module: AdaptedModule,
+        inputs: CallInputs,
+        scale: float = 1.0,
+    ) -> None:
         super().__init__()
         self.base = base
         self.register_buffer("lora_a", lora_a)
-        self.name = name
+        self.module = module
         self.inputs = inputs
+        self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [copies x batch, ..., in] -> [copies x batch, ..., out]; rows are slot-major."""
-        lora_b = self.inputs.lora_b[self.name]
+        *given, lora_b = (self.inputs.adapter[matrix.name] for matrix in self.module.matrices)
         copies, rank, _ = lora_b.shape
         base = self.base(x)
-        reduced = F.linear(x, self.lora_a).reshape(copies, -1, rank)
+        if self.lora_a is not None:
+            reduced = F.linear(x, self.lora_a).reshape(copies, -1, rank)
+        else:
+            (lora_a,) = given
+            reduced = torch.bmm(x.reshape(copies, -1, x.shape[-1]), lora_a.transpose(1, 2)) * self.scale
         return base + torch.bmm(reduced, lora_b).reshape(base.shape)
 
 
@@ -196,14 +211,27 @@ def match_start_adapter(model: nn.Module, adapter: PeftAdapter) -> dict[str, str
 
 
 def insert_lora(
-    model: nn.Module, lora_a: Mapping[str, torch.Tensor], scale: float, inputs: CallInputs
+    model: nn.Module,
+    lora_a: Mapping[str, torch.Tensor],
+    inputs: CallInputs,
+    scales: Mapping[str, float] | None = None,
 ) -> tuple[AdaptedModule, ...]:
-    """Replace the layers that `lora_a` names by stacked ones; returns them in module order."""
+    """Replace the layers that `lora_a` names by stacked ones; returns them in module order.
+
+    Args:
+        model: is changed.
+        lora_a: f32 [rank, in] by layer; scaled, if it is frozen.
+        inputs: of the layers.
+        scales: of LoRA by layer, which trains `lora_a` too; None: LoRA-FA.
+    """
     adapted = []
     for name, matrix in lora_a.items():
         base = _linear(model, name)
-        replace_module(model, name, StackedLoraLinear(base, matrix * scale, name, inputs))
-        adapted.append(AdaptedModule(name, matrix.shape[0], base.in_features, base.out_features))
+        trains_a = scales is not None
+        module = AdaptedModule(name, matrix.shape[0], base.in_features, base.out_features, trains_a)
+        constant, scale = (matrix, 1.0) if scales is None else (None, scales[name])
+        replace_module(model, name, StackedLoraLinear(base, constant, module, inputs, scale))
+        adapted.append(module)
     return tuple(adapted)
 
 

@@ -55,19 +55,23 @@ class Source:
 
     def chain(self, scheme: str, context: int) -> Chain:
         """The model's blocks, for texts of up to `context` tokens; they can be made once."""
+        start = self.start
         return build_chain(
             self.loaded,
             self.files,
-            self.start.scaled_lora_a(),
+            start.lora_a if start.trains_a else start.scaled_lora_a(),
+            scales=start.scales if start.trains_a else None,
             longest=context,
             transposed=self.transposed,
             scheme=scheme,
         )
 
     def thin_chain(self, scheme: str, context: int) -> Chain:
-        """The same of a copy with an adapter of rank 1, which leaves this one to be traced."""
+        """The same of a copy with LoRA-FA of rank 1, which leaves this one to be traced."""
         start = self.start.starting_from({name: a[:1] for name, a in self.start.lora_a.items()})
-        copied = replace(start, loaded=replace(self.loaded, model=copy.deepcopy(self.loaded.model)))
+        copied = replace(
+            start, trains_a=False, loaded=replace(self.loaded, model=copy.deepcopy(self.loaded.model))
+        )
         return replace(self, start=copied).chain(scheme, context)
 
 

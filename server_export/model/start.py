@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from prge.files.peft import PeftAdapter, read_lora
+from prge.files.peft import PeftAdapter, lora_scale, read_lora
 from server_export.model.blocks import in_top_blocks
 from server_export.model.loading import LoadedModel, parameter_count
 from server_export.model.lora_fa import (
@@ -27,6 +27,7 @@ class StartAdapter:
 
     `lora_a` f32 [rank, in] and `lora_b` f32 [out, rank] are unscaled, and of each layer's own rank. `rank`
     and `alpha` are what PEFT's configuration says of layers that it doesn't name; `alphas` has every layer's.
+    `trains_a`: LoRA, and not LoRA-FA; `by_root`: the scale is alpha over the root of the rank.
     """
 
     loaded: LoadedModel
@@ -38,19 +39,32 @@ class StartAdapter:
     alphas: Mapping[str, float]
     had_conv1d: bool
     parameters: int
+    trains_a: bool = False
+    by_root: bool = False
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """What each layer's product of both matrices is multiplied by."""
+        return {
+            name: lora_scale(self.alphas[name], len(matrix), self.by_root)
+            for name, matrix in self.lora_a.items()
+        }
 
     def scaled_lora_a(self) -> dict[str, torch.Tensor]:
-        """`lora_a` f32 [rank, in] by layer, alpha / rank folded in."""
-        return {name: matrix * (self.alphas[name] / len(matrix)) for name, matrix in self.lora_a.items()}
+        """`lora_a` f32 [rank, in] by layer, the scale folded in."""
+        scales = self.scales
+        return {name: matrix * scales[name] for name, matrix in self.lora_a.items()}
 
     def starting_from(self, lora_a: Mapping[str, torch.Tensor]) -> StartAdapter:
-        """An untrained adapter of the same layers with other `lora_a`, of any ranks; alpha / rank stays."""
-        scale = self.alpha / self.rank
+        """An untrained adapter of the same layers with other `lora_a`, of any ranks; the scale stays."""
+        unit = lora_scale(1.0, self.rank, self.by_root)
         return replace(
             self,
             lora_a=lora_a,
             lora_b={name: torch.zeros(len(self.lora_b[name]), len(a)) for name, a in lora_a.items()},
-            alphas={name: scale * len(a) for name, a in lora_a.items()},
+            alphas={
+                name: self.alpha * unit / lora_scale(1.0, len(a), self.by_root) for name, a in lora_a.items()
+            },
         )
 
 
@@ -61,11 +75,23 @@ def start_adapter(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) 
         PrgeError: the adapter or settings can't be used.
     """
     parameters = parameter_count(outline.model)
-    start = read_lora(config.adapter) if config.adapter is not None else None
+    start = read_lora(config.start_adapter) if config.start_adapter is not None else None
     rank, alpha, targets, names = _adapted_layers(config, outline.model, start)
     lora_a, lora_b = _matrices(config, outline.model, start, names)
     alphas = {ours: alpha if start is None else start.alpha_of(theirs) for ours, theirs in names.items()}
-    return StartAdapter(outline, rank, alpha, targets, lora_a, lora_b, alphas, had_conv1d, parameters)
+    return StartAdapter(
+        outline,
+        rank,
+        alpha,
+        targets,
+        lora_a,
+        lora_b,
+        alphas,
+        had_conv1d,
+        parameters,
+        trains_a=config.adapter == "lora",
+        by_root=config.rs_lora if start is None else bool(start.config.get("use_rslora")),
+    )
 
 
 def _adapted_layers(

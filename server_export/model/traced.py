@@ -7,7 +7,7 @@ graph has memory: the model's are named, and read when a block's are written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from prge.contract import Matrix
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
@@ -30,14 +31,14 @@ WHOLE_PREFIX = "model."
 @dataclass(frozen=True)
 class Traced:
     """A graph whose placeholders are tokens i64 [rows, tokens]; an encoder's padding f32 [rows, 1, 1, tokens]
-    or a decoder's targets i64 [rows, tokens]; a decoder's shift f32 [rows, tokens, 1]; and lora_b f32
-    [copies, rank, out] of every adapted layer.
+    or a decoder's targets i64 [rows, tokens]; a decoder's shift f32 [rows, tokens, 1]; and every trained
+    matrix f32 [copies, rank, width] of the adapter.
 
-    `adapter` names these placeholders by layer, in order.
+    `adapter` has these matrices by placeholder, in order.
     """
 
     graph_module: GraphModule
-    adapter: dict[str, str]
+    adapter: dict[str, Matrix]
 
 
 class _Whole(nn.Module):
@@ -48,21 +49,22 @@ class _Whole(nn.Module):
         model: nn.Module,
         inputs: CallInputs,
         tables: Tables,
-        adapted: Sequence[str],
+        adapter: Sequence[Matrix],
         first_position: int,
     ) -> None:
         super().__init__()
         self.model = model
         self.inputs = inputs
         self.tables = tables
-        self.adapted = adapted
+        self.adapter = adapter
         self.first_position = first_position
         self.accepted = frozenset(inspect.signature(model.forward).parameters)
 
     def forward(
-        self, tokens: torch.Tensor, beside: torch.Tensor, shift: torch.Tensor, *lora_b: torch.Tensor
+        self, tokens: torch.Tensor, beside: torch.Tensor, shift: torch.Tensor, *adapter: torch.Tensor
     ) -> torch.Tensor:
-        self.inputs.lora_b = dict(zip(self.adapted, lora_b, strict=True))
+        names = (matrix.name for matrix in self.adapter)
+        self.inputs.adapter = dict(zip(names, adapter, strict=True))
         length = tokens.shape[1]
         is_decoder = beside.dim() == 2
         values = {
@@ -87,7 +89,7 @@ def trace(
     model: nn.Module,
     inputs: CallInputs,
     tables: Tables,
-    adapter: Mapping[str, tuple[int, int]],
+    adapter: Sequence[Matrix],
     is_decoder: bool,
     first_position: int,
     copies: int,
@@ -98,7 +100,7 @@ def trace(
         model: on the meta device, with its adapter inserted.
         inputs: of its adapted layers.
         tables: of its blocks.
-        adapter: rank and outputs of each adapted layer, in order.
+        adapter: the trained matrices, in order.
         is_decoder: whether it answers what it reads of logits; an encoder answers states.
         first_position: the number of a row's first position.
         copies: 1, or COPIES.
@@ -111,15 +113,15 @@ def trace(
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.tables = tables
-    whole = _Whole(model, inputs, tables, tuple(adapter), first_position).eval()
+    whole = _Whole(model, inputs, tables, adapter, first_position).eval()
     rows = copies * BATCH
     with torch.device("meta"), torch.no_grad():
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
         beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
-        lora_b = [torch.empty(copies, *shape) for shape in adapter.values()]
+        trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
         shift = torch.empty(rows, TOKENS, 1)
-        exported = torch.export.export(whole, (tokens, beside, shift, *lora_b), strict=False)
+        exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
     graph_module = exported.module(check_guards=False)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
-    return Traced(graph_module, dict(zip(adapter, placeholders[3:], strict=True)))
+    return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))

@@ -69,7 +69,7 @@ def write_gguf(path: Path, adapter: PeftAdapter, config: Any) -> None:
             lora_b = lora_b[row_order(module, len(lora_b), config)]
         writer.add_tensor(f"{name}.weight.lora_a", np.ascontiguousarray(lora_a, np.float32))
         # llama.cpp divides the one alpha by each tensor's own rank.
-        scale = adapter.alpha_of(module) / adapter.alpha
+        scale = adapter.scale_of(module) * len(lora_a) / adapter.alpha
         writer.add_tensor(f"{name}.weight.lora_b", np.ascontiguousarray(lora_b * scale, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -15,7 +15,16 @@ from prge.errors import AdapterError, BundleError, ConfigError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import MANIFEST, Bundle, open_bundle
 from prge.files.documents import read_yaml
-from prge.files.peft import CONFIG, PREFIX, find_adapter, read_config, read_lora, read_peft, run_of
+from prge.files.peft import (
+    CONFIG,
+    PREFIX,
+    find_adapter,
+    lora_scale,
+    read_config,
+    read_lora,
+    read_peft,
+    run_of,
+)
 from prge.files.tuned import bundle_at, tuning_at
 from prge.learning.checkpoint import HEAD
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
@@ -58,8 +67,9 @@ class Trained:
 
     @property
     def scale(self) -> float:
-        """alpha / rank of the modules that no pattern names."""
-        return float(self.config["lora_alpha"]) / int(self.config["r"])
+        """What the product of the matrices of modules that no pattern names is multiplied by."""
+        alpha, rank = float(self.config["lora_alpha"]), int(self.config["r"])
+        return lora_scale(alpha, rank, bool(self.config.get("use_rslora")))
 
     @property
     def chat_template(self) -> Path | None:
@@ -181,7 +191,7 @@ def load_peft(loaded: LoadedModel, trained: Trained) -> Any:
         for name, module in model.named_modules()
         if hasattr(module, "lora_B") and "default" in module.lora_B
     }
-    needed = trained.adapter.named()
+    needed = trained.adapter.lora_b
     problems = [f"PEFT adapts {name}, the adapter doesn't" for name in sorted(layers.keys() - needed.keys())]
     problems += [f"PEFT doesn't adapt {name}" for name in sorted(needed.keys() - layers.keys())]
     problems += [

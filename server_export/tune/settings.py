@@ -15,7 +15,7 @@ from prge.running.training_flags import RowsFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Bytes
 from prge.verbs.settings import with_whole_paths
-from server_export.settings import SCHEMES, Init, PrependBos
+from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos
 
 OnBadRow = Literal["stop", "skip"]
 
@@ -72,11 +72,13 @@ class TuneSettings(RowsFlags):
     """Linear layers to adapt. Default: PEFT's usual choice for the architecture, or all of the blocks."""
     adapt_layers: str | None = None
     """`top:k`: adapt the top k blocks only. Default: all."""
+    adapter: AdapterKind | None = None
+    """What is trained: lora, both matrices, or lora-fa, lora_b alone. Default: lora-fa."""
     rank: int = 8
     """Rank of the adapter."""
     init: Init | None = None
-    """The frozen lora_a: eva, principal directions of what layers see of the training rows; or random.
-    Default: eva for exact gradients."""
+    """Where the lora_a come from: eva, principal directions of what layers see of the training rows; or
+    random. Default: eva for exact gradients."""
     estimator: EstimatorName | None = None
     """Default: exact, the gradient by backpropagation."""
     batch_size: int | None = None
@@ -109,7 +111,7 @@ class TuneSettings(RowsFlags):
         if self.bundle is not None:
             exports = (
                 *("chat_template", "prepend_bos"),
-                *("quantize", "sequence_length", "target_modules", "adapt_layers", "init"),
+                *("quantize", "sequence_length", "target_modules", "adapt_layers", "init", "adapter"),
             )
             problems += [
                 f"--{name.replace('_', '-')} belongs to an export, but --bundle is given"

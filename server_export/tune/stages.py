@@ -152,7 +152,8 @@ class _Tuning:
         """Export, unless a bundle is there."""
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
-            asked = {name: getattr(settings, name) for name in ("target_modules", "adapt_layers", "rank")}
+            names = ("target_modules", "adapt_layers", "adapter", "rank")
+            asked = {name: value for name in names if (value := getattr(settings, name)) is not None}
             decided = {
                 name: self._record.value(name)
                 for name in ("quantize", "sequence_length", "init", "chat_template", "prepend_bos")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prge.contract import AdaptedModule
+from prge.contract import AdaptedModule, Matrix
 from prge.errors import ConfigError
 from tests.bundles import make_contract
 
@@ -108,5 +108,14 @@ def test_all_problems_are_told_at_once() -> None:
     assert all(word in str(caught.value) for word in ("copies", "batch_size", "modules"))
 
 
-def test_input_name_of_a_module() -> None:
-    assert AdaptedModule("a.b", 1, 2, 3).input_name == "lora_b.a.b"
+def test_matrices_of_a_module() -> None:
+    assert AdaptedModule("a.b", 1, 2, 3).matrices == (Matrix("b", "a.b", 1, 3),)
+    lora_a, lora_b = AdaptedModule("a.b", 1, 2, 3, trains_a=True).matrices_of("7")
+    assert (lora_a.name, lora_a.u, lora_a.v, lora_a.gradient) == (
+        "lora_a.7",
+        "u_a.7",
+        "v_a.7",
+        "gradient_a.7",
+    )
+    assert (lora_b.name, lora_b.u, lora_b.v, lora_b.gradient) == ("lora_b.7", "u.7", "v.7", "gradient.7")
+    assert (lora_a.width, lora_b.width) == (2, 3)

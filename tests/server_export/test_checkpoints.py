@@ -33,7 +33,7 @@ def test_decoder(shared: Path, tmp_path: Path, name: str, scheme: str, mean: flo
     positions = random.integers(0, 20, (3, 19))
     targets = random.integers(0, contract.vocabulary_size, (3, 19))
     adapter = read_peft(bundle.adapter, contract.modules)
-    matrices = {module.input_name: adapter.named()[module.name][None] for module in contract.modules}
+    matrices = {f"lora_b.{module.name}": adapter.lora_b[module.name][None] for module in contract.modules}
     engine = open_engines(bundle, contract, engine="torch").step
     found = engine.forward({"tokens": tokens, "positions": positions, "targets": targets, **matrices})
     checkpoint = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

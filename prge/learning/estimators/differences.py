@@ -19,7 +19,7 @@ import numpy as np
 
 from prge.contract import AdaptedModule, Contract
 from prge.engine import Engine, Float64Array, FloatArray
-from prge.files.adapter import Adapter, LoraBStack, adapter_size
+from prge.files.adapter import Adapter, AdapterStack, adapter_size
 from prge.learning.estimators.directions import Directions, GuidedDirections
 from prge.learning.estimators.guide import Guide
 from prge.learning.estimators.protocol import Calls, Measurement, Step, clipped
@@ -107,7 +107,7 @@ class Differences:
         self.rule = rule
         self.clip = clip
         self.guide = guide
-        self._stack: LoraBStack | None = None
+        self._stack: AdapterStack | None = None
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """Loss of every variant over all batches: ceil(variants / copies) calls per batch."""
@@ -164,10 +164,10 @@ class Differences:
             return Directions(seed, step, adapter_size(modules))
         return GuidedDirections(seed, step, tuple(modules), self.guide)
 
-    def _stack_of(self, contract: Contract) -> LoraBStack:
+    def _stack_of(self, contract: Contract) -> AdapterStack:
         stack = self._stack
         if stack is None or (stack.modules, stack.copies) != (contract.modules, contract.copies):
-            self._stack = stack = LoraBStack(contract.modules, contract.copies)
+            self._stack = stack = AdapterStack(contract.modules, contract.copies)
         return stack
 
 

@@ -6,9 +6,9 @@ any direction of a run can be made again from its journal.
 
     Directions          one direction a query, a sign for every value of the adapter
     GuidedDirections    the same for every axis of a guide instead
-    RankOneDirections   one direction a query and example, a product u v^T of signs in every module
+    RankOneDirections   one direction a query and example, a product u v^T of signs in every matrix
 
-With a guide (prge/learning/estimators/guide.py) v are random sums of its axes instead of signs.
+With a guide (prge/learning/estimators/guide.py) v of `lora_b` are random sums of its axes instead of signs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule
+from prge.contract import AdaptedModule, Matrix, matrices
 from prge.engine import Array, Float64Array, FloatArray, IntArray
 from prge.learning.estimators.guide import Guide
 
@@ -70,19 +70,20 @@ class GuidedDirections:
 
     def __call__(self, query: int) -> FloatArray:
         """Direction of one query, f32 [size of the adapter]; the same bits on every machine."""
-        widths = [module.rank * self.guide.width(module) for module in self.modules]
-        numbers = Directions(self.seed, self.step, sum(widths))(query)
+        trained = matrices(self.modules)
+        sizes = [matrix.rank * self.guide.width(matrix) for matrix in trained]
+        numbers = Directions(self.seed, self.step, sum(sizes))(query)
         parts, start = [], 0
-        for module, width in zip(self.modules, widths, strict=True):
-            own = numbers[start : start + width].reshape(module.rank, -1)
-            parts.append(self.guide.spread(module, own).ravel())
-            start += width
+        for matrix, size in zip(trained, sizes, strict=True):
+            own = numbers[start : start + size].reshape(matrix.rank, -1)
+            parts.append(self.guide.spread(matrix, own).ravel())
+            start += size
         return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
 class RankOneDirections:
-    """The directions of one step that are a product u v^T in every module, made when asked for.
+    """The directions of one step that are a product u v^T in every matrix, made when asked for.
 
     The signs of a query are one stream, example after example, so an example's don't depend on how many
     follow it. `shared`: all examples of a query have the same direction. `guide`: v are sums of its axes with
@@ -100,20 +101,20 @@ class RankOneDirections:
     def __call__(self, query: int, example: int = 0) -> FloatArray:
         """Direction of one query and example, f32 [size of the adapter]."""
         products = [
-            np.outer(u[query, example], self._outputs(module, v[query, example]))
-            for module, u, v in self.factors()
+            np.outer(u[query, example], self._spread(matrix, v[query, example]))
+            for matrix, u, v in self.factors()
         ]
         return np.concatenate([product.ravel() for product in products]).astype(np.float32)
 
-    def factors(self) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
-        """Every module with the signs of its u [queries, examples, rank] and v [queries, examples, width].
+    def factors(self) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
+        """Every matrix with the signs of its u [queries, examples, rank] and v [queries, examples, width].
 
-        `width` is that of its outputs, or as many as the guide has axes for it.
+        `width` is its own, or as many as the guide has axes for it.
         """
         return self._cut(self._signs)
 
     def fill(self, inputs: Mapping[str, FloatArray], owner: IntArray) -> None:
-        """Write the directions of a call's rows into its inputs `u.<module>` and `v.<module>`.
+        """Write the directions of a call's rows into its inputs.
 
         Args:
             inputs: f32 [queries, rows, width] by input name, written in place.
@@ -121,9 +122,9 @@ class RankOneDirections:
         """
         rows = self._signs[:, np.maximum(owner, 0)]
         rows[:, owner < 0] = 0
-        for module, u, v in self._cut(rows):
-            inputs[U_PREFIX + module.name][...] = u
-            inputs[V_PREFIX + module.name][...] = self._outputs(module, v)
+        for matrix, u, v in self._cut(rows):
+            inputs[matrix.u][...] = u
+            inputs[matrix.v][...] = self._spread(matrix, v)
 
     def gradient(self, scalars: Float64Array) -> FloatArray:
         """Mean of scalar * u v^T over queries and examples, f32 [size of the adapter].
@@ -135,36 +136,36 @@ class RankOneDirections:
         """
         scalars = on_grid(scalars)
         means = []
-        for module, u, v in self.factors():
-            left = (u * scalars[..., None]).reshape(-1, module.rank)
+        for matrix, u, v in self.factors():
+            left = (u * scalars[..., None]).reshape(-1, matrix.rank)
             total = left.T @ v.reshape(-1, v.shape[-1]).astype(np.float64)
             # Adding 0 makes -0 and 0, which depend on the order, one number.
-            mean = self._outputs(module, (total + 0.0) / scalars.size)
+            mean = self._spread(matrix, (total + 0.0) / scalars.size)
             means.append(mean.astype(np.float32).ravel())
         return np.concatenate(means)
 
-    def _outputs(self, module: AdaptedModule, v: Array) -> Array:
-        """What random signs of a module, or means of such, are in its outputs: [..., out_features]."""
+    def _spread(self, matrix: Matrix, v: Array) -> Array:
+        """What random signs of a matrix, or means of such, are in its width: [..., width]."""
         if self.guide is None:
             return v
-        return self.guide.spread(module, v if v.dtype == np.float64 else v.astype(np.float32))
+        return self.guide.spread(matrix, v if v.dtype == np.float64 else v.astype(np.float32))
 
-    def _width(self, module: AdaptedModule) -> int:
+    def _width(self, matrix: Matrix) -> int:
         """Signs of a v."""
-        return module.out_features if self.guide is None else self.guide.width(module)
+        return matrix.width if self.guide is None else self.guide.width(matrix)
 
-    def _cut(self, signs: SignArray) -> Iterator[tuple[AdaptedModule, SignArray, SignArray]]:
-        """Every module with the signs of its u and v in rows of all modules' signs."""
+    def _cut(self, signs: SignArray) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
+        """Every matrix with the signs of its u and v in rows of all matrices' signs."""
         start = 0
-        for module in self.modules:
-            middle = start + module.rank
-            end = middle + self._width(module)
-            yield module, signs[..., start:middle], signs[..., middle:end]
+        for matrix in matrices(self.modules):
+            middle = start + matrix.rank
+            end = middle + self._width(matrix)
+            yield matrix, signs[..., start:middle], signs[..., middle:end]
             start = end
 
     @cached_property
     def _signs(self) -> SignArray:
-        width = sum(module.rank + self._width(module) for module in self.modules)
+        width = sum(matrix.rank + self._width(matrix) for matrix in matrices(self.modules))
         count = 1 if self.shared else self.examples
         signs = np.empty((self.queries, count, width), np.int8)
         for query in range(self.queries):

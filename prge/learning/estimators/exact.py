@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from prge.contract import AdaptedModule, Contract
+from prge.contract import AdaptedModule, Contract, matrices
 from prge.engine import Array, Engine, Float64Array, FloatArray
 from prge.errors import ConfigError, RunError
 from prge.files.journal import GRADIENT, decode_array
@@ -41,7 +41,7 @@ class Exact:
         if self.clip_examples and any(batch.examples != 1 for batch in step.batches):
             raise ValueError("only the gradient of a batch of one example is an example's")
         contract = engine.contract
-        lora_b = step.adapter.inputs()
+        adapter = step.adapter.inputs()
         gradient = np.zeros(step.adapter.size)
         calls, loss = Calls(engine, step.trained_head), 0.0
         for batch in step.batches:
@@ -49,8 +49,9 @@ class Exact:
             def slope(answers: FloatArray, batch: Batch = batch) -> Array:
                 return step.loss(batch, answers).by_answer / step.examples
 
-            answers, gradients = calls.gradient({**batch.inputs(1, contract.is_encoder), **lora_b}, slope)
-            of_batch = np.concatenate([gradients[module.name].ravel() for module in contract.modules])
+            answers, gradients = calls.gradient({**batch.inputs(1, contract.is_encoder), **adapter}, slope)
+            parts = (gradients[matrix.name].ravel() for matrix in matrices(contract.modules))
+            of_batch = np.concatenate([*parts])
             # What the engine answers is the example's share of the mean.
             gradient += shortened(of_batch.astype(float), self.clip_examples / step.examples)
             found = step.loss(batch, answers)

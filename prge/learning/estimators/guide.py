@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import safetensors.numpy
 
-from prge.contract import AdaptedModule
+from prge.contract import Matrix
 from prge.engine import Array, FloatArray
 from prge.errors import BundleError
 from prge.files.bundle import MANIFEST, Bundle, manifest_sha256
@@ -32,20 +32,22 @@ _KIND = "guide"
 
 @dataclass(frozen=True, eq=False)
 class Guide:
-    """The axes of every adapted layer, f32 [axes, out] by module name."""
+    """The axes of every `lora_b`, f32 [axes, out] by module name; a trained `lora_a` has none."""
 
     axes: Mapping[str, FloatArray]
 
-    def width(self, module: AdaptedModule) -> int:
-        """Random numbers of a direction for each rank of a module."""
-        return len(self.axes[module.name])
+    def width(self, matrix: Matrix) -> int:
+        """Random numbers of a direction for each rank of a matrix."""
+        return matrix.width if matrix.letter == "a" else len(self.axes[matrix.of])
 
-    def spread(self, module: AdaptedModule, numbers: Array) -> Array:
-        """Outputs [..., out] of numbers along the axes [..., axes], in the numbers' own dtype.
+    def spread(self, matrix: Matrix, numbers: Array) -> Array:
+        """Directions [..., width] of numbers along the axes [..., axes], in the numbers' own dtype.
 
         Added up axis by axis: a matrix product's order, and so its last bits, is the machine's.
         """
-        axes = self.axes[module.name].astype(numbers.dtype)
+        if matrix.letter == "a":
+            return numbers
+        axes = self.axes[matrix.of].astype(numbers.dtype)
         total: Array = numbers[..., :1] * axes[0]
         for place in range(1, len(axes)):
             total += numbers[..., place : place + 1] * axes[place]

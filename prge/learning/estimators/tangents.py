@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from prge.contract import U_PREFIX, V_PREFIX, AdaptedModule, Contract
+from prge.contract import AdaptedModule, Contract, matrices
 from prge.engine import Engine, Float64Array, FloatArray
 from prge.learning.estimators.directions import RankOneDirections, on_grid
 from prge.learning.estimators.guide import Guide
@@ -43,12 +43,12 @@ class Tangents:
             step.seed, step.number, (contract.queries, step.examples), contract.modules
         )
         factors = self._factors_of(contract)
-        lora_b = step.adapter.inputs()
+        adapter = step.adapter.inputs()
         scalars = np.zeros((contract.queries, step.examples))
         calls, loss, largest, first = Calls(engine, step.trained_head), 0.0, 0.0, 0
         for batch in step.batches:
             directions.fill(factors, np.where(batch.owner < 0, -1, first + batch.owner))
-            outputs = calls.forward({**batch.inputs(1, contract.is_encoder), **lora_b, **factors})
+            outputs = calls.forward({**batch.inputs(1, contract.is_encoder), **adapter, **factors})
             found, tangents = step.loss(batch, outputs[contract.answer]), outputs["d" + contract.answer]
             loss += float(found.losses.sum())
             scalars[:, first : first + batch.examples] = found.along(tangents)
@@ -86,11 +86,12 @@ class Tangents:
         return self._directions
 
     def _factors_of(self, contract: Contract) -> dict[str, FloatArray]:
-        """Buffers of the inputs `u.<module>` and `v.<module>`, allocated once."""
+        """Buffers of the inputs of directions, allocated once."""
         if contract is self._contract:
             return self._factors
         self._contract = contract
-        specs = [spec for spec in contract.inputs if spec.name.startswith((U_PREFIX, V_PREFIX))]
+        names = {name for matrix in matrices(contract.modules) for name in (matrix.u, matrix.v)}
+        specs = [spec for spec in contract.inputs if spec.name in names]
         if {name: array.shape for name, array in self._factors.items()} != {s.name: s.shape for s in specs}:
             self._factors = {spec.name: np.zeros(spec.shape, np.float32) for spec in specs}
         return self._factors

@@ -23,21 +23,29 @@ from server_export.graph.writing import registrar
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """An adapter matrix [1, rank, out] whose tangent of a query and row is the product u v^T.
+    """An adapter matrix [1, above, out] whose tangent of a query and row is the product u v^T.
 
-    `u` [queries, rows, rank] and `v` [queries, rows, out] are nodes. The products are never formed.
+    `u` [queries, rows, above] and `v` [queries, rows, out] are nodes. The products are never formed.
     """
 
     primal: Node
     u: Node
     v: Node
     rows: int
-    rank: int
+    above: int
     out: int
+
+    def transposed(self, builder: Builder) -> Factors:
+        """The matrix [1, out, above]."""
+        primal = builder.call(aten.transpose.int, self.primal, 1, 2)
+        builder.know_shape(primal, 1, self.out, self.above)
+        return Factors(primal, self.v, self.u, self.rows, self.out, self.above)
 
 
 Value = Any
-Rule = Callable[..., Dual | tuple[Dual, ...]]
+Rule = Callable[..., Dual | Factors | tuple[Dual, ...]]
+# Operators that an adapter's matrix itself may go through.
+OF_MATRICES = {"aten.transpose.int"}
 RULES: dict[str, Rule] = {}
 rule = registrar(RULES)
 
@@ -60,7 +68,11 @@ def _reshape(builder: Builder, node: Node, source: Dual, *_: Any) -> Dual:
 
 
 @rule(aten.transpose.int)
-def _transpose(builder: Builder, node: Node, source: Dual, first: int, second: int) -> Dual:
+def _transpose(
+    builder: Builder, node: Node, source: Dual | Factors, first: int, second: int
+) -> Dual | Factors:
+    if isinstance(source, Factors):
+        return source.transposed(builder)
     dims = _behind_queries(first), _behind_queries(second)
     return source.each(_shape(node), lambda part, _: builder.call(node.target, part, *dims))
 
@@ -278,8 +290,10 @@ def _product_rule(builder: Builder, shape: tuple[int, ...], left: Value, right: 
 
 
 def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, right: Factors) -> Dual:
-    """left lora_b and its tangents d(left) lora_b + left u v^T, of [1, rows x length, rank]."""
-    queries, rows, rank, out = builder.queries, right.rows, right.rank, right.out
+    """left right and its tangents d(left) right + left u v^T, of [1, rows x length, above]."""
+    if right.above > right.out:
+        return _reducing_product(builder, shape, left, right)
+    queries, rows, rank, out = builder.queries, right.rows, right.above, right.out
     length = shape[1] // rows
     value = builder.reshape(left.primal, *left.shape) if isinstance(left, Dual) else left
     primal = builder.reshape(builder.call(aten.bmm.default, value, right.primal), 1, *shape)
@@ -296,6 +310,31 @@ def _adapter_product(builder: Builder, shape: tuple[int, ...], left: Value, righ
     return Dual(builder, shape, primal, builder.reshape(tangents, queries, *shape))
 
 
+def _reducing_product(builder: Builder, shape: tuple[int, ...], left: Value, right: Factors) -> Dual:
+    """The same of a matrix with few columns: sums of its results cost little, its copies would not."""
+    queries, rows, above, out = builder.queries, right.rows, right.above, right.out
+    length = shape[1] // rows
+    value = builder.reshape(left.primal, *left.shape) if isinstance(left, Dual) else left
+    primal = builder.reshape(builder.call(aten.bmm.default, value, right.primal), 1, *shape)
+    # A row's tokens meet the u of all queries in one product.
+    u = builder.call(aten.permute.default, right.u, [1, 2, 0])
+    builder.know_shape(u, rows, above, queries)
+    projected = builder.call(aten.bmm.default, builder.reshape(value, rows, length, above), u)
+    projected = builder.call(aten.permute.default, projected, [2, 0, 1])
+    builder.know_shape(projected, queries, rows, length)
+    projected = builder.reshape(projected, queries, rows, length, 1)
+    v = builder.reshape(right.v, queries, rows, 1, out)
+    tangents = builder.call(aten.mul.Tensor, projected, v)
+    builder.know_shape(tangents, queries, rows, length, out)
+    tangents = builder.reshape(tangents, queries, *shape)
+    if isinstance(left, Dual):
+        moved = builder.reshape(left.tangents, 1, queries * shape[1], above)
+        product = builder.call(aten.bmm.default, moved, right.primal)
+        builder.know_shape(product, 1, queries * shape[1], out)
+        tangents = builder.call(aten.add.Tensor, builder.reshape(product, queries, *shape), tangents)
+    return Dual(builder, shape, primal, tangents)
+
+
 def _joined_product(
     builder: Builder, left: Node, projected: Node, directions: Node, right: Factors, length: int
 ) -> Node:
@@ -304,7 +343,7 @@ def _joined_product(
     Returns:
         [queries x rows, length, out].
     """
-    rank, out, count = right.rank, right.out, builder.queries * right.rows
+    rank, out, count = right.above, right.out, builder.queries * right.rows
     parts = builder.reshape(left, count, length, rank), builder.reshape(projected, count, length, 1)
     directions = builder.call(aten.constant_pad_nd.default, directions, [0, 0, rank, 0, 0, 0, 0, 0], 0.0)
     lora_b = builder.reshape(right.primal, rank, out)

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from prge.errors import BundleError
 from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.dual import Dual
-from server_export.derive.tangent.rules import RULES, Factors, Value
+from server_export.derive.tangent.rules import OF_MATRICES, RULES, Factors, Value
 from server_export.graph.modules import as_module
 
 
@@ -28,9 +28,9 @@ class Dense:
 
 @dataclass(frozen=True)
 class RankOne:
-    """A differentiated adapter matrix [1, rank, out], given as [rank, out]; `rows` share it.
+    """A differentiated adapter matrix [1, rank, width], given as [rank, width]; `rows` share it.
 
-    Its tangent of a query and row is u v^T: two inputs, f32 [queries, rows, rank] and [queries, rows, out].
+    Its tangent of a query and row is u v^T: two inputs, f32 [queries, rows, rank] and [queries, rows, width].
     """
 
     rows: int
@@ -125,8 +125,9 @@ def _input(graph: Graph, name: str, like: Node, *shape: int) -> Node:
 def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> Value:
     rule = RULES.get(str(node.target))
     arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    is_matrix = any(isinstance(value, Factors) for value in arguments[:1])
     try:
-        if rule is not None and not any(isinstance(value, Factors) for value in arguments[:1]):
+        if rule is not None and (not is_matrix or str(node.target) in OF_MATRICES):
             return rule(builder, node, *arguments, **named)
     except NotImplementedError:
         pass

@@ -180,7 +180,7 @@ class ExecutorchTraining:
     def save(self, folder: Path) -> None:
         """Write the adapter as a run on a device does."""
         adapter = Adapter.zeros(self.problem.modules)
-        for view, parameter in zip(adapter.named().values(), self.parameters(), strict=True):
+        for view, parameter in zip(adapter.lora_b.values(), self.parameters(), strict=True):
             view[...] = parameter.detach().numpy().T
         write_peft(folder, adapter, self.problem.bundle.adapter, overwrite=True)
 

@@ -153,7 +153,7 @@ def export_settings(method: Method, settings: CompareSettings) -> dict[str, Any]
     }
     own = method.export or {}
     if settings.adapter is not None and "adapt_layers" not in own:
-        chosen["adapter"] = settings.adapter
+        chosen["start_adapter"] = settings.adapter
     else:
         chosen |= {"rank": settings.rank, "alpha": settings.alpha}
         # Modules of one block needn't be in those that are adapted: the architecture's usual ones are.

@@ -121,7 +121,7 @@ class LeakSettings(RowsFlags):
         return ExportConfig(
             model=self.model_path,
             out=Path("."),
-            adapter=self.adapter,
+            start_adapter=self.adapter,
             target_modules=self.target_modules or None,
             adapt_layers=self.adapt_layers,
         )

@@ -39,7 +39,7 @@ class Victim:
         self._model: Any = loaded.model
         convert_conv1d(self._model)
         self._inputs = CallInputs()
-        self.modules = insert_lora(self._model, lora_a, 1.0, self._inputs)
+        self.modules = insert_lora(self._model, lora_a, self._inputs)
         self._lora_b = {module.name: lora_b[module.name] for module in self.modules}
         embedding = self._model.get_input_embeddings()
         self.vocabulary = int(embedding.weight.shape[0])
@@ -143,7 +143,7 @@ class Victim:
             name: matrix.expand(len(embedded), -1, -1).clone().requires_grad_(torch.is_grad_enabled())
             for name, matrix in self._lora_b.items()
         }
-        self._inputs.lora_b = lora_b
+        self._inputs.adapter = {f"lora_b.{name}": matrix for name, matrix in lora_b.items()}
         output = self._model(inputs_embeds=embedded, use_cache=False, return_dict=True)
         return output.logits, list(lora_b.values())
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from torch.func import functional_call
 
 from device_runner.engines.opening import Engines, open_engines
-from prge.contract import LORA_B_PREFIX, Contract
+from prge.contract import Contract
 from prge.engine import Array, Engine
 from prge.files.bundle import Bundle, open_bundle
 from prge.learning import vocabulary
@@ -57,10 +57,11 @@ def export_chain(
 
 @dataclass
 class Whole:
-    """The model of a chain in PyTorch, which merges an adapter."""
+    """The model of a chain in PyTorch, which merges an adapter, given by names of inputs."""
 
     model: Any
     lora_a: dict[str, torch.Tensor]
+    scale: float
     pooling: str
 
     @classmethod
@@ -84,11 +85,11 @@ class Whole:
             for module in bundle.chain.modules
         }
         lora_a = {name: matrix.to(dtype) for name, matrix in lora_a.items()}
-        return cls(model.requires_grad_(False).to(dtype), lora_a, bundle.chain.pooling)
+        return cls(model.requires_grad_(False).to(dtype), lora_a, scale, bundle.chain.pooling)
 
-    def answers(self, given: Mapping[str, Array], lora_b: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def answers(self, given: Mapping[str, Array], adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What some rows are answered with one adapter; it can be differentiated."""
-        parameters = self._merged(lora_b)
+        parameters = self._merged(adapter)
         tokens = torch.from_numpy(given["tokens"])
         if "attention_mask" in given:
             mask = torch.from_numpy(given["attention_mask"])
@@ -98,23 +99,24 @@ class Whole:
             if self.pooling == "first":
                 return found[:, 0]
             return (found * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        logits = self.logits(tokens, lora_b)
+        logits = self.logits(tokens, adapter)
         rows = torch.arange(len(tokens))[:, None]
         at = torch.log_softmax(logits, -1)[rows, torch.from_numpy(given["positions"])]
         return at.gather(-1, torch.from_numpy(given["targets"])[..., None])[..., 0]
 
-    def logits(self, tokens: torch.Tensor, lora_b: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits [rows, tokens, vocabulary] with one adapter."""
         found: torch.Tensor = functional_call(
-            self.model, self._merged(lora_b), (), {"input_ids": tokens, "use_cache": False}
+            self.model, self._merged(adapter), (), {"input_ids": tokens, "use_cache": False}
         ).logits
         return found
 
-    def _merged(self, lora_b: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _merged(self, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        for name, matrix in lora_b.items():
-            key = f"{name}.weight"
-            parameters[key] = parameters[key] + matrix.T @ self.lora_a[name]
+        for name, frozen in self.lora_a.items():
+            key, trained = f"{name}.weight", adapter.get(f"lora_a.{name}")
+            lora_a = frozen if trained is None else trained * self.scale
+            parameters[key] = parameters[key] + adapter[f"lora_b.{name}"].T @ lora_a
         return parameters
 
 
@@ -133,7 +135,7 @@ def slope_of(answers: Array) -> Array:
 
 
 def computed(engine: Engine, given: Inputs) -> dict[str, Array]:
-    """What an engine answers to a call; to an exact one with `loss_of`, also its gradient by module."""
+    """What an engine answers to a call; to an exact one with `loss_of`, also its gradient by names of inputs."""
     if not engine.contract.is_exact:
         return engine.forward(given)
     answers, gradients = engine.gradient(given, slope_of)
@@ -162,7 +164,7 @@ def inputs_of(contract: Contract, seed: int = 0) -> Inputs:
         elif spec.name == "targets":
             given[spec.name] = random.integers(0, 3, spec.shape)
         else:
-            scale = 0.3 if spec.name.startswith(LORA_B_PREFIX) else 1.0
+            scale = 0.3 if spec.name.startswith("lora_") else 1.0
             given[spec.name] = scale * random.standard_normal(spec.shape, np.float32)
     return given
 

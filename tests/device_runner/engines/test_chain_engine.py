@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from device_runner.engines.checkpoints import Checkpoints
-from prge.contract import LORA_B_PREFIX, U_PREFIX, V_PREFIX, Contract
+from prge.contract import Contract, matrices
 from prge.errors import EngineError
 from prge.files.bundle import Bundle, open_bundle
 from tests.compilers import needs_compiler
@@ -58,7 +58,7 @@ def contract_of(bundle: Bundle, kind: str, rows: int, **sizes: int) -> Contract:
 
 def adapter_of(contract: Contract, given: Inputs, copy: int | None = None) -> dict[str, Any]:
     """The call's adapter, or that of one copy, as tensors."""
-    arrays = {module.name: torch.from_numpy(given[module.input_name]) for module in contract.modules}
+    arrays = {matrix.name: torch.from_numpy(given[matrix.name]) for matrix in matrices(contract.modules)}
     return arrays if copy is None else {name: array[copy] for name, array in arrays.items()}
 
 
@@ -101,18 +101,17 @@ def test_tangents_are_the_models_derivatives(bundle: Bundle, whole: Whole, queri
     contract = contract_of(bundle, "tangent", batch, queries=queries)
     given = inputs_of(contract)
     answers, tangents = (outputs := opened(bundle, contract).step.forward(given)).values()
-    lora_b = adapter_of(contract, given)
-    assert close(answers, whole.answers(given, lora_b))
+    adapter = adapter_of(contract, given)
+    assert close(answers, whole.answers(given, adapter))
     for query, row in [(0, 0), (queries - 1, batch - 1), (queries - 1, 0)]:
         directions = {
-            name: torch.outer(
-                torch.from_numpy(given[U_PREFIX + name][query, row]),
-                torch.from_numpy(given[V_PREFIX + name][query, row]),
+            matrix.name: torch.outer(
+                torch.from_numpy(given[matrix.u][query, row]), torch.from_numpy(given[matrix.v][query, row])
             )
-            for name in lora_b
+            for matrix in matrices(contract.modules)
         }
         one = rows_of(given, slice(row, row + 1))
-        _, expected = torch.func.jvp(lambda b, one=one: whole.answers(one, b), (lora_b,), (directions,))
+        _, expected = torch.func.jvp(lambda b, one=one: whole.answers(one, b), (adapter,), (directions,))
         # The reference's own rounding in float32 is 6e-5.
         assert close(tangents[query, row], expected[0], 1e-4)
     same_on_torch(bundle, contract, given, outputs)
@@ -124,11 +123,11 @@ def test_an_exact_step_has_the_models_gradient(bundle: Bundle, whole: Whole, bat
     contract = contract_of(bundle, "back", batch)
     given = inputs_of(contract)
     found = computed(opened(bundle, contract).step, given)
-    lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
-    answers = whole.answers(given, lora_b)
+    adapter = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
+    answers = whole.answers(given, adapter)
     loss_of(answers).backward()
     assert close(found[contract.answer], answers.detach())
-    for name, matrix in lora_b.items():
+    for name, matrix in adapter.items():
         assert close(found[name], matrix.grad)
     same_on_torch(bundle, contract, given, found)
 
@@ -172,11 +171,11 @@ def test_an_encoders_first_state(folder: Path, whole: Whole) -> None:
     contract = contract_of(bundle, "back", 5)
     given = inputs_of(contract)
     answers, gradients = opened(bundle, contract).step.gradient(given, slope_of)
-    lora_b = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
-    expected = first.answers(given, lora_b)
+    adapter = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
+    expected = first.answers(given, adapter)
     loss_of(expected).backward()
     assert close(answers, expected.detach())
-    assert all(close(gradients[name], matrix.grad) for name, matrix in lora_b.items())
+    assert all(close(gradients[name], matrix.grad) for name, matrix in adapter.items())
 
 
 # Memory
@@ -281,7 +280,7 @@ def test_the_adapter_that_an_answer_is_of_is_the_calls(bundle: Bundle) -> None:
     engine, given = opened(bundle, contract).step, inputs_of(contract)
     (before,) = computed(engine, given).values()
     for name in given:
-        if name.startswith(LORA_B_PREFIX):
+        if name.startswith("lora_b."):
             given[name] *= 2
     (after,) = computed(engine, given).values()
     assert np.abs(after - before).max() > 1e-3

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines.chain_engine import ChainEngine, Part
-from prge.contract import LORA_B_PREFIX, Contract
+from prge.contract import Contract, matrices
 from prge.engine import Array
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, STACK
@@ -48,13 +48,13 @@ def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]
 
 def adapter_of(contract: Contract, given: Inputs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {
-        module.name: torch.tensor(given[module.input_name], dtype=dtype, requires_grad=True)
-        for module in contract.modules
+        matrix.name: torch.tensor(given[matrix.name], dtype=dtype, requires_grad=True)
+        for matrix in matrices(contract.modules)
     }
 
 
 def flat(matrices: Mapping[str, Any]) -> Array:
-    """Gradients by module's name one after the other, in double precision."""
+    """Gradients by name one after the other, in double precision."""
     return np.concatenate([np.asarray(matrix).ravel() for _, matrix in sorted(matrices.items())], dtype=float)
 
 
@@ -67,9 +67,9 @@ def test_in_float32_it_is_autograds_but_for_rounding(architecture: str, tmp_path
         found = flat(opened(bundle, contract).step.gradient(given, slope_of)[1])
         by_autograd = []
         for dtype in (torch.float64, torch.float32):
-            lora_b = adapter_of(contract, given, dtype)
-            loss_of(Whole.of(folder, dtype).answers(given, lora_b)).backward()
-            by_autograd.append(flat({name: matrix.grad for name, matrix in lora_b.items()}))
+            adapter = adapter_of(contract, given, dtype)
+            loss_of(Whole.of(folder, dtype).answers(given, adapter)).backward()
+            by_autograd.append(flat({name: matrix.grad for name, matrix in adapter.items()}))
         expected, rounded = by_autograd
         own = np.abs(rounded - expected).max()
         assert np.abs(found - expected).max() <= max(TOLERANCE * np.abs(expected).max(), own)
@@ -90,7 +90,7 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     """Autograd goes through the same rounded weights; rounding of activations has the derivative 1."""
     bundle = open_bundle(deep / "bundle")
     contract, given = call_of(bundle, 4)
-    given |= {name: np.float32(scale) * given[name] for name in given if name.startswith(LORA_B_PREFIX)}
+    given |= {name: np.float32(scale) * given[name] for name in given if name.startswith("lora_b.")}
     found = flat(opened(bundle, contract).step.gradient(given, slope_of)[1])
     model: Any = AutoModelForCausalLM.from_pretrained(deep / "model", attn_implementation="eager")
     model.eval().requires_grad_(False)
@@ -99,15 +99,15 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
         straight_through(model)
     else:
         round_base(model, "8da4w")
-    lora_a, lora_b = Whole.of(deep).lora_a, adapter_of(contract, given)
-    for name, matrix in lora_b.items():
-        layer = model.get_submodule(name)
-        layer.forward = lambda x, of=layer.forward, a=lora_a[name], b=matrix: of(x) + x @ a.T @ b
+    lora_a, adapter = Whole.of(deep).lora_a, adapter_of(contract, given)
+    for name, frozen in lora_a.items():
+        layer, matrix = model.get_submodule(name), adapter[f"lora_b.{name}"]
+        layer.forward = lambda x, of=layer.forward, a=frozen, b=matrix: of(x) + x @ a.T @ b
     at = torch.log_softmax(model(torch.from_numpy(given["tokens"])).logits, -1)
     rows = torch.arange(len(at))[:, None]
     answers = at[rows, torch.from_numpy(given["positions"]), torch.from_numpy(given["targets"])]
     loss_of(answers).backward()
-    expected = flat({name: matrix.grad for name, matrix in lora_b.items()})
+    expected = flat({name: matrix.grad for name, matrix in adapter.items()})
     assert float(F.cosine_similarity(*map(torch.from_numpy, (found, expected)), dim=0)) >= 0.999
     assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=0.02)
 

@@ -56,9 +56,9 @@ def tokens_of(bundle: Bundle, count: int, seed: int = 0) -> list[int]:
 
 def logits_of(whole: Whole, adapter: Adapter, tokens: list[int]) -> FloatArray:
     """Logits [tokens, vocabulary] of what follows each token."""
-    lora_b = {name: torch.from_numpy(array) for name, array in adapter.named().items()}
+    given = {name: torch.from_numpy(array) for name, array in adapter.inputs().items()}
     with torch.no_grad():
-        found: FloatArray = whole.logits(torch.tensor([tokens]), lora_b)[0].numpy()
+        found: FloatArray = whole.logits(torch.tensor([tokens]), given)[0].numpy()
     return found
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prge.contract import AdaptedModule
-from prge.files.adapter import Adapter, LoraBStack, stack
+from prge.files.adapter import Adapter, AdapterStack, stack
 
 MODULES = (
     AdaptedModule("model.layers.0.q_proj", rank=2, in_features=5, out_features=3),
@@ -23,7 +23,7 @@ def some_adapter(seed: int = 1) -> Adapter:
 def test_values_are_the_modules_one_after_the_other() -> None:
     adapter = Adapter.zeros(MODULES)
     adapter.values[:] = np.arange(adapter.size)
-    named = adapter.named()
+    named = adapter.lora_b
     assert adapter.size == 2 * 3 + 2 * 4
     assert named["model.layers.0.q_proj"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert named["model.layers.0.v_proj"][0].tolist() == [6, 7, 8, 9]
@@ -47,29 +47,29 @@ def test_a_vector_of_another_kind_is_refused(values: np.ndarray) -> None:
 def test_stack_puts_the_adapter_into_every_copy() -> None:
     adapter = some_adapter()
     inputs = stack(adapter, 3)
-    assert list(inputs) == [module.input_name for module in MODULES]
+    assert list(inputs) == [f"lora_b.{module.name}" for module in MODULES]
     for module in MODULES:
-        buffer = inputs[module.input_name]
+        buffer = inputs[f"lora_b.{module.name}"]
         assert buffer.flags.c_contiguous and buffer.dtype == np.float32
         assert buffer.shape == (3, module.rank, module.out_features)
         for copy in range(3):
-            assert np.array_equal(buffer[copy], adapter.named()[module.name])
+            assert np.array_equal(buffer[copy], adapter.lora_b[module.name])
 
 
 def test_a_stack_is_filled_in_place_copy_by_copy() -> None:
-    buffers = LoraBStack(MODULES, 2)
+    buffers = AdapterStack(MODULES, 2)
     before = {name: array.ctypes.data for name, array in buffers.inputs.items()}
     first, second = some_adapter(1), some_adapter(2)
     buffers.fill(0, first.values)
     buffers.fill(1, second.values)
     assert before == {name: array.ctypes.data for name, array in buffers.inputs.items()}
     for module in MODULES:
-        assert np.array_equal(buffers.inputs[module.input_name][0], first.named()[module.name])
-        assert np.array_equal(buffers.inputs[module.input_name][1], second.named()[module.name])
+        assert np.array_equal(buffers.inputs[f"lora_b.{module.name}"][0], first.lora_b[module.name])
+        assert np.array_equal(buffers.inputs[f"lora_b.{module.name}"][1], second.lora_b[module.name])
 
 
 def test_a_stack_refuses_what_it_has_no_place_for() -> None:
-    buffers = LoraBStack(MODULES, 2)
+    buffers = AdapterStack(MODULES, 2)
     with pytest.raises(ValueError, match="copy is 2"):
         buffers.fill(2, some_adapter().values)
     with pytest.raises(ValueError, match="copy is -1"):

@@ -84,7 +84,7 @@ def test_read_transposes_lora_b(template: Path) -> None:
     adapter = read_peft(template, MODULES)
     for module in MODULES:
         stored = tensors()[f"{PREFIX}{module.name}.lora_B.weight"]
-        assert np.array_equal(adapter.named()[module.name], stored.T)
+        assert np.array_equal(adapter.lora_b[module.name], stored.T)
 
 
 def test_written_then_read_is_the_same(tmp_path: Path, template: Path) -> None:
@@ -451,7 +451,7 @@ def test_peft_loads_an_adapter_of_a_program_that_began_with_peft(tmp_path: Path)
     trained.values[:] = np.random.default_rng(2).standard_normal(trained.size)
     write_peft(tmp_path / "out", trained, tmp_path / "start")
     model = peft.PeftModel.from_pretrained(small_model(), str(tmp_path / "out"))
-    for name, lora_b in trained.named().items():
+    for name, lora_b in trained.lora_b.items():
         layer = model.base_model.model.get_submodule(name)
         assert np.array_equal(layer.lora_B["default"].weight.detach().T, lora_b)
 
@@ -577,9 +577,9 @@ def test_an_adapter_from_elsewhere_brings_its_own_lora_a(tmp_path: Path, templat
     found = read_any(folder, MODULES, template)
     assert found.lora_a is not None
     lora_a, lora_b = (arrays[f"{PREFIX}{module.name}.lora_{letter}.weight"] for letter in "AB")
-    product = found.lora_a[module.name].T @ found.named()[module.name]
+    product = found.lora_a[module.name].T @ found.lora_b[module.name]
     np.testing.assert_allclose(product.T, 3 * lora_b @ lora_a, rtol=1e-6)
-    assert found.lora_a[module.name].shape == (2, 5) and not found.named()[other.name].any()
+    assert found.lora_a[module.name].shape == (2, 5) and not found.lora_b[other.name].any()
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def kind_of(chain: Chain, number: int, is_head: bool) -> Kind:
     block, kind = chain.blocks[number], chain.kinds[number]
     for name, tensor in chain.tensors(number).items():
         attribute(kind.graph_module, name).copy_(tensor)
-    adapter = list(block.adapter)
+    adapter = {name: chain.adapter[name] for name in block.adapter}
     graphs = role_graphs(kind.graph_module, adapter, {STACK, TANGENT, BACK}, is_head)
     for marker, size in SIZES.items():
         graphs = {role: with_size(graph, marker, size) for role, graph in graphs.items()}
@@ -103,14 +103,13 @@ def kind_of(chain: Chain, number: int, is_head: bool) -> Kind:
     shift = torch.zeros(1, TOKENS, 1)
     inputs = {"state": state, "beside": beside, "shift": shift, "ones": torch.ones(1, TOKENS, 1)}
     inputs |= {f"table_{n}": chain.tables.all[table].of(TOKENS) for n, table in enumerate(block.tables)}
-    modules = {module.name: module for module in chain.modules}
-    for name in adapter:
-        shape = modules[chain.adapter[name]].rank, modules[chain.adapter[name]].out_features
+    for name, matrix in adapter.items():
+        shape = matrix.rank, matrix.width
         inputs[name] = random(*shape, seed=1, dtype=torch.float32) * 0.3
         for factor, width in zip("uv", shape, strict=True):
             inputs[f"{factor}_{name}"] = random(QUERIES, ROWS, width, seed=2, dtype=torch.float32)
     inputs["d_state"] = random(QUERIES, *state.shape, seed=3, dtype=torch.float32)
-    return Kind(graphs, adapter, inputs)
+    return Kind(graphs, list(adapter), inputs)
 
 
 def slopes(kind: Kind, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -41,18 +41,11 @@ class Block:
         self.block, kind = chain.blocks[number], chain.kinds[number]
         for name, tensor in chain.tensors(number).items():
             attribute(kind.graph_module, name).copy_(tensor)
-        self.graphs = role_graphs(
-            kind.graph_module, [*self.block.adapter], {STACK, PREFILL, DECODE}, is_head=False
-        )
+        adapted = {name: chain.adapter[name] for name in self.block.adapter}
+        self.graphs = role_graphs(kind.graph_module, adapted, {STACK, PREFILL, DECODE}, is_head=False)
         self.tables = [chain.tables.all[table] for table in self.block.tables]
-        modules = {module.name: module for module in chain.modules}
-        adapted = {name: modules[chain.adapter[name]] for name in self.block.adapter}
-        self.adapter = {
-            name: random(1, module.rank, module.out_features).float() for name, module in adapted.items()
-        }
-        self.frozen = {
-            FROZEN_PREFIX + name: chain.lora_a[module.name][None] for name, module in adapted.items()
-        }
+        self.adapter = {name: random(1, each.rank, each.width).float() for name, each in adapted.items()}
+        self.frozen = {FROZEN_PREFIX + name: chain.lora_a[each.of][None] for name, each in adapted.items()}
         self.width = kind.graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape[-1]
         causal = next(table for table in self.tables if table.kind == "causal")
         self.members, self.window = causal.members, causal.window

@@ -78,7 +78,7 @@ def answers(
                 table = chain.tables.all[block.tables[int(name.removeprefix("table_"))]]
                 inputs.append(table.of(LENGTH))
             else:
-                inputs.append(lora_b[chain.adapter[name]])
+                inputs.append(lora_b[chain.adapter[name].of])
         (state,) = program(*inputs)
         state = state.reshape(COPIES_HERE * ROWS, *state.shape[-2:]) if state.dim() > 2 else state
     return state

@@ -34,7 +34,7 @@ def _exact_gradient(engine: NumpyEngine, adapter: Adapter, calls: int = 1) -> np
             slots = [
                 (batch.positions[row, k], batch.targets[row, k]) for k in np.flatnonzero(batch.weights[row])
             ]
-            lora_b = adapter.named()["layer"].astype(np.float64)
+            lora_b = adapter.lora_b["layer"].astype(np.float64)
             total = total + completion_gradient(engine, lora_b, batch.tokens[row], slots)
             count += 1
     return np.ravel(total / count)

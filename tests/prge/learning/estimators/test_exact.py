@@ -50,7 +50,7 @@ def mean_loss(
     model: NumpyEngine, values: Array, batches: Sequence[Batch], head: Classifier | None = None
 ) -> float:
     """Mean loss of a step's examples, from answers alone."""
-    lora_b = {f"lora_b.{MODULE}": Adapter(model.contract.modules, values).named()[MODULE][None]}
+    lora_b = {f"lora_b.{MODULE}": Adapter(model.contract.modules, values).lora_b[MODULE][None]}
     found = []
     for batch in batches:
         outputs = model.forward({**batch.inputs(1, model.contract.is_encoder), **lora_b})
@@ -184,7 +184,7 @@ def test_no_limit_makes_a_number_of_what_is_none(bad: float, limits: dict[str, f
 
     def broken(inputs: Mapping[str, Array], slope: Slope) -> tuple[FloatArray, dict[str, FloatArray]]:
         answers, gradients = whole(inputs, slope)
-        gradients[MODULE][0, 0] = bad
+        gradients[f"lora_b.{MODULE}"][0, 0] = bad
         return answers, gradients
 
     engine.gradient = broken  # type: ignore[method-assign]

@@ -49,7 +49,7 @@ def _losses(
 ) -> np.ndarray:
     """Loss of every example of a step, from primal answers alone."""
     adapter = Adapter(model.contract.modules, values)
-    lora_b = {f"lora_b.{MODULE}": adapter.named()[MODULE][None]}
+    lora_b = {f"lora_b.{MODULE}": adapter.lora_b[MODULE][None]}
     found = []
     for batch in batches:
         outputs = model.forward({**batch.inputs(1, model.contract.is_encoder), **lora_b})
@@ -99,7 +99,7 @@ def test_scalars_of_completions_against_the_gradient_in_closed_form(rows: str) -
     engine, adapter = model.tangent(QUERIES), _adapter(model)
     (batch,) = _batches(engine, ROWS[rows])
     found = Tangents().measure(engine, Step(adapter, [batch], SEED, STEP))
-    lora_b = adapter.named()[MODULE].astype(np.float64)
+    lora_b = adapter.lora_b[MODULE].astype(np.float64)
     for example in range(batch.examples):
         read = np.flatnonzero(batch.weights[example])
         slots = [(batch.positions[example, k], batch.targets[example, k]) for k in read]

@@ -47,7 +47,7 @@ class ModelEngine:
         """The answers to a call's inputs, with derivatives by `lora_b`."""
         lora_a, weights = self.start.scaled_lora_a(), {}
         for module in self.contract.modules:
-            (lora_b,) = inputs[module.input_name]
+            (lora_b,) = inputs[f"lora_b.{module.name}"]
             change = lora_b.T @ lora_a[module.name]
             weights[f"{module.name}.weight"] = self.model.get_submodule(module.name).weight + change
         given = {"input_ids": inputs["tokens"]}
@@ -89,7 +89,7 @@ def build_problem(
     chain = _make_chain(start, pooling)
     bundle = Bundle(folder, {"quantization": {"scheme": scheme}, "model": {}}, chain)
     adapter = Adapter.zeros(chain.modules)
-    for name, view in adapter.named().items():
+    for name, view in adapter.lora_b.items():
         view[...] = start.lora_b[name].numpy().T
     program = nn.Module()
     program.model = loaded.model

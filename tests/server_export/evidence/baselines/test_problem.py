@@ -87,7 +87,7 @@ def test_gradients_are_the_drivers(tmp_path: Path) -> None:
     batch = make_batch(COMPLETIONS, engine.contract)
     arrays = {**batch.inputs(1, False), **stack(adapter, 1)}
     inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    exact = [inputs[module.input_name].requires_grad_(True) for module in adapter.modules]
+    exact = [inputs[f"lora_b.{module.name}"].requires_grad_(True) for module in adapter.modules]
     (engine.answer(inputs) * torch.from_numpy(-batch.weights / batch.examples)).sum().backward()
     _, _, lora_b = insert_adapter(problem)
     for parameter in lora_b:
