@@ -135,7 +135,7 @@ def slope_of(answers: Array) -> Array:
 
 
 def computed(engine: Engine, given: Inputs) -> dict[str, Array]:
-    """What an engine answers to a call; to an exact one with `loss_of`, also its gradient by names of inputs."""
+    """What an engine answers to a call; to an exact one with `loss_of`, also its gradient."""
     if not engine.contract.is_exact:
         return engine.forward(given)
     answers, gradients = engine.gradient(given, slope_of)

@@ -30,11 +30,14 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool],
 
 @pytest.fixture(scope="session")
 def make_chain(made_once: Made) -> Callable[[str], Path]:
-    """The folder of an exported chain by its architecture, made when it is first asked for."""
+    """The folder of an exported chain by its architecture, such as `llama`, or `llama lora` where both
+    matrices are trained; made when it is first asked for."""
 
-    def made(architecture: str) -> Path:
+    def made(name: str) -> Path:
         from tests.device_runner.engines.chains import POSITIONS, export_chain
 
-        return made_once(architecture, lambda folder: export_chain(folder, architecture, positions=POSITIONS))
+        architecture, _, kind = name.partition(" ")
+        settings = {"adapter": kind or "lora-fa", "positions": POSITIONS}
+        return made_once(name, lambda folder: export_chain(folder, architecture, **settings))
 
     return made

@@ -66,10 +66,10 @@ def difference(found: FloatArray, expected: FloatArray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-@pytest.fixture(params=["llama", *rest(*ARCHITECTURES)])
+@pytest.fixture(params=["llama", "llama lora", *rest(*ARCHITECTURES)])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path], tmp_path: Path) -> Path:
-    if request.param == "llama":
-        return make_chain("llama")
+    if request.param in ("llama", "llama lora"):
+        return make_chain(request.param)
     return export_chain(tmp_path, request.param, positions=POSITIONS, roles=[STACK, PREFILL, DECODE])
 
 

@@ -64,7 +64,7 @@ class Kind:
         return self.inputs["state"]
 
 
-def chain_of(architecture: str, folder: Path, scheme: str, rank: int) -> Chain:
+def chain_of(architecture: str, folder: Path, scheme: str, rank: int, trains_a: bool = False) -> Chain:
     path = save_model(folder / "model", architecture)
     with torch.device("meta"):
         convert_conv1d(twin := outline_model(str(path)).model)
@@ -73,12 +73,18 @@ def chain_of(architecture: str, folder: Path, scheme: str, rank: int) -> Chain:
         for name in match_target_modules(twin, IN_BLOCKS)
     }
     outline = outline_model(str(path))
-    return build_chain(outline, find_files(str(path)), lora_a, longest=LONGEST, scheme=scheme)
+    scales = dict.fromkeys(lora_a, 1.5) if trains_a else None
+    files = find_files(str(path))
+    return build_chain(outline, files, lora_a, scales=scales, longest=LONGEST, scheme=scheme)
 
 
 def kinds_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int = RANK) -> list[Kind]:
-    """The kinds of a tiny model's blocks above the embedding, with the weights of the first of each."""
-    chain = chain_of(architecture, folder, scheme, rank)
+    """The kinds of a tiny model's blocks above the embedding, with the weights of the first of each.
+
+    Of an architecture with the word `lora` behind it both matrices are trained.
+    """
+    architecture, _, kind = architecture.partition(" ")
+    chain = chain_of(architecture, folder, scheme, rank, trains_a=kind == "lora")
     last = len(chain.blocks) - 1
     return [
         kind_of(chain, number, is_head=architecture in DECODERS and number == last)
@@ -125,6 +131,7 @@ def slopes(kind: Kind, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch.Te
         *((name, RANK) for name in DIFFERENT),
         *rest(*((name, RANK) for name in ARCHITECTURES if name not in DIFFERENT), ("bert", 1)),
         ("llama", 1),
+        ("llama lora", RANK),
     ],
 )
 def test_the_way_back_gives_the_slopes_of_autograd(architecture: str, rank: int, tmp_path: Path) -> None:
@@ -138,7 +145,9 @@ def test_the_way_back_gives_the_slopes_of_autograd(architecture: str, rank: int,
             assert float((ours - theirs).abs().max()) < 1e-5 * largest
 
 
-@pytest.mark.parametrize(("architecture", "rank"), [*((name, RANK) for name in DIFFERENT), ("llama", 1)])
+@pytest.mark.parametrize(
+    ("architecture", "rank"), [*((name, RANK) for name in DIFFERENT), ("llama", 1), ("llama lora", RANK)]
+)
 def test_tangents_are_those_of_backpropagation(architecture: str, rank: int, tmp_path: Path) -> None:
     for kind in kinds_of(architecture, tmp_path, rank=rank):
         answer, tangents = kind.call(TANGENT)
