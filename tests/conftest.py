@@ -40,6 +40,13 @@ def upper_bundle(workshop: Path, made_once: Made) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lora_bundle(workshop: Path, made_once: Made) -> Path:
+    """The workshop's model with LoRA, both matrices of which are trained."""
+    words = ["--adapter", "lora", "--rs-lora"]
+    return made_once("lora", lambda folder: export(workshop / "model", folder / "lora", *words)) / "lora"
+
+
+@pytest.fixture(scope="session")
 def encoder(made_once: Made) -> Path:
     """The bundle of a tiny BERT."""
 
