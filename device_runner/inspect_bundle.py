@@ -211,7 +211,8 @@ def _modules(modules: Sequence[AdaptedModule]) -> Iterator[str]:
         (module.name.rsplit(".", 1)[-1], module.rank, module.in_features, module.out_features)
         for module in modules
     )
-    yield f"\nadapter: {adapter_size(modules):,} parameters in {len(modules)} modules"
+    kind = "LoRA" if any(module.trains_a for module in modules) else "LoRA-FA"
+    yield f"\nadapter: {kind}, {adapter_size(modules):,} parameters in {len(modules)} modules"
     for (name, rank, width_in, width_out), count in kinds.items():
         yield f"  {count:>3} x {name:<16} rank {rank}, {width_in} -> {width_out}"
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prge.contract import matrices
 from prge.errors import ConfigError, DataError
+from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle, open_bundle
 from prge.learning.estimators.guide import Guide, add_guide
 from prge.running.training_flags import RowsFlags
@@ -64,8 +66,9 @@ def guide(settings: GuideSettings) -> str:
     found, shares = axes_of_gradients(problem, settings.axes)
     add_guide(bundle, found)
     few, much = min(shares.values()), max(shares.values())
-    searched = sum(module.rank * found.width(module) for module in problem.modules)
-    trained = sum(module.rank * module.out_features for module in problem.modules)
+    modules = bundle.chain.modules
+    searched = sum(matrix.rank * found.width(matrix) for matrix in matrices(modules))
+    trained = adapter_size(modules)
     return (
         f"{settings.bundle}: directions have {searched:,} random numbers instead of {trained:,}; their axes "
         f"explain {few:.0%} to {much:.0%} of the gradients of {len(problem.train):,} rows by a layer"

@@ -31,7 +31,7 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
         "states     128",
         "causal, window 7: 1 block",
         "rotary: 1 block",
-        "adapter: 56 parameters in 2 modules",
+        "adapter: LoRA-FA, 56 parameters in 2 modules",
         "1 x q_proj           rank 4, 8 -> 8",
         "scheme       8da8w",
         "tolerance                0.01",
