@@ -27,7 +27,6 @@ from prge.learning.estimators.guide import guide_of
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
-from prge.learning.optimizers import Optimizer
 from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
 from prge.verbs.kinds import Bytes
@@ -104,10 +103,7 @@ class Local:
         if self.plan.by_scalars:
             state.optimizer = copy.deepcopy(start.optimizer)
             return state
-        settings, size = self.settings, start.adapter.size
-        state.optimizer = optimizer_of(settings, size)
-        if self.plan.average == "fedprox":
-            state.optimizer = _Proximal(state.optimizer, start.adapter.values.copy(), self.plan.proximal)
+        state.optimizer = optimizer_of(self.settings, start.adapter.size)
         return state
 
     @cached_property
@@ -203,20 +199,6 @@ class _Turns(_OwnRows):
         turns = range((step + self.offset) * count, (step + self.offset + 1) * count)
         windows = [(turn // len(rows), rows[order[turn % len(rows)]]) for turn in turns]
         return [window[turn % len(window)] for turn, window in windows]
-
-
-class _Proximal:
-    """An optimizer held to where the round began: FedProx (Li et al. 2020, arXiv 1812.06127)."""
-
-    def __init__(self, inner: Optimizer, anchor: FloatArray, strength: float) -> None:
-        self._inner = inner
-        self.state = inner.state
-        self._anchor = anchor
-        self._strength = np.float32(strength)
-
-    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """See Optimizer.update."""
-        self._inner.update(values, gradient + self._strength * (values - self._anchor), learning_rate)
 
 
 class _Silence:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device_runner.engines.opening import Engines, open_engines
-from device_runner.fleet.agreement import Agreement, Plan, plan_of, task_sha256
+from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.common import first_state, start_sha256
-from device_runner.fleet.coordinator import Coordinator, begin_fleet, has_begun
+from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet, has_begun
 from device_runner.session.planning import plan_run
 from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError
@@ -28,10 +28,11 @@ from prge.rows.sources import Part, read_source
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import RowsFlags
+from prge.verbs.settings import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings(Plan, EngineFlags, RowsFlags):
+class ServerSettings(Plan, RoundsFlags, EngineFlags, RowsFlags):
     """What a fleet's server is begun with."""
 
     bundle: Path
@@ -52,14 +53,6 @@ class ServerSettings(Plan, EngineFlags, RowsFlags):
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter; an encoder's has a
     head."""
-    per_round: int = 10
-    """Devices that a round asks."""
-    least_answers: int = 1
-    """A round with fewer answers is asked for again."""
-    seconds: float = 600.0
-    """How long a round's answers are waited for."""
-    evaluate_every: int = 1
-    """Rounds between scores of development rows; 0: before the first and after the last alone."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     Raises:
         PrgeError: the bundle, rows or folder can't be used, or the folder is another fleet's.
     """
-    plan = plan_of(settings)
+    plan = part_of(Plan, settings)
     bundle = open_bundle(settings.bundle)
     plan_run(bundle, [], plan.run_settings(settings.bundle))
     task = load_task(settings.task) if settings.task else None
@@ -127,15 +120,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     score = None
     if rows is not None and settings.dev is not None:
         score = rows.scorer(rows.examples(settings, settings.dev, "dev", settings.dev_limit))
-    coordinator = Coordinator(
-        settings.out,
-        bundle,
-        settings.per_round,
-        settings.least_answers,
-        settings.seconds,
-        score,
-        settings.evaluate_every,
-    )
+    coordinator = Coordinator(settings.out, bundle, part_of(RoundsFlags, settings), score)
     theirs = coordinator.agreement
     if (theirs.plan, theirs.task) != (plan, task_sha256(task)):
         raise ConfigError(

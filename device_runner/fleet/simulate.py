@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from device_runner.engines.opening import open_engines
-from device_runner.fleet.agreement import plan_of
+from device_runner.fleet.agreement import Plan
 from device_runner.fleet.coordinator import Coordinator, RoundReport
 from device_runner.fleet.local import Local, by_row, plan_steps, told
 from device_runner.fleet.messages import Refusal
@@ -36,7 +36,7 @@ from prge.host.terminal import best_effort
 from prge.learning.accounting import epsilon_of
 from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.directions import philox
-from prge.verbs.settings import parse_settings
+from prge.verbs.settings import parse_settings, part_of
 
 _SEED_STREAM = 2**64 - 3
 # What a line of the curve has of a round's record.
@@ -102,7 +102,7 @@ class Simulation:
 
     def __init__(self, settings: SimulateSettings) -> None:
         self.settings = settings
-        self.plan = plan = plan_of(settings)
+        self.plan = plan = part_of(Plan, settings)
         bundle = open_bundle(settings.bundle)
         steps = replace(
             plan.run_settings(settings.bundle, settings.train, settings.out),

@@ -86,10 +86,9 @@ BOUNDS: Mapping[str, Range] = {
     "pause_below_battery": Range(0, 100),
     "seconds": Range(0, 1e6),
     **dict.fromkeys(("rounds", "local_steps", "examples", "devices", "per_round"), Range(1, 1_000_000)),
-    **dict.fromkeys(("noise", "most_privacy_epsilon", "proximal"), _POSITIVE_OR_NONE),
+    **dict.fromkeys(("noise", "most_privacy_epsilon"), _POSITIVE_OR_NONE),
     **dict.fromkeys(("delta", "most_delta"), Range(0, 1, open=(0, 1))),
     "outlier": Range(1, _LARGEST_FLOAT32),
-    "server_rate": _POSITIVE,
     "port": Range(0, 65535),
 }
 

@@ -44,7 +44,6 @@ ARMS: dict[str, Settings] = {
     "scalars, q 4": {**SCALARS, "queries": 4, "rounds": 80, "evaluate_every": 8},
     "scalars, q 16": {**SCALARS, "queries": 16, "rounds": 40, "evaluate_every": 4},
     "FedAvg": {**CHANGES, "evaluate_every": 2},
-    "FedAdam": {**CHANGES, "average": "fedadam", "evaluate_every": 2},
 }
 ONE_PLACE: Settings = {
     **{"estimator": "exact", "steps": 200, "batch_size": 20, "evaluate_every": 20},
@@ -55,7 +54,6 @@ ONE_PLACE: Settings = {
 TRIED: Mapping[str, Sequence[Settings]] = {
     **{arm: ({"learning_rate": 4e-2}, {"learning_rate": 1e-2}) for arm in ARMS if arm.startswith("scalars")},
     "FedAvg": ({"learning_rate": 1e-2}, {"learning_rate": 3e-2}),
-    "FedAdam": tuple({"learning_rate": 1e-2, "server_rate": rate} for rate in (3e-2, 1e-2)),
     "one place": ({"learning_rate": 1e-2}, {"learning_rate": 3e-2}),
     "private scalars": ({"learning_rate": 1e-2}, {"learning_rate": 4e-2}),
     "private changes": ({"learning_rate": 10.0}, {"learning_rate": 3.0}),

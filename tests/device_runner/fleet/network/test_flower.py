@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from device_runner.fleet.network.supernode import Connection, check_server
 from flwr.cli.build import build_fab_from_disk
 from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
@@ -25,7 +26,6 @@ from flwr.supercore.runtime import RuntimeHttpClient
 
 from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
 from device_runner.fleet.network.superlink import superlink
-from device_runner.fleet.network.supernode import Connection, check_server
 from prge.errors import DeviceError, RunError
 from tests.device_runner.fleet.network.nodes import Device, Echoes, device, free_port, rounds_of, serving
 
