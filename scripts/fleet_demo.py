@@ -160,7 +160,7 @@ class FleetDemo:
         with Journal(self.fleet / JOURNAL, writable=False) as journal:
             for name in (HONEST, KILLED, LIAR):
                 content = (self.folder / name / FLEETS / agreement.sha256.hex() / STATE).read_bytes()
-                state = unpack_state(content, agreement.plan, bundle.chain.modules, bundle.chain.width)
+                state = unpack_state(content, agreement.plan, bundle.chain.modules, bundle.chain.width, 0)
                 expected = replay(journal, state.step).adapter.values
                 if not state.step or not np.array_equal(state.adapter.values, expected):
                     return False

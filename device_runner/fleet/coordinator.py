@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -329,7 +328,7 @@ class Coordinator:
 
     def best_state(self) -> TrainingState:
         """The common state at the best step, or after the last one without development rows."""
-        state = deepcopy(self.state)
+        state = self.state.copy()
         load_best(self.folder / CHECKPOINTS, state)
         return state
 
@@ -460,7 +459,7 @@ class Coordinator:
 
     def _tried(self, records: Sequence[Record]) -> tuple[TrainingState, Record | None, str]:
         """The state after common steps, its scores where they are due, and why it is absurd, if it is."""
-        state = deepcopy(self.state)
+        state = self.state.copy()
         with np.errstate(over="ignore", invalid="ignore"):
             for record in records:
                 state.apply(

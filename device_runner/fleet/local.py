@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -99,11 +98,10 @@ class Local:
         """The state that the device's own steps change."""
         # The server takes one step a round where devices send changes.
         first = start.step if self.plan.by_scalars else start.step * self.plan.local_steps
-        state = replace(start, adapter=start.adapter.copy(), progress=replace(start.progress, step=first))
-        if self.plan.by_scalars:
-            state.optimizer = copy.deepcopy(start.optimizer)
-            return state
-        state.optimizer = optimizer_of(self.settings, start.adapter.size)
+        state = start.copy()
+        state.progress.step = first
+        if not self.plan.by_scalars:
+            state.optimizer = optimizer_of(self.settings, start.adapter.size)
         return state
 
     @cached_property

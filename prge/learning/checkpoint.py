@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,12 @@ class TrainingState:
             head_gradient = decode_array(record["head_gradient"])
             self.head_optimizer.update(self.head.values, head_gradient, record["head_learning_rate"])
         self.progress.count_step(float(record["loss"]))
+
+    def copy(self) -> TrainingState:
+        """Another state whose steps leave this one alone; the head, which theirs don't train, is the same."""
+        progress = replace(self.progress)
+        optimizer = deepcopy(self.optimizer)
+        return replace(self, adapter=self.adapter.copy(), optimizer=optimizer, progress=progress)
 
     def overflow(self) -> str:
         """What is no longer finite, in words; empty if everything is."""
