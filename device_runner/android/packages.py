@@ -2,7 +2,7 @@
 
 They come through this machine's own pip and APT: `apt-get` with a private configuration that knows another
 architecture and release, so that nothing of the system is touched. APT checks the archive's signature, and by
-it the hash of every package. A lock names packages of an earlier runtime by version and hash instead.
+it the hash of every package.
 """
 
 from __future__ import annotations
