@@ -17,7 +17,7 @@ from prge.errors import ConfigError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.journal import Record
 from prge.files.peft import find_adapter, read_peft
-from prge.learning.checkpoint import HEAD, TrainingState, read_head
+from prge.learning.checkpoint import TrainingState, head_at
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.examples import Example
 from prge.learning.head import Head
@@ -141,14 +141,14 @@ def _head(settings: ServerSettings, bundle: Bundle, rows: ServerRows | None) -> 
         return None
     if rows is not None and settings.head_rows is not None:
         return rows.fitted_head(rows.examples(settings, settings.head_rows, "train", settings.head_limit))
-    folder = find_adapter(settings.adapter) if settings.adapter else None
-    if folder is None or not (folder / HEAD).is_file() or not settings.task:
+    head = None
+    if settings.adapter and settings.task:
+        classes = len(load_task(settings.task).label_words)
+        head = head_at(find_adapter(settings.adapter), classes, bundle.chain.width)
+    if head is None:
         raise ConfigError(
             "an encoder's fleet needs a classification head and a task",
             ["devices keep their rows, and the server has none to fit the head on"],
             remedy="give --task, and --head-rows with a few labelled rows, or --adapter with a run's head",
         )
-    classes = len(load_task(settings.task).label_words)
-    head = Head(classes, bundle.chain.width)
-    read_head(folder / HEAD, head)
     return head

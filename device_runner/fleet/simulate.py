@@ -30,7 +30,7 @@ from prge.errors import DivergenceError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import read_json
 from prge.files.journal import Journal, Record
-from prge.files.run_folder import JOURNAL
+from prge.files.run_folder import JOURNAL, write_json
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
 from prge.learning.accounting import epsilon_of
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         figures = simulate(settings, lambda report: print(report, flush=True))
         print("\n".join(_lines(figures)), flush=True)
     if settings.json:
-        write_file(settings.json, (json.dumps(figures, indent=2) + "\n").encode())
+        write_json(settings.json, figures)
     return 0
 
 

@@ -14,7 +14,7 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record, encode_array
 from prge.files.peft import find_adapter, read_peft
-from prge.learning.checkpoint import HEAD, TrainingState, read_head
+from prge.learning.checkpoint import TrainingState, head_at
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.guide import Guide, guide_of
 from prge.learning.estimators.protocol import Estimator, InTurn
@@ -106,9 +106,8 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     start_head = None
-    if contract.is_encoder and (source / HEAD).is_file():
-        start_head = Head(train_examples[0].candidates, contract.width)
-        read_head(source / HEAD, start_head)
+    if contract.is_encoder:
+        start_head = head_at(source, train_examples[0].candidates, contract.width)
     origin = {
         "kind": "start",
         "modules": [asdict(module) for module in contract.modules],

@@ -303,6 +303,15 @@ def head_arrays(head: Head) -> dict[str, Array]:
     return {"weight": head.weight, "bias": head.bias}
 
 
+def head_at(folder: Path, classes: int, width: int) -> Head | None:
+    """The head beside an adapter; None where there is none. Raises AdapterError as `read_head`."""
+    if not (folder / HEAD).is_file():
+        return None
+    head = Head(classes, width)
+    read_head(folder / HEAD, head)
+    return head
+
+
 def read_head(path: Path, head: Head) -> None:
     """Read `head.safetensors` into a head of the same shape.
 
