@@ -195,7 +195,7 @@ def parse_answer(content: bytes) -> Answer | Refusal:
     reader = Reader(content)
     if (found := reader.begin()) not in (_DONE, _REFUSED):
         raise MessageError(f"a message of type {found}, not an answer")
-    said: Answer | Refusal = (Answer if found == _DONE else Refusal).read(reader)
+    said: Answer | Refusal = Answer.read(reader) if found == _DONE else Refusal.read(reader)
     reader.end()
     return said
 

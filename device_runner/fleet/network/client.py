@@ -153,7 +153,7 @@ class _Node:
 def _node(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[_Node]:
     """Be there for a server until the block ends; raises DeviceError where it lets this device in no more."""
     private, public = generate_key_pairs() if keys is None else (keys.key, keys.key.public_key())
-    bytes_ = public_key_to_bytes(public)
+    name = public_key_to_bytes(public)
     client = FleetHttpClient.from_server_address(
         server,
         keys is None,
@@ -164,11 +164,11 @@ def _node(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[_Node]:
     with client:
         try:
             if keys is None:
-                client.RegisterNode(RegisterNodeFleetRequest(public_key=bytes_))
+                client.RegisterNode(RegisterNodeFleetRequest(public_key=name))
             elif path.is_file():
                 _leave(client, int(path.read_bytes()))  # one that was killed said no goodbye
             begun = client.ActivateNode(
-                ActivateNodeRequest(public_key=bytes_, heartbeat_interval=HEARTBEAT_SECONDS)
+                ActivateNodeRequest(public_key=name, heartbeat_interval=HEARTBEAT_SECONDS)
             )
             write_file(path, str(begun.node_id).encode())
             node = _Node(client, Node(node_id=begun.node_id))
