@@ -41,7 +41,7 @@ from device_runner.fleet.messages import (
     parse_answer,
 )
 from device_runner.fleet.privacy.reported import SPENT
-from device_runner.session.inputs import identity_settings, keep_guide
+from device_runner.session.inputs import identity_settings, keep_guide, origin_of
 from device_runner.session.replaying import advance, replay
 from prge.errors import ConfigError, RunError
 from prge.files.adapter import Adapter
@@ -134,7 +134,7 @@ def begin_fleet(
         RunError: the folder holds a run, or can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    chain, settings = bundle.chain, common_settings(agreement.plan)
+    settings = common_settings(agreement.plan)
     with Journal(folder / JOURNAL) as journal:
         if journal.first("start") is not None:
             raise RunError(
@@ -147,17 +147,7 @@ def begin_fleet(
         if head is not None:
             journal.append(Heads(head).to_record())
         keep_guide(journal, bundle, settings)
-        journal.append(
-            {
-                "kind": "start",
-                "modules": [asdict(module) for module in chain.modules],
-                "width": chain.width,
-                "bundle": bundle.sha256,
-                **dict.fromkeys(("train", "dev", "task")),
-                "adapter": encode_array(adapter.values) if adapter.values.any() else None,
-                "settings": identity_settings(settings),
-            }
-        )
+        journal.append({**origin_of(bundle, adapter), "settings": identity_settings(settings)})
 
 
 def has_begun(folder: Path) -> bool:

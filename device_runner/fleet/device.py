@@ -147,7 +147,7 @@ class _Round:
         folder.mkdir(parents=True, exist_ok=True)
         settings = self._run_settings(folder)
         stopped = self._stopper(settings)
-        local = open_local(
+        local, _ = open_local(
             *(self.plan, self.bundle, settings),
             *(self.settings.engine, self.settings.threads, self.settings.memory),
         )

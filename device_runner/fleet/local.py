@@ -10,7 +10,7 @@ from itertools import groupby
 import numpy as np
 
 from device_runner.engines.checkpoints import Checkpoints
-from device_runner.engines.opening import open_engines
+from device_runner.engines.opening import Engines, open_engines
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
@@ -117,8 +117,8 @@ def open_local(
     engine: EngineName = "auto",
     threads: int | None = None,
     memory: Bytes | None = None,
-) -> Local:
-    """Read a device's rows and open the engine for the steps of a plan.
+) -> tuple[Local, Engines]:
+    """Read a device's rows and open the engines for the steps of a plan.
 
     Args:
         plan: what the steps are.
@@ -136,7 +136,7 @@ def open_local(
         bundle, sized.contract, threads, engine, memory, sized.scoring, checkpoints=checkpoints
     )
     pad, data = inputs.tokenizer.pad_id, inputs.origin["train"]
-    return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data)
+    return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data), engines
 
 
 def told(agreement: Agreement, number: int, step: int, privacy_epsilon: float, learnt: Learnt) -> bytes:

@@ -108,17 +108,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     start_head = None
     if contract.is_encoder:
         start_head = head_at(source, train_examples[0].candidates, contract.width)
-    origin = {
-        "kind": "start",
-        "modules": [asdict(module) for module in contract.modules],
-        "width": contract.width,
-        "bundle": bundle.sha256,
-        "train": train.sha256,
-        "dev": dev.sha256 if dev else None,
-        # As JSON reads it back: a resumed run compares it with the journal's.
-        "task": json.loads(json.dumps(asdict(task))) if task else None,
-        "adapter": encode_array(adapter.values) if adapter.values.any() else None,
-    }
+    origin = origin_of(bundle, adapter, train.sha256, dev.sha256 if dev else None, task)
     return RunInputs(
         bundle,
         tokenizer,
@@ -133,6 +123,27 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
         _sample_rows(settings.sample_rows, dev_examples),
     )
+
+
+def origin_of(
+    bundle: Bundle,
+    adapter: Adapter,
+    train: str | None = None,
+    dev: str | None = None,
+    task: Task | None = None,
+) -> Record:
+    """What a run is made from, as its journal begins; `train` and `dev` are hashes of rows."""
+    return {
+        "kind": "start",
+        "modules": [asdict(module) for module in bundle.chain.modules],
+        "width": bundle.chain.width,
+        "bundle": bundle.sha256,
+        "train": train,
+        "dev": dev,
+        # As JSON reads it back: a resumed run compares it with the journal's.
+        "task": json.loads(json.dumps(asdict(task))) if task else None,
+        "adapter": encode_array(adapter.values) if adapter.values.any() else None,
+    }
 
 
 def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
