@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -15,7 +12,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.cli.build import build_fab_from_disk
 from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.control.control_http_client import ControlHttpClient
@@ -45,48 +41,6 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
         for number, answers in enumerate(rounds.received)
         for content in answers.values()
     )
-
-
-@pytest.mark.whole
-def test_a_device_never_runs_the_servers_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower's own SuperNode does, which shows that the code would write its file."""
-    monkeypatch.setattr("device_runner.fleet.network.superlink._app", lambda: _hostile(tmp_path))
-    rounds = Echoes(1)
-    with serving(tmp_path / "server") as link, device(tmp_path / "ours", link.address):
-        words = ["--superlink", link.address, "--insecure", "--port", str(free_port())]
-        home = tmp_path / "theirs"
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        theirs = subprocess.Popen(
-            ["flower-supernode", *words],
-            env={**os.environ, "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "PATH": path},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            rounds_of(link, rounds, 2)
-        finally:
-            theirs.terminate()
-            theirs.wait()
-    assert [list(answers.values()) for answers in rounds.received] == [[Echoes.task(0)]]
-    assert [path.parent.name for path in tmp_path.rglob("written-*")] == ["theirs"]
-    assert not list((tmp_path / "ours").rglob("*.fab")) + list((tmp_path / "ours").rglob("apps"))
-
-
-def _hostile(folder: Path) -> bytes:
-    """A bundle whose code writes a file into Flower's folder of whoever imports it."""
-    app = folder / "app"
-    (app / "hostile").mkdir(parents=True, exist_ok=True)
-    (app / "hostile" / "__init__.py").write_text("")
-    (app / "hostile" / "client.py").write_text(
-        "import os, pathlib\nfrom flwr.clientapp import ClientApp\n"
-        "(pathlib.Path(os.environ['FLWR_HOME']) / f'written-{os.getpid()}').touch()\napp = ClientApp()\n"
-    )
-    (app / "pyproject.toml").write_text(
-        '[project]\nname = "hostile"\nversion = "1.0.0"\ndependencies = []\n'
-        '[tool.flwr.app]\npublisher = "x"\n'
-        '[tool.flwr.app.components]\nserverapp = "hostile.client:app"\nclientapp = "hostile.client:app"\n'
-    )
-    return build_fab_from_disk(app)
 
 
 @pytest.mark.whole
