@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,27 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_with_kills(
+    device: Device, first: RunSettings, resumed: RunSettings, calls: range, then: Callable[[], object] = list
+) -> int:
+    """Run, killed after each number of calls in turn, and resume until it ends; how often it was killed."""
+    kills = 0
+    while True:
+        device.calls_left = calls[kills % len(calls)]
+        try:
+            run(resumed if kills else first)
+            return kills
+        except Killed:
+            kills += 1
+            then()
+
+
+def check_same_bits(left: Path, right: Path) -> None:
+    """Of two runs' journals and results."""
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -212,18 +234,14 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     settings = replace(settings, checkpoint_every=checkpoint_every, evaluate_every=3)
     run(settings)
     killed = replace(settings, out=tmp_path / "killed")
-    resumes = 0
-    while True:
-        device.calls_left = 3 + resumes % 8
-        try:
-            run(replace(killed, resume=killed.out if resumes else None))
-            break
-        except Killed:
-            resumes += 1
-            # As if the process had ended between the journal and the metrics.
-            metrics = killed.out / "metrics.jsonl"
-            metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
-    assert resumes > 3
+
+    def cut() -> None:
+        """As if the process had ended between the journal and the metrics."""
+        metrics = killed.out / "metrics.jsonl"
+        metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
+
+    resumed = replace(killed, resume=killed.out)
+    assert run_with_kills(device, killed, resumed, range(3, 11), then=cut) > 3
 
     def left(folder: Path) -> dict[str, Any]:
         counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
@@ -344,17 +362,8 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     killed = replace(changed, out=tmp_path / "killed", resume=tmp_path / "killed")
     shutil.copytree(settings.out, killed.out)
     run(replace(changed, change_estimator=True))
-    kills, is_told = 0, True
-    while True:
-        device.calls_left = 4 + kills % 5
-        try:
-            run(replace(killed, change_estimator=is_told))
-            break
-        except Killed:
-            kills, is_told = kills + 1, False
-    assert kills > 1
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
+    assert run_with_kills(device, replace(killed, change_estimator=True), killed, range(4, 9)) > 1
+    check_same_bits(killed.out, settings.out)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
         (change,) = [record for record in journal.records if record["kind"] == "change"]
     assert 0 < change["step"] < STEPS and change["settings"]["share_directions"] is True
@@ -386,8 +395,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     with pytest.raises(ConfigError, match="steps was 8, is 10"):
         run(replace(stored, epochs=2.0))
     run(replace(stored, epochs=1.5))
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (epochs.out / name).read_bytes() == (settings.out / name).read_bytes()
+    check_same_bits(epochs.out, settings.out)
     assert "1.5 epochs: 8 steps" in (epochs.out / "log.txt").read_text()
 
 
@@ -546,8 +554,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(
     assert newest.name == f"step-{steps:06d}"
     device.broken = None
     run(replace(exact, resume=exact.out))
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (exact.out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    check_same_bits(exact.out, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
@@ -564,17 +571,9 @@ def test_a_guided_run_resumes_and_replays_to_the_same_bits(
     inside = moved @ np.linalg.pinv(axes) @ axes
     np.testing.assert_allclose(moved, inside, atol=1e-6)
     assert moved.any()
-    killed, kills = replace(guided, out=tmp_path / "killed"), 0
-    while True:
-        device.calls_left = 14 + kills % 5
-        try:
-            run(killed)
-            break
-        except Killed:
-            kills, killed = kills + 1, replace(killed, resume=killed.out)
-    assert kills > 1
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
+    killed = replace(guided, out=tmp_path / "killed")
+    assert run_with_kills(device, killed, replace(killed, resume=killed.out), range(14, 19)) > 1
+    check_same_bits(killed.out, settings.out)
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
     device.calls_left = 10**9
