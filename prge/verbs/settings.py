@@ -108,7 +108,7 @@ def settings_of(
 
 
 def part_of(kind: type[Settings], settings: Any) -> Settings:
-    """Those of the settings that `kind` has, of which theirs is a kind or has the fields."""
+    """The settings of another class, by the fields that these have too: all of them."""
     own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**own)
 
