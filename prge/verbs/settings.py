@@ -108,7 +108,7 @@ def settings_of(
 
 
 def part_of(kind: type[Settings], settings: Any) -> Settings:
-    """The settings of another class, by the fields that these have too: all of them."""
+    """Settings of a class whose fields are all among those of other settings."""
     own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**own)
 
