@@ -148,7 +148,7 @@ def test_check_that_fails_is_told_and_not_the_end(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor, "_probe_engine", lambda: GOOD_ENGINE)
     checks = {check.name: check for check in doctor.examine()}
     assert checks["memory"] == Check("memory", "missing", "the check failed: RuntimeError: unforeseen")
-    assert "adb" in checks
+    assert "flwr" in checks
 
 
 @pytest.mark.parametrize(
