@@ -13,20 +13,21 @@ ratios are medians over rounds. They are
     limit                matrix products alone: forward, computed again, and back
 
 Prints JSON by model: `blocks_over_METHOD`, `exact_over_limit`, `load_share` of a step that loads all weights,
-`recomputation_share`, the products of the second forward pass in a step, and by method `seconds`,
-`anonymous_mb` and `peak_rss_mb`. `blocks_over_pytorch` is against the faster type with checkpointing.
+`load_share_cold` with files that the system has forgotten, `recomputation_share`, the products of the second
+forward pass in a step, and by method `seconds`, `anonymous_mb` and `peak_rss_mb`. `blocks_over_pytorch` is against the faster type with checkpointing.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from processes import Server, serving
+from processes import Server, forget, serving
 from products import Call, Products, load_products
 from reports import in_turns, median, parser_of
 from serve import ADAPTED, RANK
@@ -58,6 +59,10 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
         figures["methods"] = {
             name: {"seconds": median(seconds, name), **asdict(step.memory())} for name, step in steps.items()
         }
+    if "least" in arguments.methods:
+        with serving("least", folder, *sizes, arguments.queries) as step:
+            cold = cold_seconds(step, folder / "cache", arguments.repeats)
+        figures["load_share_cold"] = 1 - figures["methods"]["blocks"]["seconds"] / cold
     return {**figures, "limit_seconds": median(seconds, "limit")}
 
 
@@ -92,6 +97,16 @@ def ratios(seconds: Sequence[dict[str, float]], methods: list[str]) -> dict[str,
         figures["load_share"] = 1 - figures["blocks_over_least"]
     figures["recomputation_share"] = median(seconds, "recomputation", over="blocks")
     return {**figures, "exact_over_limit": median(seconds, "blocks", over="limit")}
+
+
+def cold_seconds(step: Server, cache: Path, repeats: int) -> float:
+    """Of a step that finds no weights in memory; no other process may map them."""
+    step()
+    seconds = []
+    for _ in range(repeats):
+        forget(cache)
+        seconds.append(step()[0])
+    return statistics.median(seconds)
 
 
 def main() -> None:

@@ -5,8 +5,8 @@
 Two tasks: the demo's, whose model comes with the repository, and language modelling with MODEL on `--data`, a
 JSON list of passages, split as wikitext.py splits them. An export takes its rows for `--init eva` from the
 training rows. Each way takes the rate, of some, that is best on development rows with the first seed. A seed
-gives the order of rows, the directions and the random lora_a; those from rows hardly depend on it, so that one
-export has them. The best step on development rows is scored on the test rows, once for a seed. Prints JSON.
+gives the order of rows, the directions and the random lora_a; those from rows hardly depend on it, so that
+one export has them. The best step on development rows is scored on the test rows, once a seed. Prints JSON.
 """
 
 from __future__ import annotations
