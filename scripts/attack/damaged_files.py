@@ -11,8 +11,8 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,9 +20,11 @@ from typing import Any
 import damage
 from child import Limits, prge_ends
 from outcome import Case, Verdict, judged
-from workshop import Bench
+from tables import TABLES
+from workshop import KINDS, Bench
 
 LIMITS = Limits(seconds=300, processor_seconds=30, memory=1 << 30)
+WORKSTATION_LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
 _KINDS = ["decoder", "decoder", "encoder", "upper", "quantized"]
 _RUN_KINDS = ["decoder", "decoder", "encoder", "upper"]
 _FOREIGN = ["step-000004 (copy)", "step-000010-mine", "step-10", "notes"]
@@ -37,7 +39,7 @@ class Scene:
     folder: Path
 
     def copy(self, name: str) -> Path:
-        """A copy of the bench's `bundle`, `finished`, `unfinished`, `adapter`, `dev.jsonl` or `task.yaml`."""
+        """A copy of the bench's `bundle`, `finished`, `unfinished`, `adapter`, `model`, rows or task."""
         source, target = self.bench.original(self.kind, name), self.folder / name
         if not target.exists():
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
@@ -54,6 +56,12 @@ Result = Callable[[Scene], object]
 def _evaluation(scene: Scene) -> object:
     found = json.loads((scene.folder / "eval.json").read_text())
     return {name: found[name] for name in ("loss", "accuracy", "examples") if name in found}
+
+
+def _exported(scene: Scene) -> object:
+    """Hashes of what an export wrote, where a manifest tells them."""
+    files = json.loads((scene.folder / "exported" / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"].encode() for name, entry in files.items()}
 
 
 def _final(name: str) -> Result:
@@ -105,6 +113,15 @@ REPLAY = Use("replay @finished --out @replayed", _final("replayed"), "finished")
 INSPECT = Use("inspect @bundle")
 REPORT = Use("report @finished --out @report.html", None, "finished")
 PROBE = Use(_PROBE)
+_SHAPE = " ".join(KINDS["decoder"][1])
+EXPORT = Use(
+    f"export --model @model --target-modules all-linear {_SHAPE} --roles stack --out @exported", _exported
+)
+PUBLISH = Use("publish ?finished --bundle ?bundle --model @model --format merged --out @published")
+BASELINE = Use(
+    "baseline --model @model --bundle ?bundle --train ?train.jsonl --dev ?dev.jsonl --task ?task.yaml "
+    "--method backprop-lora-fa --steps 1 --quiet --out @trained"
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,7 @@ class Target:
     """A file, how it is damaged, and who reads it.
 
     `crafted`: ways that leave every checksum right. `is_judged`: something says what the file must be.
+    `ways`: those that take no care of checksums.
     """
 
     top: str
@@ -119,6 +137,7 @@ class Target:
     uses: tuple[Use, ...]
     crafted: tuple[damage.Way, ...] = ()
     is_judged: bool = True
+    ways: Mapping[str, damage.Way] = field(default_factory=lambda: damage.WAYS)
 
     def files(self, top: Path) -> list[Path]:
         """The files of a case that the target means."""
@@ -194,21 +213,66 @@ TARGETS: list[tuple[int, Target]] = [
 ]
 
 
+# Other ways leave a whole model of other numbers: only who knows its hash can tell.
+_TOLD_WAYS = ("cut", "cut out", "empty", "all noise", "missing", "folder", "pipe", "device", "dangling link")
+_OF_MODEL: dict[str, damage.Way] = {**damage.WAYS, "crafted": damage.mutate_json}
+_OF_MODELS_WEIGHTS: dict[str, damage.Way] = {
+    **{name: damage.WAYS[name] for name in _TOLD_WAYS},
+    "crafted": damage.mutate_safetensors,
+}
+_OF_WORKSTATION = (EXPORT, EXPORT, EXPORT, PUBLISH, BASELINE)
+
+
+def _index(path: Path, random: Random) -> None:
+    """An index of weights that names what isn't there, or isn't ours."""
+    path.with_name("model.safetensors.index.json").write_text(json.dumps(random.choice(TABLES["indices"])))
+    if random.random() < 0.5:
+        path.with_name("model.safetensors").unlink()
+
+
+def _pickled(path: Path, random: Random) -> None:
+    """Weights that call a program where they are unpickled."""
+    path.with_name("pytorch_model.bin").write_bytes(b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.")
+    path.with_name("model.safetensors").unlink()
+
+
+MODEL_TARGETS: list[tuple[int, Target]] = [
+    (2, Target("model", "model.safetensors", _OF_WORKSTATION, ways=_OF_MODELS_WEIGHTS)),
+    (2, Target("model", "config.json", _OF_WORKSTATION, ways={"index": _index, "pickled": _pickled})),
+    (2, Target("model", "config.json", _OF_WORKSTATION, is_judged=False, ways=_OF_MODEL)),
+    *(
+        (1, Target("model", name, _OF_WORKSTATION, is_judged=False, ways=_OF_MODEL))
+        for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.jinja")
+    ),
+]
+
+
 def attack_a_file(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
-    """Damage one file and let a verb read it."""
-    (target,) = random.choices([each for _, each in TARGETS], [weight for weight, _ in TARGETS])
+    """Damage one file and let a verb of a device read it."""
+    return _attacked(bench, random, folder, TARGETS, LIMITS)
+
+
+def attack_a_model(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """Damage a file of a model, and let a verb of a workstation read it."""
+    return _attacked(bench, random, folder, MODEL_TARGETS, WORKSTATION_LIMITS)
+
+
+def _attacked(
+    bench: Bench, random: Random, folder: Path, targets: Sequence[tuple[int, Target]], limits: Limits
+) -> tuple[list[Case], Counter[str]]:
+    (target,) = random.choices([each for _, each in targets], [weight for weight, _ in targets])
     use = random.choice(target.uses)
     kinds = _KINDS if target.top == "bundle" and use is not RESUME else _RUN_KINDS
     kind = random.choice([kind for kind in kinds if kind in bench.workshop.kinds])
-    scene = Scene(bench, kind, folder)
+    scene = Scene(bench, "decoder" if target.top == "model" else kind, folder)
     if use.needs:
         scene.copy(use.needs)
     files = target.files(scene.copy(target.top))
     if not files:
         return [], Counter()
-    expected = _expected(bench, kind, target, use)
+    expected = _expected(scene, target, use, limits)
     path, is_crafted = random.choice(files), bool(target.crafted) and random.random() < 0.4
-    ways = [("crafted", way) for way in target.crafted] if is_crafted else [*damage.WAYS.items()]
+    ways = [("crafted", way) for way in target.crafted] if is_crafted else [*target.ways.items()]
     name, way = random.choice(ways)
     foreign = _add_foreign_folders(scene, target)
     try:
@@ -218,7 +282,7 @@ def attack_a_file(bench: Bench, random: Random, folder: Path) -> tuple[list[Case
         way(path, random)
     linked = damage.aside(path)
     before = linked.read_bytes() if linked.is_file() else b""
-    ended = prge_ends(use.words(scene), LIMITS)
+    ended = prge_ends(use.words(scene), limits)
     verdict = judged(ended) or _compared(use, scene, expected, target.is_judged and not is_crafted)
     if (linked.is_file() and linked.read_bytes() != before) or not all(each.is_dir() for each in foreign):
         verdict = Verdict.FOLLOWED
@@ -226,22 +290,20 @@ def attack_a_file(bench: Bench, random: Random, folder: Path) -> tuple[list[Case
     return [Case.of(label, verdict, ended)], Counter()
 
 
-def _expected(bench: Bench, kind: str, target: Target, use: Use) -> object:
+def _expected(scene: Scene, target: Target, use: Use, limits: Limits) -> object:
     """What a use gives for undamaged files; None where there is nothing to compare."""
-    if use.result is None:
-        return None
-    key = (kind, target.top, id(use))
-    if key not in bench.results:
-        scene = Scene(bench, kind, bench.folder / f"expected-{len(bench.results)}")
-        scene.folder.mkdir()
+    bench, key = scene.bench, (scene.kind, target.top, id(use))
+    if use.result is not None and key not in bench.results:
+        whole = Scene(bench, scene.kind, bench.folder / f"expected-{len(bench.results)}")
+        whole.folder.mkdir()
         for name in filter(None, (target.top, use.needs)):
-            scene.copy(name)
-        ended = prge_ends(use.words(scene))
+            whole.copy(name)
+        ended = prge_ends(use.words(whole), replace(limits, memory=limits.memory and 2 * limits.memory))
         if ended.code:
             raise RuntimeError(f"prge {' '.join(ended.words)}\n{ended.output}")
-        bench.results[key] = use.result(scene)
-        shutil.rmtree(scene.folder)
-    return bench.results[key]
+        bench.results[key] = use.result(whole)
+        shutil.rmtree(whole.folder)
+    return bench.results.get(key)
 
 
 def _add_foreign_folders(scene: Scene, target: Target) -> list[Path]:

@@ -53,8 +53,7 @@ PLANS: Sequence[dict[str, Any]] = (
 )
 
 
-# Of a state's arrays and of its progress.
-Change = Callable[[dict[str, Any], dict[str, Any]], object]
+Arrays = Progress = dict[str, Any]
 
 
 @dataclass
@@ -85,17 +84,16 @@ class Server:
         task = Task(self.agreement.sha256, number, first, 60.0, self.agreement.content)
         return replace(task, **{"state": self.state(first), **changes})
 
-    def state(self, step: int, change: Change | None = None) -> bytes:
-        """A common state, changed before it is packed."""
+    def state(self, step: int, arrays: Arrays | None = None, progress: Progress | None = None) -> bytes:
+        """A common state, of which arrays, or none if they are {}, and progress are said otherwise."""
         state = first_state(self.agreement.plan, Adapter.zeros(self.bundle.chain.modules))
         state.progress.step = step
         packed = pack_state(state)
-        if change is None:
+        if arrays is None and progress is None:
             return packed
-        content = zlib.decompress(packed)
-        arrays, progress = safetensors.numpy.load(content), asdict(state.progress)
-        change(arrays, progress)
-        return zlib.compress(safetensors.numpy.save(arrays, {"progress": json.dumps(progress)}), 1)
+        held = safetensors.numpy.load(zlib.decompress(packed)) if arrays != {} else {}
+        said = json.dumps({**asdict(state.progress), **(progress or {})})
+        return zlib.compress(safetensors.numpy.save({**held, **(arrays or {})}, {"progress": said}), 1)
 
     def steps(self, first: int, **changes: Any) -> Steps:
         """A round that the device missed."""
@@ -115,9 +113,8 @@ def _garbage(server: Server) -> tuple[bytes, bool]:
 
 def _torn(server: Server) -> tuple[bytes, bool]:
     content = server.honest().to_bytes()
-    if server.random.random() < 0.2:
-        return content + b"!", False
-    return content[: server.random.randrange(len(content))], False
+    whole = server.random.random() < 0.2
+    return content + b"!" if whole else content[: server.random.randrange(len(content))], False
 
 
 def _flipped(server: Server) -> tuple[bytes, bool]:
@@ -129,10 +126,18 @@ def _flipped(server: Server) -> tuple[bytes, bool]:
 
 def _counts(server: Server) -> tuple[bytes, bool]:
     """Sizes in the head that are not those of what follows."""
-    content = bytearray(server.honest().to_bytes())
-    at = server.random.choice((30, 34, 38))
-    content[at : at + 4] = struct.pack("<I", server.random.choice((1, 2**16, 2**31, 2**32 - 1)))
-    return bytes(content), False
+    size = struct.pack("<I", server.random.choice((1, 2**16, 2**31, 2**32 - 1)))
+    return _with(server.honest(), server.random.choice((30, 34, 38)), size), False
+
+
+def _no_time(server: Server) -> tuple[bytes, bool]:
+    seconds = struct.pack("<f", server.random.choice((-1.0, float("nan"), float("inf"), 1e9)))
+    return _with(server.honest(), 26, seconds), False
+
+
+def _with(task: Task, at: int, four: bytes) -> bytes:
+    content = task.to_bytes()
+    return content[:at] + four + content[at + 4 :]
 
 
 def _again(server: Server) -> tuple[bytes, bool]:
@@ -159,47 +164,31 @@ def _hurried(server: Server) -> tuple[bytes, bool]:
     return server.honest(seconds=server.random.choice((1e-9, 1e-40, 1e-3))).to_bytes(), True
 
 
-def _no_time(server: Server) -> tuple[bytes, bool]:
-    wrong = struct.pack("<f", server.random.choice((-1.0, float("nan"), float("inf"), 1e9)))
-    content = server.honest().to_bytes()
-    return content[:26] + wrong + content[30:], False
-
-
 def _state(server: Server) -> tuple[bytes, bool]:
     """A state of which the device must take nothing."""
-    size = Adapter.zeros(server.bundle.chain.modules).size
-    step = server.honest().step
-
-    def puts(name: str, array: Any) -> Any:
-        return lambda arrays, progress: arrays.__setitem__(name, array)
-
-    def says(**progress: Any) -> Any:
-        return lambda arrays, said: said.update(progress)
-
-    change = server.random.choice(
-        [
-            puts("adapter", np.full(size, np.nan, np.float32)),
-            puts("adapter", np.full(size, -np.inf, np.float32)),
-            puts("adapter", np.zeros(size + 1, np.float32)),
-            puts("adapter", np.zeros(size, np.float64)),
-            puts("adapter", np.zeros((size, 1), np.float32)),
-            puts("adapter", np.zeros(50_000_000, np.int8)),
-            puts("head", np.zeros((10_000, 65), np.float32)),
-            puts("head", np.zeros((2, 1), np.float32)),
-            puts("x" * 70_000, np.zeros(1, np.float32)),
-            lambda arrays, progress: arrays.clear(),
-            says(step=-1),
-            says(step=step + 10**6),
-            says(step=1.5),
-            says(step="0"),
-            says(step=True),
-            says(smoothed_loss=[1]),
-            says(first_loss="much"),
-        ]
-    )
-    content = server.state(step, change)
-    state = server.random.choice([content, content, content, content[:-9]])
-    return server.honest(state=state).to_bytes(), False
+    size, step = Adapter.zeros(server.bundle.chain.modules).size, server.honest().step
+    arrays: list[dict[str, Any]] = [
+        *({"adapter": np.full(size, number, np.float32)} for number in (np.nan, -np.inf)),
+        {"adapter": np.zeros(size + 1, np.float32)},
+        {"adapter": np.zeros(size, np.float64)},
+        {"adapter": np.zeros((size, 1), np.float32)},
+        {"adapter": np.zeros(50_000_000, np.int8)},
+        *({"head": np.zeros(shape, np.float32)} for shape in ((10_000, 65), (2, 1))),
+        {"x" * 70_000: np.zeros(1, np.float32)},
+        {},
+    ]
+    progress: list[dict[str, Any]] = [
+        *({"step": number} for number in (-1, step + 10**6, 1.5, "0", True)),
+        *({"smoothed_loss": [1]}, {"first_loss": "much"}),
+    ]
+    number = server.random.randrange(len(arrays) + len(progress))
+    if number < len(progress):
+        content = server.state(step, progress=progress[number])
+    else:
+        content = server.state(step, arrays=arrays[number - len(progress)])
+    if server.random.random() < 0.2:
+        content = content[:-9]
+    return server.honest(state=content).to_bytes(), False
 
 
 def _far(server: Server) -> tuple[bytes, bool]:
@@ -207,7 +196,7 @@ def _far(server: Server) -> tuple[bytes, bool]:
     server.number += 1
     size = Adapter.zeros(server.bundle.chain.modules).size
     values = np.full(size, server.random.choice((1e9, 1e20, 3e38)), np.float32)
-    state = server.state(server.honest().step, lambda arrays, progress: arrays.update(adapter=values))
+    state = server.state(server.honest().step, {"adapter": values})
     return server.honest(state=state).to_bytes(), True
 
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from random import Random
 
 from child import Child, Limits, prge_ends
-from outcome import STOPPED, Case, Verdict, worked
-from workshop import Bench, Workshop
+from outcome import STOPPED, Case, Verdict, judged, worked
+from workshop import KINDS, Bench, Workshop
 
 LIMITS = Limits(seconds=300, processor_seconds=120, memory=None)
-_KILLS = (6, 16)
+WORKSTATION_LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
+_KILLS, _WORKSTATION_KILLS = (6, 16), 3
 _TORCH = ["--engine", "torch"]
 
 # For each kind of bundle, settings of which one is drawn.
@@ -110,13 +111,68 @@ def _attacked(name: str, words: list[str], random: Random, folder: Path) -> tupl
     return [Case(name, Verdict.ACCEPTED)], counts
 
 
+def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+    """An export or a publication that is killed leaves nothing or all of it, and can be done again."""
+    counts: Counter[str] = Counter(runs=1)
+    finished, model = bench.original("decoder", "finished"), bench.workshop.model("llama")
+    publish = [
+        "publish",
+        finished,
+        "--bundle",
+        bench.workshop.bundle("decoder"),
+        "--model",
+        model,
+        "--format",
+    ]
+    calls: dict[str, list[object]] = {
+        "export": ["export", "--model", model, *KINDS["decoder"][1], "--roles", "stack"],
+        **{f"publish {form}": [*publish, form] for form in ("peft", "merged", "llm")},
+        "replay": ["replay", finished],
+    }
+    name = random.choice([*calls, "publish peft", "replay"])
+    words, out = calls[name], folder / "place" / "out"
+    out.parent.mkdir()
+    began = time.monotonic()
+    whole = prge_ends([*words, "--out", folder / "whole"], WORKSTATION_LIMITS)
+    if whole.code:
+        return [Case.of(name, worked(whole), whole)], counts
+    seconds, expected = time.monotonic() - began, _tree(folder / "whole")
+    for _ in range(_WORKSTATION_KILLS):
+        child = Child([*words, "--out", out], WORKSTATION_LIMITS)
+        if random.random() < 0.5:
+            child.has_ended(random.uniform(0, seconds))
+        else:  # while the result is written
+            while not any(out.parent.iterdir()) and not child.has_ended(0.0005):
+                continue
+            child.has_ended(random.uniform(0, 0.01))
+        if child.signal(signal.SIGKILL):
+            counts["kills"] += 1
+            counts[f"kills of {name}"] += 1
+        ended = child.wait()
+        if out.exists():
+            if problem := told_apart(expected, _tree(out)):
+                return [Case.of(name, Verdict.DIFFERENT, ended, problem)], counts
+            shutil.rmtree(out)
+    again = prge_ends([*words, "--out", out], WORKSTATION_LIMITS)
+    verdict = judged(again) or Verdict.ACCEPTED
+    left = sorted(path.name for path in out.parent.iterdir() if path != out)
+    problem = told_apart(expected, _tree(out)) + (f"\nleft beside it: {left}" if left else "")
+    if verdict is Verdict.ACCEPTED and problem:
+        verdict = Verdict.DIFFERENT
+    return [Case.of(f"{name}, killed", verdict, again, problem)], counts
+
+
 def differences(whole: Path, killed: Path) -> str:
     """What a killed run left otherwise than a whole one; empty if nothing."""
-    ours, theirs = left_by(whole), left_by(killed)
+    return told_apart(left_by(whole), left_by(killed))
+
+
+def told_apart(whole: dict[str, object], killed: dict[str, object]) -> str:
+    """A line for each thing that was left otherwise."""
     return "\n".join(
-        f"{name}: {_shown(ours.get(name))}, killed: {_shown(theirs.get(name))}"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
+        f"{name}: {_shown(whole.get(name))}, killed: {_shown(killed.get(name))}"
+        for name in sorted(whole.keys() | killed.keys())
+        if whole.get(name) != killed.get(name)
     )
 
 
@@ -188,3 +244,9 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _tree(folder: Path) -> dict[str, object]:
+    """Files of a folder, without what tells when they were made."""
+    files = ((str(path.relative_to(folder)), path) for path in sorted(folder.rglob("*")) if path.is_file())
+    return {name: path.read_bytes() for name, path in files if name not in ("manifest.json", "README.md")}
