@@ -325,7 +325,7 @@ def _plain(scene: Scene) -> None:
 
 
 def _wrong_key(scene: Scene) -> None:
-    fields = {name: str(scene.random.choice(values)) for name, values in TABLES["signatures"].items()}
+    fields = {name: scene.random.choice(values) for name, values in TABLES["signatures"].items()}
     scene.says(scene.head(**fields, content_length=0))
 
 

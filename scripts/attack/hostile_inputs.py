@@ -123,8 +123,8 @@ def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
     where = random.choice(["task", "config", "task of eval", "adapter_config.json", "hashes.json"])
     names = {"config": ["steps", "learning_rate", "lengths", "quiet"], "hashes.json": ["a"]}
     name = random.choice(names.get(where, ["name", "template", "label_words", "columns", "metric"]))
-    if not isinstance(content, bytes):
-        content = str(content).replace("{name}", name)
+    if isinstance(content, str):
+        content = content.replace("{name}", name)
     label = f"{where}: {kind}"
     if where.endswith("json"):
         adapter = Path(shutil.copytree(workshop.bundle("decoder") / "adapter", folder / "adapter"))
@@ -143,7 +143,7 @@ def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A bundle whose chat template is hostile, and whose hashes fit."""
     kind, source = drawn(random, TABLES["templates"])
     bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
-    _write(bundle / "tokenizer" / "chat_template.jinja", str(source))
+    _write(bundle / "tokenizer" / "chat_template.jinja", source)
     damage.rehash_bundle(bundle)
     words = ["--bundle", bundle, "--threads", 1]
     rows = workshop.folder / "chat.jsonl"
@@ -200,14 +200,14 @@ def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
     settings, make = _VERBS[verb]
     name = random.choice([item.name for item in dataclasses.fields(settings)])
     values = TABLES["values"] + ([] if name in _TAKES_LONG else TABLES["large"])
-    flag, value = f"--{name.replace('_', '-')}", str(random.choice(values))
+    flag, value = f"--{name.replace('_', '-')}", random.choice(values)
     given = random.choice([[f"{flag}={value}"], [flag, value], [flag, value, value], [flag]])
     return Input(f"{verb}: {flag}", [*make(workshop, folder), *given], "end", bounds=Bounds(20.0, 500.0))
 
 
 def _bounds(workshop: Workshop, random: Random, folder: Path) -> Input:
     """Numbers that no run can have."""
-    chosen = str(random.choice(TABLES["bounds"]))
+    chosen = random.choice(TABLES["bounds"])
     words = _run(workshop, folder, *chosen.split())
     return Input(f"bounds: {chosen[:40]}", words, bounds=_SOON)
 
@@ -223,7 +223,7 @@ ROWS: list[tuple[str, str, Any]] = [
 def _rows(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A file of odd rows."""
     ending, kind, content = random.choice(ROWS)
-    path = _write(folder / f"rows.{ending}", content if isinstance(content, bytes) else str(content))
+    path = _write(folder / f"rows.{ending}", content)
     # With the row itself, which a reader may hold twice, and what its tokens take.
     bounds = Bounds(30.0, 250.0)
     if random.random() < 0.5:
@@ -311,7 +311,7 @@ def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     """Folders whose names are not plain, in a process of its own: its encoding is chosen at the start."""
-    name = str(random.choice(TABLES["names"]))
+    name = random.choice(TABLES["names"])
     environment: Mapping[str, str] = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(REPOSITORY)}
     began = [str(word) for word in _run(workshop, folder)]
     began[began.index("--out") : began.index("--out") + 2] = [f"--out={name}"]
@@ -331,7 +331,7 @@ def _places(workshop: Workshop, random: Random, folder: Path) -> Input:
     _write(folder / "file", "kept")
     (folder / "nowhere").symlink_to(folder / "missing" / "place")
     os.mkfifo(folder / "pipe")
-    place = str(random.choice(TABLES["places"])).replace("{}", str(folder))
+    place = random.choice(TABLES["places"]).replace("{}", str(folder))
     return Input("place of a run", [*_run(workshop, folder), f"--out={place}"], "be refused")
 
 

@@ -18,44 +18,12 @@ from random import Random
 
 from child import Child, Limits, prge_ends
 from outcome import STOPPED, Case, Verdict, judged, worked
+from tables import TABLES
 from workshop import KINDS, Bench, Workshop
 
 LIMITS = Limits(seconds=300, processor_seconds=120, memory=None)
 WORKSTATION_LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
 _KILLS, _WORKSTATION_KILLS = (6, 16), 3
-_TORCH = ["--engine", "torch"]
-
-# For each kind of bundle, settings of which one is drawn.
-_DIFFERENCES = [
-    ["--estimator", "antithetic"],
-    ["--estimator", "antithetic", "--copies", "3"],
-    ["--estimator", "fzoo"],
-]
-_TANGENTS = [
-    ["--estimator", "tangent", *more]
-    for more in ([], ["--share-directions"], ["--clip", "1"], ["--calls", "2"], ["--queries", "9"])
-]
-_BY_EXAMPLE = ["--clip-examples", "0.1", "--batch-size", "1", "--calls", "3"]
-_EXACT = [["--estimator", "exact", *more] for more in ([], ["--clip", "1"], ["--calls", "2"], _BY_EXAMPLE)]
-_HEAD_OF_ALL = ["--head-folds", "0", "--estimator", "exact"]
-_KEPT = ["--trunk-cache-bytes", "1000000"]
-_OF_KIND: dict[str, list[list[str]]] = {
-    "decoder": [*_TANGENTS, *_DIFFERENCES, *_EXACT, ["--memory", "400000"]],
-    "quantized": [[], *_EXACT, ["--memory", "400000"]],
-    "upper": [
-        *([*_KEPT, *more] for more in ([], ["--trunk-cache-dtype", "float16"], ["--estimator", "exact"])),
-        ["--trunk-cache-bytes", "10000", "--estimator", "antithetic"],
-    ],
-    "encoder": [["--head-folds", "4"], _HEAD_OF_ALL, ["--head-learning-rate", "0.01"]],
-}
-_OF_ALL: list[list[list[str]]] = [
-    [["--optimizer", "adam"], ["--optimizer", "momentum"], ["--optimizer", "sgd"]],
-    [["--evaluate-every", "3"], ["--evaluate-every", "5"], ["--evaluate-every", "0"]],
-    [["--checkpoint-every", "0"], ["--checkpoint-every", "1"], ["--checkpoint-every", "4"]],
-    [["--select", "loss"], ["--select", "metric"]],
-    [["--patience", "2"], [], []],
-    [["--schedule", "cosine"], ["--schedule", "constant"]],
-]
 
 
 def attack_a_run(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
@@ -68,16 +36,15 @@ def attack_a_run(bench: Bench, random: Random, folder: Path) -> tuple[list[Case]
 def attack_a_run_with_torch(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
     """The same on the engine that takes torch."""
     kind = random.choice(["decoder", "quantized", "encoder"])
-    name, words = f"run with torch: {kind}", [*_run_words(bench.workshop, kind, random), *_TORCH]
+    name, words = f"run with torch: {kind}", [*_run_words(bench.workshop, kind, random), "--engine", "torch"]
     return _attacked(name, words, random, folder)
 
 
 def _run_words(workshop: Workshop, kind: str, random: Random) -> list[str]:
     words = ["run", "--bundle", str(workshop.bundle(kind)), *workshop.rows, "--quiet", "--threads", "1"]
-    words += ["--steps", random.choice(["8", "15", "24"]), "--learning-rate", "0.01"]
-    words += ["--divergence-ratio", "1000", *random.choice(_OF_KIND[kind])]
-    for choices in _OF_ALL:
-        words += random.choice(choices)
+    words += ["--learning-rate", "0.01", "--divergence-ratio", "1000"]
+    for choices in (TABLES["of_kind"][kind], *TABLES["of_all"]):
+        words += random.choice(choices).split()
     return words
 
 

@@ -1,4 +1,4 @@
-"""Tables of what attacks send; see tables.yaml."""
+"""Tables of what attacks do and send, from tables.yaml."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any
 import yaml
 
 
-class Text(list[Any]):
-    """Parts of a text that may be long, which `str` puts together: texts, and pairs of a text and a count."""
-
-    def __str__(self) -> str:
-        return "".join(part if isinstance(part, str) else part[0] * part[1] for part in self)
-
-
 class _Loader(yaml.SafeLoader):
     pass
 
 
-_Loader.add_constructor("!text", lambda loader, node: Text(loader.construct_sequence(node, deep=True)))
+def _text(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> str:
+    parts = loader.construct_sequence(node, deep=True)
+    return "".join(part if isinstance(part, str) else part[0] * part[1] for part in parts)
+
+
+_Loader.add_constructor("!text", _text)
 TABLES: dict[str, Any] = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), _Loader)
 
 
