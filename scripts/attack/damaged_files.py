@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import damage
 from child import Limits, prge_ends
-from outcome import Case, Verdict, judged
+from outcome import Case, Found, Verdict, judged
 from tables import TABLES
 from workshop import Bench
 
@@ -181,19 +183,17 @@ WAYS: Mapping[str, Mapping[str, damage.Way]] = {
 }
 
 
-def attack_a_file(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_file(bench: Bench, random: Random, folder: Path) -> Found:
     """Damage one file and let a verb of a device read it."""
     return _attacked(bench, random, folder, "of_device", LIMITS)
 
 
-def attack_a_model(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_model(bench: Bench, random: Random, folder: Path) -> Found:
     """Damage a file of a model, and let a verb of a workstation read it."""
     return _attacked(bench, random, folder, "of_model", WORKSTATION_LIMITS)
 
 
-def _attacked(
-    bench: Bench, random: Random, folder: Path, table: str, limits: Limits
-) -> tuple[list[Case], Counter[str]]:
+def _attacked(bench: Bench, random: Random, folder: Path, table: str, limits: Limits) -> Found:
     targets = [Target(**target) for target in TABLES[table]]
     (target,) = random.choices(targets, [target.often for target in targets])
     use = USES[random.choice(target.uses)]
@@ -203,7 +203,8 @@ def _attacked(
     files = target.paths(scene.prepare(target.top, use))
     if not files:
         return [], Counter()
-    expected = _expected(scene, target, use, limits)
+    undamaged = partial(_undamaged, bench, scene.kind, target.top, use, limits)
+    expected = bench.once((scene.kind, target.top, use), undamaged) if use.result else {}
     crafted = CRAFTED[target.crafted]
     path, is_crafted = random.choice(files), bool(crafted) and random.random() < 0.4
     name, way = random.choice(
@@ -218,26 +219,23 @@ def _attacked(
     linked = damage.aside(path)
     before = linked.read_bytes() if linked.is_file() else b""
     ended = prge_ends(use.words(scene), limits)
-    verdict = judged(ended) or _compared(use, scene, expected, target.is_judged and not is_crafted)
+    is_judged = target.is_judged and not is_crafted
+    verdict = judged(ended) or _compared(use.found(scene) if use.result else {}, expected, is_judged)
     if (linked.is_file() and linked.read_bytes() != before) or not all(each.is_dir() for each in foreign):
         verdict = Verdict.FOLLOWED
     label = f"{ended.words[0]}: {target.top}{'/' if target.files else ''}{target.files}, {name}"
     return [Case.of(label, verdict, ended)], Counter()
 
 
-def _expected(scene: Scene, target: Target, use: Use, limits: Limits) -> object:
-    """What a use gives for undamaged files; None where there is nothing to compare."""
-    bench, key = scene.bench, (scene.kind, target.top, use)
-    if use.result and key not in bench.results:
-        whole = Scene(bench, scene.kind, bench.folder / f"expected-{len(bench.results)}")
-        whole.folder.mkdir()
-        whole.prepare(target.top, use)
-        ended = prge_ends(use.words(whole), limits)
+def _undamaged(bench: Bench, kind: str, top: str, use: Use, limits: Limits) -> dict[str, object]:
+    """What a use gives for undamaged files."""
+    with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
+        scene = Scene(bench, kind, Path(folder))
+        scene.prepare(top, use)
+        ended = prge_ends(use.words(scene), limits)
         if ended.code:
             raise RuntimeError(f"prge {' '.join(ended.words)}\n{ended.output}")
-        bench.results[key] = use.found(whole)
-        shutil.rmtree(whole.folder)
-    return bench.results.get(key)
+        return use.found(scene)
 
 
 def _add_foreign_folders(scene: Scene, target: Target) -> list[Path]:
@@ -249,10 +247,7 @@ def _add_foreign_folders(scene: Scene, target: Target) -> list[Path]:
     return [Path(shutil.copytree(source, checkpoints / name)) for name in _FOREIGN]
 
 
-def _compared(use: Use, scene: Scene, expected: object, is_judged: bool) -> Verdict:
-    if not use.result:
-        return Verdict.ACCEPTED
-    found = use.found(scene)
+def _compared(found: Mapping[str, object], expected: Mapping[str, object], is_judged: bool) -> Verdict:
     if found == expected:
         return Verdict.ACCEPTED
     return Verdict.OTHER if not is_judged and _is_finite(found) else Verdict.SILENT

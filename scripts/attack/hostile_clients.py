@@ -16,11 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from outcome import Case, Verdict
+from outcome import Case, Found, Verdict
 from service import Service, serving
 from tables import TABLES
 from workshop import Bench
@@ -46,7 +47,7 @@ _CHUNKS = [
     b"zz\r\n", b"-1\r\n\r\n", b"ffffffffffffffffffff\r\n", b"5\r\nab", b"\0" * 50,
     b"2;" + b"a" * 5000 + b"\r\naa\r\n",
 ]  # fmt: skip
-Found = tuple[Verdict, str]
+Told = tuple[Verdict, str]
 
 
 @dataclass
@@ -93,16 +94,13 @@ class Request:
     method: str = "POST"
     is_last: bool = False
     in_halves: bool = False
-    judged: Callable[[], Found] | None = None
+    judged: Callable[[], Told] | None = None
 
 
-def attack_clients(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_clients(bench: Bench, random: Random, folder: Path) -> Found:
     """Send a handful of hostile requests to a server, then ask as everybody does."""
     kind = "server with a key" if random.random() < 0.25 else "server"
-    server = bench.results.get(kind)
-    if server is None:
-        server = bench.results[kind] = _started(bench, KEY if "key" in kind else "")
-        bench.closers.append(server.service.end)
+    server = bench.once(kind, partial(_started, bench, KEY if "key" in kind else ""))
     begun, cases = server.service.log.stat().st_size, []
     for _ in range(_CASES):
         name = random.choice(list(_ATTACKS))
@@ -129,6 +127,7 @@ def _started(bench: Bench, key: str) -> _Server:
     log = bench.folder / f"server-{len(bench.closers)}.log"
     words = ["serve", bench.workshop.bundle("decoder"), "--port", 0, "--threads", 1]
     service = serving(log, words, "Ctrl-C", **({"PRGE_API_KEY": key} if key else {}))
+    bench.closers.append(service.end)
     server = _Server(service, key, int(service.told().split("/v1;")[0].rpartition(":")[2]))
     for path in [*_ASKED] * 3:
         _asked_by_all(server, path)
@@ -136,7 +135,7 @@ def _started(bench: Bench, key: str) -> _Server:
     return server
 
 
-def _asked_by_all(server: _Server, path: str = _COMPLETIONS) -> Found:
+def _asked_by_all(server: _Server, path: str = _COMPLETIONS) -> Told:
     """What a normal client asks."""
     return _judged(server, Request(server.request(path, json.dumps(_ASKED[path]).encode())))
 
@@ -168,7 +167,7 @@ class _Bytes:
         self.makefile = lambda *_: stream
 
 
-def _judged(server: _Server, request: Request) -> Found:
+def _judged(server: _Server, request: Request) -> Told:
     """Send a request and judge the answer."""
     middle = len(request.content) // 2 if request.in_halves else 0
     with contextlib.closing(server.open()) as connection:
@@ -187,7 +186,7 @@ def _judged(server: _Server, request: Request) -> Found:
     return _of_answer(answer.status, content, request.needs, request.method)
 
 
-def _of_answer(status: int, content: bytes, needs: str, method: str) -> Found:
+def _of_answer(status: int, content: bytes, needs: str, method: str) -> Told:
     told = f"{status} {content[:500]!r}"
     if status == 200:
         if needs:
@@ -326,7 +325,7 @@ def _crowd(server: _Server, random: Random) -> Request:
 def _held(server: _Server, content: bytes, count: int, *ignored: type[Exception]) -> Request:
     """Connections that begin a request and wait, while another client asks."""
 
-    def judged() -> Found:
+    def judged() -> Told:
         with contextlib.ExitStack() as stack:
             for _ in range(count):
                 connection = stack.enter_context(contextlib.closing(server.open()))
@@ -337,7 +336,7 @@ def _held(server: _Server, content: bytes, count: int, *ignored: type[Exception]
     return Request(content, judged=judged)
 
 
-def _meanwhile(server: _Server) -> Found:
+def _meanwhile(server: _Server) -> Told:
     """What another client gets: an answer soon, or that the server is busy."""
     begun = time.monotonic()
     verdict, told = _asked_by_all(server)
@@ -354,7 +353,7 @@ def _pipeline(server: _Server, random: Random) -> Request:
     requests = random.choices(kinds, [6, 3, 1], k=random.randint(2, 12))
     request = b"".join(requests) + server.head("GET", "/health", Connection="close")
 
-    def judged() -> Found:
+    def judged() -> Told:
         with contextlib.closing(server.open()) as connection:
             connection.sendall(request)
             content = connection.makefile("rb").read()
@@ -381,7 +380,7 @@ def _leaving(server: _Server, random: Random) -> Request:
     path, body = _asked(random, stream=random.random() < 0.7, max_tokens=1000, n=random.choice([1, 8]))
     request = server.request(path, body)
 
-    def judged() -> Found:
+    def judged() -> Told:
         for _ in range(random.choice([1, 4, 20])):
             with contextlib.closing(server.open()) as connection:
                 connection.sendall(request)

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from outcome import Case, Verdict
+from outcome import Case, Found, Verdict
 from service import Service, serving
 from tables import TABLES
 from workshop import Bench
@@ -43,7 +43,7 @@ _HANDSHAKE = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 _CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "GetRun", "GetFab", "ActivateNode")
 
 
-def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> Found:
     """Serve a fleet, lie to it and pester it; one case for each thing that is said."""
     cases: list[Case] = []
     with _served(bench, folder) as server:

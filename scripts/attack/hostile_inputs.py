@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import damage
 from child import Child, Ended, Limits, prge_ends
-from outcome import Case, Verdict, judged, worked
+from outcome import Case, Found, Verdict, judged, worked
 from tables import TABLES, drawn
 from workshop import REPOSITORY, Bench, Workshop
 
@@ -64,7 +64,7 @@ class Input:
 _SOON = Bounds(1.5, 200.0)
 
 
-def attack_an_input(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_an_input(bench: Bench, random: Random, folder: Path) -> Found:
     """One hostile input."""
     makers, weights = zip(*_MAKERS, strict=True)
     (make,) = random.choices(makers, weights)

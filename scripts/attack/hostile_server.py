@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 from child import Child, Limits
-from outcome import Case, Verdict, judged
+from outcome import Case, Found, Verdict, judged
 from workshop import Bench, Workshop
 
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
@@ -261,7 +261,7 @@ LIES: Sequence[Lie] = (
 )
 
 
-def attack_a_device(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_device(bench: Bench, random: Random, folder: Path) -> Found:
     """Let one device answer TASKS tasks of a hostile server."""
     found = folder / "found.jsonl"
     device = Child(("device",), LIMITS, call=partial(_serve, bench.workshop, random, folder, found))

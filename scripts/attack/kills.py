@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 
 from child import Child, Limits, prge_ends
-from outcome import STOPPED, Case, Verdict, judged, worked
+from outcome import STOPPED, Case, Found, Verdict, judged, worked
 from tables import TABLES
 from workshop import KINDS, Bench, Workshop
 
@@ -26,14 +26,14 @@ WORKSTATION_LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
 _KILLS, _WORKSTATION_KILLS = (6, 16), 3
 
 
-def attack_a_run(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_run(bench: Bench, random: Random, folder: Path) -> Found:
     """One run with settings of its own, killed a dozen times."""
     kind = random.choice(bench.workshop.kinds)
     name, words = f"run: {kind}", _run_words(bench.workshop, kind, random)
     return _attacked(name, words, random, folder)
 
 
-def attack_a_run_with_torch(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_run_with_torch(bench: Bench, random: Random, folder: Path) -> Found:
     """The same on the engine that takes torch."""
     kind = random.choice(["decoder", "quantized", "encoder"])
     name, words = f"run with torch: {kind}", [*_run_words(bench.workshop, kind, random), "--engine", "torch"]
@@ -48,7 +48,7 @@ def _run_words(workshop: Workshop, kind: str, random: Random) -> list[str]:
     return words
 
 
-def _attacked(name: str, words: list[str], random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def _attacked(name: str, words: list[str], random: Random, folder: Path) -> Found:
     counts: Counter[str] = Counter(runs=1)
     began = time.monotonic()
     whole, killed = folder / "whole", folder / "killed"
@@ -78,7 +78,7 @@ def _attacked(name: str, words: list[str], random: Random, folder: Path) -> tupl
     return [Case(name, Verdict.ACCEPTED)], counts
 
 
-def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> Found:
     """An export or a publication that is killed leaves nothing or all of it, and can be done again."""
     counts: Counter[str] = Counter(runs=1)
     finished, model = bench.original("decoder", "finished"), bench.workshop.model("llama")

@@ -38,11 +38,11 @@ from hostile_clients import attack_clients
 from hostile_inputs import attack_an_input
 from hostile_server import attack_a_device
 from kills import attack_a_run, attack_a_run_with_torch, attack_a_workstation
-from outcome import Case, Report, Verdict
+from outcome import Case, Found, Report, Verdict
 from transport import attack_a_transfer, why_not
 from workshop import KINDS, Bench, Workshop, open_workshop
 
-Attack = Callable[[Bench, Random, Path], tuple[list[Case], Counter[str]]]
+Attack = Callable[[Bench, Random, Path], Found]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Part:
     needs_torch: bool = False
 
 
-def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> Found:
     """A fleet's server; Flower is imported by the process that needs it, after its environment is set."""
     from device_runner.fleet.network.home import flower_home
 
@@ -199,7 +199,7 @@ def _bench(workshop: Workshop) -> Iterator[Bench]:
             bench.close()
 
 
-def attacked(bench: Bench, part: str, number: int, seed: int) -> tuple[list[Case], Counter[str]]:
+def attacked(bench: Bench, part: str, number: int, seed: int) -> Found:
     """Do one case; the folder of one that failed is kept as `failures/<part>-<number>` of the workshop."""
     if PARTS[part].needs_torch:
         import_verbs(workstation=True)

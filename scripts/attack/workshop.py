@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from child import Child, prge_ends
 
@@ -25,6 +25,7 @@ columns: {label: label}
 metric: accuracy
 """
 
+Made = TypeVar("Made")
 STEPS, LEAST_STEPS = 12, 4
 _SHAPES = ["--rank", "2", "--sequence-length", "32"]
 # Model and words of the export, by kind of bundle.
@@ -70,6 +71,13 @@ class Bench:
     folder: Path
     results: dict[Any, Any] = field(default_factory=dict)
     closers: list[Callable[[], object]] = field(default_factory=list)
+
+    def once(self, key: object, make: Callable[[], Made]) -> Made:
+        """What was made under that key, made unless it was before."""
+        if key not in self.results:
+            self.results[key] = make()
+        made: Made = self.results[key]
+        return made
 
     def close(self) -> None:
         """End what was started for it."""

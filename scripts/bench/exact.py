@@ -14,7 +14,8 @@ ratios are medians over rounds. They are
 
 Prints JSON by model: `blocks_over_METHOD`, `exact_over_limit`, `load_share` of a step that loads all weights,
 `load_share_cold` with files that the system has forgotten, `recomputation_share`, the products of the second
-forward pass in a step, and by method `seconds`, `anonymous_mb` and `peak_rss_mb`. `blocks_over_pytorch` is against the faster type with checkpointing.
+forward pass in a step, and by method `seconds`, `anonymous_mb` and `peak_rss_mb`. `blocks_over_pytorch` is
+against the faster type with checkpointing.
 """
 
 from __future__ import annotations
