@@ -120,15 +120,9 @@ def timed_step(
         copies: of the adapter in one call; by default all of a step.
         memory: bytes of weights that may stay loaded.
     """
-    settings = RunSettings(
-        bundle=folder,
-        train=folder,
-        out=folder,
-        estimator=estimator,
-        queries=None if estimator == "exact" else queries,
-        copies=copies,
-        batch_size=rows,
-    )
+    places = {"bundle": folder, "train": folder, "out": folder}
+    directions = {} if estimator == "exact" else {"queries": queries}
+    settings = RunSettings(**places, **directions, estimator=estimator, copies=copies, batch_size=rows)
     bundle = open_bundle(folder)
     plan = plan_run(bundle, [], settings)
     engines = open_engines(bundle, plan.contract, threads, "auto", memory)
