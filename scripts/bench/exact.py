@@ -30,9 +30,9 @@ from typing import Any
 
 from processes import Server, forget, serving
 from products import Call, Products, load_products
-from reports import in_turns, median, parser_of
+from reports import in_turns, median, parser_of, report_models
 from serve import ADAPTED, RANK
-from timing import export, report_models
+from timing import export
 
 from server_export.model.random_models import CONFIGURATIONS
 

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from processes import forget, watched
-from reports import parser_of
-from timing import export, least_memory, report_models
+from reports import parser_of, report_models
+from timing import export, least_memory
 
 from prge.verbs.starting import command_of
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from reports import parser_of
-from timing import export, folder_bytes, report_models
+from reports import parser_of, report_models
+from timing import export, folder_bytes
 
 from prge.files.signatures import ROLES
 from server_export.model.random_models import CONFIGURATIONS

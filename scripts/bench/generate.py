@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 from processes import serving
-from reports import in_turns, median, parser_of
+from reports import in_turns, median, parser_of, report_models
 from stock_runner import make_program, stock_runner
-from timing import export, report_models
+from timing import export
 
 from prge.files.signatures import DECODE, PREFILL, STACK
 from server_export.model.random_models import CONFIGURATIONS

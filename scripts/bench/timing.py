@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from reports import report
 
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.session.planning import plan_run
@@ -37,19 +34,6 @@ def random_model(name: str, layers: int | None = None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(Path(folder, "model"), name, layers)
         yield Path(folder)
-
-
-Bench = Callable[[argparse.Namespace, str, Path], dict[str, Any]]
-
-
-def report_models(arguments: argparse.Namespace, bench: Bench) -> None:
-    """Measure each of `--models`, by its name and in a folder of its own, and report the figures."""
-    figures = {}
-    for model in arguments.models:
-        with random_model(model, arguments.layers) as folder:
-            figures[model] = bench(arguments, model, folder)
-        print(model, figures[model], file=sys.stderr)
-    report(figures, arguments)
 
 
 def export(model: Path, out: Path, *flags: object) -> dict[str, float]:
