@@ -104,9 +104,10 @@ def timed_step(
         copies: of the adapter in one call; by default all of a step.
         memory: bytes of weights that may stay loaded.
     """
-    places = {"bundle": folder, "train": folder, "out": folder}
-    directions = {} if estimator == "exact" else {"queries": queries}
-    settings = RunSettings(**places, **directions, estimator=estimator, copies=copies, batch_size=rows)
+    given: dict[str, Any] = {"bundle": folder, "train": folder, "out": folder, "copies": copies}
+    if estimator != "exact":
+        given["queries"] = queries
+    settings = RunSettings(**given, estimator=estimator, batch_size=rows)
     bundle = open_bundle(folder)
     plan = plan_run(bundle, [], settings)
     engines = open_engines(bundle, plan.contract, threads, "auto", memory)

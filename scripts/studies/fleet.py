@@ -107,8 +107,10 @@ class Study:
     def arm(self, arm: str, seeds: Sequence[int]) -> dict[str, Any]:
         """A way to train, at the rate that is best for the first seed."""
         plan, rates = ARMS[arm]
-        noises = [noise(epsilon) for epsilon in EPSILONS] if arm.startswith("private") else [{}]
-        tried = {}
+        noises: list[Settings] = (
+            [noise(epsilon) for epsilon in EPSILONS] if arm.startswith("private") else [{}]
+        )
+        tried: dict[float, float] = {}
         for rate in rates:
             found = self._run(arm, {**plan, **noises[0], "learning_rate": rate}, seeds[0], test=False)
             tried[rate] = float(found["best_dev_loss"])

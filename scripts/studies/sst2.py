@@ -57,7 +57,7 @@ def main() -> None:
             frozen = [study.unchanged(scheme, seed) for seed in seeds]
             results[f"frozen-{scheme}"] = summarize(frozen, FIGURES)
             for estimator in arguments.estimators if scheme in arguments.quantize else ():
-                settings = {"estimator": estimator, **STEP, **TRAINING[estimator], **COMMON}
+                settings: dict[str, Any] = {"estimator": estimator, **STEP, **TRAINING[estimator], **COMMON}
                 runs = pool.map(partial(study.forward_only, scheme, settings), seeds)
                 found = summarize([*runs], [*FIGURES, "seconds"])
                 results[f"{estimator}-{scheme}"] = {"settings": settings, **found}

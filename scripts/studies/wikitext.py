@@ -92,12 +92,16 @@ class Study:
             "dev-limit": DEV_LIMIT,
             "threads": arguments.threads,
         }
-        self.rows = {"train": files["train"], "dev": files["dev"], **chosen}
+        self.rows: dict[str, Any] = {"train": files["train"], "dev": files["dev"], **chosen}
 
     def trained(self, estimator: str, scheme: str, seed: int) -> dict[str, Any]:
         """Export, run and score one seed by `prge`."""
         steps = self.arguments.rows // ROWS_OF_A_STEP[estimator]
-        flags = {"steps": steps, "evaluate-every": steps // POINTS, "checkpoint-every": steps // POINTS}
+        flags: dict[str, Any] = {
+            "steps": steps,
+            "evaluate-every": steps // POINTS,
+            "checkpoint-every": steps // POINTS,
+        }
         flags |= {"estimator": estimator, "seed": seed, **self.rows, **COMMON, **STEP[estimator]}
         bundle = self._bundle(scheme)
         run = made("run", self.out / f"run-{estimator}-{scheme}-{seed}", bundle=bundle, **flags)
@@ -115,12 +119,12 @@ class Study:
         return {"seed": seed, **self._perplexities(bundle, run, found["best"]), "seconds": found["seconds"]}
 
     def _bundle(self, scheme: str) -> Path:
-        flags = {**SHAPE, **ADAPTER, "init-rows": self.files["train"], "quantize": scheme}
+        flags: dict[str, Any] = {**SHAPE, **ADAPTER, "init-rows": self.files["train"], "quantize": scheme}
         return made("export", self.out / f"bundle-{scheme}", model=self.arguments.model, **flags)
 
     def _perplexities(self, bundle: Path, run: Path, best: dict[str, Any]) -> dict[str, Any]:
         """Of the model as it came and of a run's adapter on test rows, and of the best step."""
-        same = {"bundle": bundle, "data": self.files["test"], "overflow": "split"}
+        same: dict[str, Any] = {"bundle": bundle, "data": self.files["test"], "overflow": "split"}
         same |= {"threads": self.arguments.threads}
         before = scored(self.out / f"{bundle.name}.json", **same)
         after = scored(self.out / f"{run.name}.json", **same, adapter=run)
