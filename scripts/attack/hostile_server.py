@@ -53,7 +53,8 @@ PLANS: Sequence[dict[str, Any]] = (
 )
 
 
-Arrays = Progress = dict[str, Any]
+# What is told otherwise, by its name.
+Said = dict[str, Any] | None
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Server:
         task = Task(self.agreement.sha256, number, first, 60.0, self.agreement.content)
         return replace(task, **{"state": self.state(first), **changes})
 
-    def state(self, step: int, arrays: Arrays | None = None, progress: Progress | None = None) -> bytes:
+    def state(self, step: int, arrays: Said = None, progress: Said = None) -> bytes:
         """A common state, of which arrays, or none if they are {}, and progress are said otherwise."""
         state = first_state(self.agreement.plan, Adapter.zeros(self.bundle.chain.modules))
         state.progress.step = step

@@ -29,11 +29,13 @@ def bench(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str,
     exported = export(folder / "model", bundle, "--quantize", scheme, "--sequence-length", str(longest))
     exported |= {f"{name}_bytes": folder_bytes(bundle / name) for name in ("programs", "weights")}
     estimators: dict[str, Any] = {estimator: {} for estimator in ESTIMATORS}
-    for shape in arguments.shapes:
-        steps = {each: timed_step(bundle, each, *shape, arguments.threads).seconds for each in ESTIMATORS}
+    for rows, tokens in arguments.shapes:
+        steps = {
+            each: timed_step(bundle, each, rows, tokens, arguments.threads).seconds for each in ESTIMATORS
+        }
         rounds = in_turns(steps, arguments.pairs)
         for estimator, shapes in estimators.items():
-            shapes["{}x{}".format(*shape)] = {
+            shapes[f"{rows}x{tokens}"] = {
                 "chain_seconds": median(rounds, estimator),
                 "over_antithetic": median(rounds, estimator, over="antithetic"),
             }
