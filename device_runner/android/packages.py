@@ -2,7 +2,7 @@
 
 They come through this machine's own pip and APT: `apt-get` with a private configuration that knows another
 architecture and release, so that nothing of the system is touched. APT checks the archive's signature, and by
-it the hash of every package.
+it the hash of every package. A lock names packages of an earlier runtime by version and hash instead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from prge.errors import PrgeError
+from prge.errors import ConfigError, PrgeError
 from prge.files.bundle import file_sha256
+from prge.files.documents import read_json
 from prge.host.user_cache import private_folder
 
 Machine = Literal["arm64", "amd64"]
@@ -81,23 +82,87 @@ class Archive:
     """File of the public keys that sign it; default: Debian's own."""
 
 
-def download_wheels(pinned: Sequence[str], machine: Machine, cache: Path) -> dict[Package, Path]:
-    """The wheel of each package, from the cache or through this Python's pip.
+@dataclass(frozen=True)
+class Lock:
+    """The packages that an earlier runtime was made of, by their names."""
 
-    Args:
-        pinned: names and versions, such as `numpy==2.4.6`.
-        machine: Debian's name of it.
-        cache: folder to keep files in.
+    path: Path
+    debian: Mapping[str, Package]
+    wheels: Mapping[str, Package]
+
+    def named(self, names: Sequence[str], source: Literal["debian", "wheels"]) -> list[Package]:
+        """Its packages of these names; raises ConfigError where it lacks some."""
+        packages: Mapping[str, Package] = getattr(self, source)
+        if lacking := [name for name in names if name not in packages]:
+            raise ConfigError(
+                "the lock lacks packages:",
+                [f"{self.path}: no {', '.join(lacking)}"],
+                remedy="take runtime.json of a runtime with the same flags, or leave --lock out",
+            )
+        return [packages[name] for name in names]
+
+
+def read_lock(path: Path, machine: Machine) -> Lock:
+    """The packages that a runtime.json names.
 
     Raises:
-        PrgeError: pip can't get one.
+        ConfigError: it names none, or they are for another machine.
+    """
+    try:
+        content = read_json(path)
+        made_for, sources = content["machine"], content["packages"]
+        debian, wheels = (
+            {
+                name: Package(name, _text(facts["version"]), _text(facts["sha256"]))
+                for name, facts in sources[source].items()
+            }
+            for source in ("debian", "wheels")
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            "the lock can't be used:",
+            [f"{path}: {error if isinstance(error, OSError) else f'no packages of a runtime ({error})'}"],
+            remedy="give the runtime.json of a runtime that prge android bundle has built",
+        ) from None
+    if made_for != machine:
+        raise ConfigError("the lock can't be used:", [f"{path} is for {made_for}, --machine is {machine}"])
+    return Lock(path, debian, wheels)
+
+
+def _text(value: object) -> str:
+    """Of a version or a hash: they become words of a command line."""
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z.+:~_-]*", value):
+        raise ValueError(f"{value!r} is no version or hash")
+    return value
+
+
+def download_wheels(
+    pinned: Sequence[str], machine: Machine, cache: Path, lock: Lock | None = None
+) -> dict[Package, Path]:
+    """The wheel of each package, from the cache or through this Python's pip, which checks a lock's hashes.
+
+    Args:
+        pinned: names and versions, such as `numpy==2.4.6`; with a lock its versions count.
+        machine: Debian's name of it.
+        cache: folder to keep files in.
+        lock: where versions and hashes come from.
+
+    Raises:
+        PrgeError: pip can't get one, or it is another file than the lock names.
     """
     folder = private_folder(cache / "wheels" / machine)
-    remedy = "is the package index there, and does it have these versions?"
+    lines, remedy = list(pinned), "is the package index there, and does it have these versions?"
+    if lock is not None:
+        named = lock.named([line.partition("==")[0] for line in pinned], "wheels")
+        lines = [f"{item.name}=={item.version} --hash=sha256:{item.sha256}" for item in named]
+        remedy += " Leave --lock out to take those that prge is tested with"
     if importlib.util.find_spec("pip") is None:
         remedy = "this Python has no pip: install it with `python -m ensurepip`"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".pip-") as scratch:
-        words = [*_PIP, "--dest", scratch, "--find-links", str(folder), *pinned]
+        asked = Path(scratch, "wheels.txt")
+        asked.write_text("\n".join(lines))
+        words = [*_PIP, "--dest", scratch, "--find-links", str(folder), "--requirement", str(asked)]
+        words += ["--require-hashes"] * (lock is not None)
         for platform in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
             words += ["--platform", f"{platform}_{_WHEEL_MACHINES[machine]}"]
         try:
@@ -108,33 +173,48 @@ def download_wheels(pinned: Sequence[str], machine: Machine, cache: Path) -> dic
             _plain(path.name): path.replace(folder / path.name) for path in Path(scratch).glob("*.whl")
         }
     wheels = {}
-    for line in pinned:
-        name, _, version = line.partition("==")
+    for line in lines:
+        name, _, version = line.partition(" ")[0].partition("==")
         path = next(path for wheel, path in brought.items() if wheel.startswith(_plain(f"{name}-{version}-")))
         wheels[Package(name, version, file_sha256(path))] = path
     return wheels
 
 
-def download_debian(names: Sequence[str], machine: str, cache: Path, archive: Archive) -> dict[Package, Path]:
-    """The file of each Debian package in its newest version, checked by APT's signatures.
+def download_debian(
+    names: Sequence[str], machine: str, cache: Path, archive: Archive, lock: Lock | None = None
+) -> dict[Package, Path]:
+    """The file of each Debian package, checked by APT's signatures or by a lock's hash.
 
     Args:
-        names: of the packages.
+        names: of the packages; their newest versions, unless there is a lock.
         machine: Debian's name of it.
         cache: folder to keep files in.
         archive: where they come from.
+        lock: where versions and hashes come from; nothing is asked for what lies in the cache then.
 
     Raises:
         PrgeError: there is no APT or no archive, it can't be reached, its signature is wrong, or it lacks
-            packages.
+            packages or the versions that the lock names.
     """
     folder = cache / "debian" / machine
     folder.mkdir(parents=True, exist_ok=True)
+    wanted = [] if lock is None else lock.named(names, "debian")
+    files = _cached(wanted, folder)
+    if wanted and len(files) == len(wanted):
+        return files
     with tempfile.TemporaryDirectory(dir=cache, prefix=".apt-") as scratch:
         private = Path(scratch)
-        environment = _private_apt(private, machine, archive)
+        environment = _private_apt(private, machine, archive, is_locked=lock is not None)
         _apt(["apt-get", *_STRICT, "update"], environment)
-        wanted = [package for package in _offered(names, environment) if package.name in names]
+        offered = _offered(names, environment, every_version=lock is not None)
+        wanted = wanted or [package for package in offered if package.name in names]
+        lacking = [f"{item.name} {item.version}" for item in wanted if item not in offered]
+        if lacking:
+            raise PrgeError(
+                "the archive doesn't have these packages of the lock: " + ", ".join(lacking),
+                remedy="name a mirror that keeps old versions with --debian-archive, or leave --lock out for "
+                "the newest",
+            )
         if lacking := sorted(set(names) - {package.name for package in wanted}):
             raise PrgeError(
                 f"the archive's {RELEASE} lacks packages: " + ", ".join(lacking),
@@ -167,17 +247,18 @@ def _cached(packages: Sequence[Package], folder: Path) -> dict[Package, Path]:
     }
 
 
-def _offered(names: Sequence[str], environment: Mapping[str, str]) -> list[Package]:
+def _offered(names: Sequence[str], environment: Mapping[str, str], every_version: bool) -> list[Package]:
     """What the archive has of packages; those that it doesn't know are left out."""
+    words = ["apt-cache", *([] if every_version else ["--no-all-versions"]), "show", *names]
     packages = []
-    for stanza in _apt(["apt-cache", "--no-all-versions", "show", *names], environment).split("\n\n"):
+    for stanza in _apt(words, environment).split("\n\n"):
         fields = dict(re.findall(r"^(Package|Version|SHA256): *(\S+)$", stanza, re.MULTILINE))
         if len(fields) == 3:
             packages.append(Package(fields["Package"], fields["Version"], fields["SHA256"]))
     return packages
 
 
-def _private_apt(folder: Path, machine: str, archive: Archive) -> dict[str, str]:
+def _private_apt(folder: Path, machine: str, archive: Archive, is_locked: bool) -> dict[str, str]:
     """Environment of an APT of its own: another release and architecture, its lists in `folder`."""
     keys = archive.keys or _KEYS
     if not keys.is_file():
@@ -192,7 +273,9 @@ def _private_apt(folder: Path, machine: str, archive: Archive) -> dict[str, str]
     # By a folder, since an option of a source takes no path with a space; the name tells the format.
     content = keys.read_bytes()
     (folder / "keys" / ("keys.asc" if content.startswith(b"-----") else "keys.gpg")).write_bytes(content)
-    (folder / "sources.list").write_text(f"deb {address} {RELEASE} main\n")
+    # A lock's hashes tell what is right, whatever the age of an archive that stands still.
+    options = "[check-valid-until=no] " if is_locked else ""
+    (folder / "sources.list").write_text(f"deb {options}{address} {RELEASE} main\n")
     (folder / "apt.conf").write_text(
         f'Dir::Etc::SourceList "{folder}/sources.list";\nDir::Etc::SourceParts "/dev/null";\n'
         f'Dir::Etc::Trusted "/dev/null";\nDir::Etc::TrustedParts "{folder}/keys";\n'

@@ -4,7 +4,7 @@
     lib/             loader and C libraries, the engine's libraries, and prge's interface over them
     py/, site/       Python, its packages, the driver
     runtime.json     machine, packages with versions and hashes, sha256 of every other file; TREE is the hash
-                     of all
+                     of all. It is a lock too, by which another build takes the same packages
 
 Nothing of the phone's own user space is used but a shell: a glibc of its own comes along.
 """
@@ -33,6 +33,7 @@ from device_runner.android.packages import (
     digest,
     download_debian,
     download_wheels,
+    read_lock,
     unpack_debian,
 )
 from device_runner.engines.native.build import LIBRARY, LINKED, build
@@ -78,6 +79,9 @@ class BundleSettings:
     """Put in what `prge android fleet join` needs: Flower and its packages."""
     compiler: str | None = None
     """C++ compiler for the machine; default: aarch64-linux-gnu-g++ or x86_64-linux-gnu-g++."""
+    lock: Path | None = None
+    """runtime.json of another runtime: take its packages, by version and hash; default: the newest of
+    Debian's release, and the wheels that prge is tested with."""
     debian_archive: str | None = None
     """Address of a Debian archive; default: the one that this machine's APT uses."""
     debian_keys: Path | None = None
@@ -119,10 +123,11 @@ def build_runtime(settings: BundleSettings) -> Runtime:
     cache, out = (settings.cache or default_cache()).absolute(), settings.out.absolute()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     machine, fleet = settings.machine, settings.fleet
+    lock = None if settings.lock is None else read_lock(settings.lock, machine)
     archive = Archive(settings.debian_archive, settings.debian_keys)
     names, pinned = DEBIAN + FLEET_DEBIAN * fleet, WHEELS + FLEET_WHEELS * fleet
-    debian = download_debian(names, machine, cache, archive)
-    wheels = download_wheels(pinned, machine, cache)
+    debian = download_debian(names, machine, cache, archive, lock)
+    wheels = download_wheels(pinned, machine, cache, lock)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".runtime-") as work:
         system, made = Path(work) / "system", Path(work) / "made"

@@ -1,4 +1,4 @@
-"""Where packages of a runtime come from: the newest that an archive signs."""
+"""Where packages of a runtime come from: the newest that an archive signs, or those of a lock."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from device_runner.android.packages import (
     FLEET_WHEELS,
     WHEELS,
     Archive,
+    Lock,
     download_debian,
+    read_lock,
 )
 from device_runner.android.runtime import BundleSettings, build_runtime, default_cache, open_runtime
-from prge.errors import PrgeError
+from prge.errors import ConfigError, PrgeError
 from tests.device_runner.android.archives import LATER, LocalArchive, local_archive
+from tests.device_runner.android.conftest import need_packages
 
 
 @pytest.mark.parametrize("who", ["prge", "flwr"])
@@ -47,7 +50,8 @@ def archive(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Debian's packages of the runtime, each with a later version."""
     if shutil.which("gpg") is None:
         pytest.skip("gpg is not installed")
-    files = download_debian(DEBIAN, "amd64", default_cache(), Archive())
+    lock = read_lock(runtime / "runtime.json", "amd64")
+    files = download_debian(DEBIAN, "amd64", default_cache(), Archive(), lock)
     with local_archive(tmp_path_factory.mktemp("archive") / "debian") as made:
         made.add(files.values())
         yield made
@@ -67,8 +71,8 @@ def settings(place: Path, archive: LocalArchive, **changes: Any) -> BundleSettin
 
 
 @pytest.mark.whole
-def test_the_newest_packages_are_taken(
-    archive: LocalArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_newest_packages_are_taken_and_a_lock_takes_them_again(
+    archive: LocalArchive, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With paths of all kinds: what is called on the way works in folders of its own."""
     monkeypatch.chdir(tmp_path)
@@ -87,9 +91,31 @@ def test_the_newest_packages_are_taken(
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert told.stdout == "it runs\n", told.stderr
-    # From another cache it is the same.
-    again = build_runtime(settings(Path("else where"), archive, debian_keys=Path("its keys.gpg")))
+    # Another cache: the lock's packages come from the archive again, by their hashes.
+    Path("my-lock.json").write_bytes(Path("runtime/runtime.json").read_bytes())
+    again = build_runtime(
+        settings(Path("else where"), archive, lock=Path("my-lock.json"), debian_keys=Path("its keys.gpg"))
+    )
     assert again.tree == built.tree == open_runtime(tmp_path / "else where" / "runtime").tree
+
+
+@pytest.mark.whole
+def test_a_lock_whose_versions_an_archive_has_no_more(
+    archive: LocalArchive, runtime: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PrgeError) as caught:
+        build_runtime(settings(tmp_path, archive, lock=runtime / "runtime.json"))
+    assert "doesn't have these packages of the lock: libc6 2." in caught.value.what
+    assert all(f"{name} " in caught.value.what for name in DEBIAN)
+    assert "--debian-archive" in caught.value.remedy and "leave --lock out" in caught.value.remedy
+    assert not (tmp_path / "runtime").exists()
+
+
+@pytest.mark.whole
+def test_a_lock_needs_no_archive_for_what_is_in_the_cache(runtime: Path, tmp_path: Path) -> None:
+    lock = read_lock(runtime / "runtime.json", "amd64")
+    files = download_debian(DEBIAN, "amd64", default_cache(), Archive("file:///nowhere"), lock)
+    assert {package.name for package in files} == set(DEBIAN)
 
 
 @pytest.mark.whole
@@ -134,3 +160,43 @@ def test_an_archive_that_lacks_packages_or_is_not_there(archive: LocalArchive, t
         download_debian(["libc6"], "amd64", tmp_path, Archive("http://127.0.0.1:9/none", archive.keys))
     with pytest.raises(PrgeError, match="there is no file"):
         download_debian(["libc6"], "amd64", tmp_path, Archive(archive.address, tmp_path / "nothing"))
+
+
+@pytest.mark.whole
+def test_another_wheel_than_the_locks_is_refused(runtime: Path, tmp_path: Path) -> None:
+    content = json.loads((runtime / "runtime.json").read_text())
+    content["packages"]["wheels"]["tqdm"]["sha256"] = "0" * 64
+    (tmp_path / "lock.json").write_text(json.dumps(content))
+    with pytest.raises(PrgeError, match=r"pip download failed: ERROR: .*HASHES") as caught:
+        build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "lock.json"))
+    assert "Leave --lock out" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "no packages of a runtime"),
+        ("[]", "no packages of a runtime"),
+        ('{"machine": "amd64"}', "no packages of a runtime"),
+        ('{"machine": "amd64", "packages": {"debian": {"a": {"version": "-x", "sha256": "0"}}}}',
+         "'-x' is no version or hash"),
+        ('{"machine": "arm64", "packages": {"debian": {}, "wheels": {}}}', "for arm64, --machine is amd64"),
+    ],
+)  # fmt: skip
+def test_what_is_no_lock_is_refused(tmp_path: Path, content: str, problem: str) -> None:
+    path = tmp_path / "lock.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        read_lock(path, "amd64")
+    assert problem in str(caught.value)
+
+
+def test_a_lock_of_a_runtime_without_fleets_lacks_their_packages() -> None:
+    with pytest.raises(ConfigError, match=r"no flwr.*\n.*with the same flags"):
+        Lock(Path("lock"), {}, {}).named(["flwr"], "wheels")
+
+
+def test_a_lock_that_is_not_there(tmp_path: Path) -> None:
+    need_packages()
+    with pytest.raises(ConfigError, match="No such file"):
+        build_runtime(BundleSettings(out=tmp_path / "out", machine="amd64", lock=tmp_path / "no.json"))
