@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
 from prge.errors import ConfigError
 from prge.learning.examples import Example
 from server_export.model.blocks import block_names
-from server_export.model.lora_fa import convert_conv1d
+
+Linears = Mapping[str, nn.Linear]
 
 
-def block_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
+def block_linears(model: nn.Module) -> list[Linears]:
     """The linear layers of every block by path, blocks from bottom to top, layers in module order.
-
-    GPT-2's Conv1D layers are turned into linear ones first, in place.
 
     Raises:
         ConfigError: the model has no list of blocks.
     """
-    convert_conv1d(model)
     return [
         {
             f"{block}.{name}": module
@@ -32,7 +30,7 @@ def block_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
     ]
 
 
-def feed_forward_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
+def feed_forward_linears(model: nn.Module) -> list[Linears]:
     """The linear layers of every block's feed-forward network by path: all that aren't below an attention.
 
     Raises:
@@ -52,19 +50,9 @@ def feed_forward_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
     return blocks
 
 
-def require_trainable_weights(layers: Sequence[nn.Linear]) -> None:
-    """Refuse weights that hold no gradient.
-
-    Raises:
-        ConfigError: a weight isn't of a floating-point type, for example still quantized.
-    """
-    unfit = sorted({str(layer.weight.dtype) for layer in layers if type(layer.weight) is not nn.Parameter})
-    if unfit:
-        raise ConfigError(
-            "these weights can't be trained:",
-            [f"a linear layer's weight is a quantized tensor ({', '.join(unfit)})"],
-            remedy="give the model with its weights as floats (quantization.dequantize)",
-        )
+def merged(blocks: Iterable[Linears]) -> dict[str, nn.Linear]:
+    """The layers of some blocks in one mapping."""
+    return {name: layer for layers in blocks for name, layer in layers.items()}
 
 
 def shuffled_batches(examples: Sequence[Example], batch_size: int, seed: int) -> Iterator[Sequence[Example]]:

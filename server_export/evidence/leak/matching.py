@@ -41,13 +41,12 @@ def match(victim: Victim, form: Form, report: Report, rows: Rows, objective: Obj
     # Twice the variance is the mean squared distance of two tokens.
     usual = 2 * float(table.var(0).sum())
     size = float(table.norm(dim=1).mean())
-    labels = F.one_hot(rows.labels, max(len(form.classes), 1)).float()
     embedded = table[rows.tokens].clone().requires_grad_()
     optimizer = torch.optim.Adam([embedded], lr=_STEP * float(table.std()))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(steps, 1))
     for _ in range(steps):
         targets = torch.softmax(-_squared_distances(embedded, table) / (_NEAR * usual), -1)
-        gradients = victim.soft_gradient(form, embedded, targets, labels)
+        gradients = victim.soft_gradient(form, embedded, targets, rows)
         seen = report.view(gradients).unflatten(0, (-1, report.batch)).mean(1)
         lengths = embedded.norm(dim=2).unflatten(0, (-1, report.batch)).mean((1, 2))
         losses = difference(objective, seen, report.numbers) + _LENGTHS * (lengths / size - 1).square()

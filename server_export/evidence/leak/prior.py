@@ -23,7 +23,7 @@ def sample(victim: Victim, form: Form, count: int, generator: torch.Generator) -
         chances = victim.next_logprobs(form, tokens).exp()
         tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
     tokens, counts = torch.unique(tokens, dim=0, return_counts=True)
-    labels = torch.randint(max(len(form.classes), 1), (len(tokens),), generator=generator)
+    labels = torch.randint(form.label_count, (len(tokens),), generator=generator)
     return Rows(tokens, labels), (counts.double() / count).log()
 
 

@@ -7,7 +7,7 @@ task      before | unknown | after            the last position chooses among ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -34,6 +34,11 @@ class Form:
         return len(self.before) + self.length + len(self.after) - (not self.classes)
 
     @property
+    def label_count(self) -> int:
+        """Labels that a row may have; a text has one, which says nothing."""
+        return max(len(self.classes), 1)
+
+    @property
     def targets(self) -> slice:
         """The unknown tokens that are learnt, of a text."""
         return slice(0 if self.before else 1, self.length)
@@ -57,10 +62,6 @@ class Rows:
         many = self.tokens.expand(len(tokens), -1).clone()
         many[:, position] = tokens
         return Rows(many, self.labels.expand(len(tokens)))
-
-    def with_label(self, label: int) -> Rows:
-        """The same tokens with another label."""
-        return replace(self, labels=torch.full_like(self.labels, label))
 
 
 def joined(parts: list[Rows]) -> Rows:

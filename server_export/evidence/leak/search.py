@@ -1,4 +1,8 @@
-"""Guesses are changed token by token until their report is the one that was sent.
+"""One report attacked: everything that may find its rows, one after the other.
+
+    report -> span check, where the gradient is known -> for the best guesses: matched embeddings -> search
+
+The search changes guesses token by token until their report is the one that was sent.
 
     score of a guess = log-likelihood of the report + log-probability of the text by the model itself
 
@@ -10,7 +14,7 @@ and, where neither helps, from the whole vocabulary at one position after anothe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -20,8 +24,12 @@ from server_export.evidence.leak.matching import match
 from server_export.evidence.leak.prior import consensus
 from server_export.evidence.leak.reports import Report
 from server_export.evidence.leak.rows import Form, Rows, joined
-from server_export.evidence.leak.settings import Objective
+from server_export.evidence.leak.settings import LeakSettings
+from server_export.evidence.leak.span import read_prefixes, spans_of
 from server_export.evidence.leak.victim import Victim
+
+# Guesses that are improved, one after the other, and prefixes that the span check goes on with.
+_GUESSES, _PREFIXES = 4, 16
 
 # Changes that are tried at once, of each of their three kinds.
 _TRIED = 64
@@ -29,47 +37,92 @@ _TRIED = 64
 _FOUND = 30.0
 
 
-@dataclass
-class Search:
-    """Guesses of a report's rows, the best of them, and all single rows that were tried.
+def attack(
+    victim: Victim,
+    form: Form,
+    report: Report,
+    written: tuple[Rows, torch.Tensor],
+    settings: LeakSettings,
+    generator: torch.Generator,
+) -> Rows:
+    """The best guess of a report's rows.
 
     Args:
         victim: the model.
         form: of the rows.
         report: what was sent.
+        written: rows of the model itself, with their shares, of prior.sample.
+        settings: how hard to try.
         generator: of what is tried at random.
-        objectives: by which a guess's embeddings are matched to the report before its tokens are changed.
-        matching_steps: for each of them.
+    """
+    rows, shares = written
+    # The label of a task is the one whose texts fit best: what iDLG reads off signs (arXiv 2001.02610).
+    rows = with_labels(form, rows)
+    shares = shares.repeat(form.label_count) - math.log(form.label_count)
+    found = span_rows(victim, form, report, rows)
+    if found is not None:
+        rows = joined([rows, found])
+        # The model didn't write them.
+        shares = torch.cat([shares, torch.full((len(found),), -torch.inf, dtype=shares.dtype)])
+    return Search(victim, form, report, generator, settings).run(rows, shares)
+
+
+def span_rows(victim: Victim, form: Form, report: Report, written: Rows) -> Rows | None:
+    """Rows that the span check reads from a report; None where it can't say anything.
+
+    A text's last token, which no span shows, is any that a text of `written` has there.
+    """
+    gradient = report.gradient()
+    if gradient is None or form.read * report.batch >= max(module.rank for module in victim.modules):
+        return None
+    spans = spans_of(victim.modules, gradient)
+    if not spans.bases:
+        return None
+    prefixes = read_prefixes(victim, form, spans, _PREFIXES, _PREFIXES)
+    last = written.tokens[:1, prefixes.shape[1] :].expand(len(prefixes), -1)
+    rows = Rows(torch.cat([prefixes, last], 1), torch.zeros(len(prefixes), dtype=torch.long))
+    return with_labels(form, rows)
+
+
+def with_labels(form: Form, rows: Rows) -> Rows:
+    """Rows with each of the labels, one after the other."""
+    return joined(
+        [Rows(rows.tokens, torch.full_like(rows.labels, label)) for label in range(form.label_count)]
+    )
+
+
+@dataclass
+class Search:
+    """Guesses of a report's rows, the best of them, and all single rows that were tried.
+
+    `tried` counts gradients of rows; `settings` say how many there may be.
     """
 
     victim: Victim
     form: Form
     report: Report
     generator: torch.Generator
-    objectives: Sequence[Objective] = ()
-    matching_steps: int = 0
+    settings: LeakSettings
     tried: int = 0
     _rows: list[Rows] = field(default_factory=list)
     _scores: list[torch.Tensor] = field(default_factory=list)
 
-    def run(self, starts: Rows, shares: torch.Tensor, beam: int, budget: int) -> Rows:
-        """The guess of the report's rows, after so many gradients of rows.
+    def run(self, starts: Rows, shares: torch.Tensor) -> Rows:
+        """The guess of the report's rows.
 
         Args:
             starts: rows to begin with, any number; a batch's guess takes those that fit together.
             shares: [rows], logarithms of how often the model wrote each of them.
-            beam: guesses that are improved, one after the other.
-            budget: gradients.
         """
         seen, priors = self._see(starts, shares)
-        guesses = [self._begin(starts, seen, priors, number) for number in range(min(beam, len(starts)))]
+        guesses = [self._begin(starts, seen, priors, number) for number in range(min(_GUESSES, len(starts)))]
         guesses = sorted(self._matched(guesses), key=lambda guess: -guess.score)
         best = guesses[0]
         for number, guess in enumerate(guesses):
             if self._is_found(best):
                 break
-            share = self.tried + (budget - self.tried) // (len(guesses) - number)
-            best = max(best, self._improved(guess, share), key=lambda each: each.score)
+            budget = self.tried + (self.settings.guesses - self.tried) // (len(guesses) - number)
+            best = max(best, self._improved(guess, budget), key=lambda each: each.score)
         if self.report.batch > 1 or self._is_found(best):
             return best.rows
         return self._answer()
@@ -119,9 +172,10 @@ class Search:
     def _matched(self, guesses: list[_Guess]) -> list[_Guess]:
         """Guesses, or what comes of them by matching embeddings, whichever is better of each."""
         rows, batch = joined([guess.rows for guess in guesses]), self.report.batch
-        for objective in self.objectives:
-            made = match(self.victim, self.form, self.report, rows, objective, self.matching_steps)
-            self.tried += self.matching_steps * len(rows)
+        steps = self.settings.matching_steps
+        for objective in self.settings.objectives:
+            made = match(self.victim, self.form, self.report, rows, objective, steps)
+            self.tried += steps * len(rows)
             seen, priors = self._see(made)
             parts = [slice(start, start + batch) for start in range(0, len(made), batch)]
             others = [_Guess.of(self.report, made[part], seen[part], priors[part]) for part in parts]
@@ -168,9 +222,9 @@ class Search:
             parts = [
                 self._replaced(own, by_slope[row]),
                 self._replaced(own, -self.victim.predictions(self.form, own.tokens[0])),
+                self._moved(own),
+                with_labels(self.form, own),
             ]
-            parts.append(self._moved(own))
-            parts += [own.with_label(label) for label in range(len(self.form.classes))]
             made.append((row, joined(parts)))
         return made
 
@@ -204,8 +258,7 @@ class Search:
         table = self.victim.embeddings
         embedded = table[guess.rows.tokens].requires_grad_()
         targets = F.one_hot(guess.rows.tokens, len(table)).float().requires_grad_()
-        labels = F.one_hot(guess.rows.labels, max(len(self.form.classes), 1)).float()
-        gradients = self.victim.soft_gradient(self.form, embedded, targets, labels)
+        gradients = self.victim.soft_gradient(self.form, embedded, targets, guess.rows)
         self.tried += len(gradients)
         distance = self.report.distances(self.report.view(gradients).mean(0))
         by_embedding, by_target = torch.autograd.grad(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 from prge.errors import ConfigError
 from prge.running.training_flags import RowsFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.settings import parse_settings
 from server_export.settings import ExportConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
@@ -58,8 +57,6 @@ class LeakSettings(RowsFlags):
     attacked, not its template. Without one, rows are texts."""
     target_modules: list[str] = field(default_factory=list)
     """Linear layers to adapt, without a bundle."""
-    adapt_layers: str | None = None
-    """`top:k`: adapt those in the top k blocks only, without a bundle."""
 
     reports: list[ReportName] = field(default_factory=lambda: ["exact", "top", "scalars"])
     """What is sent: exact (the gradient), top (its largest values), scalars (its projections)."""
@@ -77,8 +74,6 @@ class LeakSettings(RowsFlags):
     case."""
     noise: list[float] = field(default_factory=lambda: [0.0])
     """Deviation of Gaussian noise, as a share of what one row can change a step's report by."""
-    delta: float = 1e-5
-    """Of the differential privacy whose epsilon is told."""
     top_share: float = 0.01
     """Share of a gradient's values that `top` sends."""
 
@@ -90,10 +85,6 @@ class LeakSettings(RowsFlags):
     """Texts that the model writes to begin with."""
     guesses: int = 6000
     """Gradients of guesses that an attack computes at most, a batch's row each."""
-    beam: int = 4
-    """Guesses that an attack improves, one after the other."""
-    span: bool = True
-    """Whether exact gradients are asked for tokens by the span check."""
     objectives: list[Objective] = field(default_factory=lambda: ["cosine"])
     """How embeddings are matched to the report first: dlg (squared distance), cosine, tag."""
     matching_steps: int = 100
@@ -123,12 +114,12 @@ class LeakSettings(RowsFlags):
             out=Path("."),
             adapter=self.adapter,
             target_modules=self.target_modules or None,
-            adapt_layers=self.adapt_layers,
         )
 
-    def cases(self) -> Iterator[Case]:
-        """What to attack: a case of every report in the middle, and one for each other value of a list."""
-        lists: dict[str, list[Any]] = {
+    @property
+    def lists(self) -> dict[str, list[Any]]:
+        """The values of every setting of a case."""
+        return {
             "rank": self.ranks,
             "length": self.lengths,
             "batch": self.batches,
@@ -136,10 +127,13 @@ class LeakSettings(RowsFlags):
             "steps": self.steps,
             "noise": self.noise,
         }
+
+    def cases(self) -> Iterator[Case]:
+        """What to attack: a case of every report in the middle, and one for each other value of a list."""
         for report in self.reports:
-            middle = Case(report, **{name: values[0] for name, values in lists.items()})
+            middle = Case(report, **{name: values[0] for name, values in self.lists.items()})
             cases = [middle]
-            for name, values in lists.items():
+            for name, values in self.lists.items():
                 cases += [replace(middle, **{name: value}) for value in values[1:]]
             if report != "scalars":
                 cases = [replace(case, queries=0, steps=1) for case in cases]
@@ -153,8 +147,8 @@ class LeakSettings(RowsFlags):
         for name in ("reports", "lengths", "ranks", "batches", "queries", "steps", "noise", "seeds"):
             if not getattr(self, name):
                 problems.append(f"--{name} is empty")
-        if self.bundle is not None and (self.target_modules or self.adapt_layers):
-            problems.append("a bundle has its own layers: leave out --target-modules and --adapt-layers")
+        if self.bundle is not None and self.target_modules:
+            problems.append("a bundle has its own layers: leave out --target-modules")
         if (self.bundle is not None or self.adapter is not None) and len(self.ranks) > 1:
             problems.append("a bundle or an adapter has its own rank: leave out --ranks")
         if self.out is not None and self.out.suffix != ".svg":
@@ -163,12 +157,3 @@ class LeakSettings(RowsFlags):
             raise ConfigError(
                 "this can't be attacked:", problems, remedy="`prge leak --help` explains the settings"
             )
-
-
-def read_command_line(argv: Sequence[str]) -> LeakSettings:
-    """Settings of a command line, on top of those of its preset.
-
-    Raises:
-        ConfigError: settings that can't be used.
-    """
-    return parse_settings(LeakSettings, argv, "prge leak")
