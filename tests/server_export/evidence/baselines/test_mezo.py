@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from server_export.evidence.baselines.activations import SavedActivations
 from server_export.evidence.baselines.mezo import MeZO
 from tests.rows import bigram_completions, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem
@@ -16,7 +15,7 @@ ROWS = random_completions(4, 100)
 
 
 def values(method: MeZO) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in method.parameters()])
+    return torch.cat([parameter.detach().reshape(-1) for parameter in method.trained])
 
 
 def test_parameters_come_back_after_a_step_without_a_rate(tmp_path: Path) -> None:
@@ -58,17 +57,12 @@ def test_it_keeps_nothing_for_a_backward_and_no_second_copy(tmp_path: Path) -> N
     problem, _, _ = build_problem(tmp_path, "llama", ROWS, model={"intermediate_size": 20_000})
     method = MeZO(problem, 1e-3)
     method.step(ROWS, 1e-6)
-    addresses = [parameter.data_ptr() for parameter in method.parameters()]
-    with (
-        SavedActivations(problem.model.parameters()) as saved,
-        torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile,
-    ):
+    addresses = [parameter.data_ptr() for parameter in method.trained]
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         method.step(ROWS, 1e-6)
-    assert saved.peak_bytes == 0
-    assert [parameter.data_ptr() for parameter in method.parameters()] == addresses
-    model_bytes = 4 * sum(parameter.numel() for parameter in method.parameters())
+    assert [parameter.data_ptr() for parameter in method.trained] == addresses
+    model_bytes = 4 * sum(parameter.numel() for parameter in method.trained)
     held = highest = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":

@@ -18,7 +18,6 @@ from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.evidence.compare.methods import (
     METHODS,
     Plan,
-    chosen_methods,
     export_settings,
     run_settings,
 )
@@ -60,7 +59,7 @@ def parsed(kind: type[Settings], settings: Mapping[str, Any], folder: Path) -> S
     return read_settings(kind, Path(configured("verb", settings, folder / "verb.yaml")[2]), "prge verb")
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.family == "engine"])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.estimator])
 def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path) -> None:
     settings, method = settings_for(tmp_path / "out", "--sequence-length", 16), METHODS[name]
     config = parsed(ExportConfig, {**export_settings(method, settings), "out": tmp_path / "b"}, tmp_path)
@@ -70,15 +69,15 @@ def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path)
     chosen = run_settings(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     run = parsed(RunSettings, chosen, tmp_path)
     assert (run.estimator, run.learning_rate, run.steps) == (method.estimator, 1.25e-3, 10)
-    assert (run.batch_size, run.copies) == (method.examples(16), method.copies)
-    assert run.queries == (None if name.startswith("exact") else method.directions or method.queries)
+    assert (run.batch_size, run.copies) == (method.examples(16), method.run.get("copies"))
+    assert run.queries == (None if name.startswith("exact") else method.run["queries"])
     assert run.select == "loss"
     assert (run.evaluate_at, run.evaluate_every, run.checkpoint_every) == ([0, 2, 7, 10], 0, 7)
     places = tmp_path / "bundle", ROWS["test"], tmp_path / "run", tmp_path / "t"
     assert parsed(EvaluateSettings, settings_of_test(settings, *places), tmp_path).data == ROWS["test"]
 
 
-@pytest.mark.parametrize("name", [name for name, one in METHODS.items() if one.family == "pytorch"])
+@pytest.mark.parametrize("name", [name for name, one in METHODS.items() if not one.estimator])
 def test_pytorch_methods_have_settings_that_the_verb_takes(name: str, tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out")
     plan = Plan(10, 1e-3, 3, (0, 5, 10), with_test=True)
@@ -121,10 +120,3 @@ def test_all_methods_but_those_with_settings_of_their_own_share_a_bundle(tmp_pat
     assert "roles" not in shared
     others = {name for name, one in METHODS.items() if export_settings(one, settings) != shared}
     assert others == {"exact-top2"}
-
-
-def test_methods_are_taken_once_in_their_order() -> None:
-    assert [method.name for method in chosen_methods(["tangent", "p-rge", "tangent"], 16)] == [
-        "tangent",
-        "p-rge",
-    ]

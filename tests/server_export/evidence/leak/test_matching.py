@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from server_export.evidence.leak import reports
 from server_export.evidence.leak.matching import difference, match
-from server_export.evidence.leak.opening import Target, open_target
+from server_export.evidence.leak.reports import View, sent
 from server_export.evidence.leak.rows import Rows
 from server_export.evidence.leak.settings import LeakSettings, Objective
+from server_export.evidence.leak.target import Target, open_target
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, text_form
 
 OBJECTIVES: list[Objective] = ["dlg", "cosine", "tag"]
@@ -32,7 +32,7 @@ def test_a_wrong_token_becomes_the_right_one(trained: Target, objective: Objecti
         for name in ("Max", "Emma")
     )
     rows, guess = (Rows(torch.tensor([tokens]), torch.tensor([0])) for tokens in (right, wrong))
-    report = reports.exact(victim.gradients(form, rows)[0])
+    report = sent(View(), victim.gradients(form, rows)[0])
     assert match(victim, form, report, guess, objective, 100).tokens.tolist() == [right]
 
 
@@ -54,5 +54,5 @@ def test_only_the_cosine_forgets_the_size() -> None:
 def test_no_steps_change_nothing() -> None:
     victim, form = make_victim(4), text_form(4)
     rows = make_rows(form, 2)
-    report = reports.exact(victim.gradients(form, rows)[0])
+    report = sent(View(), victim.gradients(form, rows)[0])
     assert torch.equal(match(victim, form, report, rows, "cosine", 0).tokens, rows.tokens)
