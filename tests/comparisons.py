@@ -81,7 +81,7 @@ def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
                 False, [], learning_rate=None, search=[], failures=["ended with code 2: <no> such | thing"]
             ),
         },
-        "hashes": {"rows": {"train": "a" * 64}, "bundles": {"shared": "b" * 64}},
+        "hashes": {"train rows": "a" * 64, "bundle": "b" * 64},
         "meta": {
             "prge": "0.1.0",
             "python": "3.11",

@@ -42,8 +42,3 @@ def growing(steps: int, rows_of_a_step: int, first: float, growth: float) -> tup
         steps_to_evaluate.add(math.ceil(rows / rows_of_a_step))
         rows *= growth
     return tuple(sorted(steps_to_evaluate))
-
-
-def evenly(steps: int, evaluations: int) -> tuple[int, ...]:
-    """Steps to evaluate after: the start, and about so many evenly spread over the rest."""
-    return tuple(sorted({round(steps * part / evaluations) for part in range(evaluations + 1)}))

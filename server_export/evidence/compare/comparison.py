@@ -1,7 +1,7 @@
 """The work of a comparison: bundles, searches and runs in one folder, whatever is there already left alone.
 
 config.yaml  settings     data/       the rows of all methods      runs/METHOD-SEED/           reported runs
-bundles/     exports      measured/   a few steps a method         search/METHOD-RATE/         trials
+bundle/      the export   measured/   a few steps a method         search/METHOD-RATE/         trials
 model/       random weights           result.json, report.*        figures/
 """
 
@@ -24,13 +24,12 @@ from prge.files.run_folder import read_metrics
 from prge.host.atomic import write_file
 from prge.verbs.settings import settings_to_yaml
 from prge.verbs.starting import configured, json_of, wait_until_free
-from server_export.evidence.compare.budget import evenly, growing, steps_within
+from server_export.evidence.compare.budget import growing, steps_within
 from server_export.evidence.compare.children import last_words, run_verb
 from server_export.evidence.compare.methods import (
     METHODS,
     Method,
     Plan,
-    check_exports,
     chosen_methods,
     export_settings,
     run_settings,
@@ -46,6 +45,7 @@ from server_export.evidence.compare.records import (
 )
 from server_export.evidence.compare.rows import write_splits
 from server_export.evidence.compare.settings import SEARCH_SEED, CompareSettings
+from server_export.settings import ExportConfig
 from server_export.tune.rates import best_rate, grid_losses, rates_around
 
 CONFIG, RUN, OUTPUT, TEST = "config.yaml", "run", "output.txt", "test.json"
@@ -76,15 +76,17 @@ class Comparison:
         self.settings = settings
         self.out = settings.out.resolve()
         self.methods = chosen_methods(settings.methods, settings.batch_size)
-        check_exports(self.methods, settings)
         self.verb = verb
         self.rows: dict[str, Path] = {}
+        self._bundle = self.out / "bundle"
+        # What can't be exported is refused before anything is written.
+        ExportConfig(**export_settings(settings, self._bundle))
 
     def prepare(self) -> None:
-        """Write the settings and the rows, or check that they are those of the folder.
+        """Write the settings, the rows and the bundle, or check that they are those of the folder.
 
         Raises:
-            RunError: the folder holds something else, or another comparison.
+            RunError: the folder holds something else, or another comparison; or the export failed.
             DataError: the rows can't be used.
         """
         stored = self.out / CONFIG
@@ -111,6 +113,15 @@ class Comparison:
             quiet_libraries()
             _say(f"random weights for {name}")
             save_random_model(self.out / "model", name)
+        if not self._bundle.is_dir():
+            _say(f"{self._bundle.name}: exporting")
+            log = self.out / "bundle.txt"
+            chosen = export_settings(self.settings, self._bundle)
+            code = self.verb(configured("export", chosen, log.with_suffix(".yaml")), log)
+            if code:
+                raise RunError(
+                    f"`prge export` ended with code {code}: {last_words(log)}", remedy=_all_said(log)
+                )
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """All searches, then all runs: what the result keeps of every method, failures among it.
@@ -127,11 +138,10 @@ class Comparison:
         return results
 
     def hashes(self) -> dict[str, Any]:
-        """SHA-256 of the rows of each split and of each bundle's manifest."""
-        bundles = sorted((self.out / "bundles").glob("*/manifest.json"))
+        """SHA-256 of the rows of each split, and of the bundle's manifest."""
         return {
-            "rows": {split: file_sha256(path) for split, path in self.rows.items()},
-            "bundles": {path.parent.name: open_bundle(path.parent).sha256 for path in bundles},
+            **{f"{split} rows": file_sha256(path) for split, path in self.rows.items()},
+            "bundle": open_bundle(self._bundle).sha256,
         }
 
     def _tune(self, method: Method, result: dict[str, Any]) -> Plan | None:
@@ -180,10 +190,11 @@ class Comparison:
         if self.settings.search_trials == 1:
             return self._centre(method)
         trial_steps = max(1, round(steps * TRIAL_SHARE))
+        evaluate_at = (*range(0, trial_steps, -(-trial_steps // TRIAL_EVALUATIONS)), trial_steps)
         messages = ["no trial ended with a finite loss"]
 
         def loss(rate: float) -> float:
-            plan = Plan(trial_steps, rate, SEARCH_SEED, evenly(trial_steps, TRIAL_EVALUATIONS))
+            plan = Plan(trial_steps, rate, SEARCH_SEED, evaluate_at)
             try:
                 found = best_loss(self._train(method, plan, self.out / "search" / f"{method.name}-{rate:g}"))
             except RunDivergedError as failure:
@@ -208,14 +219,13 @@ class Comparison:
         run, place = folder / RUN, folder.relative_to(self.out)
         if is_finished(run):
             return run
-        bundle = self._bundle(method)
         wait_until_free(run)
         if method.estimator is not None and (run / CONFIG).is_file():
             words = ["run", "--resume", str(run)]
         else:
             shutil.rmtree(run, ignore_errors=True)
             verb = "baseline" if method.estimator is None else "run"
-            chosen = run_settings(method, self.settings, plan, bundle, self.rows, run)
+            chosen = run_settings(method, self.settings, plan, self._bundle, self.rows, run)
             words = configured(verb, chosen, folder / f"{verb}.yaml")
         _say(f"{place}: {plan.steps} steps at {plan.learning_rate:g}")
         log = folder / OUTPUT
@@ -223,35 +233,19 @@ class Comparison:
         if summary_of(run).get("run", {}).get("status") == "diverged":
             raise RunDivergedError(f"{place}: it diverged: {last_words(log)}", remedy=_all_said(log))
         if code or not is_finished(run):
-            raise _failed(f"{place}: ", words[0], code, log)
+            raise _failed(place, words[0], code, log)
         return run
 
     def _score(self, method: Method, run: Path, folder: Path) -> dict[str, Any]:
         """Test figures of an engine run; those of PyTorch have them."""
         path, partial = folder / TEST, folder / f".{TEST}"
         if not path.is_file():
-            chosen = test_settings(self.settings, self._bundle(method), self.rows["test"], run, partial)
+            chosen = test_settings(self.settings, self._bundle, self.rows["test"], run, partial)
             code = self.verb(configured("eval", chosen, folder / "eval.yaml"), folder / OUTPUT)
             if code:
-                raise _failed(f"{folder.relative_to(self.out)}: ", "eval", code, folder / OUTPUT)
+                raise _failed(folder.relative_to(self.out), "eval", code, folder / OUTPUT)
             partial.rename(path)
         return json_of(path)
-
-    def _bundle(self, method: Method) -> Path:
-        """The bundle that a method runs on, exported unless it is there; equal ones are shared.
-
-        Raises:
-            MethodError: the export failed.
-        """
-        place = self.out / "bundles" / (method.name if method.export else "shared")
-        if not place.is_dir():
-            _say(f"{place.relative_to(self.out)}: exporting")
-            log = place.with_name(f"{place.name}.txt")
-            chosen = {**export_settings(method, self.settings), "out": place}
-            code = self.verb(configured("export", chosen, log.with_suffix(".yaml")), log)
-            if code:
-                raise _failed("", "export", code, log)
-        return place
 
     def _centre(self, method: Method) -> float:
         return self.settings.learning_rates.get(method.name, method.learning_rate)

@@ -231,9 +231,7 @@ def _how(result: Result) -> Iterator[Block]:
             f"{_mb(meta['memory_bytes'])}; {meta['platform']}",
         )
     )
-    hashes = [(f"{split} rows", digest) for split, digest in result["hashes"]["rows"].items()]
-    hashes += [(f"bundle {name}", digest) for name, digest in result["hashes"]["bundles"].items()]
-    yield Table(("what", "SHA-256"), tuple(hashes), labels=2)
+    yield Table(("what", "SHA-256"), tuple(result["hashes"].items()), labels=2)
 
 
 def _unit(figure: Figure) -> str:

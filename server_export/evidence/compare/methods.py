@@ -13,7 +13,6 @@ from prge.errors import ConfigError
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from server_export.evidence.baselines.methods import METHODS as PYTORCH
 from server_export.evidence.compare.settings import CompareSettings
-from server_export.settings import ExportConfig
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class Method:
 
     `title` says in a report what it is, `learning_rate` is the centre of its search. One on the engine has an
     `estimator` of `prge run`; the others are of `prge baseline`. The `queries` of a step share the batch:
-    batch_size / queries examples a step. `run` and `export` are settings of its own: with an export's it has
-    its own bundle. `forward_only`: its gradients come from forward passes.
+    batch_size / queries examples a step. `run` are settings of its own. `forward_only`: its gradients come
+    from forward passes.
     """
 
     name: str
@@ -32,7 +31,6 @@ class Method:
     estimator: EstimatorName | None = None
     queries: int = 1
     run: Mapping[str, Any] = field(default_factory=dict)
-    export: Mapping[str, Any] = field(default_factory=dict)
     forward_only: bool = True
 
     def examples(self, batch_size: int) -> int:
@@ -92,15 +90,6 @@ METHODS: dict[str, Method] = {
             "exact",
             forward_only=False,
         ),
-        Method(
-            "exact-top2",
-            "backpropagation on the engine, top 2 blocks alone; what lies below is computed once a row",
-            1e-2,
-            "exact",
-            run={"trunk_cache_bytes": 1 << 30},
-            export={"adapt_layers": "top:2", "roles": ["stack", "back"]},
-            forward_only=False,
-        ),
         *(
             Method(
                 name,
@@ -136,32 +125,21 @@ def chosen_methods(names: Iterable[str], batch_size: int) -> list[Method]:
     return [METHODS[name] for name in names]
 
 
-def export_settings(method: Method, settings: CompareSettings) -> dict[str, Any]:
-    """Settings of `prge export` for the bundle that a method runs on, but for its folder.
-
-    All methods without settings of their own share one; PyTorch's read its frozen base and lora_a.
-    """
-    chosen: dict[str, Any] = {
+def export_settings(settings: CompareSettings, out: Path) -> dict[str, Any]:
+    """Settings of `prge export` for the bundle of all methods; PyTorch's read its frozen base and lora_a."""
+    if settings.adapter is not None:
+        adapter: dict[str, Any] = {"adapter": settings.adapter}
+    else:
+        modules = settings.target_modules or None
+        adapter = {"rank": settings.rank, "alpha": settings.alpha, "target_modules": modules}
+    return {
         "model": settings.model_path,
+        "out": out,
         "quantize": settings.quantize,
         "prepend_bos": settings.prepend_bos,
         "sequence_length": settings.sequence_length,
+        **adapter,
     }
-    if settings.adapter is not None and "adapt_layers" not in method.export:
-        chosen["adapter"] = settings.adapter
-    else:
-        chosen |= {"rank": settings.rank, "alpha": settings.alpha}
-        # Modules of one block needn't be in those that are adapted: the architecture's usual ones are.
-        by_block = any("." in name for name in settings.target_modules)
-        if settings.target_modules and not (by_block and "adapt_layers" in method.export):
-            chosen["target_modules"] = settings.target_modules
-    return {**chosen, **method.export}
-
-
-def check_exports(methods: Iterable[Method], settings: CompareSettings) -> None:
-    """Check the export of every method before any is begun; raises ConfigError as `prge export` does."""
-    for method in methods:
-        ExportConfig(out=Path(), **export_settings(method, settings))
 
 
 @dataclass(frozen=True)

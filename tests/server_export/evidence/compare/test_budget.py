@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server_export.evidence.compare.budget import evenly, growing, steps_within
+from server_export.evidence.compare.budget import growing, steps_within
 
 
 def test_each_kind() -> None:
@@ -42,12 +42,3 @@ def test_no_two_evaluations_are_further_apart_than_the_growth(
     # A step may reach several rows of the series, or come up to its own size late for one.
     for before, after in itertools.pairwise(found[1:]):
         assert after <= before * growth + 1
-
-
-@given(st.integers(1, 5000), st.integers(1, 50))
-def test_evenly_spread_evaluations(steps: int, evaluations: int) -> None:
-    found = evenly(steps, evaluations)
-    assert (found[0], found[-1]) == (0, steps)
-    assert len(found) == min(steps, evaluations) + 1
-    gaps = [after - before for before, after in itertools.pairwise(found)]
-    assert max(gaps) - min(gaps) <= 1

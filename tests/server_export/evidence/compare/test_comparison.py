@@ -35,7 +35,7 @@ def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
     assert backprop["runs"][0]["test"]["accuracy"] == 0.875
     assert backprop["runs"][0]["activation_bytes"] == 7_000_000
     assert (p_rge["runs"][0]["steps"], backprop["runs"][0]["steps"]) == (24000 // 32, 24000 // 48)
-    assert result["hashes"]["bundles"].keys() == {"shared"}
+    assert result["hashes"].keys() == {"train rows", "dev rows", "test rows", "bundle"}
     assert result["idle_bytes"] is None or result["idle_bytes"] > 10_000_000
 
 
@@ -113,6 +113,11 @@ def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
     assert result["methods"]["p-rge"]["runs"][0]["steps"] == 40
     assert "/measured/" in verbs.calls[1][1]["out"]
     assert "dev" not in verbs.calls[1][1]
+
+
+def test_an_export_that_fails_ends_it_with_what_was_said(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="`prge export` ended with code 2: export said this"):
+        run(tmp_path / "cmp", PretendedVerbs(broken=["export"]), *BOTH)
 
 
 def test_another_comparison_is_refused(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def parsed(kind: type[Settings], settings: Mapping[str, Any], folder: Path) -> S
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.estimator])
 def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path) -> None:
     settings, method = settings_for(tmp_path / "out", "--sequence-length", 16), METHODS[name]
-    config = parsed(ExportConfig, {**export_settings(method, settings), "out": tmp_path / "b"}, tmp_path)
+    config = parsed(ExportConfig, export_settings(settings, tmp_path / "b"), tmp_path)
     assert config.sequence_length == 16
     assert method.estimator and ESTIMATORS[method.estimator].role in config.roles
     plan = Plan(10, 1.25e-3, 3, (0, 2, 7, 10))
@@ -102,21 +102,10 @@ def test_a_run_that_is_only_timed_is_not_evaluated_on_its_way(tmp_path: Path) ->
         assert (run.dev, run.evaluate_at, run.evaluate_every) == (None, [], 0)
 
 
-def test_top_blocks_are_adapted_wherever_the_others_are(tmp_path: Path) -> None:
+def test_a_bundle_starts_from_the_adapter_or_from_modules(tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.mkdir()
-    settings = settings_for(tmp_path / "out", "--adapter", start, "--target-modules", "layer.2.value")
-    chosen = export_settings(METHODS["exact-top2"], settings)
-    assert chosen["adapt_layers"] == "top:2"
-    assert not chosen.keys() & {"adapter", "target_modules"}
-    assert export_settings(METHODS["exact"], settings)["adapter"] == start
-    plain = settings_for(tmp_path / "out", "--target-modules", "value")
-    assert export_settings(METHODS["exact-top2"], plain)["target_modules"] == ["value"]
-
-
-def test_all_methods_but_those_with_settings_of_their_own_share_a_bundle(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "out")
-    shared = export_settings(METHODS["backprop-lora"], settings)
-    assert "roles" not in shared
-    others = {name for name, one in METHODS.items() if export_settings(one, settings) != shared}
-    assert others == {"exact-top2"}
+    chosen = export_settings(settings_for(tmp_path / "out", "--adapter", start), tmp_path / "bundle")
+    assert chosen["adapter"] == start and not chosen.keys() & {"rank", "target_modules"}
+    chosen = export_settings(settings_for(tmp_path / "out", "--target-modules", "value"), tmp_path / "bundle")
+    assert (chosen["rank"], chosen["target_modules"]) == (8, ["value"])
