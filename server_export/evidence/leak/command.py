@@ -42,10 +42,6 @@ def main(argv: Sequence[str]) -> int:
 def leak(settings: LeakSettings, tell: Callable[[str], None]) -> dict[str, Any]:
     """Attack all that the settings ask for; returns what `--json` holds, but for the command.
 
-    Args:
-        settings: what to attack.
-        tell: is given a line about every case.
-
     Raises:
         PrgeError: model, bundle, rows or settings can't be used.
     """

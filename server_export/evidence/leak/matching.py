@@ -29,13 +29,8 @@ _SIZES, _LENGTHS = 0.1, 0.1
 def match(victim: Victim, form: Form, report: Report, rows: Rows, objective: Objective, steps: int) -> Rows:
     """The tokens nearest to embeddings that were moved from guesses towards a report.
 
-    Args:
-        victim: the model.
-        form: of the rows.
-        report: what was sent.
-        rows: of one guess after the other, each of all rows of the report; their labels stay.
-        objective: what to make small.
-        steps: of Adam; each costs a gradient and the way back through it for every row.
+    `rows` are those of one guess after the other, each of all rows of the report; their labels stay. Each of
+    the `steps` of Adam costs a gradient and the way back through it for every row.
     """
     table = victim.embeddings
     # Twice the variance is the mean squared distance of two tokens.

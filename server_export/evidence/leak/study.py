@@ -31,11 +31,7 @@ DELTA = 1e-5
 
 
 def run_study(target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Attack every case.
-
-    Args:
-        target: model and rows.
-        tell: is given a line about every case.
+    """Attack every case; `tell` is given a line about each.
 
     Returns:
         `recovered_exact`, `recovered_top`, `recovered_scalars` where asked for, and `recovered_prior`: share

@@ -63,18 +63,17 @@ class Victim:
 
         Args:
             form: of the rows.
-            embedded: f32 [rows, length, width], the unknown tokens' embeddings.
+            embedded: f32 [rows, length, width], in place of the unknown tokens.
             targets: f32 [rows, length, vocabulary], how much of each token a learnt one is.
             rows: give the labels.
         """
         return self._gradient(form, embedded, targets, _one_hot_labels(form, rows), create_graph=True)[0]
 
     def reduced_inputs(self, form: Form, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What each adapted layer sees of prefixes, times lora_a^T: f32 [prefixes, rank] at the last token.
+        """What each adapted layer sees of prefixes i64 [prefixes, n], times lora_a^T.
 
-        Args:
-            form: gives the tokens before.
-            tokens: i64 [prefixes, n], the unknown tokens up to one.
+        Returns:
+            f32 [prefixes, rank] at the last token, by layer.
         """
         found: dict[str, list[torch.Tensor]] = {module.name: [] for module in self.modules}
         hooks = [self._keep(module.name, found[module.name]) for module in self.modules]
