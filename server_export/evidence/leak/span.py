@@ -62,7 +62,7 @@ def spans_of(modules: tuple[AdaptedModule, ...], gradient: torch.Tensor) -> Span
 def read_prefixes(victim: Victim, form: Form, spans: Spans, count: int, beam: int) -> torch.Tensor:
     """The unknown tokens that the model reads, from left to right: i64 [at most count, tokens], best first.
 
-    A text's last token is only a target: nothing of it is in a span. The best `beam` prefixes are gone on with.
+    A text's last token is only a target: no span has it. The best `beam` prefixes are gone on with.
     """
     length = form.length if form.classes else form.length - 1
     every = torch.arange(victim.vocabulary)
