@@ -1,11 +1,11 @@
 """Charts as SVG, drawn by hand: their text takes the colour of the page that they stand in.
 
 The one place that draws. `line_chart` has curves, with a band for the range over seeds and levels across;
-`bar_chart` has a bar for each name, with a whisker. A `Picture` of a report takes the text, and
+`bar_chart` has a bar for each name. A `Picture` of a report takes the text, and
 `as_file` makes it one for a file; `beside` puts several into one. Nothing in a chart is a script or a link.
 
     line_chart([Line("p-rge", points, band=ranges)], "seconds", "accuracy", log=True, levels={"target": 0.9})
-    bar_chart([Bar("p-rge", 41.5, low=40.0, high=43.0, note="1 of 3 not reached")], "MB")
+    bar_chart([Bar("p-rge", 41.5)], "MB")
 """
 
 from __future__ import annotations
@@ -50,15 +50,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar from 0 to `value`, none where that is None; a whisker from `low` to `high`; a note behind it."""
+    """A bar from 0 to `value`."""
 
     name: str
-    value: float | None
+    value: float
     hue: int = 0
     look: Look = "line"
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
 
 
 def line_chart(
@@ -120,7 +117,7 @@ def bar_chart(bars: Sequence[Bar], x_label: str) -> str:
     """An SVG with a bar under each name, from the top down; empty where there is none."""
     if not bars:
         return ""
-    values = [each for bar in bars for each in (bar.value, bar.low, bar.high) if each is not None]
+    values = [bar.value for bar in bars]
     # Room for the number behind the longest bar.
     across = _Axis.over(min([0.0, *values]), max([0.0, *values]), 6, _WIDTH - 90)
     height = 2 * _BAR * len(bars) + _BOTTOM + 6
@@ -129,18 +126,12 @@ def bar_chart(bars: Sequence[Bar], x_label: str) -> str:
     for row, bar in enumerate(bars):
         top = 2 * _BAR * row
         parts.append(_text(across(0), top + 14, shortened(bar.name, 48), "start"))
-        end, low, high = ((each or 0.0) for each in (bar.value, bar.low, bar.high))
-        middle = top + _BAR + 7
-        if bar.value is not None:
-            left, right = sorted((across(0), across(end)))
-            parts.append(
-                f'<rect x="{left:.1f}" y="{top + _BAR}" width="{right - left:.1f}" height="14" '
-                f'fill="{_colour(bar.hue)}" fill-opacity="{0.4 if bar.look == "faint" else 1}"/>'
-            )
-        if bar.low is not None and bar.high is not None:
-            parts.append(_rule((across(low), middle), (across(high), middle), 0.8))
-        told = " ".join(text for text in (number(end) if bar.value is not None else "", bar.note) if text)
-        parts.append(_text(across(max(end, low, high)) + 5, middle + 4, told, "start"))
+        left, right = sorted((across(0), across(bar.value)))
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top + _BAR}" width="{right - left:.1f}" height="14" '
+            f'fill="{_colour(bar.hue)}" fill-opacity="{0.4 if bar.look == "faint" else 1}"/>'
+        )
+        parts.append(_text(right + 5, top + _BAR + 11, number(bar.value), "start"))
     return "".join([*parts, *_floor(across, x_label, (), floor, height), "</svg>"])
 
 
