@@ -83,7 +83,7 @@ class LossProgram(nn.Module):
 class ExecutorchTraining(Method):
     """Steps of ExecuTorch's SGD; what is `trained` are copies of parameters in the engine's memory."""
 
-    def __init__(self, problem: ModelProblem) -> None:
+    def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         if problem.contract.is_encoder:
             raise _unfit(
                 "bundle", "executorch-training learns log-probabilities, the bundle is of an encoder"
@@ -158,11 +158,6 @@ class ExecutorchTraining(Method):
         weights = _weights(batch, self._candidates)
         arrays = (batch.tokens, batch.positions, batch.targets, weights, absent, chosen, compared)
         return tuple(torch.from_numpy(array) for array in arrays)
-
-
-def prepare(problem: ModelProblem, settings: BaselineSettings) -> ExecutorchTraining:
-    """Export the joint program and load it."""
-    return ExecutorchTraining(problem)
 
 
 def _unfit(what: str, problem: str) -> ConfigError:

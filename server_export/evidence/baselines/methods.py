@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 BaselineOptimizer = Literal["adam", "adamw", "sgd", "momentum"]
@@ -25,13 +25,13 @@ MethodName = Literal[
 class MethodEntry:
     """What a method is, where it is and what it takes.
 
-    `module`, one of this package, has a function `prepare(problem, settings)` that gives a `Method`. `title`
-    says what the method is, and `learning_rate` is the middle of a search. `optimizers` are those that it
-    has, its default first. `adapts`: it trains the bundle's adapter itself; for the others an adapter that
-    isn't zero is merged into the model beforehand. `forward_only`: it has no backward pass.
+    `maker`, in a module of this package, gives a `Method` from a problem and settings. `title` says what the
+    method is, and `learning_rate` is the middle of a search. `optimizers` are those that it has, its default
+    first. `adapts`: it trains the bundle's adapter itself; for the others an adapter that isn't zero is
+    merged into the model beforehand. `forward_only`: it has no backward pass.
     """
 
-    module: str
+    maker: str
     title: str
     learning_rate: float
     optimizers: tuple[BaselineOptimizer, ...] = ("adam", "adamw", "sgd", "momentum")
@@ -39,39 +39,46 @@ class MethodEntry:
     forward_only: bool = False
 
     def load(self) -> Any:
-        """The method's module."""
-        return importlib.import_module(f"server_export.evidence.baselines.{self.module}")
+        """The method's maker."""
+        return resolve_name(f"server_export.evidence.baselines.{self.maker}")
 
 
 METHODS: dict[MethodName, MethodEntry] = {
     "backprop-lora-fa": MethodEntry(
-        "backpropagation", "backpropagation through the same adapter", 1e-2, adapts=True
+        "backpropagation:prepare", "backpropagation through the same adapter", 1e-2, adapts=True
     ),
     "backprop-lora": MethodEntry(
-        "backpropagation", "backpropagation through a whole LoRA: lora_A learns too", 3e-3, adapts=True
+        "backpropagation:prepare",
+        "backpropagation through a whole LoRA: lora_A learns too",
+        3e-3,
+        adapts=True,
     ),
-    "backprop-full": MethodEntry("backpropagation", "backpropagation through all weights", 3e-4),
+    "backprop-full": MethodEntry("backpropagation:prepare", "backpropagation through all weights", 3e-4),
     "mezo": MethodEntry(
-        "mezo",
+        "mezo:MeZO",
         "MeZO: the difference between two perturbations of all weights",
         3e-4,
         optimizers=("sgd",),
         forward_only=True,
     ),
     "executorch-training": MethodEntry(
-        "executorch_training",
+        "executorch_training:ExecutorchTraining",
         "ExecuTorch's training of the same adapter",
         1.0,
         optimizers=("sgd",),
         adapts=True,
     ),
-    "far": MethodEntry("far", "FAR: the nodes of the feed-forward networks that a priming moves most", 1e-2),
-    "tinytl-biases": MethodEntry("tinytl", "TinyTL: biases of linear layers and norms", 3e-3),
-    "tinytl-lite-residual": MethodEntry(
-        "tinytl", "TinyTL: biases, and a narrow branch beside every block", 3e-3
+    "far": MethodEntry(
+        "far:prepare", "FAR: the nodes of the feed-forward networks that a priming moves most", 1e-2
     ),
-    "sparse-bp": MethodEntry("sparse", "sparse update: biases and channels that an analysis chose", 1e-3),
+    "tinytl-biases": MethodEntry("tinytl:prepare", "TinyTL: biases of linear layers and norms", 3e-3),
+    "tinytl-lite-residual": MethodEntry(
+        "tinytl:prepare", "TinyTL: biases, and a narrow branch beside every block", 3e-3
+    ),
+    "sparse-bp": MethodEntry(
+        "sparse:prepare", "sparse update: biases and channels that an analysis chose", 1e-3
+    ),
     "quantized-training": MethodEntry(
-        "quantized", "int8 weights of the blocks, trained as codes", 1e-3, optimizers=("sgd",)
+        "quantized:prepare", "int8 weights of the blocks, trained as codes", 1e-3, optimizers=("sgd",)
     ),
 }

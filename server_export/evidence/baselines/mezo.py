@@ -26,9 +26,9 @@ _PIECE = 1 << 18
 class MeZO(Method):
     """Steps along differences; `scalar` is the last step's projected gradient g."""
 
-    def __init__(self, problem: ModelProblem, epsilon: float) -> None:
+    def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         super().__init__(problem, list(problem.model.parameters()))
-        self.epsilon = epsilon
+        self.epsilon = settings.epsilon
         self.scalar = 0.0
         self._steps = 0
         for parameter in self.trained:
@@ -55,8 +55,3 @@ class MeZO(Method):
         for parameter in self.trained:
             for piece in parameter.data.view(-1).split(_PIECE):
                 piece.add_(torch.randn(piece.shape, generator=generator), alpha=scale)
-
-
-def prepare(problem: ModelProblem, settings: BaselineSettings) -> MeZO:
-    """Train every parameter."""
-    return MeZO(problem, settings.epsilon)

@@ -51,7 +51,7 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     entry = METHODS[settings.method]
-    entry.load()
+    make = entry.load()
     idle_bytes = resident_bytes()
     widest = max(len(example.sequences) for example in inputs.train)
     batch_size = settings.batch_size or max(bundle.chain.bounds.batch, widest)
@@ -60,7 +60,7 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
     problem = ModelProblem(bundle, base, rows, inputs.pad, batch_size, seed, settings.head_folds)
     if not entry.adapts:
         problem.merge_adapter()
-    learner = BaselineLearner(settings, inputs, entry.load().prepare(problem, settings))
+    learner = BaselineLearner(settings, inputs, make(problem, settings))
 
     def describe() -> tuple[Record, Record]:
         run = {

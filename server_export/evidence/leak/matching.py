@@ -2,7 +2,6 @@
 
     dlg      squared distance of the reports (Zhu et al. 2019, arXiv 1906.08935)
     cosine   one minus their cosine (Geiping et al. 2020, arXiv 2003.14053; for texts LAMP, arXiv 2202.08827)
-    tag      squared distance and the sum of sizes beside it (Deng et al. 2021, arXiv 2103.06819)
 
 A text's tokens are its targets too: what an embedding is as a target follows from its distances to the
 vocabulary's embeddings. As in LAMP embeddings keep the size that tokens have.
@@ -22,8 +21,8 @@ from server_export.evidence.leak.victim import Victim
 _STEP = 0.2
 # Squared distance to a token beside which another is that much less a target, as a share of the usual one.
 _NEAR = 0.05
-# Weights of the sum of sizes in tag, and of the embeddings' size.
-_SIZES, _LENGTHS = 0.1, 0.1
+# Weight of the embeddings' size.
+_LENGTHS = 0.1
 
 
 def match(victim: Victim, form: Form, report: Report, rows: Rows, objective: Objective, steps: int) -> Rows:
@@ -57,11 +56,7 @@ def difference(objective: Objective, seen: torch.Tensor, numbers: torch.Tensor) 
     """How far reports of guesses f32 [..., numbers] are from the one that was sent, as shares of its size."""
     if objective == "cosine":
         return 1 - F.cosine_similarity(seen, numbers, dim=-1)
-    shares = (seen - numbers) / numbers.norm()
-    squares = shares.square().sum(-1)
-    if objective == "dlg":
-        return squares
-    return squares + _SIZES * shares.abs().sum(-1) / len(numbers) ** 0.5
+    return ((seen - numbers) / numbers.norm()).square().sum(-1)
 
 
 def _squared_distances(embedded: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from server_export.settings import ExportConfig
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
 
 ReportName = Literal["exact", "top", "scalars"]
-Objective = Literal["dlg", "cosine", "tag"]
+Objective = Literal["dlg", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LeakSettings(RowsFlags):
     guesses: int = 6000
     """Gradients of guesses that an attack computes at most, a batch's row each."""
     objectives: list[Objective] = field(default_factory=lambda: ["cosine"])
-    """How embeddings are matched to the report first: dlg (squared distance), cosine, tag."""
+    """How embeddings are matched to the report first: dlg (squared distance) or cosine."""
     matching_steps: int = 100
     """Steps of the optimizer that matches embeddings."""
 

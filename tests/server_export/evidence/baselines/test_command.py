@@ -157,7 +157,7 @@ def test_settings_without_meaning_are_named(
 
 def test_every_method_has_a_name_and_a_module() -> None:
     assert tuple(METHODS) == get_args(MethodName)
-    assert all(callable(entry.load().prepare) for entry in METHODS.values())
+    assert all(callable(entry.load()) for entry in METHODS.values())
 
 
 def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from server_export.evidence.leak.settings import LeakSettings, Objective
 from server_export.evidence.leak.target import Target, open_target
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, text_form
 
-OBJECTIVES: list[Objective] = ["dlg", "cosine", "tag"]
+OBJECTIVES: list[Objective] = ["dlg", "cosine"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,6 @@ def test_only_the_cosine_forgets_the_size() -> None:
     found = {objective: float(difference(objective, 2 * numbers, numbers)) for objective in OBJECTIVES}
     assert found["cosine"] == pytest.approx(0, abs=1e-6)
     assert found["dlg"] == pytest.approx(1)
-    assert found["tag"] > found["dlg"]
 
 
 def test_no_steps_change_nothing() -> None:
