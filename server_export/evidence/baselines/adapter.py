@@ -45,6 +45,7 @@ def save_adapter(problem: ModelProblem, folder: Path) -> None:
     values = {}
     for module in problem.modules:
         layer = problem.model.get_submodule(module.name)
+        assert isinstance(layer, AdaptedLinear)
         values[weight_name(module.name, "A")] = layer.lora_a.detach()
         values[weight_name(module.name, "B")] = layer.lora_b.detach().contiguous()
     save_file(values, folder / WEIGHTS)

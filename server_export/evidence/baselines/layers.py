@@ -36,7 +36,7 @@ def feed_forward_linears(model: nn.Module) -> list[Linears]:
     Raises:
         ConfigError: the model has no blocks, or a block has no feed-forward network.
     """
-    blocks = [
+    blocks: list[Linears] = [
         # Widths don't tell them apart: an attention's may be wider than the model.
         {name: layer for name, layer in layers.items() if "att" not in name.rpartition(".")[0].lower()}
         for layers in block_linears(model)

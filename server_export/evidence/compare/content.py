@@ -23,7 +23,6 @@ CAPTIONS = {
     "loss-seconds": "Loss on development rows against seconds of training: mean and range over seeds. Solid: "
     "gradients from forward passes; dashed, with dots: from backward passes.",
     "loss-rows": "The same against the rows computed.",
-    "memory": "Memory. Blue: gradients from forward passes; orange: from backward passes.",
 }
 _VERDICTS = {
     "backward": "Where backpropagation wins",

@@ -1,26 +1,20 @@
-"""The pictures of a report: loss against seconds and rows, and memory."""
+"""The pictures of a report: loss against seconds and rows."""
 
 from __future__ import annotations
 
-from prge.pages.charts import Bar, Line, bar_chart, line_chart
+from prge.pages.charts import Line, line_chart
 from server_export.evidence.compare.outcome import Outcome, Result, has_quality
 
-SECONDS, ROWS = "seconds of training", "rows computed, a backward counted as two forwards"
+_AXES = {"seconds": "seconds of training", "rows": "rows computed, a backward counted as two forwards"}
 
 
 def draw_all(result: Result, outcome: Outcome) -> dict[str, str]:
     """SVG texts by name; one that has nothing to show is left out."""
-    drawn = {"memory": _memory(result, outcome)}
-    if has_quality(result):
-        drawn = {
-            "loss-seconds": _curves(result, outcome, "seconds", SECONDS),
-            "loss-rows": _curves(result, outcome, "rows", ROWS),
-            **drawn,
-        }
+    drawn = {f"loss-{axis}": _curves(result, outcome, axis) for axis in _AXES if has_quality(result)}
     return {name: svg for name, svg in drawn.items() if svg}
 
 
-def _curves(result: Result, outcome: Outcome, axis: str, label: str) -> str:
+def _curves(result: Result, outcome: Outcome, axis: str) -> str:
     """Mean and range over seeds at the evaluations that all seeds have; the start is a level."""
     lines, starts = [], []
     for hue, (name, method) in enumerate(result["methods"].items()):
@@ -37,17 +31,4 @@ def _curves(result: Result, outcome: Outcome, axis: str, label: str) -> str:
     levels = {"start": sum(starts) / len(starts)} if starts else {}
     if outcome.target.value is not None:
         levels["target"] = outcome.target.value
-    return line_chart(lines, label, "loss on development rows", log=True, levels=levels)
-
-
-def _memory(result: Result, outcome: Outcome) -> str:
-    """Two bars a method: the whole peak, and fainter what the steps take."""
-    bars = []
-    for name, method in result["methods"].items():
-        hue = 0 if method["forward_only"] else 1
-        peak, steps = (outcome.figures[name][key].mean for key in ("peak_mb", "activation_mb"))
-        if peak is not None:
-            bars.append(Bar(f"{name}: peak over an idle runner", peak, hue))
-        if steps is not None:
-            bars.append(Bar(f"{name}: steps, over the loaded model", steps, hue, "faint"))
-    return bar_chart(bars, "MB")
+    return line_chart(lines, _AXES[axis], "loss on development rows", log=True, levels=levels)

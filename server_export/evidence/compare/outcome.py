@@ -187,7 +187,7 @@ def _to_target(runs: Any, target: Target, axis: str) -> Spread:
         for run in runs
     }
     bounded = frozenset(seed for seed, found in crossings.items() if found and not found.resolved)
-    spread = _spread({seed: found and found.position for seed, found in crossings.items()})
+    spread = _spread({seed: None if found is None else found.position for seed, found in crossings.items()})
     return Spread(spread.values, spread.censored, bounded)
 
 

@@ -18,21 +18,26 @@ ReportName = Literal["exact", "top", "scalars"]
 Objective = Literal["dlg", "cosine"]
 
 
+# What only scalars have.
+_OF_SCALARS = ("queries", "steps")
+
+
 @dataclass(frozen=True)
 class Case:
     """One thing to attack: a kind of report, and what it is of.
 
-    `noise` is its standard deviation as a share of what a row may change at most; `steps` and `queries` are 1
-    and 0 of reports that have none.
+    `noise` is its standard deviation as a share of what a row may change at most; `queries` and `steps` are
+    of scalars. `varied` is the setting that differs from the case of the middle; none in that one.
     """
 
     report: ReportName
     rank: int
     length: int
     batch: int
-    queries: int
-    steps: int
     noise: float
+    queries: int = 0
+    steps: int = 1
+    varied: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,13 +136,12 @@ class LeakSettings(RowsFlags):
     def cases(self) -> Iterator[Case]:
         """What to attack: a case of every report in the middle, and one for each other value of a list."""
         for report in self.reports:
-            middle = Case(report, **{name: values[0] for name, values in self.lists.items()})
-            cases = [middle]
-            for name, values in self.lists.items():
-                cases += [replace(middle, **{name: value}) for value in values[1:]]
-            if report != "scalars":
-                cases = [replace(case, queries=0, steps=1) for case in cases]
-            yield from dict.fromkeys(cases)
+            own = [name for name in self.lists if report == "scalars" or name not in _OF_SCALARS]
+            middle = Case(report, **{name: self.lists[name][0] for name in own})
+            yield middle
+            for name in own:
+                for value in self.lists[name][1:]:
+                    yield replace(middle, varied=name, **{name: value})
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
