@@ -85,16 +85,11 @@ class ExecutorchTraining(Method):
 
     def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         if problem.contract.is_encoder:
-            raise _unfit(
-                "bundle", "executorch-training learns log-probabilities, the bundle is of an encoder"
-            )
+            raise _unfit("bundle", "it learns log-probabilities, the bundle is of an encoder")
         counts = {len(example.sequences) for example in problem.train}
         most = max(counts)
         if len(counts) > 1:
-            raise _unfit(
-                "rows",
-                f"rows have from {min(counts)} to {most} sequences, executorch-training needs one number",
-            )
+            raise _unfit("rows", f"they have from {min(counts)} to {most} sequences, it needs one number")
         examples = problem.contract.batch_size // most
         self._rows = examples * most
         self._candidates = max(example.candidates for example in problem.train)

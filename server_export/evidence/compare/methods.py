@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from prge.contract import ROWS_OF_A_WAY_BACK
 from prge.errors import ConfigError
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from server_export.evidence.baselines.methods import METHODS as PYTORCH
+from server_export.evidence.baselines.methods import MethodEntry
 from server_export.evidence.compare.settings import CompareSettings
 
 
@@ -19,19 +20,19 @@ from server_export.evidence.compare.settings import CompareSettings
 class Method:
     """One way to train.
 
-    `title` says in a report what it is, `learning_rate` is the centre of its search. One on the engine has an
-    `estimator` of `prge run`; the others are of `prge baseline`. The `queries` of a step share the batch:
-    batch_size / queries examples a step. `run` are settings of its own. `forward_only`: its gradients come
-    from forward passes.
+    `title` says in a report what it is, `learning_rate` is the centre of its search. `forward_only`: its
+    gradients come from forward passes. One on the engine has an `estimator` of `prge run`; the others are of
+    `prge baseline`. The `queries` of a step share the batch: batch_size / queries examples a step. `run` are
+    settings of its own.
     """
 
     name: str
     title: str
     learning_rate: float
+    forward_only: bool
+    run: Mapping[str, Any]
     estimator: EstimatorName | None = None
     queries: int = 1
-    run: Mapping[str, Any] = field(default_factory=dict)
-    forward_only: bool = True
 
     def examples(self, batch_size: int) -> int:
         """Training examples of a step."""
@@ -46,60 +47,45 @@ class Method:
         return each * self.examples(batch_size)
 
 
-def _antithetic(queries: int, name: str) -> Method:
-    pairs = f"{queries} pairs" if queries > 1 else "a pair"
-    title = f"P-RGE: differences between the losses of {pairs} of perturbed adapters, all in one call"
-    return Method(name, title, 5e-3, "antithetic", queries, {"queries": queries})
+def _on_engine(
+    name: str,
+    estimator: EstimatorName,
+    queries: int,
+    title: str,
+    directions: int | None = None,
+    copies: int | None = None,
+) -> Method:
+    """A method with random directions, by default as many as queries share its batch."""
+    run = {"queries": directions or queries, "copies": copies}
+    return Method(name, title, 5e-3, True, run, estimator, queries)
 
 
-def _tangent(queries: int, name: str) -> Method:
-    title = f"forward-mode differentiation: exact derivatives of the loss along {queries} random directions"
-    return Method(name, title, 5e-3, "tangent", queries, {"queries": queries})
+def _in_pytorch(name: str, entry: MethodEntry) -> Method:
+    run = {"optimizer": entry.optimizers[0]} if len(entry.optimizers) == 1 else {}
+    return Method(name, entry.title, entry.learning_rate, entry.forward_only, run)
 
+
+_DIFFERENCES = "P-RGE: differences between the losses of {} of perturbed adapters, all in one call"
+_DERIVATIVES = "forward-mode differentiation: exact derivatives of the loss along {} random directions"
+_COPIES = "MeZO on the same adapter: a pair of perturbed adapters, one in a call"
+_ONE_SIDED = "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation"
+_EXACT = "backpropagation through the same adapter, as a graph that the engine runs"
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        _antithetic(4, "p-rge"),
-        _antithetic(1, "p-rge-q1"),
-        _antithetic(2, "p-rge-q2"),
-        _antithetic(16, "p-rge-q16"),
-        _tangent(4, "tangent"),
-        _tangent(16, "tangent-q16"),
+        _on_engine("p-rge", "antithetic", 4, _DIFFERENCES.format("4 pairs")),
+        _on_engine("p-rge-q1", "antithetic", 1, _DIFFERENCES.format("a pair")),
+        _on_engine("p-rge-q2", "antithetic", 2, _DIFFERENCES.format("2 pairs")),
+        _on_engine("p-rge-q16", "antithetic", 16, _DIFFERENCES.format("16 pairs")),
+        _on_engine("tangent", "tangent", 4, _DERIVATIVES.format(4)),
+        _on_engine("tangent-q16", "tangent", 16, _DERIVATIVES.format(16)),
         # The scalars of p-rge-q1: its two copies in calls of their own.
-        Method(
-            "mezo-lora-fa",
-            "MeZO on the same adapter: a pair of perturbed adapters, one in a call",
-            5e-3,
-            "antithetic",
-            run={"queries": 1, "copies": 1},
-        ),
+        _on_engine("mezo-lora-fa", "antithetic", 1, _COPIES, copies=1),
         # Seven perturbed copies and a clean one: as many as p-rge has.
-        Method(
-            "fzoo",
-            "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation",
-            5e-3,
-            "fzoo",
-            queries=4,
-            run={"queries": 7},
-        ),
-        Method(
-            "exact",
-            "backpropagation through the same adapter, as a graph that the engine runs",
-            1e-2,
-            "exact",
-            forward_only=False,
-        ),
-        *(
-            Method(
-                name,
-                entry.title,
-                entry.learning_rate,
-                run={"optimizer": entry.optimizers[0]} if len(entry.optimizers) == 1 else {},
-                forward_only=entry.forward_only,
-            )
-            for name, entry in PYTORCH.items()
-        ),
+        _on_engine("fzoo", "fzoo", 4, _ONE_SIDED, directions=7),
+        Method("exact", _EXACT, 1e-2, False, {}, "exact"),
+        *(_in_pytorch(name, entry) for name, entry in PYTORCH.items()),
     )
 }
 
