@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from prge.errors import ConfigError
@@ -53,6 +56,25 @@ def feed_forward_linears(model: nn.Module) -> list[Linears]:
 def merged(blocks: Iterable[Linears]) -> dict[str, nn.Linear]:
     """The layers of some blocks in one mapping."""
     return {name: layer for layers in blocks for name, layer in layers.items()}
+
+
+@contextmanager
+def inputs_noted(layers: Linears, figure: Callable[[torch.Tensor], float]) -> Iterator[dict[str, float]]:
+    """Inside the block, the largest figure of the inputs that each layer had."""
+    largest = dict.fromkeys(layers, 0.0)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            largest[name] = max(largest[name], figure(args[0]))
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    try:
+        yield largest
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def shuffled_batches(examples: Sequence[Example], batch_size: int, seed: int) -> Iterator[Sequence[Example]]:

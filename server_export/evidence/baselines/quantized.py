@@ -13,8 +13,7 @@ than half a code, and weights stay within -127 to 127. Norms, embeddings and hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from torch import nn
 
 from prge.learning.examples import Example
 from server_export.evidence.baselines.backpropagation import Backpropagation
-from server_export.evidence.baselines.layers import Linears, block_linears, merged
+from server_export.evidence.baselines.layers import Linears, block_linears, inputs_noted, merged
 from server_export.evidence.baselines.method import StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -110,19 +109,6 @@ def prepare(problem: ModelProblem, settings: BaselineSettings) -> QuantizedTrain
 
 def input_scales(problem: ModelProblem, layers: Linears, examples: Sequence[Example]) -> dict[str, float]:
     """The scale of every layer's inputs, from the largest on some examples."""
-    largest = dict.fromkeys(layers, 0.0)
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            largest[name] = max(largest[name], args[0].abs().max().item())
-
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
-    try:
-        with torch.no_grad():
-            problem.loss(examples)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with inputs_noted(layers, lambda x: x.abs().max().item()) as largest, torch.no_grad():
+        problem.loss(examples)
     return {name: max(value, 1e-12) / LARGEST_CODE for name, value in largest.items()}

@@ -28,7 +28,7 @@ from prge.errors import ConfigError
 from prge.learning.examples import Example
 from server_export.evidence.baselines.allocation import Depth, Option, Question, choose
 from server_export.evidence.baselines.backpropagation import Backpropagation
-from server_export.evidence.baselines.layers import block_linears, merged, shuffled_batches
+from server_export.evidence.baselines.layers import block_linears, inputs_noted, merged, shuffled_batches
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model.blocks import block_names
@@ -201,11 +201,11 @@ def largest_channels(layer: nn.Linear, share: float) -> torch.Tensor:
 
 def measure_memory(problem: ModelProblem, examples: Sequence[Example]) -> Memory:
     """What a step on some examples keeps where every block takes part in the backward."""
+    problem.prepare_heads()
     model, layers = problem.model, block_linears(problem.model)
     blocks = [model.get_submodule(name) for name in block_names(model)]
     constants = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     place = 0
-    tokens: dict[str, int] = {}
     saved: dict[int, tuple[int, torch.Tensor]] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,19 +231,13 @@ def measure_memory(problem: ModelProblem, examples: Sequence[Example]) -> Memory
         nonlocal place
         place = len(blocks)
 
-    def count(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            tokens[name] = args[0].numel() // args[0].shape[-1]
-
-        return hook
-
     hooks = [
         block.register_forward_pre_hook(enter(depth), with_kwargs=True) for depth, block in enumerate(blocks)
     ]
     hooks.append(blocks[-1].register_forward_hook(leave))
-    hooks += [layer.register_forward_pre_hook(count(name)) for name, layer in merged(layers).items()]
+    saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saving, inputs_noted(merged(layers), lambda x: x.numel() // x.shape[-1]) as tokens:
             problem.loss(examples)
     finally:
         for hook in hooks:
@@ -254,7 +248,7 @@ def measure_memory(problem: ModelProblem, examples: Sequence[Example]) -> Memory
     biases = (
         sum(4 * layer.out_features for layer in block.values() if layer.bias is not None) for block in layers
     )
-    return Memory(tuple(sizes), tuple(biases), tokens)
+    return Memory(tuple(sizes), tuple(biases), {name: int(count) for name, count in tokens.items()})
 
 
 class _Analysis:
