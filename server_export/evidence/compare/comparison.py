@@ -269,10 +269,9 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _failed(where: str, verb: str, code: int, log: Path) -> MethodError:
-    return MethodError(
-        f"{where}`prge {verb}` ended with code {code}: {last_words(log)}", remedy=_all_said(log)
-    )
+def _failed(place: Path, verb: str, code: int, log: Path) -> MethodError:
+    told = f"{place}: `prge {verb}` ended with code {code}: {last_words(log)}"
+    return MethodError(told, remedy=_all_said(log))
 
 
 def _all_said(log: Path) -> str:

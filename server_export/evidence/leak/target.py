@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from prge.contract import Contract
+from prge.contract import AdaptedModule, Contract
 from prge.errors import ConfigError, DataError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import read_lora
@@ -90,7 +90,9 @@ def open_target(settings: LeakSettings) -> Target:
     else:
         vocabulary = int(_load(settings).model.get_input_embeddings().weight.shape[0])
         tokenizer = on_device(load_tokenizer(settings.model_path), "auto", vocabulary)
-        contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, ())
+        # Of what a contract has, rows are read by the lengths and the vocabulary alone.
+        some = (AdaptedModule("", 1, 1, 1),)
+        contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, some)
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.rows_path, "test", settings.columns)
     examples, _ = load_examples(rows, tokenizer, contract, task, options=BuildOptions("truncate"))
