@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from prge.errors import DivergenceError
 from prge.files.adapter import Adapter
@@ -36,8 +37,9 @@ from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
 from server_export.quiet import quiet_libraries
 
-# Imported before memory is looked at, so that what the libraries take isn't counted as the method's.
-_LOADED = (AutoModel, AutoModelForCausalLM)
+# Imported before memory is looked at, so that what the libraries take isn't counted as the method's: models,
+# and what torch's optimizers import with their first step.
+_LOADED = (AutoModel, AutoModelForCausalLM, PreTrainedModel, torch._dynamo)
 
 
 def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineInputs) -> None:
