@@ -137,7 +137,7 @@ class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
 
     def resolved(self: Flags) -> Flags:
         """The same settings with absolute paths, for whoever resumes from another folder."""
-        return with_whole_paths(self, leave=hub_names(self, _ROWS))
+        return with_whole_paths(self, leave=hub_names(self, _ROWS), places=("model",))
 
     @property
     def of_loop(self) -> TrainingSettings:
