@@ -95,9 +95,7 @@ def examine() -> Iterator[Check]:
         ("native", _check_native),
         ("memory", _check_memory),
         ("disk", _check_disk),
-        ("cache", _check_cache),
         *[(name, _finder(name, purpose)) for name, purpose in FURTHER.items()],
-        ("adb", _check_adb),
     ]
     for name, check in checks:
         yield _survived(name, check)
@@ -242,28 +240,3 @@ def _check_disk() -> Check:
     if free < ENOUGH_DISK:
         return Check("disk", "warn", size, "free some storage before exporting or training here")
     return Check("disk", "ok", size)
-
-
-def _check_cache() -> Check:
-    """What packed weights take on the storage."""
-    from prge.errors import EngineError
-
-    try:
-        from device_runner.engines.packed_files import bytes_in
-        from prge.host.user_cache import PACKED, cache_path
-
-        folder = cache_path(PACKED)
-    except ImportError as error:
-        return Check("cache", "warn", f"unknown: {error}")
-    except EngineError as error:
-        return Check("cache", "warn", error.what, error.remedy)
-    return Check("cache", "ok", f"{bytes_in(folder) // MIB} MiB of packed weights in {folder}")
-
-
-def _check_adb() -> Check:
-    path = shutil.which("adb")
-    if path is None:
-        return Check(
-            "adb", "warn", "not found; only a run on a phone needs it", "install Android's platform tools"
-        )
-    return Check("adb", "ok", path)

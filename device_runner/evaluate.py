@@ -15,9 +15,9 @@ from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_peft
-from prge.files.run_folder import reported
+from prge.files.run_folder import reported, write_json
 from prge.files.tuned import tuning_at
-from prge.learning.checkpoint import HEAD, read_head
+from prge.learning.checkpoint import HEAD, head_at
 from prge.learning.evaluation import Scores
 from prge.learning.examples import Example
 from prge.learning.head import Head
@@ -62,8 +62,7 @@ def main(argv: Sequence[str]) -> int:
     if cut := record.get("cut_examples"):
         print(f"{cut} of {record['examples']} examples were cut: these figures are not of whole rows")
     if settings.json:
-        with reported(settings.json):
-            settings.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(settings.json, record)
     return 0
 
 
@@ -119,14 +118,13 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
 
 def _head(trained: Path, classes: int, width: int) -> Head:
     """An encoder's classification head, as its run wrote it; raises ConfigError where there is none."""
-    if not (trained / HEAD).is_file():
+    head = head_at(trained, classes, width)
+    if head is None:
         raise ConfigError(
             "an encoder needs a classification head",
             [f"{trained} has no {HEAD}"],
             remedy="give the folder of a run with --adapter",
         )
-    head = Head(classes, width)
-    read_head(trained / HEAD, head)
     return head
 
 

@@ -115,15 +115,12 @@ def _read_messages(path: Path) -> list[Mapping[str, Any]]:
 
 def _answerable(messages: object) -> list[Mapping[str, Any]]:
     """Messages that end with one to answer; raises RowError saying what they lack."""
-    from prge.rows.chat import ASSISTANT, check_messages
+    from prge.rows.chat import check_messages
 
     try:
-        checked = check_messages(messages, answered=False)
+        return check_messages(messages, answered=False)
     except ValueError as error:
         raise RowError(str(error)) from None
-    if checked[-1]["role"] == ASSISTANT:
-        raise RowError("the last message is the assistant's: there is nothing to answer")
-    return checked
 
 
 def _rows_asked(

@@ -1,12 +1,10 @@
-"""`prge probe`: how much of what each estimator and epsilon measures is signal, on real rows.
+"""`prge probe`: how much of what differences measure at an epsilon is signal, on real rows.
 
-with tangents   the exact derivative of every (batch, query) is the reference of the differences along it
-without         there is no reference; scalars at an epsilon are compared with those at its neighbour
+Their reference is the exact derivative along the same direction, of every batch and query.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,36 +13,24 @@ from typing import Any
 import numpy as np
 
 from device_runner.engines.opening import Engines, open_engines
-from device_runner.session.noise import (
-    LEAST_NOISE,
-    NEIGHBOUR,
-    POOR,
-    WITHOUT_NOISE,
-    Agreement,
-    compare,
-    neighbours_agree,
-    slopes,
-)
+from device_runner.session.noise import LEAST_NOISE, Agreement, compare, slopes
 from device_runner.session.planning import batch_for
 from device_runner.session.settings import EngineFlags
-from prge.contract import Contract
 from prge.engine import Engine, Float64Array
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
-from prge.files.chain import Chain
 from prge.files.peft import find_adapter, read_peft
-from prge.files.run_folder import reported
-from prge.files.signatures import STACK, TANGENT
-from prge.learning.checkpoint import HEAD, read_head
+from prge.files.run_folder import write_json
+from prge.files.signatures import TANGENT
+from prge.learning.checkpoint import head_at
 from prge.learning.encoder_heads import fit_heads
-from prge.learning.estimators.differences import Differences, Variant, perturbed
+from prge.learning.estimators.differences import Variant, perturbed
 from prge.learning.estimators.directions import RankOneDirections
 from prge.learning.estimators.protocol import Step
 from prge.learning.estimators.table import DEFAULT_QUERIES
 from prge.learning.estimators.tangents import Tangents
 from prge.learning.evaluation import score
-from prge.learning.examples import Batch, Example
 from prge.learning.head import Head
 from prge.learning.sampling import Sampler
 from prge.rows.example_building import BuildOptions, load_examples
@@ -93,109 +79,81 @@ class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
 
 @dataclass(frozen=True)
 class Reading:
-    """One estimator at one epsilon: how it agrees with the reference, and what a scalar costs in rows.
-
-    `between`, where the reference is a neighbour: see Neighbours.
-    """
+    """Differences at one epsilon: how they agree with exact derivatives, and what a scalar costs in rows."""
 
     estimator: str
     epsilon: float
     agreement: Agreement
     rows_per_scalar: float
-    between: Agreement | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON's own types."""
+        return {
+            "estimator": self.estimator,
+            "epsilon": self.epsilon,
+            "r": self.agreement.r,
+            "slope": self.agreement.slope,
+            "signal_to_noise": self.agreement.signal_to_noise,
+            "rows_per_scalar": self.rows_per_scalar,
+        }
 
 
 @dataclass(frozen=True)
 class Report:
     """What a probe found; `quantization` is None for float32 weights and activations."""
 
-    is_tangent: bool
     quantization: str | None
     batches: int
     examples: int
     queries: int
     readings: tuple[Reading, ...]
-    tangent_rows_per_scalar: float | None = None
+    tangent_rows_per_scalar: float
 
     @property
     def best(self) -> Reading:
-        """The reading with the largest signal to noise, as far as can be told; of equal ones the first."""
-        return max(self.readings, key=lambda reading: (reading.between or reading.agreement).r)
+        """The reading with the largest signal to noise; of equal ones the first."""
+        return max(self.readings, key=lambda reading: reading.agreement.r)
 
     def recommendation(self) -> str:
         """Which estimator to take, and which epsilon."""
         best, agreement = self.best, self.best.agreement
-        which = f"{best.estimator} at epsilon {best.epsilon:g}"
-        if self.is_tangent:
-            measured = f"signal to noise {_signal_text(agreement)}, r {agreement.r:.3f}"
-            return (
-                f"Take the tangents: they are exact and need no epsilon. Of the differences, {which} has the "
-                f"most signal: {measured}."
-            )
-        quantized = self.quantization is not None and agreement.r < POOR
-        noisy = f" Int8 activations ({self.quantization}) make differences noisy; {WITHOUT_NOISE}."
-        remedy = noisy if quantized else ""
-        between = agreement.r if best.between is None else best.between.r
-        if between <= 0:
-            return f"No epsilon agrees with its neighbour: these differences hold no signal.{remedy}"
-        flags = f"--estimator {best.estimator} --epsilon {best.epsilon:g}"
-        poorly = ", and that poorly" if agreement.r < POOR else ""
-        figures = f"r {agreement.r:.3f}, between {between:.3f}"
-        return f"Take {flags}: of these it agrees best with its neighbour{poorly} ({figures}).{remedy}"
+        return (
+            "Take the tangents: they are exact and need no epsilon. Of the differences, "
+            f"{best.estimator} at epsilon {best.epsilon:g} has the most signal: signal to noise "
+            f"{_signal_text(agreement)}, r {agreement.r:.3f}."
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON's own types; what a bundle of its kind has no value for is null."""
+        """The report as JSON's own types."""
         return {
-            "reference": "tangent" if self.is_tangent else "neighbour",
             "quantization": self.quantization,
             "batches": self.batches,
             "examples": self.examples,
             "queries": self.queries,
             "tangent_rows_per_scalar": self.tangent_rows_per_scalar,
-            "readings": [self._reading_json(reading) for reading in self.readings],
-            "best": self._reading_json(self.best),
+            "readings": [reading.to_json() for reading in self.readings],
+            "best": self.best.to_json(),
             "recommendation": self.recommendation(),
-        }
-
-    def _reading_json(self, reading: Reading) -> dict[str, Any]:
-        agreement = reading.agreement
-        return {
-            "estimator": reading.estimator,
-            "epsilon": reading.epsilon,
-            "neighbour": None if self.is_tangent else reading.epsilon * NEIGHBOUR,
-            "r": agreement.r,
-            "slope": agreement.slope,
-            "r_between": None if reading.between is None else reading.between.r,
-            "signal_to_noise": agreement.signal_to_noise if self.is_tangent else None,
-            "rows_per_scalar": reading.rows_per_scalar,
         }
 
     def text(self) -> str:
         """The table with what it means, and the recommendation."""
-        size = f"{self.batches} batches of {self.examples // self.batches} examples, {self.queries} queries"
-        lines = [f"{size}: {self.batches * self.queries} scalars"]
-        if self.is_tangent:
-            lines += [
-                "r and slope: of differences with the exact derivatives along the same directions, which are "
-                "products u v^T;",
-                "the directions of copies have independent signs",
-            ]
-        else:
-            lines += [
-                f"r and slope: of the scalars at {NEIGHBOUR:.3g} epsilon with those at epsilon. That is "
-                "agreement, not truth: an",
-                "error that both share goes unseen. r between: of the slopes from the one epsilon to the "
-                "other; they share less",
-            ]
-        last = "signal/noise" if self.is_tangent else "r between"
-        rows = [["estimator", "epsilon", "r", "slope", last, "rows/scalar"]]
-        if self.tangent_rows_per_scalar is not None:
-            rows.append(["tangent", "-", "exact", "-", "-", f"{self.tangent_rows_per_scalar:.3g}"])
-        for reading in self.readings:
-            agreement, between = reading.agreement, reading.between
-            row = [reading.estimator, f"{reading.epsilon:g}", f"{agreement.r:.3f}", f"{agreement.slope:.3f}"]
-            row += [_signal_text(agreement) if between is None else f"{between.r:.3f}"]
-            rows.append([*row, f"{reading.rows_per_scalar:.3g}"])
+        lines = [
+            f"{self.batches} batches of {self.examples // self.batches} examples, {self.queries} queries: "
+            f"{self.batches * self.queries} scalars",
+            "r and slope: of differences with the exact derivatives along the same directions, which are "
+            "products u v^T;",
+            "the directions of copies have independent signs",
+        ]
+        rows = [
+            ["estimator", "epsilon", "r", "slope", "signal/noise", "rows/scalar"],
+            ["tangent", "-", "exact", "-", "-", f"{self.tangent_rows_per_scalar:.3g}"],
+        ]
+        for each in self.readings:
+            figures = [f"{each.epsilon:g}", f"{each.agreement.r:.3f}", f"{each.agreement.slope:.3f}"]
+            rows.append(
+                [each.estimator, *figures, _signal_text(each.agreement), f"{each.rows_per_scalar:.3g}"]
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = [
             "  ".join(
@@ -212,8 +170,7 @@ def main(argv: Sequence[str]) -> int:
     report = probe(settings)
     print(report.text())
     if settings.json:
-        with reported(settings.json):
-            settings.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        write_json(settings.json, report.to_json())
     return 0
 
 
@@ -224,6 +181,12 @@ def probe(settings: ProbeSettings) -> Report:
         PrgeError: bad input, or derivatives that are not finite.
     """
     bundle = open_bundle(settings.bundle)
+    if TANGENT not in bundle.chain.roles:
+        raise ConfigError(
+            "the settings don't fit the bundle:",
+            [f"it has the roles {', '.join(bundle.chain.roles)}, and no exact derivatives to compare with"],
+            remedy="export with the role tangent",
+        )
     queries = settings.queries or DEFAULT_QUERIES
     if settings.batches * queries < 2:
         raise ConfigError(
@@ -236,34 +199,24 @@ def probe(settings: ProbeSettings) -> Report:
     options = BuildOptions(settings.overflow, settings.append_eos)
     rows = read_source(settings.data, "train", settings.columns)
     examples, data = load_examples(rows, tokenizer, bundle.chain.scoring, task, settings.selection, options)
-    contract = _step(bundle.chain, settings.batch_size or batch_for(examples), queries)
+    contract = bundle.chain.contract(TANGENT, settings.batch_size or batch_for(examples), queries=queries)
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
     programs = open_engines(bundle, contract, settings.threads, settings.engine, settings.memory)
-    head = _head(source, programs.score, adapter, examples, tokenizer.pad_id)
-    if contract.is_tangent:
-        readings = _against_tangents(programs, adapter, sampler, settings, head)
-    else:
-        steps = [sampler.batches(step) for step in range(settings.batches)]
-        readings = _against_neighbours(programs.step, adapter, steps, queries, settings, head)
+    head = None
+    if contract.is_encoder:
+        head = head_at(source, examples[0].candidates, contract.width)
+        head = head or fit_heads(programs.score, adapter, examples, tokenizer.pad_id).head
     return Report(
-        contract.is_tangent,
         bundle.quantization,
         settings.batches,
         settings.batches * sampler.per_step,
         queries,
-        tuple(sorted(readings, key=lambda reading: reading.estimator)),
-        contract.computed_rows / queries if contract.is_tangent else None,
+        tuple(_readings(programs, adapter, sampler, settings, head)),
+        contract.computed_rows / queries,
     )
-
-
-def _step(chain: Chain, batch_size: int, queries: int) -> Contract:
-    """A step that is probed: tangents where the bundle has them, else pairs of copies."""
-    if TANGENT in chain.roles:
-        return chain.contract(TANGENT, batch_size, queries=queries)
-    return chain.contract(STACK, batch_size, copies=2 * queries)
 
 
 def _signal_text(agreement: Agreement) -> str:
@@ -271,43 +224,10 @@ def _signal_text(agreement: Agreement) -> str:
     return f"{ratio:.3g}" if ratio < 0.99 / LEAST_NOISE else f">{0.99 / LEAST_NOISE:.0g}"
 
 
-def _head(
-    source: Path, engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int
-) -> Head | None:
-    """An encoder's head: the one beside its adapter, else fitted on the examples."""
-    contract = engine.contract
-    if not contract.is_encoder:
-        return None
-    if not (source / HEAD).is_file():
-        return fit_heads(engine, adapter, examples, pad).head
-    head = Head(examples[0].candidates, contract.width)
-    read_head(source / HEAD, head)
-    return head
-
-
-def _against_neighbours(
-    engine: Engine,
-    adapter: Adapter,
-    steps: Sequence[Sequence[Batch]],
-    queries: int,
-    settings: ProbeSettings,
-    head: Head | None,
-) -> list[Reading]:
-    """A reading for every estimator and epsilon, between copies."""
-    readings = []
-    for epsilon in settings.epsilons:
-        beyond = slopes(queries, epsilon * NEIGHBOUR)
-        for name, rule in slopes(queries, epsilon).items():
-            pair = (Differences(rule), Differences(beyond[name]))
-            both = neighbours_agree(pair, engine, adapter, steps, settings.seed, head)
-            readings.append(Reading(name, epsilon, both.agreement, both.rows_per_scalar, both.between))
-    return readings
-
-
-def _against_tangents(
+def _readings(
     programs: Engines, adapter: Adapter, sampler: Sampler, settings: ProbeSettings, head: Head | None
 ) -> list[Reading]:
-    """A reading for every estimator and epsilon, with tangents.
+    """A reading for every estimator and epsilon.
 
     As many batches share their directions as the program for scoring takes in one call.
     """
@@ -334,7 +254,7 @@ def _against_tangents(
         _losses(programs.score, adapter, sampler, group, settings.seed, variants, head) for group in groups
     ]
     readings = []
-    for (name, epsilon), rule in rules.items():
+    for (name, epsilon), rule in sorted(rules.items(), key=lambda item: item[0][0]):
         needed = rule.variants()
         parts = [rule.scalars(np.stack([table[variant] for variant in needed])) for table in losses]
         rows = len(needed) * contract.batch_size / contract.queries

@@ -11,11 +11,11 @@ import numpy as np
 from device_runner.session.replaying import replay
 from prge.errors import RunError
 from prge.files.journal import Journal
-from prge.files.peft import read_peft, write_peft
+from prge.files.peft import read_peft
 from prge.files.run_folder import FINAL, JOURNAL
 from prge.files.tuned import bundle_at
 from prge.host.regular_files import read_regular
-from prge.learning.checkpoint import HEAD, head_arrays
+from prge.learning.checkpoint import HEAD, write_result
 from prge.verbs.settings import parse_settings
 
 
@@ -43,8 +43,7 @@ def main(argv: Sequence[str]) -> int:
         state = replay(journal, settings.step)
     final = settings.run / FINAL
     template = bundle_at(settings.bundle) / "adapter" if settings.bundle else final
-    extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
-    write_peft(settings.out, state.adapter, template, extra)
+    write_result(settings.out, state, template)
     print(f"{settings.out}: step {state.step} of {journal.steps}")
     if settings.step is None and final.is_dir():
         stored = read_peft(final, state.adapter.modules)

@@ -40,7 +40,6 @@ from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal, Record
-from prge.files.peft import write_peft
 from prge.files.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -52,17 +51,7 @@ from prge.files.run_folder import (
 from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
-from prge.learning.checkpoint import (
-    HEAD,
-    TrainingState,
-    checkpoint_folder,
-    head_arrays,
-    kept_steps,
-    load_checkpoint,
-    load_latest,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
 from prge.learning.encoder_heads import Heads, digest_of, fit_heads
 from prge.learning.estimators.protocol import Estimator
 from prge.learning.examples import token_count
@@ -133,12 +122,9 @@ class OpenRun:
 
     def keep(self, state: TrainingState) -> None:
         """Save a checkpoint, and drop those that nobody needs any more."""
-        folder = self.settings.out / CHECKPOINTS
-        save_checkpoint(folder, state, self.inputs.bundle.adapter)
-        self.journal.sync()
-        if not self.settings.keep_gradients:
-            self.journal.forget_gradients(state.step)
-        prune_checkpoints(folder, kept_steps(state.progress, self.settings.checkpoint_every))
+        settings, template = self.settings, self.inputs.bundle.adapter
+        every, gradients = settings.checkpoint_every, settings.keep_gradients
+        keep_state(settings.out, state, template, self.journal, every, gradients)
 
     def score(self, state: TrainingState) -> Record:
         """Scores of the development rows."""
@@ -231,7 +217,9 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
 
 def finish_run(run: OpenRun, state: TrainingState, samples: Samples | None, watcher: Watcher) -> Path:
     """Write the result, and tell what came out and what to do next; returns the `final/` folder."""
-    final = write_final(run.settings, run.inputs, state)
+    final = run.settings.out / FINAL
+    load_best(run.settings.out / CHECKPOINTS, state)
+    write_result(final, state, run.inputs.bundle.adapter, overwrite=True)
     if samples is not None:
         samples.take()
     best = run.journal.evaluation(state.step) or {}
@@ -375,17 +363,6 @@ def prepare_heads(
         told = f"fitted on {len(inputs.train):,} rows"
     journal.append(heads.to_record(digest))
     return heads, told
-
-
-def write_final(settings: RunSettings, inputs: RunInputs, state: TrainingState) -> Path:
-    """Write the adapter of the best step, or of the last one without development rows, as `final/`."""
-    best = state.progress.best_step
-    if best not in (-1, state.step):
-        load_checkpoint(checkpoint_folder(settings.out / CHECKPOINTS, best), state)
-    extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
-    final = settings.out / FINAL
-    write_peft(final, state.adapter, inputs.bundle.adapter, extra, overwrite=True)
-    return final
 
 
 def _check_folder(settings: RunSettings) -> None:

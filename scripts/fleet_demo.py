@@ -28,9 +28,8 @@ from device_runner.fleet.common import unpack_state
 from device_runner.fleet.coordinator import agreement_of
 from device_runner.fleet.device import FLEETS, STATE, DeviceSettings, answer, make_device
 from device_runner.fleet.messages import Answer, Task, parse_answer
-from device_runner.fleet.network.client import client_app
+from device_runner.fleet.network.client import join
 from device_runner.fleet.network.keys import DeviceKeys
-from device_runner.fleet.network.supernode import Connection, join
 from device_runner.session.replaying import replay
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
@@ -161,7 +160,7 @@ class FleetDemo:
         with Journal(self.fleet / JOURNAL, writable=False) as journal:
             for name in (HONEST, KILLED, LIAR):
                 content = (self.folder / name / FLEETS / agreement.sha256.hex() / STATE).read_bytes()
-                state = unpack_state(content, agreement.plan, bundle.chain.modules, bundle.chain.width)
+                state = unpack_state(content, agreement.plan, bundle.chain.modules, bundle.chain.width, 0)
                 expected = replay(journal, state.step).adapter.values
                 if not state.step or not np.array_equal(state.adapter.values, expected):
                     return False
@@ -184,7 +183,7 @@ def lie(folder: Path, address: str) -> None:
         return replace(told, values=np.full_like(told.values, 1e30)).to_bytes()
 
     keys = DeviceKeys.open(folder / "keys" / "devices" / LIAR)
-    join(own, Connection(address, keys), client_app(said), print)
+    join(own, address, keys, said)
 
 
 def prge(*words: object, **settings: Any) -> str:

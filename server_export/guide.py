@@ -87,12 +87,11 @@ def axes_of_gradients(problem: ModelProblem, count: int) -> tuple[Guide, dict[st
     """
     import torch
 
-    from server_export.evidence.baselines.backpropagation import insert_adapter
+    from server_export.evidence.baselines.adapter import insert_adapter
     from server_export.model.principal import Principal
 
-    _, _, lora_b = insert_adapter(problem)
-    for parameter in problem.model.parameters():
-        parameter.requires_grad_(False)
+    lora_b = [layer.lora_b for layer in insert_adapter(problem).values()]
+    problem.model.requires_grad_(False)
     for matrix in lora_b:
         matrix.requires_grad_(True)
     principals = [Principal(module.out_features, count) for module in problem.modules]
@@ -123,7 +122,8 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     from prge.rows.sources import read_source
     from prge.rows.task import load_task
     from prge.rows.tokenizer import bundle_tokenizer
-    from server_export.evidence.baselines.problem import open_problem
+    from server_export.evidence.base import open_base
+    from server_export.evidence.baselines.problem import ModelProblem
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()
@@ -133,4 +133,5 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
     examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, BuildOptions("auto"))
     widest = max(len(example.sequences) for example in examples)
-    return open_problem(bundle, settings.model, examples, tokenizer.pad_id, widest, settings.seed)
+    base = open_base(bundle, settings.model)
+    return ModelProblem(bundle, base, examples, tokenizer.pad_id, widest, settings.seed)

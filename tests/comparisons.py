@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from server_export.evidence.compare.settings import CompareSettings, read_command_line
+from prge.verbs.settings import parse_settings, settings_to_yaml
+from server_export.evidence.compare.settings import CompareSettings
 from tests.bundles import make_bundle
 
 SEEDS = (1, 2, 3)
@@ -17,7 +18,8 @@ SEEDS = (1, 2, 3)
 
 def settings_for(out: Path, *words: object) -> CompareSettings:
     """Settings on the demo's model and rows."""
-    return read_command_line(["--preset", "demo", "--out", str(out), *map(str, words)])
+    argv = ["--preset", "demo", "--out", str(out), *map(str, words)]
+    return parse_settings(CompareSettings, argv, "prge compare")
 
 
 def make_run(seed: int, decay: float, step_seconds: float, rows: int, **changes: Any) -> dict[str, Any]:
@@ -26,24 +28,17 @@ def make_run(seed: int, decay: float, step_seconds: float, rows: int, **changes:
     for step in range(0, 41, 10):
         loss = 0.2 + 0.8 * decay ** (step / 10) + 0.01 * seed
         seconds = step * step_seconds
-        points.append(
-            {"step": step, "rows": step * rows, "seconds": seconds, "loss": loss, "accuracy": 1 - loss}
-        )
+        points.append({"step": step, "rows": step * rows, "seconds": seconds, "loss": loss})
     return {
         "seed": seed,
         "steps": 40,
         "rows": 40 * rows,
-        "seconds": 41 * step_seconds,
-        "training_seconds": 40 * step_seconds,
-        "step_seconds": step_seconds,
         "tokens_per_second": rows * 20 / step_seconds,
         "peak_bytes": 90_000_000 + seed,
         "own_idle_bytes": None,
         "activation_bytes": 5_000_000,
-        "trained_values": 100,
-        "engine": "native",
         "curve": points,
-        "test": {"loss": points[-1]["loss"], "accuracy": points[-1]["accuracy"], "examples": 400},
+        "test": {"loss": points[-1]["loss"], "accuracy": 1 - points[-1]["loss"], "examples": 400},
         **changes,
     }
 
@@ -68,8 +63,6 @@ def make_method(forward_only: bool, runs: Sequence[Mapping[str, Any]], **changes
 
 def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """A stored comparison: backpropagation learns fast and holds much, p-rge less of both, one failed."""
-    from prge.verbs.settings import settings_to_yaml
-
     settings = settings_for(tmp_path / "out", "--seeds", *SEEDS)
     backprop = [
         make_run(seed, 0.3, 0.02, 48, peak_bytes=400_000_000, activation_bytes=30_000_000) for seed in SEEDS
@@ -80,7 +73,6 @@ def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
         "settings": yaml.safe_load(settings_to_yaml(settings)),
         "idle_bytes": 40_000_000,
         "row_counts": {"train": 400, "dev": 200, "test": 400},
-        "test_rows": 400,
         "methods": {
             "backprop-lora-fa": make_method(False, backprop),
             "p-rge": make_method(True, [make_run(seed, 0.6, 0.01, 32) for seed in SEEDS]),
@@ -89,7 +81,7 @@ def make_result(tmp_path: Path, **changes: Any) -> dict[str, Any]:
                 False, [], learning_rate=None, search=[], failures=["ended with code 2: <no> such | thing"]
             ),
         },
-        "hashes": {"rows": {"train": "a" * 64}, "bundles": {"shared": "b" * 64}},
+        "hashes": {"train rows": "a" * 64, "bundle": "b" * 64},
         "meta": {
             "prge": "0.1.0",
             "python": "3.11",
@@ -164,7 +156,6 @@ def write_run(folder: Path, steps: int, status: str, rate: float = 0.01, baselin
         "training_tokens": 1000,
         "seconds": 2.0 + 0.1 * steps,
         "memory": {"peak_bytes": 100_000_000, "beyond_loaded_bytes": 7_000_000},
-        "trained_values": 64,
     }
     if baseline:
         train["test"] = {"loss": 0.25, "accuracy": 0.875}

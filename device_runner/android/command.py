@@ -7,13 +7,21 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from device_runner.android.adb import Adb, quote
-from device_runner.android.device import DeviceSettings, Job, Phone, check_name, rows_there, send_settings
+from device_runner.android.device import (
+    DeviceSettings,
+    Job,
+    Phone,
+    check_name,
+    files_there,
+    rows_there,
+    send_settings,
+)
 from device_runner.android.joining import AndroidJoinSettings, join_words
 from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
@@ -32,10 +40,10 @@ from prge.files.peft import find_adapter
 from prge.files.run_folder import CONFIG, FINAL, JOURNAL
 from prge.files.tuned import Tuning, tuning_at
 from prge.rows.sources import Part
-from prge.verbs.settings import parse_settings
+from prge.verbs.settings import parse_settings, part_of
 from prge.verbs.subverbs import Action, run_action
 
-Settings = TypeVar("Settings")
+Settings = TypeVar("Settings", bound=DeviceSettings)
 EARLY_SECONDS = 10.0
 # Between two lines of how a run stands that is waited for.
 TELL_SECONDS = 20.0
@@ -51,12 +59,13 @@ class DoctorSettings(DeviceSettings):
 
 @dataclass(frozen=True)
 class PushSettings(DeviceSettings):
-    """Bring things to a device ahead of a run, which brings by itself all but the runtime."""
+    """Bring things to a device ahead of a run, which brings by itself all but the runtime.
 
-    paths: tuple[Path, ...] = ()
+    Files that are there already, by their hashes, are not sent again.
+    """
+
+    paths: tuple[Path, ...]
     """Runtimes, bundles, folders of `prge tune`, and files of rows."""
-    sync: bool = True
-    """Send only files that the device lacks or has otherwise, by their hashes; --no-sync sends all."""
     check: bool = False
     """Compare the files there even if the folder was whole when it was sent."""
 
@@ -100,11 +109,17 @@ class StatusSettings(DeviceSettings):
 
 
 @dataclass(frozen=True)
-class LogsSettings(DeviceSettings):
+class NamedSettings(DeviceSettings):
+    """Which run."""
+
+    name: str
+    """The run."""
+
+
+@dataclass(frozen=True)
+class LogsSettings(NamedSettings):
     """Print a run's log. It shows a training row."""
 
-    name: str = ""
-    """The run."""
     lines: int = 40
     """Lines from its end."""
     console: bool = False
@@ -112,11 +127,9 @@ class LogsSettings(DeviceSettings):
 
 
 @dataclass(frozen=True)
-class PullSettings(DeviceSettings):
+class PullSettings(NamedSettings):
     """Bring a run folder here: adapter, checkpoints, journal, figures."""
 
-    name: str = ""
-    """The run."""
     out: Path | None = None
     """Folder to make, or an older copy of the run to replace; default: the run's name."""
     log: bool = False
@@ -124,11 +137,9 @@ class PullSettings(DeviceSettings):
 
 
 @dataclass(frozen=True)
-class StopSettings(DeviceSettings):
+class StopSettings(NamedSettings):
     """End a run after its step; it can be resumed."""
 
-    name: str = ""
-    """The run."""
     now: bool = False
     """Kill it at once; it can be resumed then too."""
     seconds: float = 120.0
@@ -146,6 +157,10 @@ class CleanSettings(DeviceSettings):
     all: bool = False
     """Remove everything of prge, runs included."""
 
+    def __post_init__(self) -> None:
+        if not (self.names or self.data or self.all):
+            raise ConfigError("nothing to remove:", ["name runs, or give --data or --all"])
+
 
 def main(argv: Sequence[str]) -> int:
     """Run one verb; see `prge android --help`."""
@@ -153,16 +168,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bundle(argv: list[str]) -> int:
-    settings = _parse(BundleSettings, argv, "bundle", ["out"])
+    settings = parse_settings(BundleSettings, argv, "prge android bundle", ["out"])
     runtime = build_runtime(settings)
     print(f"{runtime.folder}: {runtime.machine}, {runtime.megabytes:.1f} MB, tree {runtime.tree}")
     return 0
 
 
-def _doctor(argv: list[str]) -> int:
-    settings = _parse(DoctorSettings, argv, "doctor")
+def _doctor(phone: Phone, settings: DoctorSettings) -> int:
     checks = []
-    for check in examine(settings.phone()):
+    for check in examine(phone):
         checks.append(check)
         if not settings.json:
             print(f"{check.state:<8} {check.name:<12} {check.found}", flush=True)
@@ -173,33 +187,28 @@ def _doctor(argv: list[str]) -> int:
     return 1 if any(check.state == "missing" for check in checks) else 0
 
 
-def _push(argv: list[str]) -> int:
-    settings = _parse(PushSettings, argv, "push", ["paths"])
-    if not settings.paths:
-        raise ConfigError("nothing to push:", ["name runtimes, bundles or files"])
-    phone = settings.phone()
-    how = {"check": settings.check, "everything": not settings.sync}
+def _push(phone: Phone, settings: PushSettings) -> int:
     for item in settings.paths:
         if (item / RUNTIME_MANIFEST).is_file():
             open_runtime(item)
-            sent = phone.send_runtime(item, **how)
+            sent = phone.send_runtime(item, check=settings.check)
             print(f"{item} -> {phone.path('runtime')}: {sent} files sent")
         elif item.is_dir():
-            remote = _send_bundle(phone, item, **how)
+            remote = _send_bundle(phone, item, settings.check)
             print(f"{item} -> {remote}")
             if tuning := tuning_at(item):
                 print(f"{tuning.adapter} -> {_send_run(phone, tuning, remote)}")
         else:
-            print(f"{item} -> {phone.send_file(item, everything=not settings.sync)}")
+            print(f"{item} -> {phone.send_file(item)}")
     return 0
 
 
 def _run(argv: list[str]) -> int:
     if any(word.partition("=")[0] == "--resume" for word in argv):
-        resumed = _parse(ResumeSettings, argv, "run")
+        resumed = parse_settings(ResumeSettings, argv, "prge android run")
         phone, name = resumed.phone(), resumed.resume
         return _told(phone, _gone_on(phone, name, resumed.wait))
-    settings = _parse(AndroidRunSettings, argv, "run")
+    settings = parse_settings(AndroidRunSettings, argv, "prge android run")
     phone, name = settings.phone(), settings.out.name
     phone.need_this_driver()
     job, waits = phone.job(name), settings.wait or settings.pull is not None
@@ -242,9 +251,7 @@ def _gone_on(phone: Phone, name: str, wait: bool) -> Job:
     return _started(phone, name, ["run", "--config", job_settings], wait)
 
 
-def _status(argv: list[str]) -> int:
-    settings = _parse(StatusSettings, argv, "status", ["names"])
-    phone = settings.phone()
+def _status(phone: Phone, settings: StatusSettings) -> int:
     jobs = [
         _waited(phone, name, tells=not settings.json) if settings.wait else phone.job(name)
         for name in settings.names or phone.jobs()
@@ -256,9 +263,7 @@ def _status(argv: list[str]) -> int:
     return 0
 
 
-def _logs(argv: list[str]) -> int:
-    settings = _parse(LogsSettings, argv, "logs", ["name"])
-    phone = settings.phone()
+def _logs(phone: Phone, settings: LogsSettings) -> int:
     _known(phone, settings.name)
     file = ("jobs", settings.name, "console.txt") if settings.console else ("runs", settings.name, "log.txt")
     words = quote([phone.path(*file)])
@@ -266,31 +271,12 @@ def _logs(argv: list[str]) -> int:
     return 0
 
 
-def _generate(argv: list[str]) -> int:
-    settings = _parse(AndroidGenerateSettings, argv, "generate", ["names"])
-    return generate_on(settings.phone(), settings)
-
-
-def _chat(argv: list[str]) -> int:
-    settings = _parse(AndroidChatSettings, argv, "chat", ["names"])
-    return chat_on(settings.phone(), settings)
-
-
-def _fleet(argv: list[str]) -> int:
-    join = {"join": Action("let a phone take part in a fleet, detached", _join)}
-    return run_action(argv, join, "prge android fleet", "A phone as a fleet's device.")
-
-
-def _join(argv: list[str]) -> int:
-    settings = _parse(AndroidJoinSettings, argv, "fleet join")
-    phone = settings.phone()
+def _join(phone: Phone, settings: AndroidJoinSettings) -> int:
     words = join_words(phone, settings, _send_bundle(phone, settings.bundle))
     return _told(phone, _started(phone, settings.name, words, False))
 
 
-def _pull(argv: list[str]) -> int:
-    settings = _parse(PullSettings, argv, "pull", ["name"])
-    phone = settings.phone()
+def _pull(phone: Phone, settings: PullSettings) -> int:
     _known(phone, settings.name)
     out = settings.out or Path(settings.name)
     phone.pull_run(settings.name, out, settings.log)
@@ -298,19 +284,13 @@ def _pull(argv: list[str]) -> int:
     return 0
 
 
-def _stop(argv: list[str]) -> int:
-    settings = _parse(StopSettings, argv, "stop", ["name"])
-    phone = settings.phone()
+def _stop(phone: Phone, settings: StopSettings) -> int:
     _known(phone, settings.name)
     print(phone.stop(settings.name, settings.now, settings.seconds).text())
     return 0
 
 
-def _clean(argv: list[str]) -> int:
-    settings = _parse(CleanSettings, argv, "clean", ["names"])
-    if not (settings.names or settings.data or settings.all):
-        raise ConfigError("nothing to remove:", ["name runs, or give --data or --all"])
-    phone = settings.phone()
+def _clean(phone: Phone, settings: CleanSettings) -> int:
     names = settings.names if not (settings.all or settings.data) else phone.jobs()
     running = [name for name in names if phone.job(name).state == "running"]
     if running:
@@ -326,47 +306,62 @@ def _clean(argv: list[str]) -> int:
     return 0
 
 
+def _on_phone(
+    verb: str, settings_type: type[Settings], act: Callable[[Phone, Settings], int], *positional: str
+) -> Callable[[list[str]], int]:
+    """A verb that reads its settings, connects to the phone, and acts there."""
+
+    def run(argv: list[str]) -> int:
+        settings = parse_settings(settings_type, argv, f"prge android {verb}", positional)
+        return act(settings.phone(), settings)
+
+    return run
+
+
+def _fleet(argv: list[str]) -> int:
+    join = _on_phone("fleet join", AndroidJoinSettings, _join)
+    actions = {"join": Action("let a phone take part in a fleet, detached", join)}
+    return run_action(argv, actions, "prge android fleet", "A phone as a fleet's device.")
+
+
 ACTIONS = {
     "bundle": Action("build the folder that a phone needs, for arm64 or amd64", _bundle),
-    "doctor": Action("check whether a phone can train", _doctor),
-    "push": Action("bring the runtime, bundles or rows to a phone", _push),
+    "doctor": Action("check whether a phone can train", _on_phone("doctor", DoctorSettings, _doctor)),
+    "push": Action(
+        "bring the runtime, bundles or rows to a phone", _on_phone("push", PushSettings, _push, "paths")
+    ),
     "run": Action("start a run on a phone, or go on with one", _run),
-    "status": Action("tell how runs stand", _status),
-    "logs": Action("print a run's log", _logs),
-    "generate": Action("write what a run's model answers to prompts, on the phone", _generate),
-    "chat": Action("talk to a run's model, on the phone", _chat),
+    "status": Action("tell how runs stand", _on_phone("status", StatusSettings, _status, "names")),
+    "logs": Action("print a run's log", _on_phone("logs", LogsSettings, _logs, "name")),
+    "generate": Action(
+        "write what a run's model answers to prompts, on the phone",
+        _on_phone("generate", AndroidGenerateSettings, generate_on, "names"),
+    ),
+    "chat": Action(
+        "talk to a run's model, on the phone", _on_phone("chat", AndroidChatSettings, chat_on, "names")
+    ),
     "fleet": Action("`fleet join`: let a phone take part in a fleet", _fleet),
-    "pull": Action("bring a run folder here", _pull),
-    "stop": Action("end a run; it can be resumed", _stop),
-    "clean": Action("remove runs, rows or everything from a phone", _clean),
+    "pull": Action("bring a run folder here", _on_phone("pull", PullSettings, _pull, "name")),
+    "stop": Action("end a run; it can be resumed", _on_phone("stop", StopSettings, _stop, "name")),
+    "clean": Action(
+        "remove runs, rows or everything from a phone", _on_phone("clean", CleanSettings, _clean, "names")
+    ),
 }
-
-
-def _parse(
-    settings_type: type[Settings], argv: list[str], verb: str, positional: Sequence[str] = ()
-) -> Settings:
-    return parse_settings(settings_type, argv, f"prge android {verb}", positional)
 
 
 def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     """Bring what a run needs, and return its settings as they are on the device."""
-    own = {item.name for item in fields(RunSettings)}
-    plain = RunSettings(**{name: value for name, value in vars(settings).items() if name in own})
+    plain = part_of(RunSettings, settings)
     named: dict[Part, Path | None] = {"train": plain.train, "dev": plain.dev}
     changes: dict[str, Any] = {
         name: Path(rows_there(phone, path, name, settings.data_on_device))
         for name, path in named.items()
         if path is not None
     }
-    changes |= {
-        name: Path(phone.send_file(path))
-        for name in ("sample_prompts", "heads_of")
-        if (path := getattr(plain, name)) is not None
-    }
+    sent = files_there(phone, plain, "sample_prompts", "heads_of", "task")
+    changes |= {name: path if name == "task" else Path(path) for name, path in sent.items()}
     changes["bundle"] = Path(_send_bundle(phone, plain.bundle))
     changes["out"] = Path(phone.path("runs", plain.out.name))
-    if plain.task and Path(plain.task).is_file():
-        changes["task"] = phone.send_file(Path(plain.task))
     if plain.adapter:
         source = find_adapter(plain.adapter)
         remote = phone.path("adapters", digest(str(source.resolve()))[:12])
@@ -375,15 +370,14 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     return replace(plain, **changes)
 
 
-def _send_bundle(phone: Phone, folder: Path, check: bool = False, everything: bool = False) -> str:
+def _send_bundle(phone: Phone, folder: Path, check: bool = False) -> str:
     """Bring a bundle, the files that its manifest names alone; its folder there has its hash in the name."""
     bundle = open_bundle(folder)
     folder = bundle.folder
     for block in bundle.chain.blocks:
         check_content(folder, bundle.manifest, block.weights)
     remote = phone.path("bundles", bundle.sha256[:12])
-    names = [MANIFEST, *bundle.manifest["files"]]
-    phone.send_folder(folder, remote, names=names, check=check, everything=everything)
+    phone.send_folder(folder, remote, names=[MANIFEST, *bundle.manifest["files"]], check=check)
     return remote
 
 

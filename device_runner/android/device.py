@@ -118,7 +118,6 @@ class Phone:
         *,
         names: Iterable[str] | None = None,
         check: bool = False,
-        everything: bool = False,
         before: Callable[[], None] = lambda: None,
     ) -> int:
         """Make a folder of the device equal to a local one, and return how many files were sent.
@@ -128,7 +127,6 @@ class Phone:
             remote: folder there; files that it has besides are removed.
             names: of the files in `local` to send; by default all.
             check: compare the files' hashes even if the folder was whole when it was sent last.
-            everything: send every file.
             before: called before anything there is changed.
 
         Raises:
@@ -141,7 +139,7 @@ class Phone:
         _check_names(here)
         wanted = {name: file_sha256(path) for name, path in here.items()}
         mark, tree = f"{remote}.tree", digest(json.dumps(wanted, sort_keys=True))
-        if not check and not everything:
+        if not check:
             told = self.adb.shell(f"[ -d {quote([remote])} ] && cat {quote([mark])}")
             if told.code == 0 and told.output.strip() == tree:
                 return 0
@@ -149,7 +147,7 @@ class Phone:
         folder, mark_word = quote([remote]), quote([mark])
         self.adb.check(f"rm -f {mark_word}", f"unmarking {remote}")
         self.make(remote)
-        there = {} if everything else self._hashes(remote)
+        there = self._hashes(remote)
         extra = sorted(set(there) - set(wanted))
         for start in range(0, len(extra), _WORDS):
             names = quote([f"./{name}" for name in extra[start : start + _WORDS]])
@@ -170,14 +168,14 @@ class Phone:
         self.adb.check(f"echo {tree} > {mark_word}", f"marking {remote}")
         return len(lacking)
 
-    def send_file(self, local: Path, *, everything: bool = False) -> str:
+    def send_file(self, local: Path) -> str:
         """Bring one file to data/, under a name with its hash; returns its path there."""
         if not local.is_file():
             raise DeviceError(f"there is no file {local}", remedy="rows on the phone need --data-on-device")
         _check_names([local.name])
         hash_ = file_sha256(local)
         remote = self.path("data", f"{hash_[:12]}-{local.name}")
-        if not everything and self._file_hash(remote) == hash_:
+        if self._file_hash(remote) == hash_:
             return remote
         self.make(self.path("data"))
         self._need_room(local.stat().st_size, remote)
@@ -187,11 +185,10 @@ class Phone:
         self.adb.check(f"mv {quote([f'{remote}.new', remote])}", f"renaming {remote}")
         return remote
 
-    def send_runtime(self, local: Path, *, check: bool = False, everything: bool = False) -> int:
+    def send_runtime(self, local: Path, *, check: bool = False) -> int:
         """Bring a runtime folder; see `send_folder`."""
         remote = self.path("runtime")
-        before = self._need_no_run
-        sent = self.send_folder(local, remote, check=check, everything=everything, before=before)
+        sent = self.send_folder(local, remote, check=check, before=self._need_no_run)
         if sent:
             self.remove(self.path("cache"))
         # adb keeps no modes; started through the loader, only that must be executable.
@@ -509,6 +506,16 @@ def rows_there(phone: Phone, where: Path, part: Part, on_device: bool) -> str:
             remedy="give an absolute path on the device, or leave --data-on-device out",
         )
     return str(where)
+
+
+def files_there(phone: Phone, settings: Any, *names: str) -> dict[str, str]:
+    """Bring the files that settings of these names give; their paths there. A task may be one of prge's."""
+    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    return {
+        name: phone.send_file(Path(value))
+        for name, value in given.items()
+        if name != "task" or Path(value).is_file()
+    }
 
 
 def send_rows(phone: Phone, where: Path, part: Part) -> str:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from device_runner.android.adb import quote
-from device_runner.android.device import DeviceSettings, Phone, check_name, rows_there, send_settings
+from device_runner.android.device import (
+    DeviceSettings,
+    Phone,
+    check_name,
+    files_there,
+    rows_there,
+    send_settings,
+)
 from device_runner.android.runtime import MANIFEST
 from device_runner.fleet.device import DeviceSettings as JoiningSettings
 from device_runner.fleet.serve import check_keys
 from prge.errors import DeviceError
+from prge.verbs.settings import part_of
 
 # Of a folder of `prge fleet keys` for a device.
 KEY_FILES = ("ca.pem", "device.key")
@@ -52,12 +60,8 @@ def join_words(phone: Phone, settings: AndroidJoinSettings, bundle: str) -> list
     _need_flower(phone)
     own = phone.path("fleets", settings.name)
     rows = rows_there(phone, settings.train, "train", settings.data_on_device)
-    sent = {item.name: getattr(settings, item.name) for item in fields(JoiningSettings)}
+    sent = {**vars(part_of(JoiningSettings, settings)), **files_there(phone, settings, "task", "policy")}
     sent |= {"bundle": bundle, "train": rows, "server": settings.server, "folder": own}
-    if settings.task and Path(settings.task).is_file():
-        sent["task"] = phone.send_file(Path(settings.task))
-    if settings.policy is not None:
-        sent["policy"] = phone.send_file(settings.policy)
     if settings.keys is None:
         sent["insecure"] = True
     else:

@@ -39,7 +39,6 @@ def examine(phone: Phone) -> Iterator[Check]:
     else:
         yield Check("machine", "ok", f"{abi}: takes a runtime for {machine}")
     yield _kernel(shell("uname -r").output.strip())
-    yield _seccomp(shell("grep Seccomp: /proc/self/status").output)
     yield _space(phone)
     yield _folder(phone)
     yield from _runtime(phone, machine)
@@ -54,17 +53,6 @@ def _kernel(release: str) -> Check:
         oldest = ".".join(map(str, OLDEST_KERNEL))
         return Check("kernel", "missing", release, f"the runtime's glibc needs Linux {oldest} or newer")
     return Check("kernel", "ok", release)
-
-
-def _seccomp(line: str) -> Check:
-    words = line.split()
-    if len(words) < 2:
-        return Check("seccomp", "warn", "unknown")
-    if words[1] == "0":
-        return Check("seccomp", "ok", "adb's shell has no filter")
-    return Check(
-        "seccomp", "warn", f"adb's shell has a filter, mode {words[1]}", "the import test below decides"
-    )
 
 
 def _space(phone: Phone) -> Check:

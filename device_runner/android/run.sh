@@ -10,7 +10,5 @@ export PYTHONHOME="$D/py" PYTHONPATH="$D/site" PYTHONNOUSERSITE=1 PYTHONSAFEPATH
 export PYTHONPYCACHEPREFIX="$D/../cache/$TREE" XDG_CACHE_HOME="$D/../cache"
 export HOME="$D/.." USER="${USER:-shell}" TMPDIR="${TMPDIR:-$D/../tmp}"
 export PRGE_NATIVE_LIBRARY="$D/lib/libprge_native.so" OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
-# How this Python starts another one: its own file needs the loader.
-export PRGE_PYTHON="$D/run.sh"
 mkdir -p "$TMPDIR"
 exec "$D/lib/ld.so" --library-path "$D/lib" "$D/py/bin/python3" "$@"

@@ -5,15 +5,22 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from device_runner.android.adb import quote
-from device_runner.android.device import DeviceSettings, Phone, check_name, send_rows, send_settings
+from device_runner.android.device import (
+    DeviceSettings,
+    Phone,
+    check_name,
+    files_there,
+    send_rows,
+    send_settings,
+)
 from device_runner.session.speaking import BASE, STDIN, ChatFlags, GenerateFlags
 from prge.errors import ConfigError, DeviceError
 from prge.files.documents import parse_yaml
+from prge.verbs.settings import part_of
 
 
 @dataclass(frozen=True)
@@ -34,15 +41,12 @@ class AndroidChatSettings(ChatFlags, _Runs):
 
 def generate_on(phone: Phone, settings: AndroidGenerateSettings) -> int:
     """Generate there, at this terminal; files are brought. Returns the exit code; raises as `chat_on`."""
-    sent: dict[str, Any] = {}
-    if settings.messages is not None:
-        sent["messages"] = phone.send_file(settings.messages)
+    sent: dict[str, Any] = {**files_there(phone, settings, "messages", "task")}
     if settings.data is not None:
         sent["data"] = send_rows(phone, settings.data, "test")
-    if settings.task and Path(settings.task).is_file():
-        sent["task"] = phone.send_file(Path(settings.task))
     sent["prompt"] = [sys.stdin.read() if text == STDIN else text for text in settings.prompt]
-    return _speaking(phone, "generate", settings.names, {**_own(GenerateFlags, settings), **sent})
+    own = vars(part_of(GenerateFlags, settings))
+    return _speaking(phone, "generate", settings.names, {**own, **sent})
 
 
 def chat_on(phone: Phone, settings: AndroidChatSettings) -> int:
@@ -52,7 +56,7 @@ def chat_on(phone: Phone, settings: AndroidChatSettings) -> int:
         ConfigError: no run is named, or runs of different bundles.
         DeviceError: a run isn't there, or the device was lost.
     """
-    return _speaking(phone, "chat", settings.names, _own(ChatFlags, settings))
+    return _speaking(phone, "chat", settings.names, vars(part_of(ChatFlags, settings)))
 
 
 def _speaking(phone: Phone, verb: str, names: Sequence[str], settings: Mapping[str, Any]) -> int:
@@ -73,11 +77,6 @@ def _speaking(phone: Phone, verb: str, names: Sequence[str], settings: Mapping[s
         return phone.attach(["-m", "prge.cli", verb, *words], reads=verb == "chat")
     finally:
         phone.remove(folder)
-
-
-def _own(kind: type[Any], settings: Any) -> dict[str, Any]:
-    """The settings that `kind` has, by their names."""
-    return {item.name: getattr(settings, item.name) for item in fields(kind)}
 
 
 def _bundle_of(phone: Phone, name: str) -> str:

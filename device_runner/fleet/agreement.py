@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -78,13 +78,6 @@ class Plan(OptimizerFlags, RateFlags):
     schedule: ScheduleName = "constant"
     warmup: int = 0
 
-    average: Literal["fedavg", "fedadam", "fedprox"] = "fedavg"
-    """exact: what the server makes of the devices' changes: their mean, by Adam, or the mean of steps that
-    --proximal holds back."""
-    server_rate: float = 1e-2
-    """fedadam: the server's learning rate."""
-    proximal: float = 0.1
-    """fedprox: how strongly a device's steps are held to where the round began."""
     seed: int = 42
     """Of directions, which all devices share, and of which devices a round asks."""
 
@@ -207,11 +200,6 @@ class Agreement:
                 [str(error)],
                 remedy="use the same version of prge on both sides",
             ) from None
-
-
-def plan_of(settings: Plan) -> Plan:
-    """The plan in settings of a verb that has more."""
-    return Plan(**{item.name: getattr(settings, item.name) for item in fields(Plan)})
 
 
 def task_sha256(task: Task | None) -> str:

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import safetensors.numpy
 
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer, RefusedError
 from prge.engine import FloatArray
-from prge.files.peft import read_arrays
-from prge.host.atomic import write_file
 
 # No honest derivative or change is larger.
 LARGEST_VALUE = 1e6
 LARGEST_LOSS = 1e4
-_MOMENTS = "averaging-{:06d}.safetensors"
-# Of fedadam's moments, and what keeps its quotient finite: Flower's.
-_BETA1, _BETA2, _TAU = 0.9, 0.99, 1e-3
 _COLUMNS = 1 << 16
 # A cosine below this share of the usual one, negative, speaks against a device: in deviations of chance, to
 # which earlier rounds add less and less. The sum of chance alone deviates by 1.7.
@@ -139,25 +132,3 @@ def combined_scalars(scalars: FloatArray, plan: Plan) -> FloatArray:
     lengths = np.linalg.norm(scalars.astype(np.float64), axis=1)
     shares = np.minimum(1.0, np.median(lengths) / np.maximum(lengths, np.finfo(np.float32).tiny))
     return np.asarray((scalars * shares[:, None]).mean(0), np.float32)
-
-
-def combined_change(changes: FloatArray, plan: Plan, folder: Path, step: int) -> FloatArray:
-    """The common adapter's change, f32 [size], of devices' changes [devices, size].
-
-    Every device has as many examples, so nobody's weight is larger. With fedadam the common change goes
-    through Adam (Reddi et al. 2021, arXiv 2003.00295, algorithm 2), whose moments are read from a file of the
-    step and written into one of the next step.
-    """
-    change = middle(changes, plan)
-    if plan.average != "fedadam":
-        return change
-    path = folder / _MOMENTS.format(step)
-    moments = read_arrays(path) if path.is_file() else {}
-    first = _BETA1 * moments.get("first", 0) + (1 - _BETA1) * change
-    second = _BETA2 * moments.get("second", 0) + (1 - _BETA2) * change**2
-    arrays = {"first": first.astype(np.float32), "second": second.astype(np.float32)}
-    write_file(folder / _MOMENTS.format(step + 1), safetensors.numpy.save(arrays))
-    (folder / _MOMENTS.format(step - 1)).unlink(missing_ok=True)
-    # The powers are Flower's, which counts rounds from 1.
-    rate = plan.server_rate * np.sqrt(1 - _BETA2 ** (step + 2)) / (1 - _BETA1 ** (step + 2))
-    return np.asarray(rate * first / (np.sqrt(second) + _TAU), np.float32)

@@ -26,7 +26,6 @@ from prge.learning.estimators.table import make_estimator
 from prge.learning.head import Head
 
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
-MOST_CLASSES = 10_000
 # Floats hardly shrink; more effort is for nothing.
 _LEVEL = 1
 _MOST_HEADER = 1 << 16
@@ -88,22 +87,13 @@ def start_sha256(state: TrainingState) -> str:
 
 def pack_state(state: TrainingState) -> bytes:
     """A state as safetensors, compressed: where a fleet begins, most of it is zeros."""
-    arrays: dict[str, Array] = {ADAPTER: state.adapter.values, **_optimizer(state)}
-    if state.head is not None:
-        arrays[HEAD] = np.concatenate([state.head.weight, state.head.bias[:, None]], 1)
-    content = safetensors.numpy.save(
-        {name: np.ascontiguousarray(array) for name, array in arrays.items()},
-        {PROGRESS: json.dumps(asdict(state.progress))},
-    )
+    arrays = {name: np.ascontiguousarray(array) for name, array in _arrays(state).items()}
+    content = safetensors.numpy.save(arrays, {PROGRESS: json.dumps(asdict(state.progress))})
     return zlib.compress(content, _LEVEL)
 
 
 def unpack_state(
-    content: bytes,
-    plan: Plan,
-    modules: Sequence[AdaptedModule],
-    width: int,
-    classes: int | None = None,
+    content: bytes, plan: Plan, modules: Sequence[AdaptedModule], width: int, classes: int
 ) -> TrainingState:
     """Inverse of `pack_state`.
 
@@ -112,44 +102,29 @@ def unpack_state(
         plan: of the fleet.
         modules: of the device's bundle.
         width: of an encoder's states.
-        classes: of its head, 0 without one; any by default.
+        classes: of its head; 0 without one.
 
     Raises:
         MessageError: it is no state of this fleet.
     """
     try:
-        state = first_state(plan, Adapter.zeros(modules))
-        numbers = (MOST_CLASSES if classes is None else classes) * (width + 1)
-        arrays_of = {ADAPTER: state.adapter.values, **_optimizer(state)}
-        numbers += sum(array.size for array in arrays_of.values())
-        content = _unpacked(content, most=4 * numbers + _MOST_HEADER)
+        state = first_state(plan, Adapter.zeros(modules), Head(classes, width) if classes else None)
+        wanted = _arrays(state)
+        content = _unpacked(content, most=sum(array.nbytes for array in wanted.values()) + _MOST_HEADER)
         arrays = safetensors.numpy.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         said = json.loads(header["__metadata__"][PROGRESS])
         step, losses = said["step"], (said["first_loss"], said["smoothed_loss"])
         if type(step) is not int or step < 0 or not all(isinstance(loss, float | None) for loss in losses):
             raise ValueError(f"its step is {step!r}, its losses {losses!r}")
-        head = None
-        if (table := arrays.pop(HEAD, None)) is not None:
-            rows = len(table) if classes is None else classes
-            if table.shape != (rows, width + 1) or not 0 < rows <= MOST_CLASSES:
-                raise ValueError(f"a head of shape {table.shape}")
-            head = Head(len(table), width)
-            head.weight[:], head.bias[:] = table[:, :width], table[:, width]
-            if not np.isfinite(head.values).all():
-                raise ValueError("its head is not finite")
-        elif classes:
-            raise ValueError("it has no head")
         shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-        if shapes != {name: (target.shape, target.dtype) for name, target in arrays_of.items()}:
+        if shapes != {name: (target.shape, target.dtype) for name, target in wanted.items()}:
             raise ValueError(f"arrays {sorted(arrays)} that don't fit")
-        for name, target in arrays_of.items():
+        for name, target in wanted.items():
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"{name} is not finite")
             target[:] = arrays[name]
-        return replace(
-            state, head=head, progress=Progress(step, first_loss=losses[0], smoothed_loss=losses[1])
-        )
+        return replace(state, progress=Progress(step, first_loss=losses[0], smoothed_loss=losses[1]))
     except (
         *(AttributeError, LookupError, TypeError, ValueError),
         *(safetensors.SafetensorError, zlib.error),
@@ -166,5 +141,8 @@ def _unpacked(content: bytes, most: int) -> bytes:
     return found
 
 
-def _optimizer(state: TrainingState) -> dict[str, Array]:
-    return {f"optimizer.{name}": array for name, array in optimizer_arrays(state).items()}
+def _arrays(state: TrainingState) -> dict[str, Array]:
+    """The arrays of a state, which are its own."""
+    head = {} if state.head is None else {HEAD: state.head.values}
+    optimizer = {f"optimizer.{name}": array for name, array in optimizer_arrays(state).items()}
+    return {ADAPTER: state.adapter.values, **head, **optimizer}

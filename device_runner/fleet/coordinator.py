@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +23,8 @@ import numpy as np
 from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.combining import (
     checked,
-    combined_change,
     combined_scalars,
+    middle,
     opposed_answers,
     shortened_answers,
     values_of,
@@ -34,7 +33,6 @@ from device_runner.fleet.common import common_settings, pack_state, replayer
 from device_runner.fleet.local import rates_of
 from device_runner.fleet.messages import (
     Answer,
-    Behind,
     MessageError,
     Refusal,
     RefusedError,
@@ -43,26 +41,15 @@ from device_runner.fleet.messages import (
     parse_answer,
 )
 from device_runner.fleet.privacy.reported import SPENT
-from device_runner.session.inputs import identity_settings, keep_guide
+from device_runner.session.inputs import identity_settings, keep_guide, origin_of
 from device_runner.session.replaying import advance, replay
 from prge.errors import ConfigError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import GRADIENT, Journal, Record, encode_array
-from prge.files.peft import write_peft
 from prge.files.run_folder import CHECKPOINTS, FINAL, JOURNAL
 from prge.host.atomic import write_file
-from prge.learning.checkpoint import (
-    HEAD,
-    TrainingState,
-    checkpoint_folder,
-    head_arrays,
-    kept_steps,
-    load_checkpoint,
-    load_latest,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.directions import philox
 from prge.learning.estimators.guide import Guide
@@ -147,7 +134,7 @@ def begin_fleet(
         RunError: the folder holds a run, or can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    chain, settings = bundle.chain, common_settings(agreement.plan)
+    settings = common_settings(agreement.plan)
     with Journal(folder / JOURNAL) as journal:
         if journal.first("start") is not None:
             raise RunError(
@@ -160,17 +147,7 @@ def begin_fleet(
         if head is not None:
             journal.append(Heads(head).to_record())
         keep_guide(journal, bundle, settings)
-        journal.append(
-            {
-                "kind": "start",
-                "modules": [asdict(module) for module in chain.modules],
-                "width": chain.width,
-                "bundle": bundle.sha256,
-                **dict.fromkeys(("train", "dev", "task")),
-                "adapter": encode_array(adapter.values) if adapter.values.any() else None,
-                "settings": identity_settings(settings),
-            }
-        )
+        journal.append({**origin_of(bundle, adapter), "settings": identity_settings(settings)})
 
 
 def has_begun(folder: Path) -> bool:
@@ -189,6 +166,20 @@ def agreement_of(folder: Path) -> Agreement:
         ) from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundsFlags:
+    """How rounds are taken."""
+
+    per_round: int = 10
+    """Devices that a round asks."""
+    least_answers: int = 1
+    """A round with fewer answers is asked for again."""
+    seconds: float = 600.0
+    """How long a round's answers are waited for."""
+    evaluate_every: int = 1
+    """Rounds between scores of development rows; 0: before the first and after the last alone."""
+
+
 class Coordinator:
     """The server of a fleet, on a folder that `begin_fleet` made; a context manager.
 
@@ -197,11 +188,8 @@ class Coordinator:
     Args:
         folder: of the fleet.
         bundle: the fleet's.
-        per_round: devices that a round asks.
-        least_answers: a round with fewer is asked for again.
-        seconds: how long an answer is waited for, which devices are told.
+        flags: how rounds are taken.
         score: scores development rows that the server has.
-        evaluate_every: rounds between these scores; 0: before the first and after the last alone.
 
     Raises:
         RunError: the folder is no fleet's, or its journal is damaged.
@@ -211,21 +199,15 @@ class Coordinator:
         self,
         folder: Path,
         bundle: Bundle,
-        per_round: int = 10,
-        least_answers: int = 1,
-        seconds: float = 600.0,
+        flags: RoundsFlags,
         score: Callable[[TrainingState], Record] | None = None,
-        evaluate_every: int = 1,
     ) -> None:
         if not has_begun(folder):
             raise RunError(f"{folder} is no fleet's folder", remedy="begin a fleet with `prge fleet serve`")
         self.folder = folder
         self.bundle = bundle
-        self.per_round = per_round
-        self.least_answers = least_answers
-        self.seconds = seconds
+        self.flags = flags
         self._score = score
-        self._evaluate_every = evaluate_every
         self.agreement = agreement_of(folder)
         self.plan = self.agreement.plan
         if self.agreement.bundle != bundle.sha256:
@@ -292,7 +274,7 @@ class Coordinator:
         silent = sorted(set(self._asked) - set(answers))
         up, down = sum(map(len, answers.values())), sum(self._asked.values())
         report = RoundReport(self.round, self.plan.rounds, refused, silent, up, down)
-        if len(good) < self.least_answers:
+        if len(good) < self.flags.least_answers:
             self._count_silence(refused)
             return report
         self._silent_rounds = 0
@@ -336,20 +318,15 @@ class Coordinator:
 
     def best_state(self) -> TrainingState:
         """The common state at the best step, or after the last one without development rows."""
-        best = self.state.progress.best_step
-        if best in (-1, self.state.step):
-            return self.state
-        state = self.first_state()
-        load_checkpoint(checkpoint_folder(self.folder / CHECKPOINTS, best), state)
+        state = self.state.copy()
+        load_best(self.folder / CHECKPOINTS, state)
         return state
 
     def write_final(self) -> Path:
         """Write the adapter of the best state as `final/`."""
         self._score_if_due()
-        state, final = self.best_state(), self.folder / FINAL
-        extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
-        write_peft(final, state.adapter, self.bundle.adapter, extra, overwrite=True)
-        return final
+        write_result(self.folder / FINAL, self.best_state(), self.bundle.adapter, overwrite=True)
+        return self.folder / FINAL
 
     def _device(self, node: int) -> _Device:
         """What is known of a device; a new one has the bundle's own adapter, if that is the start."""
@@ -359,7 +336,7 @@ class Coordinator:
         """The devices of the round: the same ones of the same nodes, whenever it is asked for."""
         there = sorted(node for node in nodes if not self._device(node).spent) or sorted(nodes)
         order = np.argsort(philox(self.plan.seed, self.round, _PICK_STREAM, len(there)), kind="stable")
-        return sorted(there[index] for index in order[: self.per_round])
+        return sorted(there[index] for index in order[: self.flags.per_round])
 
     def _task(self, device: _Device, state: bytes) -> Task:
         """What a device is asked, with the least that brings it to where the round begins."""
@@ -373,7 +350,7 @@ class Coordinator:
             ways.append((b"", b"".join(history[device.step // self.plan.local_steps :])))
         sent, missed = min(ways, key=lambda way: len(way[0]) + len(way[1]))
         text = b"" if device.introduced else self.agreement.content
-        return Task(self.agreement.sha256, self.round, step, self.seconds, text, missed, sent)
+        return Task(self.agreement.sha256, self.round, step, self.flags.seconds, text, missed, sent)
 
     @cached_property
     def _start(self) -> bytes:
@@ -409,11 +386,8 @@ class Coordinator:
             RefusedError, MessageError: why it doesn't.
         """
         said = parse_answer(content)
-        match said:
-            case Refusal():
-                raise RefusedError(said.reason)
-            case Behind():
-                raise RefusedError(f"is at step {said.step}, gets the common state with the next task")
+        if isinstance(said, Refusal):
+            raise RefusedError(said.reason)
         if node not in self._asked:
             raise RefusedError("wasn't asked")
         if (said.number, said.step) != (self.round, self.state.step):
@@ -436,7 +410,8 @@ class Coordinator:
                 combined_scalars(values, plan).reshape(plan.local_steps, -1),
             )
             return steps.records(self.round, plan.seed, plan.shape)
-        change = combined_change(values, plan, self.folder, step)
+        # Every device has as many examples, so nobody's weight is larger.
+        change = middle(values, plan)
         return [
             {
                 "kind": "step",
@@ -474,13 +449,7 @@ class Coordinator:
 
     def _tried(self, records: Sequence[Record]) -> tuple[TrainingState, Record | None, str]:
         """The state after common steps, its scores where they are due, and why it is absurd, if it is."""
-        before = self.state
-        state = replace(
-            before,
-            adapter=before.adapter.copy(),
-            optimizer=deepcopy(before.optimizer),
-            progress=replace(before.progress),
-        )
+        state = self.state.copy()
         with np.errstate(over="ignore", invalid="ignore"):
             for record in records:
                 state.apply(
@@ -500,7 +469,7 @@ class Coordinator:
 
     def _is_due(self, rounds: int) -> bool:
         """Whether development rows are scored after so many rounds."""
-        every = self._evaluate_every or self.plan.rounds
+        every = self.flags.evaluate_every or self.plan.rounds
         return self.finished or rounds >= self.plan.rounds or rounds % every == 0
 
     def _score_if_due(self, scored: Record | None = None) -> Record:
@@ -517,12 +486,8 @@ class Coordinator:
         return record
 
     def _keep(self) -> None:
-        checkpoints = self.folder / CHECKPOINTS
-        save_checkpoint(checkpoints, self.state, self.bundle.adapter)
-        self.journal.sync()
-        if not self.plan.by_scalars:
-            self.journal.forget_gradients(self.state.step)
-        prune_checkpoints(checkpoints, kept_steps(self.state.progress, 0))
+        template, gradients = self.bundle.adapter, self.plan.by_scalars
+        keep_state(self.folder, self.state, template, self.journal, 0, gradients)
 
     def _undo_half_a_round(self) -> None:
         """Leave out steps of a round that a kill cut off."""

@@ -31,7 +31,7 @@ from device_runner.fleet.common import (
     unpack_state,
 )
 from device_runner.fleet.local import Local, by_row, open_local, told
-from device_runner.fleet.messages import Behind, MessageError, Refusal, RefusedError, Task
+from device_runner.fleet.messages import MessageError, Refusal, RefusedError, Task
 from device_runner.fleet.policy import Policy
 from device_runner.fleet.privacy.ledger import BEGUN, Ledger
 from device_runner.fleet.privacy.reported import spent
@@ -141,15 +141,13 @@ class _Round:
         self._check(ledger, line)
         self._keep_agreement()
         state = self._known_state()
-        if isinstance(state, Behind):
-            return state.to_bytes()
         for older in self.fleet.glob(f"{ROUND}-*"):
             if older != folder:
                 shutil.rmtree(older, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         settings = self._run_settings(folder)
         stopped = self._stopper(settings)
-        local = open_local(
+        local, _ = open_local(
             *(self.plan, self.bundle, settings),
             *(self.settings.engine, self.settings.threads, self.settings.memory),
         )
@@ -253,8 +251,12 @@ class _Round:
             ledger.begin(entry)
         return line or entry, said
 
-    def _known_state(self) -> TrainingState | Behind:
-        """A common state that the missed rounds follow, of what is kept and what the task brings."""
+    def _known_state(self) -> TrainingState:
+        """A common state that the missed rounds follow, of what is kept and what the task brings.
+
+        Raises:
+            RefusedError: there is none.
+        """
         modules, width = self.bundle.chain.modules, self.bundle.chain.width
         path, task = self.fleet / STATE, self.task
         classes = len(self.classes) if self.bundle.chain.is_encoder else 0
@@ -267,10 +269,11 @@ class _Round:
             state = unpack_state(path.read_bytes(), self.plan, modules, width, classes)
         elif not self.agreement.start:
             state = first_state(self.plan, read_peft(self.bundle.adapter, modules, self.bundle.adapter))
-        if state is None:
-            return Behind(-1)
         first = next((steps.first for steps in task.missed_steps()), task.step)
-        return state if min(first, task.step) <= state.step <= task.step else Behind(state.step)
+        if state is None or not min(first, task.step) <= state.step <= task.step:
+            has = "has no common state" if state is None else f"is at step {state.step}"
+            raise RefusedError(f"{has}, needs that of step {task.step}")
+        return state
 
     def _catches_up(self, state: TrainingState, stopped: Callable[[], bool]) -> bool:
         """Take the missed rounds, and keep where that leads; whether there was time for all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from itertools import groupby
 import numpy as np
 
 from device_runner.engines.checkpoints import Checkpoints
-from device_runner.engines.opening import open_engines
+from device_runner.engines.opening import Engines, open_engines
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
@@ -27,7 +26,6 @@ from prge.learning.estimators.guide import guide_of
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
-from prge.learning.optimizers import Optimizer
 from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
 from prge.verbs.kinds import Bytes
@@ -100,13 +98,10 @@ class Local:
         """The state that the device's own steps change."""
         # The server takes one step a round where devices send changes.
         first = start.step if self.plan.by_scalars else start.step * self.plan.local_steps
-        state = replace(start, adapter=start.adapter.copy(), progress=replace(start.progress, step=first))
-        if self.plan.by_scalars:
-            state.optimizer = copy.deepcopy(start.optimizer)
-            return state
-        state.optimizer = optimizer_of(self.settings, start.adapter.modules)
-        if self.plan.average == "fedprox":
-            state.optimizer = _Proximal(state.optimizer, start.adapter.values.copy(), self.plan.proximal)
+        state = start.copy()
+        state.progress.step = first
+        if not self.plan.by_scalars:
+            state.optimizer = optimizer_of(self.settings, start.adapter.modules)
         return state
 
     @cached_property
@@ -122,8 +117,8 @@ def open_local(
     engine: EngineName = "auto",
     threads: int | None = None,
     memory: Bytes | None = None,
-) -> Local:
-    """Read a device's rows and open the engine for the steps of a plan.
+) -> tuple[Local, Engines]:
+    """Read a device's rows and open the engines for the steps of a plan.
 
     Args:
         plan: what the steps are.
@@ -141,7 +136,7 @@ def open_local(
         bundle, sized.contract, threads, engine, memory, sized.scoring, checkpoints=checkpoints
     )
     pad, data = inputs.tokenizer.pad_id, inputs.origin["train"]
-    return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data)
+    return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data), engines
 
 
 def told(agreement: Agreement, number: int, step: int, privacy_epsilon: float, learnt: Learnt) -> bytes:
@@ -202,20 +197,6 @@ class _Turns(_OwnRows):
         turns = range((step + self.offset) * count, (step + self.offset + 1) * count)
         windows = [(turn // len(rows), rows[order[turn % len(rows)]]) for turn in turns]
         return [window[turn % len(window)] for turn, window in windows]
-
-
-class _Proximal:
-    """An optimizer held to where the round began: FedProx (Li et al. 2020, arXiv 1812.06127)."""
-
-    def __init__(self, inner: Optimizer, anchor: FloatArray, strength: float) -> None:
-        self._inner = inner
-        self.state = inner.state
-        self._anchor = anchor
-        self._strength = np.float32(strength)
-
-    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """See Optimizer.update."""
-        self._inner.update(values, gradient + self._strength * (values - self._anchor), learning_rate)
 
 
 class _Silence:

@@ -24,7 +24,7 @@ from prge.files.journal import Record
 FORM = 2
 MOST_BYTES = 1 << 30
 _LONGEST_TEXT = 500
-_TASK, _DONE, _REFUSED, _BEHIND = range(4)
+_TASK, _DONE, _REFUSED = range(3)
 _STEPS_HEAD, _TASK_HEAD, _ANSWER_HEAD = "<III", "<16sIIfIII", "<16sIIIfII"
 
 
@@ -186,35 +186,16 @@ class Refusal:
         return cls(shortened(printable(text.replace("\n", " ")), _LONGEST_TEXT))
 
 
-@dataclass(frozen=True)
-class Behind:
-    """A device has another step than the server thought: `step`, or -1 with nothing at all."""
-
-    step: int
-
-    def to_bytes(self) -> bytes:
-        """The message."""
-        return _head(_BEHIND) + struct.pack("<q", self.step)
-
-    @classmethod
-    def read(cls, reader: Reader) -> Behind:
-        """Inverse of `to_bytes`, after what the message is."""
-        return cls(*reader.unpack("<q"))
-
-
-_SAID: dict[int, type[Answer | Refusal | Behind]] = {_DONE: Answer, _REFUSED: Refusal, _BEHIND: Behind}
-
-
-def parse_answer(content: bytes) -> Answer | Refusal | Behind:
+def parse_answer(content: bytes) -> Answer | Refusal:
     """What a device said.
 
     Raises:
         MessageError: nothing that a device says.
     """
     reader = Reader(content)
-    if (found := reader.begin()) not in _SAID:
+    if (found := reader.begin()) not in (_DONE, _REFUSED):
         raise MessageError(f"a message of type {found}, not an answer")
-    said = _SAID[found].read(reader)
+    said: Answer | Refusal = Answer.read(reader) if found == _DONE else Refusal.read(reader)
     reader.end()
     return said
 

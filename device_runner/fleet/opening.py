@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device_runner.engines.opening import Engines, open_engines
-from device_runner.fleet.agreement import Agreement, Plan, plan_of, task_sha256
+from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.common import first_state, start_sha256
-from device_runner.fleet.coordinator import Coordinator, begin_fleet, has_begun
+from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet, has_begun
 from device_runner.session.planning import plan_run
 from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.journal import Record
 from prge.files.peft import find_adapter, read_peft
-from prge.learning.checkpoint import HEAD, TrainingState, read_head
+from prge.learning.checkpoint import TrainingState, head_at
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.examples import Example
 from prge.learning.head import Head
@@ -28,10 +28,11 @@ from prge.rows.sources import Part, read_source
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import RowsFlags
+from prge.verbs.settings import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings(Plan, EngineFlags, RowsFlags):
+class ServerSettings(Plan, RoundsFlags, EngineFlags, RowsFlags):
     """What a fleet's server is begun with."""
 
     bundle: Path
@@ -52,14 +53,6 @@ class ServerSettings(Plan, EngineFlags, RowsFlags):
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter; an encoder's has a
     head."""
-    per_round: int = 10
-    """Devices that a round asks."""
-    least_answers: int = 1
-    """A round with fewer answers is asked for again."""
-    seconds: float = 600.0
-    """How long a round's answers are waited for."""
-    evaluate_every: int = 1
-    """Rounds between scores of development rows; 0: before the first and after the last alone."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     Raises:
         PrgeError: the bundle, rows or folder can't be used, or the folder is another fleet's.
     """
-    plan = plan_of(settings)
+    plan = part_of(Plan, settings)
     bundle = open_bundle(settings.bundle)
     plan_run(bundle, [], plan.run_settings(settings.bundle))
     task = load_task(settings.task) if settings.task else None
@@ -127,15 +120,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     score = None
     if rows is not None and settings.dev is not None:
         score = rows.scorer(rows.examples(settings, settings.dev, "dev", settings.dev_limit))
-    coordinator = Coordinator(
-        settings.out,
-        bundle,
-        settings.per_round,
-        settings.least_answers,
-        settings.seconds,
-        score,
-        settings.evaluate_every,
-    )
+    coordinator = Coordinator(settings.out, bundle, part_of(RoundsFlags, settings), score)
     theirs = coordinator.agreement
     if (theirs.plan, theirs.task) != (plan, task_sha256(task)):
         raise ConfigError(
@@ -156,14 +141,14 @@ def _head(settings: ServerSettings, bundle: Bundle, rows: ServerRows | None) -> 
         return None
     if rows is not None and settings.head_rows is not None:
         return rows.fitted_head(rows.examples(settings, settings.head_rows, "train", settings.head_limit))
-    folder = find_adapter(settings.adapter) if settings.adapter else None
-    if folder is None or not (folder / HEAD).is_file() or not settings.task:
+    head = None
+    if settings.adapter and settings.task:
+        classes = len(load_task(settings.task).label_words)
+        head = head_at(find_adapter(settings.adapter), classes, bundle.chain.width)
+    if head is None:
         raise ConfigError(
             "an encoder's fleet needs a classification head and a task",
             ["devices keep their rows, and the server has none to fit the head on"],
             remedy="give --task, and --head-rows with a few labelled rows, or --adapter with a run's head",
         )
-    classes = len(load_task(settings.task).label_words)
-    head = Head(classes, bundle.chain.width)
-    read_head(folder / HEAD, head)
     return head

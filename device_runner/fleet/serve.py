@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
-from device_runner.fleet.coordinator import agreement_of
 from device_runner.fleet.opening import ServerSettings, open_fleet
 from prge.errors import ConfigError, RunError
 from prge.files.run_folder import run_lock
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
-from prge.verbs.settings import parse_settings, read_settings, settings_to_yaml, with_whole_paths
+from prge.verbs.settings import parse_settings, settings_to_yaml, with_whole_paths
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
+# Of earlier versions' fleets.
+_GONE = frozenset({"directions", "largest", "most_epsilon", "average", "server_rate", "proximal"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(ServerSettings):
-    """Begin a fleet, or go on with one by --resume FOLDER: wait for devices, and take its rounds."""
+    """Begin a fleet, or go on with one: wait for devices, and take its rounds."""
 
+    STORED: ClassVar = SETTINGS
+
+    resume: Path | None = None
+    """Folder of a fleet to go on with, by its own settings."""
     wait_for: int = 2
     """The first round waits until so many devices are there; later ones for --least-answers."""
     host: str = "127.0.0.1"
@@ -38,30 +44,25 @@ class ServeSettings(ServerSettings):
         super().__post_init__()
         check_keys(self.keys, self.insecure)
 
-
-@dataclass(frozen=True)
-class ResumeSettings:
-    """Go on with a fleet that was stopped or killed."""
-
-    resume: Path
-    """Folder of the fleet; its settings are those in serve.yaml there."""
+    @classmethod
+    def current(cls, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of a file; raises RunError where an earlier version of prge wrote them."""
+        if gone := sorted(_GONE & stored.keys()):
+            raise RunError(
+                f"these settings are none of this version of prge, which has no {', '.join(gone)}",
+                remedy="go on with the version that began the fleet, or begin another in another folder",
+            )
+        return dict(stored)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge fleet serve --help`."""
-    if any(word.partition("=")[0] == "--resume" for word in argv):
-        folder = parse_settings(ResumeSettings, argv, "prge fleet serve").resume
-        if not (folder / SETTINGS).is_file():
-            raise RunError(f"{folder} is no fleet's folder", remedy="begin a fleet with `prge fleet serve`")
-        agreement_of(folder)  # an earlier version's has settings that this one lacks
-        settings = read_settings(ServeSettings, folder / SETTINGS, "prge fleet serve")
-    else:
-        settings = parse_settings(ServeSettings, argv, "prge fleet serve")
-        if (settings.out / SETTINGS).is_file():
-            raise RunError(
-                f"{settings.out} holds a fleet already",
-                remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
-            )
+    settings = parse_settings(ServeSettings, argv, "prge fleet serve")
+    if settings.resume is None and (settings.out / SETTINGS).is_file():
+        raise RunError(
+            f"{settings.out} holds a fleet already",
+            remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
+        )
     _tell(str(serve(settings)))
     return 0
 
@@ -78,7 +79,8 @@ def serve(settings: ServeSettings) -> Path:
 
     keys = None if settings.keys is None else ServerKeys.open(settings.keys)
     with run_lock(settings.out), open_fleet(settings) as coordinator:
-        write_file(settings.out / SETTINGS, settings_to_yaml(with_whole_paths(settings)).encode())
+        kept = with_whole_paths(replace(settings, resume=None))
+        write_file(settings.out / SETTINGS, settings_to_yaml(kept).encode())
         if not coordinator.finished:
             with superlink(settings.out, settings.host, settings.port, keys, coordinator.most_bytes) as link:
                 whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"
@@ -89,13 +91,7 @@ def serve(settings: ServeSettings) -> Path:
                     _tell(f"going on after round {coordinator.round} of {coordinator.plan.rounds}")
                 devices = settings.least_answers if coordinator.round else settings.wait_for
                 with link.run() as post:
-                    take_rounds(
-                        post,
-                        coordinator,
-                        devices,
-                        settings.seconds,
-                        lambda line: _tell(_named(line, names)),
-                    )
+                    take_rounds(post, coordinator, devices, lambda line: _tell(_named(line, names)))
         return coordinator.write_final()
 
 

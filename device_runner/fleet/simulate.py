@@ -17,26 +17,25 @@ from typing import Any
 
 import numpy as np
 
-from device_runner.engines.opening import open_engines
-from device_runner.fleet.agreement import plan_of
+from device_runner.fleet.agreement import Plan
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.local import Local, by_row, plan_steps, told
+from device_runner.fleet.local import by_row, open_local, told
 from device_runner.fleet.messages import Refusal
 from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
 from device_runner.fleet.privacy.reported import COUNTED, exposure, spent
-from device_runner.session.inputs import read_inputs
 from prge.errors import DivergenceError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import read_json
 from prge.files.journal import Journal, Record
-from prge.files.run_folder import JOURNAL
+from prge.files.run_folder import JOURNAL, write_json
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
 from prge.learning.accounting import epsilon_of
 from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.directions import philox
-from prge.verbs.settings import parse_settings
+from prge.rows.task import load_task
+from prge.verbs.settings import parse_settings, part_of
 
 _SEED_STREAM = 2**64 - 3
 # What a line of the curve has of a round's record.
@@ -76,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         figures = simulate(settings, lambda report: print(report, flush=True))
         print("\n".join(_lines(figures)), flush=True)
     if settings.json:
-        write_file(settings.json, (json.dumps(figures, indent=2) + "\n").encode())
+        write_json(settings.json, figures)
     return 0
 
 
@@ -102,7 +101,7 @@ class Simulation:
 
     def __init__(self, settings: SimulateSettings) -> None:
         self.settings = settings
-        self.plan = plan = plan_of(settings)
+        self.plan = plan = part_of(Plan, settings)
         bundle = open_bundle(settings.bundle)
         steps = replace(
             plan.run_settings(settings.bundle, settings.train, settings.out),
@@ -111,22 +110,13 @@ class Simulation:
             train_start=settings.train_start,
             train_limit=settings.train_limit,
         )
-        inputs = read_inputs(bundle, steps)
-        self.dealt = parts(inputs.train, settings.devices, settings.partition, settings.seed)
-        self.identity = {
-            **{
-                name: getattr(settings, name)
-                for name in ("devices", "partition", "train_start", "train_limit")
-            },
-            "train": inputs.origin["train"],
-        }
-        sized = plan_steps(plan, steps, bundle, inputs.train, settings.memory)
-        self.engines = open_engines(
-            bundle, sized.contract, settings.threads, settings.engine, settings.memory, sized.scoring
-        )
-        pad = inputs.tokenizer.pad_id
-        self.local = Local(plan, sized.settings, bundle, self.engines.step, inputs.train, pad)
-        self.rows = ServerRows(bundle, inputs.task, self.engines, pad)
+        engine = (settings.engine, settings.threads, settings.memory)
+        self.local, self.engines = open_local(plan, bundle, steps, *engine)
+        self.dealt = parts(self.local.examples, settings.devices, settings.partition, settings.seed)
+        names = ("devices", "partition", "train_start", "train_limit")
+        self.identity = {**{name: getattr(settings, name) for name in names}, "train": self.local.data}
+        task = load_task(settings.task) if settings.task else None
+        self.rows = ServerRows(bundle, task, self.engines, self.local.pad)
         seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)
         self.seeds = [int(seed) for seed in seeds]
         self.taken = [0] * settings.devices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from device_runner.reporting.next_steps import next_steps
@@ -54,18 +54,10 @@ def _run(run: RunFacts, level: int) -> Iterator[Block]:
     if run.problems:
         yield Bullets(tuple(run.problems))
     yield from _curves(run)
-    yield from _result(run, level)
-    yield from _samples(run, level)
-    yield from _decisions(run, level)
-    yield Heading("How it was trained", level)
-    yield from _method(run)
-    yield Heading("Memory and speed", level)
-    yield _facts(_costs(run))
-    yield from _data(run, level)
-    yield from _settings(run, level)
-    yield from _after(run, level)
-    yield Heading("Where it ran", level)
-    yield _facts(_machine(run))
+    for title, section in _SECTIONS.items():
+        if blocks := list(section(run)):
+            yield Heading(title, level)
+            yield from blocks
 
 
 def _overview(runs: Sequence[RunFacts], names: Sequence[str]) -> Table:
@@ -140,7 +132,7 @@ def _curves(run: RunFacts) -> Iterator[Block]:
         yield Picture(line_chart(points, "steps", title), caption)
 
 
-def _result(run: RunFacts, level: int) -> Iterator[Block]:
+def _result(run: RunFacts) -> Iterator[Block]:
     last = run.evaluations[-1] if run.evaluations else None
     found: dict[int, tuple[str, ...]] = {}
     score = run.score
@@ -158,11 +150,10 @@ def _result(run: RunFacts, level: int) -> Iterator[Block]:
             "loss",
             *([_title(score)] if score != "loss" else []),
         )
-        yield Heading("Result", level)
         yield Table(header, tuple(found.values()), labels=2)
 
 
-def _samples(run: RunFacts, level: int) -> Iterator[Block]:
+def _samples(run: RunFacts) -> Iterator[Block]:
     """What the model wrote before the first step and after the last one that it was asked at."""
     if not run.samples:
         return
@@ -170,7 +161,6 @@ def _samples(run: RunFacts, level: int) -> Iterator[Block]:
     by_prompt: dict[str, dict[int, Record]] = {}
     for each in run.samples:
         by_prompt.setdefault(json.dumps(each["prompt"]), {})[each["step"]] = each
-    yield Heading("What it answers, before and after", level)
     for answers in list(by_prompt.values())[:MOST_SAMPLES]:
         yield Paragraph("Prompt:")
         yield Quote(_prompt_text(next(iter(answers.values()))["prompt"]))
@@ -193,10 +183,9 @@ def _prompt_text(prompt: Any) -> str:
     return shortened(text, LONGEST_VALUE)
 
 
-def _decisions(run: RunFacts, level: int) -> Iterator[Block]:
+def _decisions(run: RunFacts) -> Iterator[Block]:
     if run.decisions:
         rows = tuple((each.name, each.value, each.why) for each in run.decisions)
-        yield Heading("What was chosen, and why", level)
         yield Table(("decision", "value", "why"), rows, labels=3)
 
 
@@ -228,13 +217,13 @@ def _estimators(run: RunFacts) -> list[str]:
     return names or [str(run.config.get("estimator"))]
 
 
-def _costs(run: RunFacts) -> dict[str, Any]:
+def _costs(run: RunFacts) -> Iterator[Block]:
     memory, steps = _memory(run), [each for each in run.metrics if each["event"] == "step"]
     training = (_seconds(run) or 0.0) - (_float(run.train.get("evaluation_seconds")) or 0.0)
     tokens = sum(_float(each.get("tokens")) or 0.0 for each in steps)
     engine = sum(_float(each.get("engine_seconds")) or 0.0 for each in steps)
     speed = tokens / training if training > 0 and tokens else None
-    return {
+    facts = {
         "peak memory of the process": _bytes(memory.get("peak_bytes")),
         "of it beyond what was loaded": _bytes(memory.get("beyond_loaded_bytes")),
         "time of steps": duration(training) if steps else None,
@@ -245,12 +234,12 @@ def _costs(run: RunFacts) -> dict[str, Any]:
         "engine": run.run.get("engine"),
         "threads": run.run.get("threads"),
     }
+    yield _facts(facts)
 
 
-def _data(run: RunFacts, level: int) -> Iterator[Block]:
+def _data(run: RunFacts) -> Iterator[Block]:
     told = mapping(run.train.get("data"))
     parts = {name: mapping(told.get(name)) for name in ("train", "dev") if mapping(told.get(name))}
-    yield Heading("Data", level)
     if not parts:
         yield _facts(
             {
@@ -286,14 +275,13 @@ def _data(run: RunFacts, level: int) -> Iterator[Block]:
         yield Bullets(tuple(notes))
 
 
-def _settings(run: RunFacts, level: int) -> Iterator[Block]:
+def _settings(run: RunFacts) -> Iterator[Block]:
     """Settings that differ from their defaults, then all others."""
     if not run.config:
         return
     defaults = _defaults()
     shown = {name: _value(value) for name, value in run.config.items()}
     changed = {name: value for name, value in shown.items() if value != defaults.get(name)}
-    yield Heading("Settings", level)
     rows = tuple((name, value, defaults.get(name, NONE)) for name, value in changed.items())
     yield Table(("setting", "value", "default"), rows, labels=3)
     others = tuple((name, value) for name, value in shown.items() if name not in changed)
@@ -319,27 +307,25 @@ def _value(value: Any) -> str:
     return "none" if value is None else shortened(str(value), LONGEST_VALUE)
 
 
-def _after(run: RunFacts, level: int) -> Iterator[Block]:
-    finished = run.status in _FINISHED and (run.folder / FINAL).is_dir()
-    places = {
-        "adapter": FINAL if (run.folder / FINAL).is_dir() else None,
-        "checkpoints": CHECKPOINTS if (run.folder / CHECKPOINTS).is_dir() else None,
-        "log": LOG if (run.folder / LOG).is_file() else None,
-    }
-    yield Heading("Where things are", level)
-    yield _facts({name: place and str(run.folder / place) for name, place in places.items()})
+def _places(run: RunFacts) -> Iterator[Block]:
+    places = {"adapter": FINAL, "checkpoints": CHECKPOINTS, "log": LOG}
+    there = {name: run.folder / place for name, place in places.items()}
+    yield _facts({name: path for name, path in there.items() if path.exists()})
+
+
+def _next(run: RunFacts) -> Iterator[Block]:
     if run.status == "running":
         return
-    yield Heading("What comes next", level)
+    finished = run.status in _FINISHED and (run.folder / FINAL).is_dir()
     roles = run.run.get("roles")
     writes = isinstance(roles, list) and {PREFILL, DECODE} <= set(map(str, roles))
     steps = next_steps(run.folder, run.config, finished, writes)
     yield Code("\n".join(f"# {step.purpose}\n{step.command}" for step in steps))
 
 
-def _machine(run: RunFacts) -> dict[str, Any]:
+def _machine(run: RunFacts) -> Iterator[Block]:
     cpu, versions = mapping(run.meta.get("cpu")), mapping(run.meta.get("versions"))
-    return {
+    facts = {
         "prge": run.meta.get("prge"),
         "Python": run.meta.get("python"),
         "processor": cpu.get("model"),
@@ -350,6 +336,21 @@ def _machine(run: RunFacts) -> dict[str, Any]:
         "bundle": run.run.get("bundle"),
         "written": run.meta.get("written"),
     }
+    yield _facts(facts)
+
+
+_SECTIONS: Mapping[str, Callable[[RunFacts], Iterator[Block]]] = {
+    "Result": _result,
+    "What it answers, before and after": _samples,
+    "What was chosen, and why": _decisions,
+    "How it was trained": _method,
+    "Memory and speed": _costs,
+    "Data": _data,
+    "Settings": _settings,
+    "Where things are": _places,
+    "What comes next": _next,
+    "Where it ran": _machine,
+}
 
 
 def _facts(facts: Mapping[str, Any]) -> Block:

@@ -17,7 +17,7 @@ from prge.files.adapter import Adapter, adapter_size
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record, encode_array
 from prge.files.peft import find_adapter, read_peft
-from prge.learning.checkpoint import HEAD, TrainingState, read_head
+from prge.learning.checkpoint import TrainingState, head_at
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.guide import Guide, guide_of
 from prge.learning.estimators.protocol import Estimator, InTurn
@@ -109,20 +109,9 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     start_head = None
-    if contract.is_encoder and (source / HEAD).is_file():
-        start_head = Head(train_examples[0].candidates, contract.width)
-        read_head(source / HEAD, start_head)
-    origin = {
-        "kind": "start",
-        "modules": [asdict(module) for module in contract.modules],
-        "width": contract.width,
-        "bundle": bundle.sha256,
-        "train": train.sha256,
-        "dev": dev.sha256 if dev else None,
-        # As JSON reads it back: a resumed run compares it with the journal's.
-        "task": json.loads(json.dumps(asdict(task))) if task else None,
-        "adapter": encode_array(adapter.values) if adapter.values.any() else None,
-    }
+    if contract.is_encoder:
+        start_head = head_at(source, train_examples[0].candidates, contract.width)
+    origin = origin_of(bundle, adapter, train.sha256, dev.sha256 if dev else None, task)
     return RunInputs(
         bundle,
         tokenizer,
@@ -137,6 +126,27 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
         _sample_rows(settings.sample_rows, dev_examples),
     )
+
+
+def origin_of(
+    bundle: Bundle,
+    adapter: Adapter,
+    train: str | None = None,
+    dev: str | None = None,
+    task: Task | None = None,
+) -> Record:
+    """What a run is made from, as its journal begins; `train` and `dev` are hashes of rows."""
+    return {
+        "kind": "start",
+        "modules": [asdict(module) for module in bundle.chain.modules],
+        "width": bundle.chain.width,
+        "bundle": bundle.sha256,
+        "train": train,
+        "dev": dev,
+        # As JSON reads it back: a resumed run compares it with the journal's.
+        "task": json.loads(json.dumps(asdict(task))) if task else None,
+        "adapter": encode_array(adapter.values) if adapter.values.any() else None,
+    }
 
 
 def _sample_rows(count: int, dev: list[Example]) -> list[Example]:

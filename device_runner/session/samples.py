@@ -70,12 +70,10 @@ def read_prompts(path: Path, prompts: Prompts) -> list[SamplePrompt]:
 
 
 def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
-    from prge.rows.chat import ASSISTANT, check_messages
+    from prge.rows.chat import check_messages
 
     if "messages" in row.fields:
         messages = check_messages(row.fields["messages"], answered=False)
-        if messages[-1]["role"] == ASSISTANT:
-            raise ValueError("the last message is the assistant's: there is nothing to answer")
         return SamplePrompt(messages, prompts.of_messages(messages))
     text = row.fields.get("prompt")
     if not isinstance(text, str) or not text:

@@ -222,6 +222,12 @@ def is_held(folder: Path) -> bool:
         return False
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write what a verb found, for whoever reads it; raises RunError."""
+    with reported(path):
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 @contextmanager
 def reported(path: Path) -> Iterator[None]:
     """Turn what the operating system refuses inside the block into a RunError of its file, or of `path`."""

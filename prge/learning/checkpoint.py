@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from prge.engine import Array, FloatArray
 from prge.errors import AdapterError
 from prge.files.adapter import Adapter
 from prge.files.documents import read_json
-from prge.files.journal import Record, decode_array
+from prge.files.journal import Journal, Record, decode_array
 from prge.files.peft import read_arrays, read_peft, write_peft
+from prge.files.run_folder import CHECKPOINTS
 from prge.learning.head import Classifier, CrossFittedHeads, Head
 from prge.learning.optimizers import Optimizer
 
@@ -120,6 +122,12 @@ class TrainingState:
             self.head_optimizer.update(self.head.values, head_gradient, record["head_learning_rate"])
         self.progress.count_step(float(record["loss"]))
 
+    def copy(self) -> TrainingState:
+        """Another state whose steps leave this one alone; the head, which theirs don't train, is the same."""
+        progress = replace(self.progress)
+        optimizer = deepcopy(self.optimizer)
+        return replace(self, adapter=self.adapter.copy(), optimizer=optimizer, progress=progress)
+
     def overflow(self) -> str:
         """What is no longer finite, in words; empty if everything is."""
         arrays: dict[str, Array] = {"the adapter": self.adapter.values}
@@ -165,6 +173,33 @@ def save_checkpoint(checkpoints: Path, state: TrainingState, template: Path) -> 
     return folder
 
 
+def write_result(folder: Path, state: TrainingState, template: Path, overwrite: bool = False) -> None:
+    """Write the adapter, an encoder's with its head, as a PEFT folder; see `write_peft`."""
+    extra = {} if state.head is None else {HEAD: head_arrays(state.head)}
+    write_peft(folder, state.adapter, template, extra, overwrite=overwrite)
+
+
+def keep_state(
+    folder: Path, state: TrainingState, template: Path, journal: Journal, every: int, keep_gradients: bool
+) -> None:
+    """Save a checkpoint into a run folder, and drop what nobody needs any more of it and its journal.
+
+    Args:
+        folder: of the run.
+        state: after its newest step.
+        template: PEFT folder of the bundle's adapter.
+        journal: of the run.
+        every: steps between checkpoints.
+        keep_gradients: whether the journal keeps those before the checkpoint.
+    """
+    checkpoints = folder / CHECKPOINTS
+    save_checkpoint(checkpoints, state, template)
+    journal.sync()
+    if not keep_gradients:
+        journal.forget_gradients(state.step)
+    prune_checkpoints(checkpoints, kept_steps(state.progress, every))
+
+
 def kept_steps(progress: Progress, checkpoint_every: int) -> set[int]:
     """Which checkpoints stay, however the run came here: the present, the one due before it, the best."""
     due = (progress.step - 1) // checkpoint_every * checkpoint_every if checkpoint_every else 0
@@ -193,6 +228,13 @@ def load_checkpoint(folder: Path, state: TrainingState) -> None:
     if state.head is not None and saved.head is not None:
         state.head.values[:] = saved.head.values
     state.progress = saved.progress
+
+
+def load_best(checkpoints: Path, state: TrainingState) -> None:
+    """Go back to the best step, where there is one; see `load_checkpoint`."""
+    best = state.progress.best_step
+    if best not in (-1, state.step):
+        load_checkpoint(checkpoint_folder(checkpoints, best), state)
 
 
 def load_latest(checkpoints: Path, state: TrainingState, newest: int) -> None:
@@ -259,6 +301,15 @@ def _is_whole(folder: Path, state: TrainingState) -> bool:
 def head_arrays(head: Head) -> dict[str, Array]:
     """A head as named arrays for `head.safetensors`."""
     return {"weight": head.weight, "bias": head.bias}
+
+
+def head_at(folder: Path, classes: int, width: int) -> Head | None:
+    """The head beside an adapter; None where there is none. Raises AdapterError as `read_head`."""
+    if not (folder / HEAD).is_file():
+        return None
+    head = Head(classes, width)
+    read_head(folder / HEAD, head)
+    return head
 
 
 def read_head(path: Path, head: Head) -> None:

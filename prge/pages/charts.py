@@ -1,11 +1,10 @@
 """Charts as SVG, drawn by hand: their text takes the colour of the page that they stand in.
 
-The one place that draws. `line_chart` has curves, with a band for the range over seeds and levels across;
-`bar_chart` has a bar for each name, with a whisker. A `Picture` of a report takes the text, and
-`as_file` makes it one for a file; `beside` puts several into one. Nothing in a chart is a script or a link.
+The one place that draws. `line_chart` has curves, with a band for the range over seeds and levels across. A
+`Picture` of a report takes the text, and `as_file` makes it one for a file; `beside` puts several into one.
+Nothing in a chart is a script or a link.
 
     line_chart([Line("p-rge", points, band=ranges)], "seconds", "accuracy", log=True, levels={"target": 0.9})
-    bar_chart([Bar("p-rge", 41.5, low=40.0, high=43.0, note="1 of 3 not reached")], "MB")
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # In units of the picture, about pixels on a phone; it grows with the page.
 _WIDTH, _HEIGHT = 380, 240
 _LEFT, _RIGHT, _BOTTOM, _LEGEND = 54, 12, 38, 16
-_BAR = 18
 # Points of a line at most: more can't be told apart on any screen.
 _MOST, _MOST_DOTS = 500, 100
 _TICKS = 5
@@ -46,19 +44,6 @@ class Line:
     hue: int = 0
     look: Look = "line"
     band: Sequence[tuple[float, float, float]] = ()
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bar from 0 to `value`, none where that is None; a whisker from `low` to `high`; a note behind it."""
-
-    name: str
-    value: float | None
-    hue: int = 0
-    look: Look = "line"
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
 
 
 def line_chart(
@@ -114,34 +99,6 @@ def line_chart(
         parts.append(_band([(across(x), up(low), up(high)) for x, low, high in line.band], line.hue))
         parts.append(_drawn(line, [(across(x), up(y)) for x, y in thinned(line.points, _MOST)]))
     return "".join([*parts, "</svg>"])
-
-
-def bar_chart(bars: Sequence[Bar], x_label: str) -> str:
-    """An SVG with a bar under each name, from the top down; empty where there is none."""
-    if not bars:
-        return ""
-    values = [each for bar in bars for each in (bar.value, bar.low, bar.high) if each is not None]
-    # Room for the number behind the longest bar.
-    across = _Axis.over(min([0.0, *values]), max([0.0, *values]), 6, _WIDTH - 90)
-    height = 2 * _BAR * len(bars) + _BOTTOM + 6
-    floor = height - _BOTTOM
-    parts = [_begin(height, x_label)]
-    for row, bar in enumerate(bars):
-        top = 2 * _BAR * row
-        parts.append(_text(across(0), top + 14, shortened(bar.name, 48), "start"))
-        end, low, high = ((each or 0.0) for each in (bar.value, bar.low, bar.high))
-        middle = top + _BAR + 7
-        if bar.value is not None:
-            left, right = sorted((across(0), across(end)))
-            parts.append(
-                f'<rect x="{left:.1f}" y="{top + _BAR}" width="{right - left:.1f}" height="14" '
-                f'fill="{_colour(bar.hue)}" fill-opacity="{0.4 if bar.look == "faint" else 1}"/>'
-            )
-        if bar.low is not None and bar.high is not None:
-            parts.append(_rule((across(low), middle), (across(high), middle), 0.8))
-        told = " ".join(text for text in (number(end) if bar.value is not None else "", bar.note) if text)
-        parts.append(_text(across(max(end, low, high)) + 5, middle + 4, told, "start"))
-    return "".join([*parts, *_floor(across, x_label, (), floor, height), "</svg>"])
 
 
 def beside(charts: Sequence[str], columns: int | None = None) -> str:

@@ -211,7 +211,12 @@ class _Renderer:
 
 
 def check_messages(messages: object, *, answered: bool = True) -> list[Message]:
-    """The messages of a row; raises ValueError saying what they lack. `answered`: the assistant's too."""
+    """The messages of a row; raises ValueError saying what they lack.
+
+    Args:
+        messages: what the row has.
+        answered: whether there must be an answer of the assistant's, or be one to make.
+    """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one message")
     for index, message in enumerate(messages, 1):
@@ -221,4 +226,6 @@ def check_messages(messages: object, *, answered: bool = True) -> list[Message]:
             raise ValueError(f"message {index} ({message['role']}) has no content that is text")
     if answered and not any(message["role"] == ASSISTANT for message in messages):
         raise ValueError(f"no message has the role {ASSISTANT!r}: there is nothing to learn from")
+    if not answered and messages[-1]["role"] == ASSISTANT:
+        raise ValueError("the last message is the assistant's: there is nothing to answer")
     return list(messages)

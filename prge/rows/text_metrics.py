@@ -56,24 +56,6 @@ def _shared_words(prediction: str, answer: str) -> float:
     return 2 * shared / (len(predicted) + len(gold))
 
 
-def rouge_n(prediction: str, answers: Sequence[str], n: int) -> float:
-    """Highest ROUGE-N with one of the answers, or 0 (Lin 2004, ROUGE, section 2).
-
-    It is the F-measure of shared stretches of `n` words; of shorter texts, whether they are equal.
-    """
-    return max((_common_grams(prediction, answer, n) for answer in answers), default=0.0)
-
-
-def _common_grams(prediction: str, answer: str, n: int) -> float:
-    predicted, gold = WORD.findall(prediction.lower()), WORD.findall(answer.lower())
-    if min(len(predicted), len(gold)) < n:
-        return float(predicted == gold)
-    grams = [
-        Counter(zip(*(words[start:] for start in range(n)), strict=False)) for words in (predicted, gold)
-    ]
-    return 2 * (grams[0] & grams[1]).total() / (grams[0].total() + grams[1].total())
-
-
 def rouge_l(prediction: str, answers: Sequence[str]) -> float:
     """Highest ROUGE-L with one of the answers, or 0 (Lin 2004, ROUGE, section 3).
 

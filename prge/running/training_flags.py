@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -12,7 +12,7 @@ from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
-from prge.verbs.settings import with_whole_paths
+from prge.verbs.settings import part_of, with_whole_paths
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
 # Settings that name rows, which need be no path.
@@ -139,12 +139,12 @@ class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
 
     def resolved(self: Flags) -> Flags:
         """The same settings with absolute paths, for whoever resumes from another folder."""
-        return with_whole_paths(self, leave=hub_names(self, _ROWS))
+        return with_whole_paths(self, leave=hub_names(self, _ROWS), places=("model",))
 
     @property
     def of_loop(self) -> TrainingSettings:
         """The part of the settings that the loop needs."""
-        return TrainingSettings(**{item.name: getattr(self, item.name) for item in fields(TrainingSettings)})
+        return part_of(TrainingSettings, self)
 
     @property
     def rising(self) -> int:

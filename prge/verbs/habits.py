@@ -31,8 +31,8 @@ def setting_meant(key: str, known: Collection[str], written: Callable[[str], str
             return name, f"; here it is {ours}"
     for told in _habits("told").get(key, ()):
         return "", f": {told}"
-    near = _nearest(key, known, 0.6)
-    for name, ours in [(near, written(near))] if near else same(_nearest(key, names, 0.85)):
+    near = nearest(key, known, 0.6)
+    for name, ours in [(near, written(near))] if near else same(nearest(key, names, 0.85)):
         if name in known:
             return name, f"; did you mean {ours}?"
     return "", "".join(f"; other verbs call it {ours}" for _, ours in same(key)[:1])
@@ -47,12 +47,13 @@ def verb_error(name: str, verbs: Collection[str], prog: str) -> PrgeError:
         prog: what stands before them, such as `prge android`.
     """
     ours = [verb for verb in _habits("verbs").get(name.lower(), ()) if verb in verbs]
-    near = next(iter(ours), "") or _nearest(name, verbs, 0.6)
+    near = next(iter(ours), "") or nearest(name, verbs, 0.6)
     remedy = f"did you mean `{prog} {near}`?" if near else f"`{prog} --help` lists the verbs"
     return PrgeError(f"there is no verb {shown(name)} of {prog}", remedy=remedy)
 
 
-def _nearest(name: str, names: Iterable[str], cutoff: float) -> str:
+def nearest(name: str, names: Iterable[str], cutoff: float) -> str:
+    """The name that is most like another; empty where none is like it, by a share from 0 to 1."""
     return next(iter(difflib.get_close_matches(name, [*names], n=1, cutoff=cutoff)), "")
 
 

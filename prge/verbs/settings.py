@@ -19,6 +19,7 @@ help shows as a group. What else a class may have:
 
 ONE_OF    of the names in each entry one must be given
 STORED    file of the folder that `resume` names: its settings come first, and the folder is `out`
+KEPT      file of the folder that `folder` names: where there is one, its settings come first
 PRESETS   folder of YAML files: `preset` names one, whose settings come first
 current   of what a file has: settings that an earlier version wrote down, as this one has them
 
@@ -39,7 +40,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 from prge.errors import ConfigError, RunError, shortened, shown
 from prge.files.documents import DocumentError, read_yaml
 from prge.verbs.bounds import bound_problems, flag
-from prge.verbs.habits import setting_meant
+from prge.verbs.habits import nearest, setting_meant
 from prge.verbs.helping import field_help, is_required, show_settings
 from prge.verbs.kinds import MISFITS, converted, described, is_list, takes_paths
 
@@ -104,6 +105,12 @@ def settings_of(
     problems: list[str] = []
     given = _given_by(fields, where, _kinds(settings_type), problems)
     return _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
+
+
+def part_of(kind: type[Settings], settings: Any) -> Settings:
+    """Settings of a class whose fields are all among those of other settings."""
+    own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**own)
 
 
 def with_whole_paths(
@@ -254,7 +261,12 @@ def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: li
         if named["preset"] in known:
             given = [*_read_file(known[named["preset"]], settings_type, problems), *given]
         else:
-            problems.append(f"--preset is {shown(named['preset'])}, must be one of {', '.join(known)}")
+            near = nearest(named["preset"], known, 0.6)
+            hint = f"; did you mean {near}?" if near else f", must be one of {', '.join(known)}"
+            problems.append(f"--preset is {shown(named['preset'])}{hint}")
+    if hasattr(settings_type, "KEPT") and "folder" in named:
+        kept = Path(named["folder"]) / settings_type.KEPT
+        given = [*(_read_file(kept, settings_type, problems) if kept.is_file() else ()), *given]
     if hasattr(settings_type, "STORED") and "resume" in named:
         folder = Path(named["resume"])
         if not (folder / settings_type.STORED).is_file():

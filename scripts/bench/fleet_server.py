@@ -22,7 +22,7 @@ import numpy as np
 from reports import parser_of, report
 
 from device_runner.fleet.agreement import Agreement, Plan
-from device_runner.fleet.coordinator import Coordinator, begin_fleet
+from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet
 from device_runner.fleet.messages import Answer
 from prge.files.bundle import open_bundle
 from prge.files.peft import read_peft
@@ -47,7 +47,7 @@ def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, fl
     losses = np.full(LOCAL_STEPS, 0.7, np.float32)
     gc.collect()
     seconds, before, task = [], resident_bytes() or 0, 0
-    with Coordinator(folder, bundle, per_round=devices) as server:
+    with Coordinator(folder, bundle, RoundsFlags(per_round=devices)) as server:
         while not server.finished:
             said = random.normal(size=(devices, size)).astype(np.float32) * np.float32(1e-3)
             answers = {

@@ -35,7 +35,7 @@ from auditing import audit
 from reports import parser_of, report
 from timing import export
 
-from device_runner.engines.opening import open_engines
+from device_runner.engines.opening import Engines, open_engines
 from device_runner.fleet import device, local
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.common import first_state, pack_state
@@ -144,14 +144,14 @@ class Server:
         state.progress.step = step
         return pack_state(state)
 
-    def _opened(self, *arguments: Any) -> Local:
+    def _opened(self, *arguments: Any) -> tuple[Local, Engines]:
         with patch.object(local, "open_engines", self._once(open_engines)):
-            made = open_local(*arguments)
+            made, engines = open_local(*arguments)
         canary = {sequence.tokens for each in made.examples if each.row == 1 for sequence in each.sequences}
         engine: Engine = made.engine if self.has_canary else Hiding(made.engine, canary)
         if self.is_silent:
             made = replace(made, draw=_silence)
-        return replace(made, engine=engine)
+        return replace(made, engine=engine), engines
 
     def _once(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def kept(*arguments: Any, **named: Any) -> Any:

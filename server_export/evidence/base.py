@@ -5,9 +5,22 @@ from __future__ import annotations
 from prge.errors import BundleError
 from prge.files.bundle import Bundle
 from server_export.model.base import content_problems, model_problems
-from server_export.model.loading import LoadedModel
+from server_export.model.loading import LoadedModel, load_model
 from server_export.model.lora_fa import convert_conv1d
 from server_export.model.quantization import round_base
+
+
+def open_base(bundle: Bundle, model: str) -> LoadedModel:
+    """Load the model, a folder or hub id, that a bundle was exported from, as `as_exported` has it.
+
+    Raises:
+        BundleError: there is no such model, or it is another one.
+    """
+    recorded = bundle.manifest.get("model", {})
+    revision = recorded.get("revision") if recorded.get("name_or_path") == model else None
+    loaded = load_model(model, pooled=bundle.chain.is_encoder, revision=revision)
+    as_exported(bundle, loaded)
+    return loaded
 
 
 def as_exported(bundle: Bundle, loaded: LoadedModel) -> None:

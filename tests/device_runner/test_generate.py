@@ -193,19 +193,6 @@ def test_a_prompt_that_is_too_long_names_both_lengths_or_is_cut(speaking: Speaki
     assert (lines[0]["prompt_tokens"], lines[0]["cut_tokens"]) == (384, length - 384)
 
 
-def test_the_same_seed_gives_the_same_answers(generate: Any) -> None:
-    words = ["--prompt", "the film", "--temperature", "1.5"]
-    seeded = [generate(*words, "--seed", 3).out for _ in range(2)]
-    assert seeded[0] == seeded[1] != generate(*words, "--seed", 4).out
-
-
-def test_stop_words_end_answers(speaking: Speaking, generate: Any) -> None:
-    text = speaking.answers("the film").text
-    word = text[5:7]
-    (line,) = generate("--prompt", "the film", "--stop", word, "--json").lines
-    assert (line["text"], line["reason"]) == (text.partition(word)[0], "stop")
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

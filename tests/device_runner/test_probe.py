@@ -69,28 +69,6 @@ def test_rows_of_a_scalar(measure: Any) -> None:
     assert report.tangent_rows_per_scalar == BATCH * (1 + QUERIES) / QUERIES
 
 
-@pytest.mark.parametrize("encoder", [False, True], ids=["decoder", "encoder"])
-def test_neighbours_agree_without_tangents(measure: Any, encoder: bool) -> None:
-    report = measure(Device(encoder, has_tangents=False))
-    found = agreements(report)
-    assert found["antithetic", SMALL].r > 0.9999
-    assert found["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
-    assert report.best.epsilon == SMALL
-    assert report.tangent_rows_per_scalar is None
-    rows = {reading.estimator: reading.rows_per_scalar for reading in report.readings}
-    assert rows == {"antithetic": 2 * BATCH, "fzoo": 2 * BATCH}
-
-
-def test_slopes_between_neighbours_disagree_where_a_model_rounds(measure: Any) -> None:
-    """Far below the rounding, neighbours stand on the same stair of the loss and agree for that reason."""
-    found = measure(Device(has_tangents=False, grid=0.1), "8da4w", batches=8)
-    between = {(reading.estimator, reading.epsilon): reading.between.r for reading in found.readings}
-    assert agreements(found)["antithetic", SMALL].r > 0.6
-    assert between["antithetic", SMALL] < 0.3 < 0.8 < between["antithetic", LARGE]
-    assert found.best.epsilon == LARGE
-    assert "agreement, not truth" in found.text()
-
-
 def test_the_head_of_an_encoder_is_its_adapters_or_fitted(measure: Any, tmp_path: Path) -> None:
     device = Device(encoder=True)
     fitted = measure(device)
@@ -119,7 +97,7 @@ def test_derivatives_that_are_not_finite(measure: Any) -> None:
 
 def test_one_scalar_cant_be_correlated(measure: Any) -> None:
     with pytest.raises(ConfigError, match="--batches is 1"):
-        measure(Device(has_tangents=False), batches=1, queries=1)
+        measure(Device(), batches=1, queries=1)
 
 
 def test_compare() -> None:
@@ -138,33 +116,22 @@ def test_compare() -> None:
         assert compare(reference, nothing) == Agreement(0, 0)
 
 
-def report(is_tangent: bool, quantization: str | None, *rs: float) -> Report:
-    readings = [
-        Reading("antithetic", 10.0**-k, Agreement(r, 1.0), 8.0, None if is_tangent else Agreement(r, 1.0))
-        for k, r in enumerate(rs, 1)
-    ]
-    return Report(is_tangent, quantization, 4, 16, 4, tuple(readings), 5.0 if is_tangent else None)
+READINGS = (
+    Reading("antithetic", 0.1, Agreement(1.0, 1.0), 8.0),
+    Reading("antithetic", 0.01, Agreement(0.8, 1.0), 8.0),
+)
+REPORT = Report("8da4w", 4, 16, 4, READINGS, 5.0)
 
 
-def test_recommendation_for_a_tangent_bundle() -> None:
-    text = report(True, "8da4w", 0.5, 0.8, 0.6).recommendation()
-    assert "Take the tangents" in text
+def test_the_recommendation_names_the_best_differences_too() -> None:
+    worse = replace(REPORT, readings=REPORT.readings[1:])
+    text = worse.recommendation()
+    assert text.startswith("Take the tangents")
     assert "antithetic at epsilon 0.01 has the most signal: signal to noise 1.78, r 0.800" in text
-    assert "prge export" not in text
-
-
-def test_recommendation_for_a_stack_bundle() -> None:
-    text = report(False, None, 0.5, 0.8).recommendation()
-    assert "--estimator antithetic --epsilon 0.01" in text and "r 0.800" in text
-    assert "prge export" not in text
-    assert "prge export" not in report(False, "8da4w", 0.91).recommendation()
-    assert "no such noise: --estimator tangent" in report(False, "8da4w", 0.5, 0.89).recommendation()
-    nothing = report(False, "8da4w", -0.5, 0.0).recommendation()
-    assert nothing.startswith("No epsilon agrees") and "no such noise: --estimator tangent" in nothing
 
 
 def test_table() -> None:
-    lines = report(True, None, 1.0, 0.8).text().splitlines()
+    lines = REPORT.text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("estimator"))
     assert [line.split() for line in lines[start : start + 4]] == [
         ["estimator", "epsilon", "r", "slope", "signal/noise", "rows/scalar"],
@@ -173,14 +140,12 @@ def test_table() -> None:
         ["antithetic", "0.01", "0.800", "1.000", "1.78", "8"],
     ]
     assert len({len(line) for line in lines[start : start + 4]}) == 1
-    assert "signal/noise" not in report(False, None, 0.9).text()
 
 
-@pytest.mark.parametrize("has_tangents", [True, False])
 def test_command_line_and_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_tangents: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    device = Device(has_tangents=has_tangents)
+    device = Device()
     device.replaces(monkeypatch, probe_verb)
     write_films(tmp_path)
     bundle = device.write_bundle(tmp_path / "bundle", "8da8w")
@@ -189,12 +154,12 @@ def test_command_line_and_json(
     found = json.loads((tmp_path / "found.json").read_text())
     assert capsys.readouterr().out.rstrip().endswith(found["recommendation"])
     assert [reading["epsilon"] for reading in found["readings"]] == [1e-3, 0.05, 1e-3, 0.05]
-    assert found["best"] in found["readings"]
-    assert found["reference"] == ("tangent" if has_tangents else "neighbour")
-    assert found["quantization"] == "8da8w"
-    for reading in found["readings"]:
-        assert (reading["signal_to_noise"] is None) != has_tangents
-        assert (reading["neighbour"] is None) == (reading["r_between"] is None) == has_tangents
+    assert found["best"] in found["readings"] and found["quantization"] == "8da8w"
+
+
+def test_a_bundle_without_tangents_has_nothing_to_compare_with(measure: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no exact derivatives(.|\n)*export with the role tangent"):
+        measure(Device(has_tangents=False))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from device_runner.replay import main as replay
 from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
-from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, RunError
+from prge.errors import BundleError, ConfigError, DataError, DivergenceError, RunError
 from prge.files.bundle import file_sha256, open_bundle
 from prge.files.journal import Journal, encode_array
 from prge.files.peft import read_peft
@@ -63,6 +63,27 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_with_kills(
+    device: Device, first: RunSettings, resumed: RunSettings, calls: range, then: Callable[[], object] = list
+) -> int:
+    """Run, killed after each number of calls in turn, and resume until it ends; how often it was killed."""
+    kills = 0
+    while True:
+        device.calls_left = calls[kills % len(calls)]
+        try:
+            run(resumed if kills else first)
+            return kills
+        except Killed:
+            kills += 1
+            then()
+
+
+def check_same_bits(left: Path, right: Path) -> None:
+    """Of two runs' journals and results."""
+    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -206,22 +227,6 @@ def test_its_summary_tells_of_the_rows_and_of_the_result(settings: RunSettings) 
     assert summary["run"]["estimators"] == [{"since": 0, "estimator": "tangent"}]
 
 
-def test_a_report_of_it_is_written_however_it_ended(
-    device: Device, settings: RunSettings, tmp_path: Path
-) -> None:
-    device.calls_left = 30
-    with pytest.raises(Killed):
-        run(settings)
-    page = tmp_path / "report.html"
-    assert report([str(settings.out), "--out", str(page)]) == 0
-    assert f"prge run --resume {settings.out}" in page.read_text()
-    device.calls_left = None
-    run(replace(settings, resume=settings.out))
-    assert report([str(settings.out), "--out", str(page)]) == 0
-    assert f"It took all of its steps. {STEPS} of {STEPS} steps" in page.read_text()
-    assert f"prge publish {settings.out}" in page.read_text()
-
-
 @pytest.mark.parametrize("checkpoint_every", [0, 5])
 def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     device: Device, settings: RunSettings, checkpoint_every: int, tmp_path: Path
@@ -229,18 +234,14 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     settings = replace(settings, checkpoint_every=checkpoint_every, evaluate_every=3)
     run(settings)
     killed = replace(settings, out=tmp_path / "killed")
-    resumes = 0
-    while True:
-        device.calls_left = 3 + resumes % 8
-        try:
-            run(replace(killed, resume=killed.out if resumes else None))
-            break
-        except Killed:
-            resumes += 1
-            # As if the process had ended between the journal and the metrics.
-            metrics = killed.out / "metrics.jsonl"
-            metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
-    assert resumes > 3
+
+    def cut() -> None:
+        """As if the process had ended between the journal and the metrics."""
+        metrics = killed.out / "metrics.jsonl"
+        metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
+
+    resumed = replace(killed, resume=killed.out)
+    assert run_with_kills(device, killed, resumed, range(3, 11), then=cut) > 3
 
     def left(folder: Path) -> dict[str, Any]:
         counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
@@ -257,33 +258,6 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
         }
 
     assert left(killed.out) == left(settings.out)
-
-
-def test_an_odd_record_of_metrics_stops_no_resume(device: Device, settings: RunSettings) -> None:
-    run(settings)
-    expected = (settings.out / "final/adapter_model.safetensors").read_bytes()
-    with (settings.out / "metrics.jsonl").open("a") as stream:
-        stream.write('{"event": "step"}\n{"event": "step", "step": 12, "rows": "many"}\n')
-    run(replace(settings, resume=settings.out))
-    assert (settings.out / "final/adapter_model.safetensors").read_bytes() == expected
-
-
-@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl", "log.txt", "run.lock"])
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-@pytest.mark.timeout(20)
-def test_a_link_or_a_pipe_in_its_folder_is_an_error(
-    device: Device, settings: RunSettings, tmp_path: Path, name: str, kind: str
-) -> None:
-    target = tmp_path / "target"
-    target.touch()
-    settings.out.mkdir()
-    if kind == "link":
-        (settings.out / name).symlink_to(target)
-    else:
-        os.mkfifo(settings.out / name)
-    with pytest.raises(RunError, match=rf"{name} can't be written: it is a {kind}, not a file"):
-        run(settings)
-    assert target.read_bytes() == b""
 
 
 def _signed(record: dict[str, Any]) -> str:
@@ -388,17 +362,8 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     killed = replace(changed, out=tmp_path / "killed", resume=tmp_path / "killed")
     shutil.copytree(settings.out, killed.out)
     run(replace(changed, change_estimator=True))
-    kills, is_told = 0, True
-    while True:
-        device.calls_left = 4 + kills % 5
-        try:
-            run(replace(killed, change_estimator=is_told))
-            break
-        except Killed:
-            kills, is_told = kills + 1, False
-    assert kills > 1
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
+    assert run_with_kills(device, replace(killed, change_estimator=True), killed, range(4, 9)) > 1
+    check_same_bits(killed.out, settings.out)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
         (change,) = [record for record in journal.records if record["kind"] == "change"]
     assert 0 < change["step"] < STEPS and change["settings"]["share_directions"] is True
@@ -430,8 +395,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     with pytest.raises(ConfigError, match="steps was 8, is 10"):
         run(replace(stored, epochs=2.0))
     run(replace(stored, epochs=1.5))
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (epochs.out / name).read_bytes() == (settings.out / name).read_bytes()
+    check_same_bits(epochs.out, settings.out)
     assert "1.5 epochs: 8 steps" in (epochs.out / "log.txt").read_text()
 
 
@@ -439,14 +403,6 @@ def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings)
     with pytest.raises(ConfigError, match="--warmup is 9, --steps only 5"):
         run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup=9))
     assert not (settings.out / "journal.jsonl").exists()
-
-
-def test_a_folder_of_rows_is_its_files(settings: RunSettings, tmp_path: Path) -> None:
-    run(settings)
-    folder = replace(settings, train=tmp_path, dev=tmp_path, out=tmp_path / "of-folder")
-    run(folder)
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (folder.out / name).read_bytes() == (settings.out / name).read_bytes()
 
 
 def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path) -> None:
@@ -532,35 +488,6 @@ def test_an_estimator_whose_role_the_bundle_lacks(settings: RunSettings) -> None
     assert not settings.out.exists()
 
 
-@pytest.mark.parametrize("estimator", ["antithetic", "fzoo"])
-def test_copies_of_a_call_change_no_scalar(
-    device: Device, settings: RunSettings, tmp_path: Path, estimator: str
-) -> None:
-    found = []
-    for copies in (1, 3, None):
-        out = tmp_path / f"run-{copies}"
-        run(replace(settings, estimator=estimator, copies=copies, out=out))
-        with Journal(out / "journal.jsonl", writable=False) as journal:
-            found.append([step["scalars"] for number in range(STEPS) if (step := journal.step(number))])
-    assert np.allclose(found[0], found[2], rtol=1e-4, atol=1e-6)
-    assert np.allclose(found[1], found[2], rtol=1e-4, atol=1e-6)
-
-
-def test_evaluation_tells_what_the_run_did(
-    device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(settings)
-    device.replaces(monkeypatch, evaluate_verb)
-    assert settings.dev is not None
-    found = evaluate_verb.run(
-        evaluate_verb.EvaluateSettings(
-            settings.bundle, settings.dev, task=settings.task, adapter=settings.out
-        )
-    )
-    evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
-    assert found["loss"] == pytest.approx(min(r["loss"] for r in evaluations), rel=1e-6)
-
-
 # Exact steps
 
 
@@ -627,23 +554,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(
     assert newest.name == f"step-{steps:06d}"
     device.broken = None
     run(replace(exact, resume=exact.out))
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (exact.out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
-    device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With what was wrong put right, the same command begins it."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise EngineError("no block may stay loaded")
-
-    with monkeypatch.context() as patch, pytest.raises(EngineError):
-        patch.setattr(run_verb, "open_engines", refuse)
-        run(replace(settings, memory=1))
-    assert not (settings.out / "config.yaml").exists()
-    run(settings)
+    check_same_bits(exact.out, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
@@ -660,17 +571,9 @@ def test_a_guided_run_resumes_and_replays_to_the_same_bits(
     inside = moved @ np.linalg.pinv(axes) @ axes
     np.testing.assert_allclose(moved, inside, atol=1e-6)
     assert moved.any()
-    killed, kills = replace(guided, out=tmp_path / "killed"), 0
-    while True:
-        device.calls_left = 14 + kills % 5
-        try:
-            run(killed)
-            break
-        except Killed:
-            kills, killed = kills + 1, replace(killed, resume=killed.out)
-    assert kills > 1
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
+    killed = replace(guided, out=tmp_path / "killed")
+    assert run_with_kills(device, killed, replace(killed, resume=killed.out), range(14, 19)) > 1
+    check_same_bits(killed.out, settings.out)
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
     device.calls_left = 10**9

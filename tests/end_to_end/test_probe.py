@@ -23,14 +23,6 @@ def probed(bundle: Path, workshop: Path, out: Path) -> dict[str, Any]:
 def test_small_differences_follow_the_tangents(workshop: Path, tmp_path: Path) -> None:
     found = probed(workshop / "bundle", workshop, tmp_path / "found.json")
     best = found["best"]
-    assert (best["estimator"], best["epsilon"], found["reference"]) == ("antithetic", 3e-3, "tangent")
+    assert (best["estimator"], best["epsilon"]) == ("antithetic", 3e-3)
     assert best["r"] > 0.999 and best["slope"] == pytest.approx(1, abs=0.02)
     assert min(reading["r"] for reading in found["readings"]) < 0.9
-
-
-def test_small_steps_agree_where_there_are_no_tangents(
-    workshop: Path, upper_bundle: Path, tmp_path: Path
-) -> None:
-    found = probed(upper_bundle, workshop, tmp_path / "found.json")
-    assert (found["best"]["epsilon"], found["reference"]) == (3e-3, "neighbour")
-    assert found["best"]["r"] > 0.99 and found["best"]["r_between"] > 0.9

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prge.learning.examples import Example
-from server_export.evidence.baselines.backpropagation import insert_adapter
+from server_export.evidence.baselines.adapter import insert_adapter
 from server_export.guide import axes_of_gradients
 from tests.rows import choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
@@ -27,9 +27,7 @@ def test_axes_are_principal_ones_of_the_rows_gradients(
     tmp_path: Path, architecture: str, rows: list[Example]
 ) -> None:
     problem, _, _ = build_problem(tmp_path / "one", architecture, rows)
-    _, _, lora_b = insert_adapter(problem)
-    for matrix in lora_b:
-        matrix.requires_grad_(True)
+    lora_b = [layer.lora_b for layer in insert_adapter(problem).values()]
     each = [torch.autograd.grad(problem.loss([row]), lora_b) for row in problem.train]
     problem, _, _ = build_problem(tmp_path / "two", architecture, rows)
     guide, shares = axes_of_gradients(problem, 2)

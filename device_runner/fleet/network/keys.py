@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
     load_pem_private_key,
+    load_ssh_private_key,
     load_ssh_public_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -42,6 +43,7 @@ SERVER, DEVICES = "server", "devices"
 # By which the server's own process reaches it.
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS, _CERTIFICATE_DAYS = 3650, 825
+_NO_CURVE = "it is no key on an elliptic curve"
 _USES = (
     "digital_signature content_commitment key_encipherment data_encipherment key_agreement key_cert_sign "
     "crl_sign encipher_only decipher_only"
@@ -84,15 +86,16 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class DeviceKeys:
-    """A device's keys: ca.pem to know the server by, device.key by which it is known."""
+    """A device's keys: the authority's certificate to know the server by, its own key to be known by."""
 
     authority: Path
-    key: Path
+    key: ec.EllipticCurvePrivateKey
 
     @classmethod
     def open(cls, folder: Path) -> DeviceKeys:
-        """Find a device's keys; raises KeysError where one is missing."""
-        return cls(*_files(folder, (AUTHORITY, DEVICE_KEY), "device"))
+        """Read a device's keys; raises KeysError where one is missing or damaged."""
+        authority, path = _files(folder, (AUTHORITY, DEVICE_KEY), "device")
+        return cls(authority, _key(path, load_ssh_private_key))
 
 
 @dataclass(frozen=True)
@@ -136,13 +139,7 @@ def _authority(folder: Path) -> ec.EllipticCurvePrivateKey:
     """The authority's key, made with its certificate where there is none."""
     path = folder / AUTHORITY_KEY
     if path.exists() and (folder / SERVER / AUTHORITY).exists():
-        try:
-            key = load_pem_private_key(path.read_bytes(), None)
-        except (ValueError, TypeError) as error:
-            raise KeysError(f"{path} can't be used:", [str(error)]) from None
-        if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise KeysError(f"{path} can't be used:", ["it is no key on an elliptic curve"])
-        return key
+        return _key(path, load_pem_private_key)
     if path.exists() or (folder / SERVER / AUTHORITY).exists():
         raise KeysError(
             f"{folder} can't be used:",
@@ -240,16 +237,25 @@ def _device_keys(server: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     for path in sorted((server / DEVICES).glob("*.pub")):
         try:
             key = load_ssh_public_key(path.read_bytes())
+            if not isinstance(key, ec.EllipticCurvePublicKey):
+                raise ValueError(_NO_CURVE)
+            keys[path.stem] = key
         except (OSError, ValueError, UnsupportedAlgorithm) as error:
             problems.append(f"{path}: {error}")
-            continue
-        if isinstance(key, ec.EllipticCurvePublicKey):
-            keys[path.stem] = key
-        else:
-            problems.append(f"{path}: no key on an elliptic curve")
     if problems:
         raise KeysError("keys of devices can't be used:", problems, remedy="`prge fleet keys` makes them")
     return keys
+
+
+def _key(path: Path, load: Callable[[bytes, None], object]) -> ec.EllipticCurvePrivateKey:
+    """The key of a file; raises KeysError for what is none."""
+    try:
+        key = load(path.read_bytes(), None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ValueError(_NO_CURVE)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise KeysError(f"{path} can't be used:", [str(error)]) from None
+    return key
 
 
 def _files(folder: Path, names: Sequence[str], whose: str) -> list[Path]:

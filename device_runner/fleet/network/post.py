@@ -8,7 +8,6 @@ present round is deleted.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ from starlette.responses import JSONResponse, Response
 from device_runner.fleet.network.client import packed, unpacked
 from prge.errors import RunError, shown
 
-# For an answer that is made when its round ends: a late one is worth a line.
+# For an answer that is made when its round ends, and may be asked for again.
 _LATE_SECONDS = 600.0
 # A message with its records; Flower tries again where a connection breaks.
 _MOST_OBJECTS, _MOST_TRIES = 3, 8
@@ -64,8 +63,6 @@ class Post:
         self._state = state
         self.run_id, self._number = 0, -1
         self._out: dict[str, Sent] = {}
-        self._old: dict[str, Sent] = {}
-        self._late: deque[Sent] = deque(maxlen=1000)
         self._begun: dict[str, Message] = {}
 
     def nodes(self) -> list[int]:
@@ -75,7 +72,7 @@ class Post:
     def begin(self, number: int) -> None:
         """Keep nothing of other rounds than `number`."""
         if number != self._number:
-            self._number, self._old, self._out = number, self._out, {}
+            self._number, self._out = number, {}
             self._begun.clear()
             self._state.cleanup_run(self.run_id)
 
@@ -142,11 +139,6 @@ class Post:
             self._state.delete_messages(names)
             return []
 
-    def late(self) -> Iterator[Sent]:
-        """Tasks of earlier rounds that devices wanted to answer."""
-        while self._late:
-            yield self._late.popleft()
-
     def _content(self, name: str) -> bytes | None:
         """A device's bytes; none of ours are b"", and None is for those that are still coming."""
         store = self._state.object_store
@@ -187,9 +179,6 @@ class Post:
         said = message.metadata
         sent = self._out.get(said.reply_to_message_id)
         if sent is None:
-            old = self._old.pop(said.reply_to_message_id, None)
-            if old is not None and old.node == node:
-                self._late.append(old)
             return False
         sent.tries += sent.node == node
         del asked.clientapp_runtime_list[:]

@@ -12,7 +12,7 @@ POLL_SECONDS = 0.5
 
 
 def take_rounds(
-    post: Post, coordinator: Coordinator, devices: int, seconds: float, tell: Callable[[str], None] = print
+    post: Post, coordinator: Coordinator, devices: int, tell: Callable[[str], None] = print
 ) -> None:
     """Take a fleet's rounds, from the coordinator's next on to its last.
 
@@ -20,13 +20,13 @@ def take_rounds(
         post: carries messages to the devices.
         coordinator: the fleet's.
         devices: the first of these rounds waits until so many are there.
-        seconds: a round waits so long for its answers.
         tell: takes a line about each round.
     """
     _await_devices(post, devices, tell)
     while not coordinator.finished:
         _await_devices(post, 1, tell)
         tasks = coordinator.tasks(post.nodes())
+        seconds = coordinator.flags.seconds
         answers = _round(post, coordinator.round, tasks, seconds, tell) if tasks else {}
         tell(str(coordinator.receive(answers)))
 
@@ -57,8 +57,6 @@ def _round(
                 tell(f"device {node} fails: {reply.problem}")
             else:
                 answers[node] = reply.content
-        for late in post.late():
-            tell(f"device {late.node} answers round {late.round + 1}, too late: dropped")
         if not waiting or time.monotonic() >= deadline:
             return answers
         time.sleep(POLL_SECONDS)

@@ -2,18 +2,15 @@
 
 Flower's own command `flower-superlink` is not used, because it gives everyone who reaches its port the right
 to start apps: it would run a stranger's code on the server and let strangers register devices. Here devices
-reach nothing but the Fleet API, through a `Door`, and no app is uploaded: the run's app is this process.
+reach nothing but the Fleet API, through a `Door`, and the run has no app: this process is its server.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import resource
 import sqlite3
 import threading
 import time
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -23,12 +20,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fastapi import FastAPI
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL as HEARTBEAT_SECONDS
 from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, Status, SubStatus
-from flwr.common.serde import fab_to_proto
-from flwr.proto.control_pb2 import StartRunRequest
 from flwr.server.superlink.linkstate import LinkState
-from flwr.supercore.auth.typing import AccountInfo
+from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.error import http_error_translator
-from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.protobuf.translation import ProtobufTranslationMiddleware
@@ -36,7 +30,6 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.config_loader import get_federation_manager, get_objectstore_linkstate_factories
 from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
 from flwr.superlink.routers.fleet.router import router as fleet_router
-from flwr.superlink.servicer.control import control_handlers
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 
@@ -45,7 +38,6 @@ from device_runner.fleet.network.home import flower_home, last_lines, log_to
 from device_runner.fleet.network.keys import ServerKeys
 from device_runner.fleet.network.post import Post
 from device_runner.serving.listening import address_of, listening
-from prge import __version__
 from prge.errors import RunError
 
 _SECONDS_TO_START = 60.0
@@ -53,17 +45,6 @@ _SECONDS_TO_END = 5.0
 _MOST_HEAD_BYTES = 1 << 14
 # Of files and sockets that this process may have open: half of them are connections at most.
 _MOST_FILES = 1 << 13
-# What Flower calls an app, and devices of ours never open: it has no code, and its components don't exist.
-_APP = f"""\
-[project]
-name = "prge-fleet"
-version = "{__version__}"
-[tool.flwr.app]
-publisher = "prge"
-[tool.flwr.app.components]
-serverapp = "none:app"
-clientapp = "none:app"
-"""
 
 
 class SuperLink:
@@ -100,23 +81,31 @@ class SuperLink:
         Raises:
             RunError: Flower doesn't start it.
         """
-        content = _app()
-        request = StartRunRequest(fab=fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {})))
-        account = AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name=NOOP_ACCOUNT_NAME)
-        run_id = control_handlers.start_run(request, account, self._state, None).run_id
-        (task,) = self._state.get_tasks(run_ids=[run_id])
-        if self._state.claim_task(task.task_id) is None or not self._state.activate_task(task.task_id):
+        state = self._state
+        state.federation_manager.ensure_default_federations_exist(flwr_aid=NOOP_FLWR_AID)
+        run_id = state.create_run(
+            fab_id=None,
+            fab_version=None,
+            fab_hash=None,
+            override_config={},
+            federation_id=NOOP_FEDERATION_ID,
+            federation_config=None,
+            flwr_aid=NOOP_FLWR_AID,
+            primary_task_type=TaskType.SERVER_APP,
+        )
+        (task,) = state.get_tasks(run_ids=[run_id])
+        if state.claim_task(task.task_id) is None or not state.activate_task(task.task_id):
             raise RunError("Flower doesn't start the run")
         TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, run_id
-        TaskIdentity.node_id = self._state.get_node_id()
+        TaskIdentity.node_id = state.get_node_id()
         self._post.run_id = run_id
-        heartbeat = HeartbeatSender(lambda: self._state.acknowledge_task_heartbeat(task.task_id))
+        heartbeat = HeartbeatSender(lambda: state.acknowledge_task_heartbeat(task.task_id))
         heartbeat.start()
         try:
             yield self._post
         finally:
             heartbeat.stop()
-            self._state.finish_task(task.task_id, SubStatus.COMPLETED, "")
+            state.finish_task(task.task_id, SubStatus.COMPLETED, "")
 
 
 @contextmanager
@@ -211,11 +200,3 @@ def _serving(
     finally:
         server.should_exit = True
         thread.join(_SECONDS_TO_END + 5)
-
-
-def _app() -> bytes:
-    """A Flower App Bundle without code, the same bytes each time."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr(zipfile.ZipInfo("pyproject.toml"), _APP)
-    return content.getvalue()

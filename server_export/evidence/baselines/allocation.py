@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,22 +22,15 @@ _POPULATION, _GENERATIONS, _CHILDREN = 32, 60, 32
 _CHANGES, _DEPTH_CHANGES = 2.0, 0.2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Option:
-    """A way to let a part learn: `level` says how much of it, such as a share of its channels."""
+    """A way to let a part of a block learn: `level` says how much of it, such as a share of its channels."""
 
+    part: str
+    block: int
     level: float
     gain: float
     cost: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """What can learn in a block, and in which ways."""
-
-    name: str
-    block: int
-    options: tuple[Option, ...]
 
 
 @dataclass(frozen=True)
@@ -50,86 +43,69 @@ class Depth:
 
 @dataclass(frozen=True)
 class Choice:
-    """A depth, and by the number of a part that of its option; the other parts don't learn."""
+    """A depth, and what learns above it: one option of a part at most."""
 
     depth: int
-    taken: Mapping[int, int]
-
-    @property
-    def key(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """The same of equal choices."""
-        return self.depth, tuple(sorted(self.taken.items()))
+    options: frozenset[Option] = frozenset()
 
 
 @dataclass(frozen=True)
 class Question:
-    """What may learn, at what costs, within which limit.
-
-    `depths` are those of all blocks from 0 on, of which `lowest` and those above may be taken.
-    """
+    """What may learn, at what costs, within which limit; `depths` are those of all blocks from 0 on."""
 
     depths: tuple[Depth, ...]
-    parts: tuple[Part, ...]
+    options: tuple[Option, ...]
     limit: int
-    lowest: int = 0
-
-    def levels(self, choice: Choice) -> dict[str, float]:
-        """The level of every part that learns."""
-        return {
-            self.parts[number].name: self.parts[number].options[option].level
-            for number, option in sorted(choice.taken.items())
-        }
 
     def gain(self, choice: Choice) -> float:
         """Sum of a choice's gains."""
-        gains = (self.parts[number].options[option].gain for number, option in sorted(choice.taken.items()))
-        return math.fsum([self.depths[choice.depth].gain, *gains])
+        return math.fsum([self.depths[choice.depth].gain, *(option.gain for option in choice.options)])
 
     def cost(self, choice: Choice) -> int:
         """Sum of a choice's costs."""
-        costs = (self.parts[number].options[option].cost for number, option in choice.taken.items())
-        return self.depths[choice.depth].cost + sum(costs)
+        return self.depths[choice.depth].cost + sum(option.cost for option in choice.options)
 
     @property
     def fitting_depths(self) -> list[int]:
         """Depths that fit by themselves."""
-        every = range(self.lowest, len(self.depths))
-        return [depth for depth in every if self.depths[depth].cost <= self.limit]
+        return [number for number, depth in enumerate(self.depths) if depth.cost <= self.limit]
 
     @cached_property
-    def gaining(self) -> list[tuple[int, int]]:
-        """Parts and options that gain something: by gain for cost, then all of them again by gain."""
-        steps = [
-            (number, place, option)
-            for number, part in enumerate(self.parts)
-            for place, option in enumerate(part.options)
-            if option.gain > 0
-        ]
-        by_density = sorted(steps, key=lambda step: -step[2].gain / max(step[2].cost, 1e-30))
-        by_gain = sorted(steps, key=lambda step: -step[2].gain)
-        return [(number, place) for number, place, _ in (*by_density, *by_gain)]
+    def gaining(self) -> list[Option]:
+        """Options that gain something: by gain for cost, then all of them again by gain."""
+        options = [option for option in self.options if option.gain > 0]
+        by_density = sorted(options, key=lambda option: -option.gain / max(option.cost, 1e-30))
+        return by_density + sorted(options, key=lambda option: -option.gain)
 
-    def filled(self, depth: int, taken: Mapping[int, int]) -> Choice:
+    @cached_property
+    def ways(self) -> dict[str, list[Option]]:
+        """Options that gain something, by their part."""
+        ways: dict[str, list[Option]] = {}
+        for option in sorted(set(self.gaining)):
+            ways.setdefault(option.part, []).append(option)
+        return ways
+
+    def filled(self, depth: int, options: Iterable[Option] = ()) -> Choice:
         """A choice that fits, with what still fits added to it, and no deeper than it has to be."""
-        more = dict(taken)
-        cost = self.cost(Choice(depth, more))
-        for number, place in self.gaining:
-            part, option = self.parts[number], self.parts[number].options[place]
-            before = part.options[more[number]] if number in more else Option(0.0, 0.0, 0)
-            if part.block >= depth and option.gain > before.gain:
-                raised = cost - before.cost + option.cost
-                if raised <= self.limit:
-                    more[number], cost = place, raised
-        while self._ends_too_deep(depth, more):
-            depth += 1
-        return Choice(depth, more)
+        taken = {option.part: option for option in options}
+        cost = self.cost(Choice(depth, frozenset(taken.values())))
+        for option in self.gaining:
+            before = taken.get(option.part, Option(option.part, option.block, 0.0, 0.0, 0))
+            raised = cost - before.cost + option.cost
+            if option.block >= depth and option.gain > before.gain and raised <= self.limit:
+                taken[option.part], cost = option, raised
+        choice = Choice(depth, frozenset(taken.values()))
+        while self._ends_too_deep(choice):
+            choice = Choice(choice.depth + 1, choice.options)
+        return choice
 
-    def _ends_too_deep(self, depth: int, taken: Mapping[int, int]) -> bool:
+    def _ends_too_deep(self, choice: Choice) -> bool:
         """Whether a backward that ends one block higher does as well."""
-        if depth + 1 == len(self.depths) or any(self.parts[number].block == depth for number in taken):
+        depth, above = choice.depth, choice.depth + 1
+        if above == len(self.depths) or any(option.block == depth for option in choice.options):
             return False
-        is_worse = self.depths[depth + 1].gain < self.depths[depth].gain
-        return not is_worse and self.cost(Choice(depth + 1, taken)) <= self.limit
+        is_worse = self.depths[above].gain < self.depths[depth].gain
+        return not is_worse and self.cost(Choice(above, choice.options)) <= self.limit
 
 
 def choose(question: Question, search: SearchName = "greedy", seed: int = 0) -> Choice | None:
@@ -137,7 +113,7 @@ def choose(question: Question, search: SearchName = "greedy", seed: int = 0) -> 
 
     Evolution begins with the greedy choices, so that it is never worse than these.
     """
-    found = [question.filled(depth, {}) for depth in question.fitting_depths]
+    found = [question.filled(depth) for depth in question.fitting_depths]
     if search == "evolutionary" and found and question.gaining:
         found = _evolved(question, found, random.Random(seed))
     # Of equal ones the one that goes less deep.
@@ -153,8 +129,8 @@ def _evolved(question: Question, choices: list[Choice], chance: random.Random) -
 
     for _ in range(_GENERATIONS):
         children = [_child(question, parent(), parent(), chance) for _ in range(_CHILDREN)]
-        distinct = {choice.key: choice for choice in (*choices, *children)}
-        ranked = sorted(distinct.values(), key=lambda each: (-question.gain(each), -each.depth, each.key))
+        distinct = {*choices, *children}
+        ranked = sorted(distinct, key=lambda one: (-question.gain(one), -one.depth, sorted(one.options)))
         choices = ranked[:_POPULATION]
     return choices
 
@@ -164,32 +140,14 @@ def _child(question: Question, one: Choice, other: Choice, chance: random.Random
     depth = chance.choice((one.depth, other.depth))
     if chance.random() < _DEPTH_CHANGES:
         depth = chance.choice(question.fitting_depths)
-    options: dict[int, set[int]] = {}
-    for number, place in question.gaining:
-        options.setdefault(number, set()).add(place)
-    taken: dict[int, int] = {}
-    for number, places in sorted(options.items()):
-        found = chance.choice((one, other)).taken.get(number)
-        if chance.random() < _CHANGES / len(options):
-            found = chance.choice((None, *sorted(places)))
-        if found is not None and question.parts[number].block >= depth:
-            taken[number] = found
-    while question.cost(Choice(depth, taken)) > question.limit:
-        del taken[chance.choice(sorted(taken))]
+    parents = [{option.part: option for option in each.options} for each in (one, other)]
+    taken: list[Option] = []
+    for part, ways in question.ways.items():
+        found = chance.choice(parents).get(part)
+        if chance.random() < _CHANGES / len(question.ways):
+            found = chance.choice((None, *ways))
+        if found is not None and found.block >= depth:
+            taken.append(found)
+    while question.cost(Choice(depth, frozenset(taken))) > question.limit:
+        taken.remove(chance.choice(taken))
     return question.filled(depth, taken)
-
-
-def single(question: Question, allowed: Sequence[bool]) -> Choice | None:
-    """The one option, or the one allowed depth alone, of the largest gain that fits, even if none gains."""
-    fitting = [Choice(depth, {}) for depth in question.fitting_depths if allowed[depth]]
-    for number, part in enumerate(question.parts):
-        choices = [Choice(part.block, {number: place}) for place in range(len(part.options))]
-        fitting += [choice for choice in choices if question.cost(choice) <= question.limit]
-    return max(fitting, key=lambda each: _own_gain(question, each), default=None)
-
-
-def _own_gain(question: Question, choice: Choice) -> float:
-    """The gain of an option without its depth's, or of a depth without options."""
-    for number, place in choice.taken.items():
-        return question.parts[number].options[place].gain
-    return question.depths[choice.depth].gain

@@ -44,9 +44,9 @@ def run(settings: BaselineSettings) -> Path:
         inputs = read_inputs(bundle, settings)
         write_file(settings.out / CONFIG, settings_to_yaml(settings.resolved()).encode())
         # torch and transformers take seconds to import.
-        from server_export.evidence.baselines.runner import train_baseline
+        from server_export.evidence.baselines.training import train_baseline
 
-        train_baseline(settings, inputs)
+        train_baseline(settings, bundle, inputs)
     return settings.out / FINAL
 
 

@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from prge.contract import ROWS_OF_A_WAY_BACK, Contract
-from prge.errors import ConfigError, EngineError
-from prge.files.adapter import Adapter
-from prge.files.peft import write_peft
+from prge.errors import ConfigError
 from prge.learning.examples import Batch, Example, make_batch
-from server_export.evidence.baselines.method import Problem, StepResult
+from server_export.evidence.baselines.adapter import AdaptedLinear, insert_adapter, save_adapter
+from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model import attention, readout
@@ -35,22 +33,6 @@ from server_export.quiet import quiet_engine
 _METHOD = "forward"
 # As a score, exp of it is exactly 0 beside any other.
 _NO_CANDIDATE = -1e4
-
-
-class AdaptedLinear(nn.Module):
-    """A frozen linear layer with `lora_b` [out, rank] to train over a frozen `lora_a` [rank, in]."""
-
-    lora_a: torch.Tensor
-
-    def __init__(self, base: nn.Linear, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
-        super().__init__()
-        self.base = base
-        self.register_buffer("lora_a", lora_a)
-        self.lora_b = nn.Parameter(lora_b)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
-        return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
 class LossProgram(nn.Module):
@@ -98,29 +80,18 @@ class LossProgram(nn.Module):
         return inputs if self.asked is None else (readout.at_positions(inputs[0], self.asked),)
 
 
-class ExecutorchTraining:
-    """Implements `Method`; its parameters are copies of those in the engine's memory."""
+class ExecutorchTraining(Method):
+    """Steps of ExecuTorch's SGD; what is `trained` are copies of parameters in the engine's memory."""
 
-    prior_rows = 0
-
-    def __init__(self, problem: ModelProblem) -> None:
+    def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         if problem.contract.is_encoder:
-            raise ConfigError(
-                "the method doesn't fit the bundle:",
-                ["executorch-training learns log-probabilities, the bundle is of an encoder"],
-                remedy="take another method, such as backprop-lora-fa",
-            )
-        self.problem = problem
+            raise _unfit("bundle", "it learns log-probabilities, the bundle is of an encoder")
         counts = {len(example.sequences) for example in problem.train}
         most = max(counts)
         if len(counts) > 1:
-            raise ConfigError(
-                "the method doesn't fit the rows:",
-                [f"rows have from {min(counts)} to {most} sequences, executorch-training needs one number"],
-                remedy="take another method, such as backprop-lora-fa",
-            )
-        self._examples = problem.contract.batch_size // most
-        self._rows = self._examples * most
+            raise _unfit("rows", f"they have from {min(counts)} to {most} sequences, it needs one number")
+        examples = problem.contract.batch_size // most
+        self._rows = examples * most
         self._candidates = max(example.candidates for example in problem.train)
         sequences = [sequence for example in problem.train for sequence in example.sequences]
         self._contract = replace(
@@ -128,39 +99,24 @@ class ExecutorchTraining:
             sequence_length=max(len(sequence.tokens) for sequence in sequences),
             positions=max(len(sequence.slots) for sequence in sequences),
         )
-        self._parameters: dict[str, nn.Parameter] = {}
-        for module in problem.modules:
-            layer = AdaptedLinear(
-                problem.model.get_submodule(module.name),
-                problem.lora_a[module.name] * problem.scales[module.name],
-                problem.lora_b[module.name].clone(),
-            )
-            replace_module(problem.model, module.name, layer)
-            self._parameters[f"model.{module.name}.lora_b"] = layer.lora_b
-        example = self.inputs(problem.train[: self._examples])
+        self._parameters = {
+            f"model.{name}.lora_b": layer.lora_b for name, layer in insert_adapter(problem).items()
+        }
+        super().__init__(problem, list(self._parameters.values()))
         # The engine reads the program where it lies.
-        self._buffer, self._planned = _export(LossProgram(problem, self._contract), example)
+        self._program = _export(LossProgram(problem, self._contract), self._inputs(problem.train[:examples]))
         from executorch.extension.training import _load_for_executorch_for_training_from_buffer
 
         with quiet_engine(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._module = _load_for_executorch_for_training_from_buffer(self._buffer)
+            self._module = _load_for_executorch_for_training_from_buffer(self._program)
         self._started = False
-
-    @property
-    def activation_bytes(self) -> int:
-        """The arena that ExecuTorch plans for one forward and backward."""
-        return self._planned
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The adapter's lora_B, in the order of the modules."""
-        return list(self._parameters.values())
 
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
         """One run of the joint program and a step of ExecuTorch's SGD."""
         from executorch.extension.training import get_sgd_optimizer
 
-        inputs = self.inputs(examples)
+        inputs = self._inputs(examples)
         if not self._started:
             # Its parameters can be reached after a first run only.
             self._module.forward_backward(_METHOD, inputs)
@@ -178,21 +134,16 @@ class ExecutorchTraining:
         return StepResult(float(loss), ROWS_OF_A_WAY_BACK * self.problem.rows(examples))
 
     def save(self, folder: Path) -> None:
-        """Write the adapter as a run on a device does."""
-        adapter = Adapter.zeros(self.problem.modules)
-        for view, parameter in zip(adapter.lora_b.values(), self.parameters(), strict=True):
-            view[...] = parameter.detach().numpy().T
-        write_peft(folder, adapter, self.problem.bundle.adapter, overwrite=True)
+        """Write the adapter as PEFT does."""
+        save_adapter(self.problem, folder)
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of the newest step by parameter name."""
         gradients: dict[str, torch.Tensor] = self._module.named_gradients()
         return gradients
 
-    def inputs(self, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
+    def _inputs(self, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
         """What the program takes for a step's examples; see `LossProgram`."""
-        if len(examples) != self._examples:
-            raise EngineError(f"a step has {len(examples)} examples, the program takes {self._examples}")
         batch = make_batch(examples, self._contract, rows=self._rows, pad=self.problem.pad)
         scores = np.zeros((batch.examples, self._candidates), np.float32)
         absent, chosen = scores.copy(), scores.copy()
@@ -204,10 +155,12 @@ class ExecutorchTraining:
         return tuple(torch.from_numpy(array) for array in arrays)
 
 
-def prepare(problem: Problem, settings: BaselineSettings) -> ExecutorchTraining:
-    """Export the joint program and load it."""
-    assert isinstance(problem, ModelProblem)
-    return ExecutorchTraining(problem)
+def _unfit(what: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"executorch-training doesn't fit the {what}:",
+        [problem],
+        remedy="take another method, such as backprop-lora-fa",
+    )
 
 
 def _weights(batch: Batch, candidates: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -219,8 +172,8 @@ def _weights(batch: Batch, candidates: int) -> np.ndarray[Any, np.dtype[np.float
     return weights
 
 
-def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> tuple[bytes, int]:
-    """The joint program of a loss, and the bytes that it plans for what lies between its operators."""
+def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> bytes:
+    """The joint program of a loss."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
     from torch.export.experimental import _export_forward_backward
@@ -229,8 +182,7 @@ def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> tuple[byt
     implementation = program.model.config._attn_implementation
     program.model.set_attn_implementation(attention.NAME)
     make_rotary_constant(program.model)
-    for parameter in program.model.parameters():
-        parameter.requires_grad_(False)
+    program.model.requires_grad_(False)
     for layer in program.model.modules():
         if isinstance(layer, AdaptedLinear):
             layer.lora_b.requires_grad_(True)
@@ -246,8 +198,8 @@ def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> tuple[byt
     for name, module in list(program.model.named_modules()):
         if isinstance(module, ConstantRotary):
             replace_module(program.model, name, module.rotary)
-    plans = {plan.name: plan.non_const_buffer_sizes for plan in lowered.executorch_program.execution_plan}
-    return lowered.buffer, int(sum(plans[_METHOD]))
+    buffer: bytes = lowered.buffer
+    return buffer
 
 
 def _fill_at_once(joint: Any) -> None:

@@ -22,14 +22,13 @@ import torch
 from torch import nn
 
 from server_export.evidence.baselines.backpropagation import Backpropagation
-from server_export.evidence.baselines.layers import (
-    feed_forward_linears,
-    require_trainable_weights,
-    shuffled_batches,
-)
-from server_export.evidence.baselines.method import Problem
+from server_export.evidence.baselines.layers import Linears, feed_forward_linears, merged, shuffled_batches
+from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model.lora_fa import replace_module
+
+# Steps of the priming as a share of all, and their rate.
+PRIMING_SHARE, PRIMING_RATE = 0.05, 2e-5
 
 
 class SplitLinear(nn.Module):
@@ -46,12 +45,11 @@ class SplitLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, learning: torch.Tensor) -> None:
         super().__init__()
-        learning = learning.to(layer.weight.device)
-        rest = torch.ones(layer.out_features, dtype=torch.bool, device=learning.device)
+        rest = torch.ones(layer.out_features, dtype=torch.bool)
         rest[learning] = False
         frozen = rest.nonzero().flatten()
-        self.learner = _rows(layer, learning, learns=True)
-        self.frozen = _rows(layer, frozen, learns=False)
+        self.learner = _rows(layer, learning)
+        self.frozen = _rows(layer, frozen).requires_grad_(False)
         self.register_buffer("order", torch.argsort(torch.cat([learning, frozen])), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,49 +57,40 @@ class SplitLinear(nn.Module):
         return torch.cat([self.learner(x), self.frozen(x)], dim=-1).index_select(-1, self.order)
 
 
-def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
+def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
     """Choose the nodes, reconfigure the problem's model, and train the learners.
 
     Raises:
-        ConfigError: the model's feed-forward networks can't be found, or their weights can't be trained.
+        ConfigError: the model's feed-forward networks can't be found.
     """
-    layers = {name: layer for block in feed_forward_linears(problem.model) for name, layer in block.items()}
-    require_trainable_weights(list(layers.values()))
-    prior_rows = 0
-    if settings.nodes == "primed":
-        scores, prior_rows = prime(problem, layers, settings)
-    else:
-        draw = torch.Generator().manual_seed(problem.seed)
-        scores = {name: torch.rand(layer.out_features, generator=draw) for name, layer in layers.items()}
+    scores, prior_rows = prime(problem, merged(feed_forward_linears(problem.model)), settings)
     learners = reconfigure(problem.model, scores, settings.retention)
-    return Backpropagation(problem, learners, settings.chosen_optimizer, prior_rows)
+    return Backpropagation(problem, settings, learners, prior_rows)
 
 
 def prime(
-    problem: Problem, layers: Mapping[str, nn.Linear], settings: BaselineSettings
+    problem: ModelProblem, layers: Linears, settings: BaselineSettings, rate: float = PRIMING_RATE
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Fine-tune the whole model for a moment and put it back, unless its values are to be kept.
 
     Returns:
         How far the nodes of every layer moved, f32 [out] by its name, and the rows that it took.
     """
-    parameters = [parameter for parameter in problem.model.parameters() if parameter.is_floating_point()]
-    initial = [parameter.detach().clone() for parameter in parameters]
-    training = Backpropagation(problem, parameters, settings.chosen_optimizer)
+    parameters = list(problem.model.parameters())
+    initial = {id(parameter): parameter.detach().clone() for parameter in parameters}
+    training = Backpropagation(problem, settings, parameters)
     batches = shuffled_batches(problem.train, problem.batch_size, problem.seed)
     rows = 0
-    for _ in range(max(1, round(settings.priming_share * settings.steps))):
-        rows += training.step(next(batches), settings.priming_learning_rate).rows
-    begun = {id(parameter): value for parameter, value in zip(parameters, initial, strict=True)}
+    for _ in range(max(1, round(PRIMING_SHARE * settings.steps))):
+        rows += training.step(next(batches), rate).rows
     scores = {
-        name: (layer.weight.detach() - begun[id(layer.weight)]).abs().sum(dim=1)
+        name: (layer.weight.detach() - initial[id(layer.weight)]).abs().sum(dim=1)
         for name, layer in layers.items()
     }
-    with torch.no_grad():
-        for parameter, value in zip(parameters, initial, strict=True):
-            if not settings.keep_primed:
-                parameter.copy_(value)
-            parameter.grad = None
+    for parameter in parameters:
+        if not settings.keep_primed:
+            parameter.data.copy_(initial[id(parameter)])
+        parameter.grad = None
     return scores, rows
 
 
@@ -118,9 +107,10 @@ def reconfigure(model: nn.Module, scores: Mapping[str, torch.Tensor], retention:
     return parameters
 
 
-def _rows(layer: nn.Linear, rows: torch.Tensor, *, learns: bool) -> nn.Linear:
+def _rows(layer: nn.Linear, rows: torch.Tensor) -> nn.Linear:
+    """A layer with some output rows of another."""
     part = nn.Linear(layer.in_features, len(rows), bias=layer.bias is not None, device="meta")
-    part.weight = nn.Parameter(layer.weight.detach()[rows].clone(), requires_grad=learns)
+    part.weight = nn.Parameter(layer.weight.detach()[rows].clone())
     if layer.bias is not None:
-        part.bias = nn.Parameter(layer.bias.detach()[rows].clone(), requires_grad=learns)
+        part.bias = nn.Parameter(layer.bias.detach()[rows].clone())
     return part

@@ -12,17 +12,16 @@ from prge.rows.readers import Selection
 from prge.rows.report import show_sample
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task, load_task
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.rows.tokenizer import bundle_tokenizer
 from server_export.evidence.baselines.settings import BaselineSettings
 
 
 @dataclass(frozen=True)
 class BaselineInputs:
-    """The rows of a baseline, and the sentences about them."""
+    """The rows of a baseline, the token that fills them up, and the sentences about them."""
 
-    bundle: Bundle
-    tokenizer: Tokenizer
     task: Task | None
+    pad: int
     train: list[Example]
     dev: list[Example]
     test: list[Example]
@@ -38,21 +37,18 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
     task = load_task(settings.task) if settings.task else None
     tokenizer = bundle_tokenizer(bundle)
     options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
-    seed = settings.shuffle_seed
-    texts = []
+    contract, seed, texts = bundle.chain.scoring, settings.shuffle_seed, []
 
     def read(where: Path | None, part: Part, chosen: Selection) -> list[Example]:
         if where is None:
             return []
         rows, training = read_source(where, part, settings.columns), part == "train"
-        contract = bundle.chain.scoring
         examples, report = load_examples(rows, tokenizer, contract, task, chosen, options, training=training)
         texts.append(report.text())
-        if training:
-            texts.append(show_sample(examples[0], tokenizer))
         return examples
 
     train = read(settings.train, "train", Selection(settings.train_start, settings.train_limit, seed))
+    texts.append(show_sample(train[0], tokenizer))
     dev = read(settings.dev, "dev", Selection(settings.dev_start, settings.dev_limit, seed))
     test = read(settings.test, "test", Selection())
-    return BaselineInputs(bundle, tokenizer, task, train, dev, test, "\n".join(texts))
+    return BaselineInputs(task, tokenizer.pad_id, train, dev, test, "\n".join(texts))

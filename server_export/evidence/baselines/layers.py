@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from prge.errors import ConfigError
 from prge.learning.examples import Example
 from server_export.model.blocks import block_names
-from server_export.model.lora_fa import convert_conv1d
+
+Linears = Mapping[str, nn.Linear]
 
 
-def block_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
+def block_linears(model: nn.Module) -> list[Linears]:
     """The linear layers of every block by path, blocks from bottom to top, layers in module order.
-
-    GPT-2's Conv1D layers are turned into linear ones first, in place.
 
     Raises:
         ConfigError: the model has no list of blocks.
     """
-    convert_conv1d(model)
     return [
         {
             f"{block}.{name}": module
@@ -32,13 +33,13 @@ def block_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
     ]
 
 
-def feed_forward_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
+def feed_forward_linears(model: nn.Module) -> list[Linears]:
     """The linear layers of every block's feed-forward network by path: all that aren't below an attention.
 
     Raises:
         ConfigError: the model has no blocks, or a block has no feed-forward network.
     """
-    blocks = [
+    blocks: list[Linears] = [
         # Widths don't tell them apart: an attention's may be wider than the model.
         {name: layer for name, layer in layers.items() if "att" not in name.rpartition(".")[0].lower()}
         for layers in block_linears(model)
@@ -52,19 +53,28 @@ def feed_forward_linears(model: nn.Module) -> list[dict[str, nn.Linear]]:
     return blocks
 
 
-def require_trainable_weights(layers: Sequence[nn.Linear]) -> None:
-    """Refuse weights that hold no gradient.
+def merged(blocks: Iterable[Linears]) -> dict[str, nn.Linear]:
+    """The layers of some blocks in one mapping."""
+    return {name: layer for layers in blocks for name, layer in layers.items()}
 
-    Raises:
-        ConfigError: a weight isn't of a floating-point type, for example still quantized.
-    """
-    unfit = sorted({str(layer.weight.dtype) for layer in layers if type(layer.weight) is not nn.Parameter})
-    if unfit:
-        raise ConfigError(
-            "these weights can't be trained:",
-            [f"a linear layer's weight is a quantized tensor ({', '.join(unfit)})"],
-            remedy="give the model with its weights as floats (quantization.dequantize)",
-        )
+
+@contextmanager
+def inputs_noted(layers: Linears, figure: Callable[[torch.Tensor], float]) -> Iterator[dict[str, float]]:
+    """Inside the block, the largest figure of the inputs that each layer had."""
+    largest = dict.fromkeys(layers, 0.0)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            largest[name] = max(largest[name], figure(args[0]))
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    try:
+        yield largest
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def shuffled_batches(examples: Sequence[Example], batch_size: int, seed: int) -> Iterator[Sequence[Example]]:

@@ -1,45 +1,19 @@
-"""What a baseline is given and what it returns: `Problem` and `Method`."""
+"""What a baseline is: a way to train a problem's model."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
-import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from prge.contract import AdaptedModule
 from prge.learning.examples import Example
+from server_export.evidence.baselines.problem import ModelProblem
 
-
-class Problem(Protocol):
-    """A model and the rows to train it on, the same for every method.
-
-    `model` is the transformers model without adapters; its linear layers hold the values of the frozen base,
-    those of the quantized one where the bundle is quantized. A method changes it in place. `modules` are the
-    layers that the bundle adapts, `lora_a` f32 [rank, in] by module name its frozen matrices, unscaled,
-    `lora_b` f32 [out, rank] where training starts, and `scales` alpha / rank by module name. `batch_size` are
-    the sequences of a step.
-    """
-
-    model: nn.Module
-    modules: tuple[AdaptedModule, ...]
-    lora_a: dict[str, torch.Tensor]
-    lora_b: dict[str, torch.Tensor]
-    scales: dict[str, float]
-    train: Sequence[Example]
-    batch_size: int
-    seed: int
-
-    def loss(self, examples: Sequence[Example]) -> torch.Tensor:
-        """Mean loss of training examples, a scalar with a graph behind it where autograd is on."""
-        ...
-
-    def rows(self, examples: Sequence[Example]) -> int:
-        """Rows that one forward of these examples computes."""
-        ...
+PARAMETERS = "parameters.safetensors"
 
 
 @dataclass(frozen=True)
@@ -50,37 +24,26 @@ class StepResult:
     rows: int
 
 
-class Method(Protocol):
+class Method(ABC):
     """A way to train a problem's model in place.
 
-    `prior_rows` are those that it computed before its first step, such as a priming's.
+    Args:
+        problem: whose model it changes.
+        trained: the parameters that it changes, of the model as the method left it.
+        prior_rows: rows that it computed before its first step, such as a priming's.
     """
 
-    prior_rows: int
+    def __init__(self, problem: ModelProblem, trained: Sequence[nn.Parameter], prior_rows: int = 0) -> None:
+        self.problem = problem
+        self.trained = list(trained)
+        self.prior_rows = prior_rows
 
-    def parameters(self) -> list[nn.Parameter]:
-        """What it trains."""
-        ...
-
+    @abstractmethod
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
         """Take one step on some training examples."""
-        ...
-
-
-@runtime_checkable
-class Saving(Protocol):
-    """A method whose result has a format of its own."""
 
     def save(self, folder: Path) -> None:
-        """Write the trained parameters into an empty folder."""
-        ...
-
-
-@runtime_checkable
-class Planned(Protocol):
-    """A method whose memory between forward and backward isn't autograd's."""
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes that it plans for one step."""
-        ...
+        """Write what is trained into an empty folder, by the names that the model has for it."""
+        names = {id(parameter): name for name, parameter in self.problem.model.named_parameters()}
+        values = {names[id(parameter)]: parameter.detach().contiguous() for parameter in self.trained}
+        save_file(values, folder / PARAMETERS)

@@ -13,34 +13,27 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
 
 from prge.learning.examples import Example
-from server_export.evidence.baselines.method import Problem, StepResult
+from server_export.evidence.baselines.method import Method, StepResult
+from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 
 # Values that are drawn at once.
 _PIECE = 1 << 18
 
 
-class MeZO:
-    """Implements `Method`; `scalar` is the last step's projected gradient g."""
+class MeZO(Method):
+    """Steps along differences; `scalar` is the last step's projected gradient g."""
 
-    prior_rows = 0
-
-    def __init__(self, problem: Problem, epsilon: float) -> None:
-        self.problem = problem
-        self.epsilon = epsilon
+    def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
+        super().__init__(problem, list(problem.model.parameters()))
+        self.epsilon = settings.epsilon
         self.scalar = 0.0
-        self._parameters = list(problem.model.parameters())
         self._steps = 0
-        for parameter in self._parameters:
+        for parameter in self.trained:
             parameter.requires_grad_(False)
             parameter.data = parameter.data.contiguous()
-
-    def parameters(self) -> list[nn.Parameter]:
-        """What it trains: all of them."""
-        return self._parameters
 
     @torch.no_grad()
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
@@ -59,11 +52,6 @@ class MeZO:
         """Add `scale` times the step's z, standard normal, to the parameters."""
         seed = np.random.SeedSequence([self.problem.seed, self._steps]).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed >> np.uint64(1)))
-        for parameter in self._parameters:
+        for parameter in self.trained:
             for piece in parameter.data.view(-1).split(_PIECE):
                 piece.add_(torch.randn(piece.shape, generator=generator), alpha=scale)
-
-
-def prepare(problem: Problem, settings: BaselineSettings) -> MeZO:
-    """Train every parameter."""
-    return MeZO(problem, settings.epsilon)

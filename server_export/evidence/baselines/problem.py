@@ -1,4 +1,4 @@
-"""The model and rows of a bundle as a `Problem`: the driver's objectives, in PyTorch.
+"""The model and rows of a bundle, the same for every method: the driver's objectives, in PyTorch.
 
 The model is the one that transformers has. Where the bundle is quantized, its frozen layers hold the values
 that the same quantization leaves of the weights, as floats; activations are not quantized.
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from prge.contract import AdaptedModule, Contract
 from prge.engine import Array
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
@@ -23,56 +22,54 @@ from prge.files.signatures import STACK
 from prge.learning.encoder_heads import Heads, fit_heads
 from prge.learning.examples import Example, make_batch
 from prge.learning.objectives import BatchLoss
-from server_export.evidence.base import as_exported
 from server_export.model import readout
-from server_export.model.loading import LoadedModel, load_model
+from server_export.model.loading import LoadedModel
 from server_export.model.positions import position_numbers
 
 
 class ModelProblem:
-    """A bundle's model with its training rows; implements `Problem`, and the engine that scores with it.
+    """A bundle's model with its training rows; also the engine that the driver's own code scores with.
+
+    `modules` are the layers that the bundle adapts. By their names, `lora_a` [rank, in] are its frozen
+    matrices, unscaled, `lora_b` [out, rank] is where training starts, and `scales` are alpha / rank.
 
     Args:
-        bundle: gives the adapter, the quantization, and what its programs read of a row.
-        loaded: the model that it was exported from; it is changed in place.
-        train: training rows as examples of the bundle's `contract`.
+        bundle: gives the adapter, and what its programs read of a row.
+        base: the model, as `open_base` gives it; a method changes it in place.
+        train: training rows as examples of the bundle.
         pad: token to fill rows up with.
-        batch_rows: sequences of a step at most, and of a scoring call.
+        batch_size: sequences of a step at most, and of a scoring call.
         seed: of the run.
         head_folds: encoders: folds of the heads for the training rows.
-
-    Raises:
-        BundleError: it is another model.
     """
 
     def __init__(
         self,
         bundle: Bundle,
-        loaded: LoadedModel,
+        base: LoadedModel,
         train: Sequence[Example],
         pad: int,
-        batch_rows: int,
+        batch_size: int,
         seed: int,
         head_folds: int = 10,
     ) -> None:
-        as_exported(bundle, loaded)
-        # Evaluations take no more rows at once than steps, so that none of them is what memory peaks at.
-        self.contract = bundle.chain.contract(STACK, batch_rows)
-        self.positions = position_numbers(loaded, self.contract.sequence_length)
-        start = read_lora(bundle.adapter)
         self.bundle = bundle
-        self.model: nn.Module = loaded.model
-        self.modules: tuple[AdaptedModule, ...] = bundle.chain.modules
-        self.lora_a = {module.name: torch.from_numpy(start.lora_a[module.name]) for module in self.modules}
-        self.lora_b = {module.name: torch.from_numpy(start.lora_b[module.name]) for module in self.modules}
-        self.scales = {module.name: start.scale_of(module.name) for module in self.modules}
+        self.model: nn.Module = base.model
         self.train = train
-        self.batch_size = batch_rows
-        self.seed = seed
         self.pad = pad
+        self.batch_size = batch_size
+        self.seed = seed
         self.heads = Heads()
-        self._head_folds = head_folds
+        self.modules = bundle.chain.modules
+        # Evaluations take no more rows at once than steps, so that none of them is what memory peaks at.
+        self.contract = bundle.chain.contract(STACK, batch_size)
+        self.positions = position_numbers(base, self.contract.sequence_length)
         self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
+        start, names = read_lora(bundle.adapter), [module.name for module in self.modules]
+        self.lora_a = {name: torch.from_numpy(start.lora_a[name]) for name in names}
+        self.lora_b = {name: torch.from_numpy(start.lora_b[name]) for name in names}
+        self.scales = {name: start.scale_of(name) for name in names}
+        self._head_folds = head_folds
         self._asked: torch.Tensor | None = None
         self._pool = readout.pooling_of(bundle.pooling)
         if not self.contract.is_encoder:
@@ -89,11 +86,11 @@ class ModelProblem:
             # The heads of the training rows are constants of the loss.
             heads = self.prepare_heads()
             head = heads.cross_fitted or heads.head
-            answers = self.pooled(batch.tokens, batch.attention_mask)
+            answers = self._pooled(batch.tokens, batch.attention_mask)
         else:
             row, slot = np.nonzero(batch.weights)
             asked = batch.positions[row, slot], batch.targets[row, slot]
-            logprobs = self.log_probabilities(batch.tokens, row, *asked)
+            logprobs = self._log_probabilities(batch.tokens, row, *asked)
             where = torch.from_numpy(row), torch.from_numpy(slot)
             answers = logprobs.new_zeros(batch.weights.shape).index_put(where, logprobs)
         loss = BatchLoss(batch, answers.detach().numpy(), head=head)
@@ -102,15 +99,21 @@ class ModelProblem:
         along = (answers.double() * slopes).sum()
         return along + (float(loss.losses.mean()) - along.detach())
 
-    def engine(self) -> ModelEngine:
-        """The model as an engine; the adapter is the one inside the model, whatever is given."""
-        return ModelEngine(self)
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """See prge.engine.Answering; the adapter is the one inside the model, whatever is given."""
+        tokens = inputs["tokens"]
+        with torch.no_grad():
+            if self.contract.is_encoder:
+                return {"pooled": self._pooled(tokens, inputs["attention_mask"]).numpy()}
+            positions, targets = inputs["positions"], inputs["targets"]
+            row = np.repeat(np.arange(len(tokens)), positions.shape[1])
+            logprobs = self._log_probabilities(tokens, row, positions.ravel(), targets.ravel())
+        return {"logprobs": logprobs.numpy().reshape(positions.shape)}
 
     def prepare_heads(self) -> Heads:
         """Fit an encoder's heads on the training rows with the model as it is, unless they are there."""
         if self.contract.is_encoder and self.heads.head is None:
-            zeros = Adapter.zeros(self.modules)
-            self.heads = fit_heads(self.engine(), zeros, self.train, self.pad, self._head_folds)
+            self.heads = fit_heads(self, Adapter.zeros(self.modules), self.train, self.pad, self._head_folds)
         return self.heads
 
     def merge_adapter(self) -> None:
@@ -119,14 +122,14 @@ class ModelProblem:
             for name, lora_b in self.lora_b.items():
                 self.model.get_submodule(name).weight += self.scales[name] * (lora_b @ self.lora_a[name])
 
-    def pooled(self, tokens: Array, mask: Array) -> torch.Tensor:
+    def _pooled(self, tokens: Array, mask: Array) -> torch.Tensor:
         """States of an encoder's rows, f32 [rows, width], of tokens and mask i64 [rows, length]."""
         longest = int(mask.sum(1).max())
         seen = torch.from_numpy(mask[:, :longest])
         output = self._call(tokens[:, :longest], attention_mask=seen)
         return self._pool(output.last_hidden_state, seen.to(torch.float32))
 
-    def log_probabilities(self, tokens: Array, row: Array, position: Array, target: Array) -> torch.Tensor:
+    def _log_probabilities(self, tokens: Array, row: Array, position: Array, target: Array) -> torch.Tensor:
         """log p(target) at some positions of some rows, f32 [asked]; `row`, `position`, `target` i64 [asked].
 
         The vocabulary head sees each position once that is asked for, and no other.
@@ -151,46 +154,3 @@ class ModelProblem:
             return inputs
         states = inputs[0]
         return (states.reshape(-1, states.shape[-1]).index_select(0, self._asked)[None],)
-
-
-class ModelEngine:
-    """A problem's model behind `prge.engine.Engine`, so that rows are scored by the driver's own code."""
-
-    def __init__(self, problem: ModelProblem) -> None:
-        self._problem = problem
-
-    @property
-    def contract(self) -> Contract:
-        """One copy of as many rows as a step has."""
-        return self._problem.contract
-
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Answers of the model as it is; `lora_b` inputs are not read."""
-        problem, tokens = self._problem, inputs["tokens"]
-        with torch.no_grad():
-            if self.contract.is_encoder:
-                return {"pooled": problem.pooled(tokens, inputs["attention_mask"]).numpy()}
-            positions, targets = inputs["positions"], inputs["targets"]
-            row = np.repeat(np.arange(len(tokens)), positions.shape[1])
-            logprobs = problem.log_probabilities(tokens, row, positions.ravel(), targets.ravel())
-        return {"logprobs": logprobs.numpy().reshape(positions.shape)}
-
-
-def open_problem(
-    bundle: Bundle,
-    model: str,
-    train: Sequence[Example],
-    pad: int,
-    batch_rows: int,
-    seed: int,
-    head_folds: int = 10,
-) -> ModelProblem:
-    """Load the model that a bundle was exported from; arguments as for `ModelProblem`.
-
-    Raises:
-        BundleError: there is no such model, or it is another one.
-    """
-    recorded = bundle.manifest.get("model", {})
-    revision = recorded.get("revision") if recorded.get("name_or_path") == model else None
-    loaded = load_model(model, pooled=bundle.chain.is_encoder, revision=revision)
-    return ModelProblem(bundle, loaded, train, pad, batch_rows, seed, head_folds)

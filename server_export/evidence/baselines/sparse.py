@@ -10,14 +10,13 @@ Chosen here: k counts blocks; a gain is the fall of the loss on held-out trainin
 where the paper takes accuracy after a training; memory is what autograd saves at and above the deepest
 updated block, as measured, with the gradients, and its limit a share of a full update's. The choice is
 searched greedily, by gain per byte for every deepest block, or by evolution, as in the paper
-(allocation.py). Where nothing gains, what loses least is taken. Norms, embeddings and head stay
-frozen. A model without biases, as Llama, has none to update.
+(allocation.py). Norms, embeddings and head stay frozen. A model without biases, as Llama, has none to update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +26,18 @@ from torch import nn
 
 from prge.errors import ConfigError
 from prge.learning.examples import Example
-from server_export.evidence.baselines.allocation import Depth, Option, Part, Question, choose, single
+from server_export.evidence.baselines.allocation import Depth, Option, Question, choose
 from server_export.evidence.baselines.backpropagation import Backpropagation
-from server_export.evidence.baselines.layers import block_linears, require_trainable_weights, shuffled_batches
-from server_export.evidence.baselines.method import Problem
-from server_export.evidence.baselines.settings import BaselineSettings, SearchName
+from server_export.evidence.baselines.layers import block_linears, inputs_noted, merged, shuffled_batches
+from server_export.evidence.baselines.problem import ModelProblem
+from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model.blocks import block_names
 from server_export.model.lora_fa import replace_module
+
+# Shares of its input channels that a layer may learn with.
+SHARES = (0.25, 1.0)
+# What every candidate is tried for, and how many training rows judge it at most.
+ANALYSIS_STEPS, ANALYSIS_RATE, HELD_OUT = 4, 1e-4, 32
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,22 @@ class Scheme:
 class Memory:
     """What a step keeps, in bytes.
 
-    `blocks` is what autograd saves in every block and `above` what after the last, weights and the inputs of
+    `saved` is what autograd saves in every block and, at its end, after the last, weights and the inputs of
     linear layers whose weights learn not counted; `biases` the gradients of every block's biases; `tokens`
     how many vectors each linear layer reads.
     """
 
-    above: int
-    blocks: tuple[int, ...]
+    saved: tuple[int, ...]
     biases: tuple[int, ...]
     tokens: Mapping[str, int]
 
     def from_block(self, depth: int) -> int:
         """Bytes of a backward that ends at a block and updates the biases from there."""
-        return self.above + sum(self.blocks[depth:]) + sum(self.biases[depth:])
+        return sum(self.saved[depth:]) + sum(self.biases[depth:])
 
-    def of_weight(self, name: str, layer: nn.Linear, fraction: float) -> int:
+    def of_weight(self, name: str, layer: nn.Linear, share: float) -> int:
         """Bytes of a share of a layer's input and weight gradient, f32."""
-        return 4 * kept_channels(layer, fraction) * (self.tokens[name] + layer.out_features)
+        return 4 * kept_channels(layer, share) * (self.tokens[name] + layer.out_features)
 
 
 class _SparseProduct(torch.autograd.Function):
@@ -117,21 +120,19 @@ class SparseLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
-def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
-    """Analyse the problem's model, choose what to update, and train that.
+def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
+    """Choose what is updated, change the problem's model in place, and train that.
 
     Raises:
-        ConfigError: the model has no list of blocks, its weights can't be trained, there are too few rows to
-            hold some out, or nothing fits into the memory limit.
+        ConfigError: the model has no list of blocks, there are too few rows to hold some out, or nothing that
+            fits into the memory limit lowers the loss.
     """
     scheme, rows = choose_scheme(problem, settings)
-    return Backpropagation(problem, apply_scheme(problem.model, scheme), settings.chosen_optimizer, rows)
+    return Backpropagation(problem, settings, apply_scheme(problem.model, scheme), rows)
 
 
-def choose_scheme(problem: Problem, settings: BaselineSettings) -> tuple[Scheme, int]:
+def choose_scheme(problem: ModelProblem, settings: BaselineSettings) -> tuple[Scheme, int]:
     """The scheme that the contribution analysis finds, and the rows that this took."""
-    blocks = block_linears(problem.model)
-    require_trainable_weights([layer for layers in blocks for layer in layers.values()])
     if len(problem.train) < 2:
         raise ConfigError(
             "no contributions can be measured:",
@@ -139,97 +140,72 @@ def choose_scheme(problem: Problem, settings: BaselineSettings) -> tuple[Scheme,
             remedy="one part of them trains, the other measures",
         )
     problem.model.requires_grad_(False)
-    lowest = max(0, len(blocks) - settings.top_blocks) if settings.top_blocks else 0
-    example_batch = problem.train[: problem.batch_size]
-    memory = measure_memory(problem, example_batch)
-    analysis = _Analysis(problem, settings)
-    has_biases = any(memory.biases)
-    depths = [
-        Depth(
-            analysis.gain(Scheme(depth)) if has_biases and depth >= lowest else 0.0, memory.from_block(depth)
-        )
+    blocks, example_batch = block_linears(problem.model), problem.train[: problem.batch_size]
+    memory, analysis = measure_memory(problem, example_batch), _Analysis(problem, settings)
+    depths = tuple(
+        Depth(analysis.gain(Scheme(depth)) if any(memory.biases) else 0.0, memory.from_block(depth))
         for depth in range(len(blocks))
-    ]
-    shares = settings.channel_fractions
-    parts = [
-        Part(
+    )
+    options = tuple(
+        Option(
             name,
             depth,
-            tuple(analysis.option(Scheme(depth, {name: share}, False), layer, memory) for share in shares),
+            share,
+            analysis.gain(Scheme(depth, {name: share}, biases=False)),
+            memory.of_weight(name, layer, share),
         )
         for depth, layers in enumerate(blocks)
-        if depth >= lowest
         for name, layer in layers.items()
-    ]
-    full = memory.from_block(0) + sum(
-        memory.of_weight(name, layer, 1.0) for layers in blocks for name, layer in layers.items()
+        for share in SHARES
     )
-    question = Question(tuple(depths), tuple(parts), int(settings.memory_share * full), lowest)
-    with_biases = [any(memory.biases[depth:]) for depth in range(len(blocks))]
-    scheme = select(question, with_biases, settings.search, settings.seed)
-    return scheme, analysis.rows + problem.rows(example_batch)
-
-
-def select(
-    question: Question, with_biases: Sequence[bool], search: SearchName = "greedy", seed: int = 0
-) -> Scheme:
-    """The scheme of the largest sum of gains that fits; where nothing gains, the one that loses least.
-
-    Args:
-        question: gains and bytes of the biases from every block up, and of shares of each layer's channels.
-        with_biases: whether there are biases from each block up.
-        search: how it is searched.
-        seed: of an evolutionary search.
-
-    Raises:
-        ConfigError: nothing fits.
-    """
-    choice = choose(question, search, seed) or single(question, with_biases)
+    full = memory.from_block(0)
+    full += sum(memory.of_weight(name, layer, 1.0) for name, layer in merged(blocks).items())
+    limit = int(settings.memory_share * full)
+    choice = choose(Question(depths, options, limit), settings.search, settings.seed)
     if choice is None:
         raise ConfigError(
             "there is nothing to update:",
-            [f"no bias or weight fits into {question.limit} bytes"],
-            remedy="raise --memory-share or have smaller --channel-fractions",
+            [f"no bias or weight that fits into {limit} bytes lowers the loss"],
+            remedy="raise --memory-share",
         )
-    return Scheme(choice.depth, question.levels(choice))
+    weights = {option.part: option.level for option in choice.options}
+    return Scheme(choice.depth, weights), analysis.rows + problem.rows(example_batch)
 
 
 def apply_scheme(model: nn.Module, scheme: Scheme) -> list[nn.Parameter]:
     """Put sparse layers where the scheme has them, in place; returns the parameters that it updates."""
     parameters: list[nn.Parameter] = []
-    for layers in block_linears(model)[scheme.depth :]:
-        for name, layer in layers.items():
-            fraction = scheme.weights.get(name)
-            if fraction == 1.0:
-                parameters.append(layer.weight)
-            elif fraction is not None:
-                sparse = SparseLinear(layer, largest_channels(layer, fraction))
-                replace_module(model, name, sparse)
-                parameters.append(sparse.kept)
-            if scheme.biases and layer.bias is not None:
-                parameters.append(layer.bias)
+    for name, layer in merged(block_linears(model)[scheme.depth :]).items():
+        share = scheme.weights.get(name)
+        if share == 1.0:
+            parameters.append(layer.weight)
+        elif share is not None:
+            sparse = SparseLinear(layer, largest_channels(layer, share))
+            replace_module(model, name, sparse)
+            parameters.append(sparse.kept)
+        if scheme.biases and layer.bias is not None:
+            parameters.append(layer.bias)
     return parameters
 
 
-def kept_channels(layer: nn.Linear, fraction: float) -> int:
+def kept_channels(layer: nn.Linear, share: float) -> int:
     """How many input channels of a layer a share is, at least one."""
-    return max(1, int(fraction * layer.in_features))
+    return max(1, int(share * layer.in_features))
 
 
-def largest_channels(layer: nn.Linear, fraction: float) -> torch.Tensor:
+def largest_channels(layer: nn.Linear, share: float) -> torch.Tensor:
     """The input channels of the largest weights by L2 norm, i64 [k] in rising order."""
     norms = layer.weight.detach().norm(dim=0)
-    return norms.topk(kept_channels(layer, fraction)).indices.sort().values
+    return norms.topk(kept_channels(layer, share)).indices.sort().values
 
 
-def measure_memory(problem: Problem, examples: Sequence[Example]) -> Memory:
+def measure_memory(problem: ModelProblem, examples: Sequence[Example]) -> Memory:
     """What a step on some examples keeps where every block takes part in the backward."""
-    model = problem.model
-    layers = {name: layer for block in block_linears(model) for name, layer in block.items()}
+    problem.prepare_heads()
+    model, layers = problem.model, block_linears(problem.model)
     blocks = [model.get_submodule(name) for name in block_names(model)]
     constants = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     place = 0
-    tokens: dict[str, int] = {}
     saved: dict[int, tuple[int, torch.Tensor]] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,7 +215,7 @@ def measure_memory(problem: Problem, examples: Sequence[Example]) -> Memory:
             saved[address] = (place, tensor)
         return tensor
 
-    def enter(depth: int) -> Any:
+    def enter(depth: int) -> Callable[..., Any]:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal place
             place = depth
@@ -255,19 +231,13 @@ def measure_memory(problem: Problem, examples: Sequence[Example]) -> Memory:
         nonlocal place
         place = len(blocks)
 
-    def count(name: str) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            tokens[name] = args[0].numel() // args[0].shape[-1]
-
-        return hook
-
     hooks = [
         block.register_forward_pre_hook(enter(depth), with_kwargs=True) for depth, block in enumerate(blocks)
     ]
     hooks.append(blocks[-1].register_forward_hook(leave))
-    hooks += [layer.register_forward_pre_hook(count(name)) for name, layer in layers.items()]
+    saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saving, inputs_noted(merged(layers), lambda x: x.numel() // x.shape[-1]) as tokens:
             problem.loss(examples)
     finally:
         for hook in hooks:
@@ -275,54 +245,46 @@ def measure_memory(problem: Problem, examples: Sequence[Example]) -> Memory:
     sizes = [0] * (len(blocks) + 1)
     for depth, tensor in saved.values():
         sizes[depth] += tensor.untyped_storage().nbytes()
-    biases = [
-        sum(4 * layer.out_features for layer in block.values() if layer.bias is not None)
-        for block in block_linears(model)
-    ]
-    return Memory(sizes[-1], tuple(sizes[:-1]), tuple(biases), tokens)
+    biases = (
+        sum(4 * layer.out_features for layer in block.values() if layer.bias is not None) for block in layers
+    )
+    return Memory(tuple(sizes), tuple(biases), {name: int(count) for name, count in tokens.items()})
 
 
 class _Analysis:
     """Gains of schemes, each trained alone on the same few batches from the model's initial values."""
 
-    def __init__(self, problem: Problem, settings: BaselineSettings) -> None:
+    def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         self.problem = problem
         self.settings = settings
-        held_out = min(settings.held_out, len(problem.train) // 2)
+        held_out = min(HELD_OUT, len(problem.train) // 2)
         self._held_out = problem.train[-held_out:]
         batches = shuffled_batches(problem.train[:-held_out], problem.batch_size, problem.seed)
-        self._batches = [next(batches) for _ in range(settings.analysis_steps)]
+        self._batches = [next(batches) for _ in range(ANALYSIS_STEPS)]
         self.rows = 0
         self._before = self._loss()
 
     def gain(self, scheme: Scheme) -> float:
         """By how much a scheme lowers the held-out loss, -inf where it diverges; no trace is left."""
         model = self.problem.model
-        layers = {
-            name: layer for block in block_linears(model)[scheme.depth :] for name, layer in block.items()
-        }
+        layers = merged(block_linears(model)[scheme.depth :])
         if not scheme.biases:
             layers = {name: layers[name] for name in scheme.weights}
         initial = {
             name: [parameter.detach().clone() for parameter in layer.parameters()]
             for name, layer in layers.items()
         }
-        training = Backpropagation(self.problem, apply_scheme(model, scheme), self.settings.chosen_optimizer)
+        training = Backpropagation(self.problem, self.settings, apply_scheme(model, scheme))
         for batch in self._batches:
-            self.rows += training.step(batch, self.settings.analysis_learning_rate).rows
+            self.rows += training.step(batch, ANALYSIS_RATE).rows
         after = self._loss()
-        with torch.no_grad():
-            for name, layer in layers.items():
-                replace_module(model, name, layer)
-                for parameter, value in zip(layer.parameters(), initial[name], strict=True):
-                    parameter.copy_(value).requires_grad_(False)
-                    parameter.grad = None
+        for name, layer in layers.items():
+            replace_module(model, name, layer)
+            for parameter, value in zip(layer.parameters(), initial[name], strict=True):
+                parameter.data.copy_(value)
+                parameter.requires_grad_(False)
+                parameter.grad = None
         return self._before - after if math.isfinite(after) else -math.inf
-
-    def option(self, scheme: Scheme, layer: nn.Linear, memory: Memory) -> Option:
-        """What a share of one layer's channels gains and takes; `scheme` has nothing else."""
-        ((name, share),) = scheme.weights.items()
-        return Option(share, self.gain(scheme), memory.of_weight(name, layer, share))
 
     def _loss(self) -> float:
         self.rows += self.problem.rows(self._held_out)

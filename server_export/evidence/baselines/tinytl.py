@@ -24,10 +24,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from server_export.evidence.baselines.backpropagation import Backpropagation
-from server_export.evidence.baselines.layers import block_linears
-from server_export.evidence.baselines.method import Problem
+from server_export.evidence.baselines.layers import block_linears, merged
+from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model.blocks import block_names
+
+# Tokens that a branch makes one of, and its width as a share of the model's.
+POOL, WIDTH_SHARE = 2, 1 / 8
 
 
 class LiteResidual(nn.Module):
@@ -35,25 +38,22 @@ class LiteResidual(nn.Module):
 
     Args:
         channels: width of the model.
-        bottleneck: width of the branch.
-        pool: tokens that become one.
         seed: of the first projection's values.
     """
 
-    def __init__(self, channels: int, bottleneck: int, pool: int, seed: int) -> None:
+    def __init__(self, channels: int, seed: int) -> None:
         super().__init__()
-        self.pool = pool
+        bottleneck = max(1, round(WIDTH_SHARE * channels))
         self.reduce = nn.Linear(channels, bottleneck, bias=False)
         self.expand = nn.Linear(bottleneck, channels, bias=False)
-        nn.init.kaiming_uniform_(
-            self.reduce.weight, nonlinearity="relu", generator=torch.Generator().manual_seed(seed)
-        )
+        draw = torch.Generator().manual_seed(seed)
+        nn.init.kaiming_uniform_(self.reduce.weight, nonlinearity="relu", generator=draw)
         nn.init.zeros_(self.expand.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, length, channels] -> the same shape."""
-        reduced = self.expand(F.relu(self.reduce(pool_tokens(x, self.pool))))
-        return reduced.repeat_interleave(self.pool, dim=1)[:, : x.shape[1]]
+        reduced = self.expand(F.relu(self.reduce(pool_tokens(x))))
+        return reduced.repeat_interleave(POOL, dim=1)[:, : x.shape[1]]
 
     def add(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """A forward hook: the block's output with the branch's added."""
@@ -63,22 +63,20 @@ class LiteResidual(nn.Module):
         return output + self(states)
 
 
-def pool_tokens(x: torch.Tensor, pool: int) -> torch.Tensor:
-    """Means of tokens [rows, length, channels] -> [rows, ceil(length / pool), channels], none of later ones.
+def pool_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Means of tokens [rows, length, channels] -> [rows, ceil(length / POOL), channels], none of later ones.
 
-    Group j speaks for the tokens from j x pool on and is the mean of the `pool` tokens that end there, so
-    that a decoder's tokens don't see those to come, nor any token the padding behind it. The first token
-    stands in for those before it.
+    Group j speaks for the tokens from j x POOL on and is the mean of the POOL tokens that end there, so that
+    a decoder's tokens don't see those to come, nor any token the padding behind it. The first token stands in
+    for those before it.
     """
-    if pool == 1:
-        return x
     rows, length, channels = x.shape
-    groups = -(-length // pool)
-    padded = torch.cat([x[:, :1].expand(-1, pool - 1, -1), x], dim=1)[:, : groups * pool]
-    return padded.reshape(rows, groups, pool, channels).mean(dim=2)
+    groups = -(-length // POOL)
+    padded = torch.cat([x[:, :1].expand(-1, POOL - 1, -1), x], dim=1)[:, : groups * POOL]
+    return padded.reshape(rows, groups, POOL, channels).mean(dim=2)
 
 
-def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
+def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
     """Add what is missing to the problem's model, in place, and train it.
 
     Raises:
@@ -86,17 +84,15 @@ def prepare(problem: Problem, settings: BaselineSettings) -> Backpropagation:
     """
     trained = train_biases(problem.model)
     if settings.method == "tinytl-lite-residual":
-        trained += add_branches(problem.model, settings, problem.seed)
-    return Backpropagation(problem, trained, settings.chosen_optimizer)
+        trained += add_branches(problem.model, problem.seed)
+    return Backpropagation(problem, settings, trained)
 
 
 def train_biases(model: nn.Module) -> list[nn.Parameter]:
     """All biases but the head's, with new ones of zeros for linear layers of the blocks that have none."""
-    for layers in block_linears(model):
-        for layer in layers.values():
-            if layer.bias is None:
-                zeros = torch.zeros(layer.out_features, device=layer.weight.device, dtype=layer.weight.dtype)
-                layer.bias = nn.Parameter(zeros)
+    for layer in merged(block_linears(model)).values():
+        if layer.bias is None:
+            layer.bias = nn.Parameter(torch.zeros(layer.out_features))
     head = getattr(model, "get_output_embeddings", lambda: None)()
     frozen = set() if head is None else {id(parameter) for parameter in head.parameters()}
     return [
@@ -106,16 +102,12 @@ def train_biases(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def add_branches(model: nn.Module, settings: BaselineSettings, seed: int) -> list[nn.Parameter]:
+def add_branches(model: nn.Module, seed: int) -> list[nn.Parameter]:
     """Put a branch beside every block, in place; returns the branches' parameters."""
-    channels: int = model.config.hidden_size
     parameters: list[nn.Parameter] = []
     for depth, name in enumerate(block_names(model)):
         block = model.get_submodule(name)
-        branch = LiteResidual(
-            channels, max(1, round(settings.branch_width * channels)), settings.branch_pool, seed + depth
-        )
-        branch.to(next(block.parameters()).device)
+        branch = LiteResidual(model.config.hidden_size, seed + depth)
         block.add_module("lite_residual", branch)
         # A hook instead of a wrapper: models read attributes of their blocks.
         block.register_forward_hook(branch.add, with_kwargs=True)

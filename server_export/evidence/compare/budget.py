@@ -18,14 +18,8 @@ def steps_within(
         rows_of_a_step: rows that one step computes, a backward counted as two forwards.
         seconds_of_a_step: measured; needed for a budget of seconds.
     """
-    if kind == "steps":
-        cost: float = 1
-    elif kind == "rows":
-        cost = rows_of_a_step
-    elif seconds_of_a_step:
-        cost = seconds_of_a_step
-    else:
-        raise ValueError("a budget of seconds needs the measured seconds of a step")
+    cost = {"steps": 1.0, "rows": rows_of_a_step, "seconds": seconds_of_a_step}[kind]
+    assert cost
     # A quotient such as 0.3 / 0.1 is just below the whole number that it stands for.
     return max(1, int(value / cost * (1 + 1e-12)))
 
@@ -48,8 +42,3 @@ def growing(steps: int, rows_of_a_step: int, first: float, growth: float) -> tup
         steps_to_evaluate.add(math.ceil(rows / rows_of_a_step))
         rows *= growth
     return tuple(sorted(steps_to_evaluate))
-
-
-def evenly(steps: int, evaluations: int) -> tuple[int, ...]:
-    """Steps to evaluate after: the start, and about so many evenly spread over the rest."""
-    return tuple(sorted({round(steps * part / evaluations) for part in range(evaluations + 1)}))

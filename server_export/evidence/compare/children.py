@@ -1,16 +1,28 @@
-"""Verbs in processes of their own, their output in a file."""
+"""Verbs in processes of their own, their output in a file, and what a process takes that does nothing."""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from prge.files.run_folder import reported
 from prge.verbs.starting import verb_code
 
-SHOWN_LINES = 6
+# Threads of torch spin while they wait, which costs the measured process its time.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+# Imports what a run imports.
+_IDLE = """
+import importlib, json
+from prge.cli import VERBS
+from prge.host.memory import PeakMemory
+importlib.import_module(VERBS["run"].module)
+print(json.dumps(PeakMemory().report()))
+"""
 
 
 def run_verb(words: Sequence[str], log: Path) -> int:
@@ -21,18 +33,26 @@ def run_verb(words: Sequence[str], log: Path) -> int:
     with stream:
         stream.write(f"$ prge {shlex.join(words)}\n".encode())
         stream.flush()
-        # Threads of torch spin while they wait, which costs the measured process its time.
         return verb_code(
             *words,
-            environment={"OMP_NUM_THREADS": "1"},
+            environment=_ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
 
 
-def last_words(log: Path, lines: int = SHOWN_LINES) -> str:
+def last_words(log: Path, lines: int = 2) -> str:
     """The last lines of a log: what a failed verb said."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     told = [line for line in text.splitlines() if line.strip() and not line.startswith("$ prge ")]
     return "\n".join(told[-lines:])
+
+
+def idle_memory() -> int | None:
+    """Peak bytes of a runner that does nothing; None where the system doesn't tell."""
+    command = [sys.executable, "-c", _IDLE]
+    environment = {**_ENVIRONMENT, **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    peak: int | None = json.loads(done.stdout)["peak_bytes"]
+    return peak

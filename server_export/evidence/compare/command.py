@@ -12,11 +12,10 @@ import yaml
 
 from prge.files.run_folder import environment, reported, run_lock
 from prge.host.atomic import write_file
-from prge.verbs.settings import settings_to_yaml
-from server_export.evidence.compare.children import run_verb
+from prge.verbs.settings import parse_settings, settings_to_yaml
+from server_export.evidence.compare.children import idle_memory, run_verb
 from server_export.evidence.compare.comparison import Comparison, Verb
-from server_export.evidence.compare.idle import idle_memory
-from server_export.evidence.compare.settings import CompareSettings, read_command_line
+from server_export.evidence.compare.settings import CompareSettings
 
 RESULT, MARKDOWN, PAGE, FIGURES = "result.json", "report.md", "report.html", "figures"
 FAILED = 1
@@ -24,7 +23,7 @@ FAILED = 1
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns 1 where a method failed. See `prge compare --help`."""
-    settings = read_command_line(argv)
+    settings = parse_settings(CompareSettings, argv, "prge compare")
     result = compare(settings, f"prge compare {shlex.join(argv)}")
     write_report(result, settings.out, settings.json)
     failed = [name for name, method in result["methods"].items() if method["failures"]]
@@ -46,14 +45,12 @@ def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> d
         comparison.prepare()
         idle = idle_memory()
         methods = comparison.measure()
-        counts = {split: path.read_bytes().count(b"\n") for split, path in comparison.rows.items()}
         result = {
             "command": command,
             "model_name": settings.preset or Path(settings.model or "").name or str(settings.model),
             "settings": yaml.safe_load(settings_to_yaml(settings)),
             "idle_bytes": idle,
-            "row_counts": counts,
-            "test_rows": counts["test"],
+            "row_counts": {split: path.read_bytes().count(b"\n") for split, path in comparison.rows.items()},
             "methods": methods,
             "hashes": comparison.hashes(),
             "meta": environment(),
@@ -72,7 +69,7 @@ def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = 
 
     outcome = judge(result)
     pictures = draw_all(result, outcome)
-    blocks = compose(result, outcome, pictures)
+    blocks = tuple(compose(result, outcome, pictures))
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     for name, svg in pictures.items():
         write_file(out / FIGURES / f"{name}.svg", as_file(svg).encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 
 from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Table
@@ -21,21 +20,18 @@ from server_export.evidence.compare.outcome import (
 
 NONE = "–"
 CAPTIONS = {
-    "quality-seconds": "Quality on development rows against seconds of training: mean and range over seeds. "
-    "Solid: gradients from forward passes; dashed, with dots: from backward passes.",
-    "quality-rows": "The same against the rows computed.",
-    "memory": "Memory. Blue: gradients from forward passes; orange: from backward passes.",
-    "time-to-target": "Seconds of training to the target: mean and range over the seeds that got there.",
+    "loss-seconds": "Loss on development rows against seconds of training: mean and range over seeds. Solid: "
+    "gradients from forward passes; dashed, with dots: from backward passes.",
+    "loss-rows": "The same against the rows computed.",
 }
-# What the first sentences are about: figures of which the first that is known counts, and what is told.
-_QUESTIONS = (
-    (("seconds_to_target",), "get", "to the target sooner", "get to the target in about the same time"),
-    (("test_accuracy", "test_loss"), "end", "better on test rows", "end about as good on test rows"),
-    (("peak_mb",), "take", "less memory", "take about as much memory"),
-)
+_VERDICTS = {
+    "backward": "Where backpropagation wins",
+    "forward": "Where forward passes win",
+    "tie": "Within noise",
+}
 
 
-def compose(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> tuple[Block, ...]:
+def compose(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> Iterator[Block]:
     """The blocks of a report.
 
     Args:
@@ -43,22 +39,16 @@ def compose(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> tu
         outcome: its judgement.
         pictures: SVG by name.
     """
-    return tuple(_blocks(result, outcome, pictures))
-
-
-def _blocks(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> Iterator[Block]:
+    methods = result["methods"]
     yield Heading(f"Training methods on {result['model_name']}", 1)
-    yield Paragraph(_bottom_line(outcome))
     yield from _verdict(result, outcome)
-    failed = [
-        f"{name}: {failure}" for name, method in result["methods"].items() for failure in method["failures"]
-    ]
+    failed = [f"{name}: {failure}" for name, method in methods.items() for failure in method["failures"]]
     if failed:
         yield Heading("What failed")
         yield Bullets(tuple(failed))
     yield Heading("The methods")
     yield _methods_table(result)
-    yield Heading("To equal quality" if has_quality(result) else "Figures")
+    yield Heading("To equal loss" if has_quality(result) else "Figures")
     yield Paragraph(_target_text(outcome))
     yield _summary_table(result, outcome)
     yield Paragraph(
@@ -74,19 +64,37 @@ def _blocks(result: Result, outcome: Outcome, pictures: Mapping[str, str]) -> It
     yield from _how(result)
 
 
-def _bottom_line(outcome: Outcome) -> str:
-    """The comparison in three sentences: time to equal quality, quality, memory."""
-    told = []
-    duels = {duel.figure.key: duel for duel in outcome.duels if duel.winner is not None}
-    for keys, verb, better, tie in _QUESTIONS:
-        duel = next((duels[key] for key in keys if key in duels), None)
-        if duel is not None:
-            begin = {
-                "forward": f"Forward passes alone {verb} {better}",
-                "backward": f"Backpropagation {verb}s {better}",
-            }.get(duel.winner or "", f"Both {tie}")
-            told.append(f"{begin}: {_without_brackets(_sides_text(duel, outcome))}.")
-    return " ".join(told) or "Methods of one kind alone: the table below compares them with each other."
+def _verdict(result: Result, outcome: Outcome) -> Iterator[Block]:
+    sides = {method["forward_only"] for method in result["methods"].values() if method["runs"]}
+    if len(sides) < 2:
+        yield Heading(_VERDICTS["backward"])
+        missing = "backward" if True in sides else "forward" if sides else "any"
+        yield Paragraph(f"Not known: no method with gradients from {missing} passes has a finished run here.")
+        return
+    for winner, title in _VERDICTS.items():
+        duels = [duel for duel in outcome.duels if duel.winner == winner]
+        if duels or winner != "tie":
+            told = tuple(f"{duel.figure.title}: {_sides_text(duel, outcome)}." for duel in duels)
+            yield Heading(title)
+            yield Bullets(told) if told else Paragraph("In none of the figures measured here.")
+
+
+def _sides_text(duel: Duel, outcome: Outcome) -> str:
+    """The best of both sides in a figure, the better one first, and how many times apart they are."""
+    names = [name for name in (duel.backward, duel.forward) if name is not None]
+    if duel.winner == "forward":
+        names.reverse()
+    told = [f"{name} {_value(duel.figure, outcome.figures[name][duel.figure.key])}" for name in names]
+    if len(told) < 2:
+        return f"{told[0]}; of the others none got there with every seed"
+    text = f"{told[0]}, against {told[1]}"
+    if duel.ratio is None:
+        return text
+    # The larger over the smaller reads best.
+    ratio = duel.ratio
+    if ratio.value < 1:
+        ratio = Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
+    return f"{text}: {_times(ratio)} times"
 
 
 def _methods_table(result: Result) -> Table:
@@ -102,76 +110,35 @@ def _methods_table(result: Result) -> Table:
     return Table(("method", "what it is", "runs on", "gradients from"), tuple(rows), labels=4)
 
 
-def _verdict(result: Result, outcome: Outcome) -> Iterator[Block]:
-    sides = {method["forward_only"] for method in result["methods"].values() if method["runs"]}
-    if len(sides) < 2:
-        yield Heading("Where backpropagation wins")
-        missing = "backward" if True in sides else "forward" if sides else "any"
-        yield Paragraph(f"Not known: no method with gradients from {missing} passes has a finished run here.")
-        return
-    for winner, title in (
-        ("backward", "Where backpropagation wins"),
-        ("forward", "Where forward passes win"),
-        ("tie", "Within noise"),
-    ):
-        told = [
-            f"{duel.figure.title}: {_sides_text(duel, outcome)}."
-            for duel in outcome.duels
-            if duel.winner == winner
-        ]
-        if told or winner != "tie":
-            yield Heading(title)
-            yield Bullets(tuple(told)) if told else Paragraph("In none of the figures measured here.")
-
-
-def _sides_text(duel: Duel, outcome: Outcome) -> str:
-    """The best of both sides in a figure, the better one first, and how many times apart they are."""
-    names = [name for name in (duel.backward, duel.forward) if name is not None]
-    if duel.winner == "forward":
-        names.reverse()
-    told = [f"{name} {_value(duel.figure, outcome.figures[name][duel.figure.key])}" for name in names]
-    if len(told) < 2:
-        return f"{told[0]}; of the others none got there with every seed" if told else "none"
-    text = f"{told[0]}, against {told[1]}"
-    if duel.ratio is None:
-        return text
-    # The larger over the smaller reads best.
-    ratio = duel.ratio
-    if ratio.value < 1:
-        ratio = Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
-    return f"{text}: {_times(ratio)} times"
-
-
 def _target_text(outcome: Outcome) -> str:
     target = outcome.target
     if target.value is None:
         return f"There is no target: {target.origin}."
     return (
-        f"The target is a {target.quality} of {target.value:.4g} on development rows ({target.origin}). Time "
-        "and rows to it are where a run's curve first reaches it, interpolated linearly between the two "
-        "evaluations around that point. “<” is an upper bound: the first evaluation on the way had passed it."
+        f"The target is a loss of {target.value:.4g} on development rows ({target.origin}). Time and rows to "
+        "it are where a run's curve first reaches it, interpolated linearly between the two evaluations "
+        "around that point. “<” is an upper bound: the first evaluation on the way had passed it."
     )
 
 
 def _summary_table(result: Result, outcome: Outcome) -> Table:
-    header = ["method"]
-    for figure in compared(result):
-        has_unit = figure.unit and figure.unit != "rows"
-        header.append(f"{figure.title}, {figure.unit}" if has_unit else figure.title)
+    figures = compared(result)
+    header = [f"{figure.title}, {unit}" if (unit := _unit(figure)) else figure.title for figure in figures]
     rows = [
-        (name, *(_value(figure, outcome.figures[name][figure.key], False) for figure in compared(result)))
+        (name, *(_value(figure, outcome.figures[name][figure.key], "") for figure in figures))
         for name in result["methods"]
     ]
-    return Table(tuple(header), tuple(rows))
+    return Table(("method", *header), tuple(rows))
 
 
 def _against_reference(result: Result, outcome: Outcome) -> Iterator[Block]:
-    others = [name for name, method in result["methods"].items() if name != REFERENCE and method["runs"]]
-    if not others or not result["methods"].get(REFERENCE, {}).get("runs"):
+    figures, methods = compared(result), result["methods"]
+    others = [name for name, method in methods.items() if name != REFERENCE and method["runs"]]
+    if not others or not methods.get(REFERENCE, {}).get("runs"):
         return
     yield Heading(f"Against {REFERENCE}")
     header = ["method"]
-    for figure in compared(result):
+    for figure in figures:
         difference = "difference in points" if figure.unit == "%" else "difference"
         header.append(f"{figure.title}, {'times' if figure.as_ratio else difference}")
     reference = outcome.figures[REFERENCE]
@@ -180,7 +147,7 @@ def _against_reference(result: Result, outcome: Outcome) -> Iterator[Block]:
             name,
             *(
                 _against(figure, outcome.figures[name][figure.key], reference[figure.key])
-                for figure in compared(result)
+                for figure in figures
             ),
         )
         for name in others
@@ -204,26 +171,24 @@ def _against(figure: Figure, own: Spread, other: Spread) -> str:
 
 
 def _searches(result: Result) -> Iterator[Block]:
-    settings = result["settings"]
-    quality = settings["quality"]
+    trials = result["settings"]["search_trials"]
     yield Heading("Learning rates")
-    if settings["search_trials"] == 1:
+    if trials == 1:
         yield Paragraph("No search: each method has its default rate.")
         return
     yield Paragraph(
-        f"Each method had {settings['search_trials']} rates tried on development rows, with seed "
-        f"{settings['search_seed']}, which is none of the reported ones, and "
-        f"{settings['search_share']:.0%} of a run's budget each; one more where the best was at the edge. "
-        f"The best {quality} of a trial decided."
+        f"Each method had {trials} rates tried on development rows, with a seed that is none of the reported "
+        "ones, and half a run's budget each; one more where the best was at the edge. The best loss of a "
+        "trial decided."
     )
     rows = []
     for name, method in result["methods"].items():
         rate, rates = method["learning_rate"], [trial["learning_rate"] for trial in method["search"]]
-        tried = [f"{trial['learning_rate']:g}: {_number(trial[quality])}" for trial in method["search"]]
+        tried = [f"{trial['learning_rate']:g}: {_number(trial['loss'])}" for trial in method["search"]]
         # A better one may lie beyond.
         edge = ", at the edge" if rates and rate in (min(rates), max(rates)) else ""
         rows.append((name, NONE if rate is None else f"{rate:g}{edge}", ", ".join(tried) or NONE))
-    yield Table(("method", "chosen", f"{quality} by rate tried"), tuple(rows), labels=3)
+    yield Table(("method", "chosen", "loss by rate tried"), tuple(rows), labels=3)
 
 
 def _how(result: Result) -> Iterator[Block]:
@@ -265,29 +230,29 @@ def _how(result: Result) -> Iterator[Block]:
             f"{_mb(meta['memory_bytes'])}; {meta['platform']}",
         )
     )
-    hashes = [(f"{split} rows", digest) for split, digest in result["hashes"]["rows"].items()]
-    hashes += [(f"bundle {name}", digest) for name, digest in result["hashes"]["bundles"].items()]
-    yield Table(("what", "SHA-256"), tuple(hashes), labels=2)
+    yield Table(("what", "SHA-256"), tuple(result["hashes"].items()), labels=2)
 
 
-def _value(figure: Figure, spread: Spread, with_unit: bool = True) -> str:
-    """A figure over seeds: mean and range."""
-    low, high, total = spread.lowest, spread.highest, spread.censored + len(spread.values)
-    if low is None or high is None:
+def _unit(figure: Figure) -> str:
+    """A figure's unit where its title doesn't tell it."""
+    return "" if figure.unit == "rows" else figure.unit
+
+
+def _value(figure: Figure, spread: Spread, unit: str | None = None) -> str:
+    """A figure over seeds: mean and range, with its own unit or another."""
+    total = spread.censored + len(spread.values)
+    if spread.ends is None:
         reached = figure.key.endswith("_to_target") and spread.censored
         return f"not reached: {total} of {total}" if reached else NONE
-    unit = f" {figure.unit}" if with_unit and figure.unit and figure.unit != "rows" else ""
+    unit = _unit(figure) if unit is None else unit
+    low, high = map(_number, spread.ends)
+    after = f" {unit}" if unit else ""
     if spread.bounded and spread.mean is not None:
-        return f"< {_number(high)}{unit}"
-    same = _number(low) == _number(high)
-    ends = ("< " if spread.bounded else "") + (_number(low) if same else f"[{_number(low)}, {_number(high)}]")
+        return f"< {high}{after}"
+    ends = ("< " if spread.bounded else "") + (low if low == high else f"[{low}, {high}]")
     if spread.mean is None:
-        return f"{ends}{unit}, not reached: {spread.censored} of {total}"
-    return f"{_number(spread.mean)}{unit}" + ("" if same else f" {ends}")
-
-
-def _without_brackets(text: str) -> str:
-    return re.sub(r" \[[^\]]*\]", "", text)
+        return f"{ends}{after}, not reached: {spread.censored} of {total}"
+    return f"{_number(spread.mean)}{after}" + ("" if low == high else f" {ends}")
 
 
 def _times(ratio: Interval) -> str:

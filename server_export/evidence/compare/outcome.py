@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from server_export.evidence.compare.analysis import (
     Interval,
-    Ranking,
     Spread,
+    best_of,
     first_crossing,
+    is_tie,
     paired_ratio,
-    rank,
 )
-from server_export.evidence.compare.records import Point, read_curve
 
 REFERENCE = "backprop-lora-fa"
 MEGABYTE = 1e6
 
 Result = Mapping[str, Any]
+Run = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Target:
-    """The quality to reach on development rows, and where it comes from; None where there is none."""
+    """The loss to reach on development rows, and where it comes from; None where there is none."""
 
-    quality: str
     value: float | None
     origin: str
-
-    @property
-    def lower_is_better(self) -> bool:
-        """Whether quality falls."""
-        return self.quality == "loss"
 
 
 @dataclass(frozen=True)
@@ -50,18 +44,14 @@ class Figure:
     of_quality: bool = False
 
 
-def _memory(key: str, title: str) -> Figure:
-    return Figure(key, title, "MB", noise=0.02)
-
-
 FIGURES = (
     Figure("seconds_to_target", "seconds of training to the target", "s", of_quality=True),
     Figure("rows_to_target", "rows computed to the target", "rows", of_quality=True),
     Figure("test_accuracy", "accuracy on test rows", "%", False, as_ratio=False, of_quality=True),
     Figure("test_loss", "loss on test rows", as_ratio=False, of_quality=True),
-    _memory("peak_mb", "peak memory over an idle runner"),
-    _memory("own_peak_mb", "peak memory over its own process idle"),
-    _memory("activation_mb", "memory of steps over the loaded model"),
+    Figure("peak_mb", "peak memory over an idle runner", "MB", noise=0.02),
+    Figure("own_peak_mb", "peak memory over its own process idle", "MB", noise=0.02),
+    Figure("activation_mb", "memory of steps over the loaded model", "MB", noise=0.02),
     Figure("tokens_per_second", "tokens of training rows a second", lower_is_better=False),
 )
 
@@ -78,50 +68,42 @@ def compared(result: Result) -> list[Figure]:
 
 def find_target(result: Result) -> Target:
     """The given target, or a share of the way from the start to the best of the reference."""
-    settings = result["settings"]
-    quality = settings["quality"]
+    settings, methods = result["settings"], result["methods"]
     if not has_quality(result):
-        return Target(quality, None, "the weights are random, so that only time and memory mean anything")
+        return Target(None, "the weights are random, so that only time and memory mean anything")
     if settings["target"] is not None:
-        return Target(quality, settings["target"], "given")
-    names = [REFERENCE, *result["methods"]]
-    name = next((name for name in names if result["methods"].get(name, {}).get("runs")), None)
+        return Target(settings["target"], "given")
+    name = next((name for name in (REFERENCE, *methods) if methods.get(name, {}).get("runs")), None)
     if name is None:
-        return Target(quality, None, "no method has a finished run")
-    curves = [read_curve(run) for run in result["methods"][name]["runs"]]
-    pick = min if quality == "loss" else max
-    pairs = []
-    for points in curves:
-        values = [point.value(quality) for point in points if math.isfinite(point.value(quality))]
-        if values:
-            pairs.append((values[0], pick(values)))
-    if not pairs:
-        return Target(quality, None, f"{name} has no {quality} on development rows")
-    start = sum(first for first, _ in pairs) / len(pairs)
-    best = sum(last for _, last in pairs) / len(pairs)
-    if best == start or (best > start) == (quality == "loss"):
-        return Target(quality, None, f"{name} never became better than its start ({start:.4g})")
+        return Target(None, "no method has a finished run")
+    curves = ([point["loss"] for point in run["curve"]] for run in methods[name]["runs"])
+    finite = [losses for each in curves if (losses := [loss for loss in each if loss is not None])]
+    if not finite:
+        return Target(None, f"{name} has no loss on development rows")
+    start = sum(losses[0] for losses in finite) / len(finite)
+    best = sum(map(min, finite)) / len(finite)
+    if best == start:
+        return Target(None, f"{name} never became better than its start ({start:.4g})")
     share = settings["target_share"]
     origin = f"{share:.0%} of the way from the start ({start:.4g}) to the best of {name} ({best:.4g})"
-    return Target(quality, start + share * (best - start), origin)
+    return Target(start + share * (best - start), origin)
 
 
 def figures_of(method: Mapping[str, Any], target: Target, idle_bytes: int | None) -> dict[str, Spread]:
     """Every figure of a method over its seeds, by key."""
-    runs = method["runs"]
-    idle = idle_bytes or 0
+    runs, idle = method["runs"], idle_bytes or 0
+    figures: dict[str, Callable[[Run], float | None]] = {
+        "test_accuracy": lambda run: _scaled(run["test"].get("accuracy"), 100),
+        "test_loss": lambda run: run["test"].get("loss"),
+        "peak_mb": lambda run: _scaled(run["peak_bytes"], 1 / MEGABYTE, idle),
+        "own_peak_mb": lambda run: _scaled(run["peak_bytes"], 1 / MEGABYTE, run["own_idle_bytes"] or idle),
+        "activation_mb": lambda run: _scaled(run["activation_bytes"], 1 / MEGABYTE),
+        "tokens_per_second": lambda run: run["tokens_per_second"],
+    }
     return {
-        "seconds_to_target": _to_target(runs, target, lambda point: point.seconds),
-        "rows_to_target": _to_target(runs, target, lambda point: point.rows),
-        "test_accuracy": _spread(runs, lambda run: _scaled(run["test"].get("accuracy"), 100)),
-        "test_loss": _spread(runs, lambda run: run["test"].get("loss")),
-        "peak_mb": _spread(runs, lambda run: _scaled(run["peak_bytes"], 1 / MEGABYTE, idle)),
-        "own_peak_mb": _spread(
-            runs, lambda run: _scaled(run["peak_bytes"], 1 / MEGABYTE, run["own_idle_bytes"] or idle)
-        ),
-        "activation_mb": _spread(runs, lambda run: _scaled(run["activation_bytes"], 1 / MEGABYTE)),
-        "step_ms": _spread(runs, lambda run: _scaled(run["step_seconds"], 1000)),
-        "tokens_per_second": _spread(runs, lambda run: run["tokens_per_second"]),
+        "seconds_to_target": _to_target(runs, target, "seconds"),
+        "rows_to_target": _to_target(runs, target, "rows"),
+        **{key: _spread({run["seed"]: figure(run) for run in runs}) for key, figure in figures.items()},
     }
 
 
@@ -147,10 +129,6 @@ class Outcome:
     target: Target
     figures: Mapping[str, Mapping[str, Spread]]
     duels: tuple[Duel, ...]
-
-    def column(self, key: str) -> dict[str, Spread]:
-        """One figure by method."""
-        return {name: figures[key] for name, figures in self.figures.items()}
 
 
 def judge(result: Result) -> Outcome:
@@ -183,46 +161,37 @@ def to_json(result: Result, outcome: Outcome) -> dict[str, Any]:
     return {
         "target": vars(outcome.target),
         "methods": methods,
-        "idle_mb": None if result["idle_bytes"] is None else result["idle_bytes"] / MEGABYTE,
+        "idle_mb": _scaled(result["idle_bytes"], 1 / MEGABYTE),
         "hashes": result["hashes"],
         "meta": result["meta"],
     }
 
 
-def _numbers(spread: Spread, scale: float = 1.0) -> dict[str, Any]:
-    marks = {"mean": spread.mean, "lowest": spread.lowest, "highest": spread.highest}
-    scaled: dict[str, Any] = {name: None if mark is None else mark * scale for name, mark in marks.items()}
+def _numbers(spread: Spread, scale: float) -> dict[str, Any]:
+    low, high = spread.ends or (None, None)
+    marks = {"mean": spread.mean, "lowest": low, "highest": high}
     return {
-        **scaled,
+        **{name: None if mark is None else mark * scale for name, mark in marks.items()},
         "seeds": len(spread.values),
         "censored": spread.censored,
         "bounded": len(spread.bounded),
     }
 
 
-def _to_target(runs: Any, target: Target, position: Callable[[Point], float]) -> Spread:
+def _to_target(runs: Any, target: Target, axis: str) -> Spread:
+    """Where on an axis, `seconds` or `rows`, each run first reaches the target."""
     if target.value is None:
         return Spread({}, len(runs))
-    crossings = {}
-    for run in runs:
-        points = read_curve(run)
-        crossing = first_crossing(
-            [position(point) for point in points],
-            [point.value(target.quality) for point in points],
-            target.value,
-            target.lower_is_better,
-        )
-        if crossing is not None:
-            crossings[run["seed"]] = crossing
-    return Spread(
-        {seed: crossing.position for seed, crossing in crossings.items()},
-        len(runs) - len(crossings),
-        frozenset(seed for seed, crossing in crossings.items() if not crossing.resolved),
-    )
+    crossings = {
+        run["seed"]: first_crossing([(point[axis], point["loss"]) for point in run["curve"]], target.value)
+        for run in runs
+    }
+    bounded = frozenset(seed for seed, found in crossings.items() if found and not found.resolved)
+    spread = _spread({seed: None if found is None else found.position for seed, found in crossings.items()})
+    return Spread(spread.values, spread.censored, bounded)
 
 
-def _spread(runs: Any, figure: Callable[[Mapping[str, Any]], float | None]) -> Spread:
-    figures = {run["seed"]: figure(run) for run in runs}
+def _spread(figures: Mapping[int, float | None]) -> Spread:
     values = {seed: float(value) for seed, value in figures.items() if value is not None}
     return Spread(values, len(figures) - len(values))
 
@@ -233,35 +202,33 @@ def _scaled(value: float | None, scale: float, offset: float = 0) -> float | Non
 
 def _noise(result: Result, figure: Figure, column: Mapping[str, Spread]) -> float:
     """Differences that mean nothing: of an accuracy, the standard error on so many test rows."""
-    if figure.key != "test_accuracy":
-        return figure.noise
-    rows = result.get("test_rows")
     means = [spread.mean / 100 for spread in column.values() if spread.mean is not None]
-    if not rows or not means:
-        return 0.0
+    if figure.key != "test_accuracy" or not means:
+        return figure.noise
+    rows = result["row_counts"]["test"]
     middle = min(max(max(means), 1 / rows), 1 - 1 / rows)
     return 100 * math.sqrt(middle * (1 - middle) / rows)
 
 
 def _duel(result: Result, figure: Figure, column: Mapping[str, Spread]) -> Duel:
-    noise, methods = _noise(result, figure, column), result["methods"]
-
-    def ranking(names: Iterable[str]) -> Ranking | None:
-        own = {name: column[name] for name in names}
-        return rank(own, figure.lower_is_better, noise, figure.as_ratio)
-
-    sides = [
-        ranking(name for name in column if methods[name]["forward_only"] == side) for side in (True, False)
-    ]
-    forward, backward = (None if side is None else side.best for side in sides)
+    methods, lower = result["methods"], figure.lower_is_better
+    sides = {
+        side: {name: spread for name, spread in column.items() if methods[name]["forward_only"] == side}
+        for side in (True, False)
+    }
+    forward, backward = best_of(sides[True], lower), best_of(sides[False], lower)
     if forward is None or backward is None:
-        only = "forward" if forward else "backward" if backward else None
-        if len({method["forward_only"] for method in methods.values() if method["runs"]}) < 2:
-            only = None
+        both_ran = len({method["forward_only"] for method in methods.values() if method["runs"]}) == 2
         # A target that only one side reaches is won; a figure that only one side has is not.
-        return Duel(figure, forward, backward, None, only if figure.key.endswith("_to_target") else None)
+        is_won = both_ran and figure.key.endswith("_to_target")
+        only = "forward" if forward else "backward" if backward else None
+        return Duel(figure, forward, backward, None, only if is_won else None)
+    pair = {name: column[name] for name in (forward, backward)}
+    best = best_of(pair, lower)
+    assert best is not None
+    other = forward if best == backward else backward
     ratio = paired_ratio(column[forward].resolved, column[backward].resolved) if figure.as_ratio else None
-    both = ranking((forward, backward))
-    assert both is not None
-    winner = "tie" if both.ties else "forward" if both.best == forward else "backward"
+    winner = "forward" if best == forward else "backward"
+    if is_tie(column[best], column[other], _noise(result, figure, column), figure.as_ratio):
+        winner = "tie"
     return Duel(figure, forward, backward, ratio, winner)

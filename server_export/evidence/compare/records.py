@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,6 @@ from prge.files.run_folder import SUMMARY, read_metrics
 Record = dict[str, Any]
 
 FINISHED = ("completed", "stopped early")
-
-
-@dataclass(frozen=True)
-class Point:
-    """An evaluation on development rows; `seconds` are those of the steps before it, `rows` theirs."""
-
-    step: int
-    rows: int
-    seconds: float
-    loss: float
-    accuracy: float | None = None
-
-    def value(self, quality: str) -> float:
-        """The loss or the accuracy; NaN where it is absent."""
-        number = self.loss if quality == "loss" else self.accuracy
-        return math.nan if number is None else number
 
 
 def summary_of(run: Path) -> Record:
@@ -45,15 +27,16 @@ def is_finished(run: Path) -> bool:
     return summary_of(run).get("run", {}).get("status") in FINISHED
 
 
-def curve(records: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """The evaluations of a metrics.jsonl, with the seconds of the training alone.
+def curve(records: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """The evaluations of a metrics.jsonl: `step`, `rows`, `seconds` and `loss`, None where it isn't finite.
 
-    Evaluations on the way are for the comparison, so their time is left out; and so is what a step after one
-    takes beyond the median step, since a program may have to be loaded again.
+    Seconds are those of the training alone. Evaluations on the way are for the comparison, so their time is
+    left out; and so is what a step after one takes beyond the median step, since a program may have to be
+    loaded again.
     """
     taken = step_seconds(records)
     usual = statistics.median(taken.values()) if taken else 0.0
-    points: dict[int, Point] = {}
+    points: dict[int, Record] = {}
     total, after_evaluation = 0.0, False
     for record in records:
         if record["event"] == "step":
@@ -62,15 +45,15 @@ def curve(records: Sequence[Mapping[str, Any]]) -> list[Point]:
             after_evaluation = False
         elif record["event"] == "evaluation":
             after_evaluation = True
-            loss, accuracy = record.get("loss"), record.get("accuracy")
-            points[record["step"]] = Point(
-                record["step"],
-                record["rows"],
-                total,
-                math.nan if loss is None else loss,
-                accuracy,
-            )
+            figures = {name: record.get(name) for name in ("step", "rows", "loss")}
+            points[record["step"]] = {**figures, "seconds": total}
     return list(points.values())
+
+
+def best_loss(run: Path) -> float | None:
+    """The lowest loss of development rows; None where none was finite."""
+    losses = (point["loss"] for point in curve(read_metrics(run)))
+    return min((loss for loss in losses if loss is not None), default=None)
 
 
 def step_seconds(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -87,51 +70,30 @@ def step_seconds(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     return seconds_by_step
 
 
-def read_run(
-    run: Path, examples: int, activation_bytes: int | None, test: Mapping[str, Any] | None
-) -> Record:
+def read_run(run: Path, examples: int, step_bytes: int | None, test: Mapping[str, Any] | None) -> Record:
     """A run in the form in which a comparison's result keeps it.
 
     Args:
         run: folder that `prge run` or `prge baseline` wrote.
         examples: training rows of a step.
-        activation_bytes: what steps of its method take beyond the loaded model; see `step_memory`.
+        step_bytes: what steps of its method take beyond the loaded model; see `step_memory`.
         test: figures on test rows; without them the run's own.
     """
-    summary, records = summary_of(run), read_metrics(run)
-    train = summary["train"]
+    train, records = summary_of(run)["train"], read_metrics(run)
     memory = train.get("memory") or {}
     taken = step_seconds(records)
-    points = curve(records)
-    median = statistics.median(taken.values()) if taken else None
     tokens = examples * train["training_tokens"] / train["training_rows"]
     return {
         "steps": train["steps"],
         "rows": train["rows"],
-        "seconds": train["seconds"],
-        "training_seconds": points[-1].seconds if points else sum(taken.values()),
-        "step_seconds": median,
         # A row counts once, however many copies of it a step computes.
-        "tokens_per_second": tokens / median if median else None,
+        "tokens_per_second": tokens / statistics.median(taken.values()) if taken else None,
         "peak_bytes": memory.get("peak_bytes"),
         "own_idle_bytes": memory.get("baseline_bytes"),
-        "activation_bytes": activation_bytes,
-        "trained_values": train.get("trained_values"),
-        "engine": summary.get("run", {}).get("engine"),
-        # JSON has no NaN.
-        "curve": [
-            {**vars(point), "loss": point.loss if math.isfinite(point.loss) else None} for point in points
-        ],
+        "activation_bytes": step_bytes,
+        "curve": curve(records),
         "test": dict(test or train.get("test") or {}),
     }
-
-
-def read_curve(run: Mapping[str, Any]) -> list[Point]:
-    """The points of a stored run."""
-    return [
-        Point(**{**point, "loss": math.nan if point["loss"] is None else point["loss"]})
-        for point in run["curve"]
-    ]
 
 
 def step_memory(run: Path) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -14,13 +13,13 @@ from prge.rows.sources import Part, file_of_part
 from prge.rows.windows import Overflow
 from prge.running.training_flags import RowsFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.settings import parse_settings
 from server_export.settings import ExportConfig, PrependBos
 
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
 
 BudgetKind = Literal["rows", "seconds", "steps"]
-Quality = Literal["loss", "accuracy"]
+# Of the trials of a search; none of the reported ones.
+SEARCH_SEED = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class CompareSettings(RowsFlags):
     train: str | None = None
     """Training rows, a file in the data folder; default: its one file train, in any format of rows."""
     dev: str | None = None
-    """Development rows: they choose learning rates, and quality over time is measured on them. Default: the
+    """Development rows: they choose learning rates, and the loss over time is measured on them. Default: the
     folder's one file valid, validation, dev or val."""
     test: str | None = None
     """Test rows, read once at the end of every run; default: the folder's one file test."""
@@ -107,20 +106,13 @@ class CompareSettings(RowsFlags):
     """Engine of the runs that train or score on one."""
 
     search_trials: int = 3
-    """Learning rates tried for each method on development rows; 1: its default is taken."""
-    search_share: float = 0.5
-    """Share of a run's budget that each trial gets."""
-    search_seed: int = 7
-    """Seed of the trials; none of the reported ones."""
-    search_factor: float = 3.0
-    """Ratio of neighbouring learning rates."""
+    """Learning rates tried for each method on development rows, for half a run each; 1: its default is
+    taken."""
     learning_rates: dict[str, float] = field(default_factory=dict)
     """Centres of the search by method, instead of the methods' own."""
 
-    quality: Quality = "loss"
-    """What the target is about, and what searches and runs choose by."""
     target: float | None = None
-    """Quality to reach on development rows."""
+    """Loss to reach on development rows."""
     target_share: float = 0.8
     """Without a target: this share of the way from the start to the best of backprop-lora-fa."""
 
@@ -155,15 +147,15 @@ class CompareSettings(RowsFlags):
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
-        for name in ("model", "data"):
+        for name, wanted in (("model", "a folder or hub id"), ("data", "the folder of the rows")):
             if not getattr(self, name):
-                problems.append(f"--{name} is missing: {_WANTED[name]}")
+                problems.append(f"--{name} is missing: {wanted}")
         if not self.methods or not self.seeds:
             problems.append("at least one method and one seed are needed")
         if len(set(self.seeds)) < len(self.seeds):
             problems.append(f"--seeds has one twice: {' '.join(map(str, self.seeds))}")
-        if self.search_trials > 1 and self.search_seed in self.seeds:
-            problems.append(f"--search-seed is {self.search_seed}, which is one of the reported --seeds")
+        if self.search_trials > 1 and SEARCH_SEED in self.seeds:
+            problems.append(f"--seeds has {SEARCH_SEED}, which is that of the search for learning rates")
         if self.data and not problems:
             problems += self._missing_files()
         if problems:
@@ -183,15 +175,3 @@ class CompareSettings(RowsFlags):
             for split, name in (("train", self.train), ("dev", self.dev), ("test", self.test))
             if name is not None and not (self.data_folder / name).is_file()
         ]
-
-
-_WANTED = {"model": "a folder or hub id", "data": "the folder of train, dev and test rows"}
-
-
-def read_command_line(argv: Sequence[str]) -> CompareSettings:
-    """Settings of a command line, on top of those of its preset.
-
-    Raises:
-        ConfigError: an unknown preset or settings that can't be used.
-    """
-    return parse_settings(CompareSettings, argv, "prge compare")

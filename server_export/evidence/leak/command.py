@@ -14,8 +14,8 @@ import yaml
 
 from prge.files.run_folder import environment, reported
 from prge.host.atomic import write_file
-from prge.verbs.settings import settings_to_yaml
-from server_export.evidence.leak.settings import LeakSettings, read_command_line
+from prge.verbs.settings import parse_settings, settings_to_yaml
+from server_export.evidence.leak.settings import LeakSettings
 
 _WARNING = (
     "A row that is not found here is not safe: --guesses bounds these attacks, and others may do better."
@@ -24,7 +24,7 @@ _WARNING = (
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge leak --help`."""
-    settings = read_command_line(argv)
+    settings = parse_settings(LeakSettings, argv, "prge leak")
     found = leak(settings, lambda line: print(line, flush=True))
     found = {"command": f"prge leak {shlex.join(argv)}", **found}
     if settings.json is not None:
@@ -42,15 +42,11 @@ def main(argv: Sequence[str]) -> int:
 def leak(settings: LeakSettings, tell: Callable[[str], None]) -> dict[str, Any]:
     """Attack all that the settings ask for; returns what `--json` holds, but for the command.
 
-    Args:
-        settings: what to attack.
-        tell: is given a line about every case.
-
     Raises:
         PrgeError: model, bundle, rows or settings can't be used.
     """
-    from server_export.evidence.leak.opening import open_target
     from server_export.evidence.leak.study import run_study
+    from server_export.evidence.leak.target import open_target
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()

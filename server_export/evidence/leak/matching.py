@@ -2,7 +2,6 @@
 
     dlg      squared distance of the reports (Zhu et al. 2019, arXiv 1906.08935)
     cosine   one minus their cosine (Geiping et al. 2020, arXiv 2003.14053; for texts LAMP, arXiv 2202.08827)
-    tag      squared distance and the sum of sizes beside it (Deng et al. 2021, arXiv 2103.06819)
 
 A text's tokens are its targets too: what an embedding is as a target follows from its distances to the
 vocabulary's embeddings. As in LAMP embeddings keep the size that tokens have.
@@ -22,32 +21,26 @@ from server_export.evidence.leak.victim import Victim
 _STEP = 0.2
 # Squared distance to a token beside which another is that much less a target, as a share of the usual one.
 _NEAR = 0.05
-# Weights of the sum of sizes in tag, and of the embeddings' size.
-_SIZES, _LENGTHS = 0.1, 0.1
+# Weight of the embeddings' size.
+_LENGTHS = 0.1
 
 
 def match(victim: Victim, form: Form, report: Report, rows: Rows, objective: Objective, steps: int) -> Rows:
     """The tokens nearest to embeddings that were moved from guesses towards a report.
 
-    Args:
-        victim: the model.
-        form: of the rows.
-        report: what was sent.
-        rows: of one guess after the other, each of all rows of the report; their labels stay.
-        objective: what to make small.
-        steps: of Adam; each costs a gradient and the way back through it for every row.
+    `rows` are those of one guess after the other, each of all rows of the report; their labels stay. Each of
+    the `steps` of Adam costs a gradient and the way back through it for every row.
     """
     table = victim.embeddings
     # Twice the variance is the mean squared distance of two tokens.
     usual = 2 * float(table.var(0).sum())
     size = float(table.norm(dim=1).mean())
-    labels = F.one_hot(rows.labels, max(len(form.classes), 1)).float()
     embedded = table[rows.tokens].clone().requires_grad_()
     optimizer = torch.optim.Adam([embedded], lr=_STEP * float(table.std()))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(steps, 1))
     for _ in range(steps):
         targets = torch.softmax(-_squared_distances(embedded, table) / (_NEAR * usual), -1)
-        gradients = victim.soft_gradient(form, embedded, targets, labels)
+        gradients = victim.soft_gradient(form, embedded, targets, rows)
         seen = report.view(gradients).unflatten(0, (-1, report.batch)).mean(1)
         lengths = embedded.norm(dim=2).unflatten(0, (-1, report.batch)).mean((1, 2))
         losses = difference(objective, seen, report.numbers) + _LENGTHS * (lengths / size - 1).square()
@@ -63,11 +56,7 @@ def difference(objective: Objective, seen: torch.Tensor, numbers: torch.Tensor) 
     """How far reports of guesses f32 [..., numbers] are from the one that was sent, as shares of its size."""
     if objective == "cosine":
         return 1 - F.cosine_similarity(seen, numbers, dim=-1)
-    shares = (seen - numbers) / numbers.norm()
-    squares = shares.square().sum(-1)
-    if objective == "dlg":
-        return squares
-    return squares + _SIZES * shares.abs().sum(-1) / len(numbers) ** 0.5
+    return ((seen - numbers) / numbers.norm()).square().sum(-1)
 
 
 def _squared_distances(embedded: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,9 @@ import torch
 from server_export.evidence.leak.rows import Form, Rows
 from server_export.evidence.leak.victim import Victim
 
+# Rows that are compared, the heaviest.
+_COMPARED = 512
+
 
 def sample(victim: Victim, form: Form, count: int, generator: torch.Generator) -> tuple[Rows, torch.Tensor]:
     """Rows that the model writes after what is known to come before: different ones, and each one's share.
@@ -23,21 +26,17 @@ def sample(victim: Victim, form: Form, count: int, generator: torch.Generator) -
         chances = victim.next_logprobs(form, tokens).exp()
         tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
     tokens, counts = torch.unique(tokens, dim=0, return_counts=True)
-    labels = torch.randint(max(len(form.classes), 1), (len(tokens),), generator=generator)
+    labels = torch.randint(form.label_count, (len(tokens),), generator=generator)
     return Rows(tokens, labels), (counts.double() / count).log()
 
 
-def consensus(rows: Rows, log_weights: torch.Tensor, most: int = 512) -> Rows:
+def consensus(rows: Rows, log_weights: torch.Tensor) -> Rows:
     """The one of some rows whose tokens agree most with all of them, as they weigh: a Rows of one row.
 
-    It is what to answer where tokens in place count: the mean of this over the weights is highest.
-
-    Args:
-        rows: different ones.
-        log_weights: [rows], logarithms of weights but for a constant.
-        most: rows to compare, the heaviest.
+    It is what to answer where tokens in place count: the mean of this over the weights is highest. The rows
+    differ; `log_weights` [rows] are logarithms but for a constant.
     """
-    best = log_weights.topk(min(most, len(rows))).indices
+    best = log_weights.topk(min(_COMPARED, len(rows))).indices
     rows, weights = rows[best], torch.softmax(log_weights[best].double(), 0)
     agreement = torch.zeros(len(rows), dtype=torch.float64)
     for position in range(rows.tokens.shape[1]):

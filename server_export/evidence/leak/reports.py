@@ -19,7 +19,6 @@ import torch
 
 from prge.contract import AdaptedModule
 from prge.learning.estimators.directions import RankOneDirections
-from server_export.evidence.leak.settings import ReportName
 
 # Of an honest report without noise: what two machines' arithmetic differ by, as a share of its size.
 _ARITHMETIC = 1e-3
@@ -62,7 +61,6 @@ class Report:
     `noise` is the standard deviation of what was added to each number.
     """
 
-    kind: ReportName
     view: View
     numbers: torch.Tensor
     batch: int
@@ -97,47 +95,40 @@ class Report:
         return found.solution
 
 
-def exact(gradients: torch.Tensor) -> Report:
-    """All values of the mean of rows' gradients [rows, size]."""
-    return Report("exact", View(), gradients.mean(0), len(gradients))
+def sent(
+    view: View, gradients: torch.Tensor, noise: float = 0.0, generator: torch.Generator | None = None
+) -> Report:
+    """The report of rows.
 
-
-def top(gradients: torch.Tensor, share: float) -> Report:
-    """That share of the mean's values which is largest by size, one at least."""
-    mean = gradients.mean(0)
-    places = mean.abs().topk(max(round(share * len(mean)), 1)).indices.sort().values
-    return Report("top", View(places), mean[places], len(gradients))
-
-
-def scalars(gradients: torch.Tensor, directions: torch.Tensor, queries: int) -> Report:
-    """Projections of the mean on the rows of `directions` [steps x queries, size]."""
-    view = View(directions=directions, queries=queries)
-    return Report("scalars", view, view(gradients).mean(0), len(gradients))
-
-
-def noised(report: Report, gradients: torch.Tensor, noise: float, generator: torch.Generator) -> Report:
-    """A report as a device with local differential privacy sends it.
-
-    The clip is the largest norm of the rows' gradients: no gradient is cut, and of a step's scalars, whose
-    root mean square is about that norm, about every other one's.
+    With noise the clip is the largest norm of the rows' gradients: no gradient is cut, and of a step's
+    scalars, whose root mean square is about that norm, about every other one's.
 
     Args:
-        report: without noise.
-        gradients: of its rows, [rows, size].
+        view: what the report shows.
+        gradients: of the rows, [rows, size].
         noise: its deviation, as a share of what one row can change a step's report by.
         generator: of the noise.
     """
+    if not noise:
+        return Report(view, view(gradients).mean(0), len(gradients))
     clip = float(gradients.norm(dim=1).max())
-    view = replace(report.view, clip=clip)
-    deviation = noise * clip * math.sqrt(view.queries) / report.batch
-    added = deviation * torch.randn(report.numbers.shape, generator=generator)
-    return replace(report, view=view, numbers=view(gradients).mean(0) + added, noise=deviation)
+    view = replace(view, clip=clip)
+    deviation = noise * clip * math.sqrt(view.queries) / len(gradients)
+    numbers = view(gradients).mean(0)
+    numbers = numbers + deviation * torch.randn(numbers.shape, generator=generator)
+    return Report(view, numbers, len(gradients), deviation)
 
 
-def directions_of(modules: Sequence[AdaptedModule], seed: int, steps: int, queries: int) -> torch.Tensor:
-    """The directions of a run's first steps, f32 [steps x queries, size], as its devices make them."""
+def largest(gradients: torch.Tensor, share: float) -> View:
+    """The view of that share of the mean's values which is largest by size, one at least."""
+    mean = gradients.mean(0)
+    return View(mean.abs().topk(max(round(share * len(mean)), 1)).indices.sort().values)
+
+
+def directions_of(modules: Sequence[AdaptedModule], seed: int, steps: int, queries: int) -> View:
+    """The view along the directions of a run's first steps, as its devices make them."""
     made = []
     for step in range(steps):
         of_step = RankOneDirections(seed, step, queries, 1, tuple(modules), shared=True)
         made += [of_step(query) for query in range(queries)]
-    return torch.from_numpy(np.stack(made))
+    return View(directions=torch.from_numpy(np.stack(made)), queries=queries)

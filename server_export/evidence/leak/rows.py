@@ -7,7 +7,7 @@ task      before | unknown | after            the last position chooses among ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -34,6 +34,11 @@ class Form:
         return len(self.before) + self.length + len(self.after) - (not self.classes)
 
     @property
+    def label_count(self) -> int:
+        """Labels that a row may have; a text has one, which says nothing."""
+        return max(len(self.classes), 1)
+
+    @property
     def targets(self) -> slice:
         """The unknown tokens that are learnt, of a text."""
         return slice(0 if self.before else 1, self.length)
@@ -58,10 +63,6 @@ class Rows:
         many[:, position] = tokens
         return Rows(many, self.labels.expand(len(tokens)))
 
-    def with_label(self, label: int) -> Rows:
-        """The same tokens with another label."""
-        return replace(self, labels=torch.full_like(self.labels, label))
-
 
 def joined(parts: list[Rows]) -> Rows:
     """Rows one after the other."""
@@ -79,22 +80,18 @@ def known_form(examples: Sequence[Example], begin: int, length: int) -> Form:
     Raises:
         DataError: their loss is of another kind, or the task's template leaves nothing unknown.
     """
-    first = examples[0]
+    first, sequences = examples[0], [example.sequences[0] for example in examples]
+    is_text, problem = first.label is None, ""
     if any(len(example.sequences) != 1 for example in examples):
-        raise DataError(
-            "these rows can't be attacked:",
-            ["their candidates have several tokens, or are many"],
-            remedy="give rows of texts, or a task whose candidates are one token each",
-        )
-    if first.label is None:
-        if any(len(e.sequences[0].slots) != len(e.sequences[0].tokens) - max(begin, 1) for e in examples):
-            raise DataError(
-                "these rows can't be attacked:",
-                ["only a part of their tokens is learnt"],
-                remedy="give rows of texts, or a task whose candidates are one token each",
-            )
-        return Form(first.sequences[0].tokens[:begin], length)
-    rows = [example.sequences[0].tokens for example in examples]
+        problem = "their candidates have several tokens, or are many"
+    elif is_text and any(len(each.slots) != len(each.tokens) - max(begin, 1) for each in sequences):
+        problem = "only a part of their tokens is learnt"
+    if problem:
+        remedy = "give rows of texts, or a task whose candidates are one token each"
+        raise DataError("these rows can't be attacked:", [problem], remedy=remedy)
+    if is_text:
+        return Form(sequences[0].tokens[:begin], length)
+    rows = [sequence.tokens for sequence in sequences]
     shortest = min(map(len, rows))
     before, after = 0, 0
     # A token that all rows share at an end is a template's, or as good as known.
@@ -102,7 +99,7 @@ def known_form(examples: Sequence[Example], begin: int, length: int) -> Form:
         before += 1
     while after < shortest - before and len({row[-1 - after] for row in rows}) == 1:
         after += 1
-    classes = tuple(slot.target for slot in first.sequences[0].slots)
+    classes = tuple(slot.target for slot in sequences[0].slots)
     return Form(rows[0][:before], length, rows[0][len(rows[0]) - after :], classes)
 
 

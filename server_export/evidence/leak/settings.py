@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -10,30 +10,34 @@ from typing import Any, ClassVar, Literal
 from prge.errors import ConfigError
 from prge.running.training_flags import RowsFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.settings import parse_settings
 from server_export.settings import ExportConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
 
 ReportName = Literal["exact", "top", "scalars"]
-Objective = Literal["dlg", "cosine", "tag"]
+Objective = Literal["dlg", "cosine"]
+
+
+# What only scalars have.
+_OF_SCALARS = ("queries", "steps")
 
 
 @dataclass(frozen=True)
 class Case:
     """One thing to attack: a kind of report, and what it is of.
 
-    `noise` is its standard deviation as a share of what a row may change at most; `steps` and `queries` are 1
-    and 0 of reports that have none.
+    `noise` is its standard deviation as a share of what a row may change at most; `queries` and `steps` are
+    of scalars. `varied` is the setting that differs from the case of the middle; none in that one.
     """
 
     report: ReportName
     rank: int
     length: int
     batch: int
-    queries: int
-    steps: int
     noise: float
+    queries: int = 0
+    steps: int = 1
+    varied: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,6 @@ class LeakSettings(RowsFlags):
     attacked, not its template. Without one, rows are texts."""
     target_modules: list[str] = field(default_factory=list)
     """Linear layers to adapt, without a bundle."""
-    adapt_layers: str | None = None
-    """`top:k`: adapt those in the top k blocks only, without a bundle."""
 
     reports: list[ReportName] = field(default_factory=lambda: ["exact", "top", "scalars"])
     """What is sent: exact (the gradient), top (its largest values), scalars (its projections)."""
@@ -77,8 +79,6 @@ class LeakSettings(RowsFlags):
     case."""
     noise: list[float] = field(default_factory=lambda: [0.0])
     """Deviation of Gaussian noise, as a share of what one row can change a step's report by."""
-    delta: float = 1e-5
-    """Of the differential privacy whose epsilon is told."""
     top_share: float = 0.01
     """Share of a gradient's values that `top` sends."""
 
@@ -90,12 +90,8 @@ class LeakSettings(RowsFlags):
     """Texts that the model writes to begin with."""
     guesses: int = 6000
     """Gradients of guesses that an attack computes at most, a batch's row each."""
-    beam: int = 4
-    """Guesses that an attack improves, one after the other."""
-    span: bool = True
-    """Whether exact gradients are asked for tokens by the span check."""
     objectives: list[Objective] = field(default_factory=lambda: ["cosine"])
-    """How embeddings are matched to the report first: dlg (squared distance), cosine, tag."""
+    """How embeddings are matched to the report first: dlg (squared distance) or cosine."""
     matching_steps: int = 100
     """Steps of the optimizer that matches embeddings."""
 
@@ -123,12 +119,12 @@ class LeakSettings(RowsFlags):
             out=Path("."),
             start_adapter=self.adapter,
             target_modules=self.target_modules or None,
-            adapt_layers=self.adapt_layers,
         )
 
-    def cases(self) -> Iterator[Case]:
-        """What to attack: a case of every report in the middle, and one for each other value of a list."""
-        lists: dict[str, list[Any]] = {
+    @property
+    def lists(self) -> dict[str, list[Any]]:
+        """The values of every setting of a case."""
+        return {
             "rank": self.ranks,
             "length": self.lengths,
             "batch": self.batches,
@@ -136,14 +132,16 @@ class LeakSettings(RowsFlags):
             "steps": self.steps,
             "noise": self.noise,
         }
+
+    def cases(self) -> Iterator[Case]:
+        """What to attack: a case of every report in the middle, and one for each other value of a list."""
         for report in self.reports:
-            middle = Case(report, **{name: values[0] for name, values in lists.items()})
-            cases = [middle]
-            for name, values in lists.items():
-                cases += [replace(middle, **{name: value}) for value in values[1:]]
-            if report != "scalars":
-                cases = [replace(case, queries=0, steps=1) for case in cases]
-            yield from dict.fromkeys(cases)
+            own = [name for name in self.lists if report == "scalars" or name not in _OF_SCALARS]
+            middle = Case(report, **{name: self.lists[name][0] for name in own})
+            yield middle
+            for name in own:
+                for value in self.lists[name][1:]:
+                    yield replace(middle, varied=name, **{name: value})
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
@@ -153,8 +151,8 @@ class LeakSettings(RowsFlags):
         for name in ("reports", "lengths", "ranks", "batches", "queries", "steps", "noise", "seeds"):
             if not getattr(self, name):
                 problems.append(f"--{name} is empty")
-        if self.bundle is not None and (self.target_modules or self.adapt_layers):
-            problems.append("a bundle has its own layers: leave out --target-modules and --adapt-layers")
+        if self.bundle is not None and self.target_modules:
+            problems.append("a bundle has its own layers: leave out --target-modules")
         if (self.bundle is not None or self.adapter is not None) and len(self.ranks) > 1:
             problems.append("a bundle or an adapter has its own rank: leave out --ranks")
         if self.out is not None and self.out.suffix != ".svg":
@@ -163,12 +161,3 @@ class LeakSettings(RowsFlags):
             raise ConfigError(
                 "this can't be attacked:", problems, remedy="`prge leak --help` explains the settings"
             )
-
-
-def read_command_line(argv: Sequence[str]) -> LeakSettings:
-    """Settings of a command line, on top of those of its preset.
-
-    Raises:
-        ConfigError: settings that can't be used.
-    """
-    return parse_settings(LeakSettings, argv, "prge leak")

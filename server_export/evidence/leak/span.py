@@ -10,7 +10,6 @@ inputs of full layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -28,25 +27,22 @@ _SAME = 1e-4
 _GAP = 4.0
 
 
-@dataclass(frozen=True)
-class Spans:
-    """Bases of the spans of layers' gradients, f64 [rank, dimensions], of layers that have room beside it."""
+# Bases of the spans of layers' gradients by layer, f64 [rank, dimensions].
+Spans = Mapping[str, torch.Tensor]
 
-    bases: Mapping[str, torch.Tensor]
 
-    def residuals(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """How far inputs are from the spans, [inputs]: mean over layers of the outer share's logarithm.
+def residuals(spans: Spans, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """How far inputs, [inputs, rank] by layer, are from spans, [inputs].
 
-        Args:
-            inputs: [inputs, rank] by layer.
-        """
-        shares = []
-        for name, basis in self.bases.items():
-            given = inputs[name].double()
-            outside = given - given @ basis @ basis.T
-            share = outside.norm(dim=1) / given.norm(dim=1).clamp_min(1e-30)
-            shares.append(share.clamp_min(_FLOOR).log())
-        return torch.stack(shares).mean(0)
+    It is the mean over layers of the logarithm of the share that lies outside.
+    """
+    shares = []
+    for name, basis in spans.items():
+        given = inputs[name].double()
+        outside = given - given @ basis @ basis.T
+        share = outside.norm(dim=1) / given.norm(dim=1).clamp_min(1e-30)
+        shares.append(share.clamp_min(_FLOOR).log())
+    return torch.stack(shares).mean(0)
 
 
 def spans_of(modules: tuple[AdaptedModule, ...], gradient: torch.Tensor) -> Spans:
@@ -60,20 +56,13 @@ def spans_of(modules: tuple[AdaptedModule, ...], gradient: torch.Tensor) -> Span
         dimensions = int((values > _TOLERANCE * values[0].clamp_min(1e-30)).sum())
         if 0 < dimensions < module.rank:
             bases[module.name] = vectors[:, :dimensions]
-    return Spans(bases)
+    return bases
 
 
 def read_prefixes(victim: Victim, form: Form, spans: Spans, count: int, beam: int) -> torch.Tensor:
     """The unknown tokens that the model reads, from left to right: i64 [at most count, tokens], best first.
 
-    A text's last token is only a target: nothing of it is in a span.
-
-    Args:
-        victim: the model.
-        form: of the rows.
-        spans: of a gradient; at least one.
-        count: prefixes to return.
-        beam: prefixes to go on with, at most.
+    A text's last token is only a target: no span has it. The best `beam` prefixes are gone on with.
     """
     length = form.length if form.classes else form.length - 1
     every = torch.arange(victim.vocabulary)
@@ -83,7 +72,7 @@ def read_prefixes(victim: Victim, form: Form, spans: Spans, count: int, beam: in
         before, added = prefixes.repeat_interleave(len(every), 0), every.repeat(len(prefixes))
         longer = torch.cat([before, added[:, None]], 1)
         inputs = victim.reduced_inputs(form, longer)
-        totals = scores.repeat_interleave(len(every)) + spans.residuals(inputs)
+        totals = scores.repeat_interleave(len(every)) + residuals(spans, inputs)
         sides = _side_by_side(inputs)
         if seen is not None:
             # The first token again gives the same input again, whatever the row is.

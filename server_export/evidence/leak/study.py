@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import cache
+from itertools import permutations
 from typing import Any
 
 import torch
 
 from prge.learning.accounting import epsilon_of
-from server_export.evidence.leak.attack import Attack, attack
-from server_export.evidence.leak.opening import Target
 from server_export.evidence.leak.prior import consensus, sample
-from server_export.evidence.leak.reports import (
-    MOST_SOLVED,
-    Report,
-    directions_of,
-    exact,
-    noised,
-    scalars,
-    top,
-)
+from server_export.evidence.leak.reports import MOST_SOLVED, View, directions_of, largest, sent
 from server_export.evidence.leak.rows import Form, Rows
-from server_export.evidence.leak.scores import Score, mean_score, score
-from server_export.evidence.leak.settings import Case, LeakSettings
+from server_export.evidence.leak.search import attack
+from server_export.evidence.leak.settings import Case
+from server_export.evidence.leak.target import Target
 from server_export.evidence.leak.victim import Victim
 
 Line = dict[str, Any]
+Score = dict[str, float]
 
 # Scalars that an attack reads of a report with more, unless they determine the gradient.
 MOST_NUMBERS = 1000
-_MEASURES = ("tokens", "bag", "whole", "rouge1", "rouge2", "rouge_l", "label")
+# Of the differential privacy whose epsilon is told.
+DELTA = 1e-5
 
 
 def run_study(target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Attack every case.
-
-    Args:
-        target: model and rows.
-        tell: is given a line about every case.
+    """Attack every case; `tell` is given a line about each.
 
     Returns:
         `recovered_exact`, `recovered_top`, `recovered_scalars` where asked for, and `recovered_prior`: share
@@ -51,22 +41,20 @@ def run_study(target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         PrgeError: a case can't be attacked: too few rows, a rank that doesn't fit.
     """
-    settings = target.settings
-    cases = list(settings.cases())
-    scenes = _Scenes(target)
+    settings, study = target.settings, _Study(target)
     table, priors = [], dict[tuple[int, int], Line]()
-    for case in cases:
-        line, blind = _attack_case(target, scenes, case)
-        line["epsilon"] = _epsilon(case, settings.delta)
-        table.append(line)
-        priors.setdefault((case.length, case.batch), {"length": case.length, "batch": case.batch} | blind)
-        tell(text_of(line, blind))
+    for case in settings.cases():
+        scores, blind = study.attack(case)
+        table.append({**asdict(case), "epsilon": _epsilon(case), **scores})
+        size = {"length": case.length, "batch": case.batch}
+        priors.setdefault((case.length, case.batch), {**size, **blind})
+        tell(text_of(table[-1], blind))
     middle = [next(line for line in table if line["report"] == report) for report in settings.reports]
     first = (settings.lengths[0], settings.batches[0])
     return {
         **{f"recovered_{line['report']}": line["tokens"]["mean"] for line in middle},
         "recovered_prior": priors[first]["tokens"]["mean"],
-        "case": {name: middle[-1][name] for name in ("rank", "length", "batch", "queries", "steps", "noise")},
+        "case": {name: middle[-1][name] for name in settings.lists},
         "table": table,
         "prior": list(priors.values()),
     }
@@ -76,97 +64,82 @@ def text_of(line: Line, blind: Line) -> str:
     """A line of the table for a terminal."""
     what = f"{line['report']:<8} rank {line['rank']:<3} length {line['length']:<3} batch {line['batch']:<2}"
     steps = f"{line['queries']} x {line['steps']:,}" if line["report"] == "scalars" else ""
-    noise = f"noise {line['noise']:g} (epsilon {_short(line['epsilon'])})" if line["noise"] else "no noise"
+    epsilon = "none" if line["epsilon"] is None else f"{line['epsilon']:,.3g}"
+    noise = f"noise {line['noise']:g} (epsilon {epsilon})" if line["noise"] else "no noise"
     return (
         f"{what} {steps:<10} {noise:<28} tokens {line['tokens']['mean']:>4.0%}, without the report "
         f"{blind['tokens']['mean']:>4.0%}; whole rows {line['whole']['mean']:>4.0%}"
     )
 
 
-def _short(epsilon: float | None) -> str:
-    return "none" if epsilon is None else f"{epsilon:,.3g}"
-
-
-@dataclass(frozen=True)
-class _Scene:
-    """What the attacks of a seed on rows of one length share: rows, and what the model itself would write."""
-
-    victim: Victim
-    form: Form
-    batches: list[Rows]
-    written: tuple[Rows, torch.Tensor]
-
-
-class _Scenes:
-    """Scenes by rank, length, batch and seed; each is made once."""
+class _Study:
+    """Attacks on the reports of a target; what its cases share is made once."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._victims: dict[tuple[int, int], Victim] = {}
-        self._written: dict[tuple[int, int, int], tuple[Rows, torch.Tensor]] = {}
+        self._victim = cache(target.victim)
+        self._written = cache(self._sample)
 
-    def of(self, case: Case, seed: int) -> _Scene:
-        """The scene of a case and seed."""
-        target, adapted = self._target, (case.rank, seed)
-        if adapted not in self._victims:
-            self._victims[adapted] = target.victim(*adapted)
-        victim = self._victims[adapted]
-        form, batches = target.reports(case.length, case.batch, seed)
-        which = (*adapted, case.length)
-        if which not in self._written:
-            generator = torch.Generator().manual_seed(seed)
-            self._written[which] = sample(victim, form, target.settings.samples, generator)
-        return _Scene(victim, form, batches, self._written[which])
+    def attack(self, case: Case) -> tuple[Line, Line]:
+        """Scores of a case, and of the guesses without a report."""
+        target, settings = self._target, self._target.settings
+        scores, blind = list[Score](), list[Score]()
+        for seed in settings.seeds:
+            victim = self._victim(case.rank, seed)
+            form, batches = target.reports(case.length, case.batch, seed)
+            written = self._written(case.rank, seed, form)
+            unaided = consensus(*written)
+            along = _directions(victim, case, seed) if case.report == "scalars" else View()
+            pairs = []
+            for number, rows in enumerate(batches):
+                generator = torch.Generator().manual_seed(seed * len(batches) + number)
+                gradients, _ = victim.gradients(form, rows)
+                view = largest(gradients, settings.top_share) if case.report == "top" else along
+                report = sent(view, gradients, case.noise, generator)
+                pairs.append((attack(victim, form, report, written, settings, generator), rows))
+            scores.append(mean_score([score(guess, rows) for guess, rows in pairs]))
+            every = [unaided[torch.zeros(len(rows), dtype=torch.long)] for rows in batches]
+            blind.append(
+                mean_score([score(guess, rows) for guess, (_, rows) in zip(every, pairs, strict=True)])
+            )
+        return _over_seeds(scores), _over_seeds(blind)
+
+    def _sample(self, rank: int, seed: int, form: Form) -> tuple[Rows, torch.Tensor]:
+        """What the model itself would write."""
+        generator = torch.Generator().manual_seed(seed)
+        return sample(self._victim(rank, seed), form, self._target.settings.samples, generator)
 
 
-def _attack_case(target: Target, scenes: _Scenes, case: Case) -> tuple[Line, Line]:
-    """A line of the table, and that of the guesses without a report."""
-    settings, begin = target.settings, time.perf_counter()
-    scores, blind, attacks = list[list[Score]](), list[list[Score]](), list[Attack]()
-    size = numbers = 0
-    for seed in settings.seeds:
-        scene = scenes.of(case, seed)
-        victim, form, size = scene.victim, scene.form, scene.victim.size
-        directions = _directions(victim, case, seed) if case.report == "scalars" else None
-        unaided = consensus(*scene.written)
-        scores.append([])
-        blind.append([])
-        for number, rows in enumerate(scene.batches):
-            generator = torch.Generator().manual_seed(seed * len(scene.batches) + number)
-            gradients, _ = victim.gradients(form, rows)
-            report = _report(gradients, case, settings, directions)
-            if case.noise:
-                report = noised(report, gradients, case.noise, generator)
-            numbers = len(report.numbers)
-            found = attack(victim, form, report, scene.written, settings, generator)
-            attacks.append(found)
-            scores[-1].append(score(found.guess, rows, target.decode))
-            every = unaided[torch.zeros(len(rows), dtype=torch.long)]
-            blind[-1].append(score(every, rows, target.decode))
-    costs = {
-        "size": size,
-        "numbers": case.steps * case.queries if case.report == "scalars" else numbers,
-        "numbers_read": numbers,
-        "spanned": sum(each.spanned for each in attacks) / len(attacks),
-        "tried": statistics.mean(each.tried for each in attacks),
-        "reports": len(attacks),
-        "seconds": time.perf_counter() - begin,
+def score(guess: Rows, rows: Rows) -> Score:
+    """Shares of a report's rows that a guess has, in the order in which most tokens stand in their place.
+
+    Returns:
+        `tokens` in their place, `whole` rows, `label`s of a task, 1 of texts.
+    """
+    same, order = max(
+        ((guess.tokens[list(order)] == rows.tokens, list(order)) for order in permutations(range(len(rows)))),
+        key=lambda found: int(found[0].sum()),
+    )
+    right = guess.labels[order] == rows.labels
+    shares = {"tokens": same, "whole": same.all(1), "label": right}
+    return {name: float(share.float().mean()) for name, share in shares.items()}
+
+
+def mean_score(scores: Sequence[Score]) -> Score:
+    """Mean of each measure."""
+    return {name: statistics.mean(each[name] for each in scores) for name in scores[0]}
+
+
+def _over_seeds(scores: Sequence[Score]) -> Line:
+    """Every measure: mean over seeds, the least and the most of them."""
+    columns = {name: [each[name] for each in scores] for name in scores[0]}
+    return {
+        name: {"mean": statistics.mean(column), "least": min(column), "most": max(column)}
+        for name, column in columns.items()
     }
-    return asdict(case) | costs | _over_seeds(scores), _over_seeds(blind)
 
 
-def _report(
-    gradients: torch.Tensor, case: Case, settings: LeakSettings, directions: torch.Tensor | None
-) -> Report:
-    if case.report == "exact":
-        return exact(gradients)
-    if case.report == "top":
-        return top(gradients, settings.top_share)
-    assert directions is not None
-    return scalars(gradients, directions, case.queries)
-
-
-def _directions(victim: Victim, case: Case, seed: int) -> torch.Tensor:
+def _directions(victim: Victim, case: Case, seed: int) -> View:
     """Those of the steps that an attack reads: all, or enough where there are more."""
     steps, enough = case.steps, MOST_NUMBERS
     if not case.noise and victim.size <= MOST_SOLVED and case.steps * case.queries >= victim.size:
@@ -174,22 +147,12 @@ def _directions(victim: Victim, case: Case, seed: int) -> torch.Tensor:
     return directions_of(victim.modules, seed, min(steps, -(-enough // case.queries)), case.queries)
 
 
-def _epsilon(case: Case, delta: float) -> float | None:
+def _epsilon(case: Case) -> float | None:
     """What a row that takes part in all steps pays; None without noise.
 
     The places of the largest values are told as they are, so that no noise on the values makes them private.
     """
     if not case.noise or case.report == "top":
         return None
-    epsilon = epsilon_of(((case.noise, case.steps),), delta)
+    epsilon = epsilon_of(((case.noise, case.steps),), DELTA)
     return None if math.isinf(epsilon) else epsilon
-
-
-def _over_seeds(scores: Sequence[Sequence[Score]]) -> Line:
-    """Every measure: mean over seeds of the means over reports, the least and the most of them."""
-    means = [asdict(mean_score(of_seed)) for of_seed in scores]
-    columns = {name: [mean[name] for mean in means] for name in _MEASURES}
-    return {
-        name: {"mean": statistics.mean(column), "least": min(column), "most": max(column)}
-        for name, column in columns.items()
-    }

@@ -7,7 +7,7 @@ The adversary has the model, `lora_a` and the adapter, so this is what a device 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,10 +31,7 @@ class Victim:
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        lora_a: Mapping[str, torch.Tensor],
-        lora_b: Mapping[str, torch.Tensor],
+        self, loaded: LoadedModel, lora_a: Mapping[str, torch.Tensor], lora_b: Mapping[str, torch.Tensor]
     ) -> None:
         self._model: Any = loaded.model
         convert_conv1d(self._model)
@@ -52,43 +49,37 @@ class Victim:
         gradients, likelihoods = [], []
         for part in torch.arange(len(rows)).split(max(_TOKENS // form.read, 1)):
             few = rows[part]
-            logprobs, lora_b = self._logprobs(form, self._embed(form, few.tokens))
-            targets = F.one_hot(few.tokens, self.vocabulary).float()
-            labels = F.one_hot(few.labels, max(len(form.classes), 1)).float()
-            loss = self._losses(form, logprobs, targets, labels).sum()
-            gradients.append(_flat(torch.autograd.grad(loss, lora_b)))
-            likelihoods.append(self._likelihood(form, logprobs.detach(), few.tokens))
+            embedded, targets = self.embeddings[few.tokens], F.one_hot(few.tokens, self.vocabulary).float()
+            gradient, logprobs = self._gradient(form, embedded, targets, _one_hot_labels(form, few))
+            gradients.append(gradient)
+            learnt = few.tokens[:, form.targets].unsqueeze(-1)
+            likelihoods.append(_of_targets(form, logprobs.detach()).gather(-1, learnt).sum((1, 2)))
         return torch.cat(gradients), torch.cat(likelihoods)
 
     def soft_gradient(
-        self, form: Form, embedded: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor
+        self, form: Form, embedded: torch.Tensor, targets: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
         """Gradient of rows that are no tokens, f32 [rows, size], with a way back to them.
 
         Args:
             form: of the rows.
-            embedded: f32 [rows, length, width], the unknown tokens' embeddings.
+            embedded: f32 [rows, length, width], in place of the unknown tokens.
             targets: f32 [rows, length, vocabulary], how much of each token a learnt one is.
-            labels: f32 [rows, classes], the same of labels.
+            rows: give the labels.
         """
-        logprobs, lora_b = self._logprobs(form, self._surrounded(form, embedded))
-        loss = self._losses(form, logprobs, targets, labels).sum()
-        return _flat(torch.autograd.grad(loss, lora_b, create_graph=True))
+        return self._gradient(form, embedded, targets, _one_hot_labels(form, rows), create_graph=True)[0]
 
     def reduced_inputs(self, form: Form, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What each adapted layer sees of prefixes, times lora_a^T: f32 [prefixes, rank] at the last token.
+        """What each adapted layer sees of prefixes i64 [prefixes, n], times lora_a^T.
 
-        Args:
-            form: gives the tokens before.
-            tokens: i64 [prefixes, n], the unknown tokens up to one.
+        Returns:
+            f32 [prefixes, rank] at the last token, by layer.
         """
         found: dict[str, list[torch.Tensor]] = {module.name: [] for module in self.modules}
         hooks = [self._keep(module.name, found[module.name]) for module in self.modules]
         try:
-            with torch.no_grad():
-                for part in tokens.split(max(_TOKENS // (len(form.before) + tokens.shape[1]), 1)):
-                    before = torch.tensor(form.before, dtype=torch.long).expand(len(part), -1)
-                    self._call(self.embeddings[torch.cat([before, part], 1)])
+            for _ in self._read(form, tokens):
+                pass
         finally:
             for hook in hooks:
                 hook.remove()
@@ -96,48 +87,52 @@ class Victim:
 
     def next_logprobs(self, form: Form, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the token after prefixes i64 [prefixes, n]: f32 [prefixes, vocabulary]."""
-        with torch.no_grad():
-            parts = tokens.split(max(_TOKENS // (len(form.before) + tokens.shape[1] + 1), 1))
-            return torch.cat([self._read(form, part)[:, -1] for part in parts])
+        return torch.cat([part[:, -1] for part in self._read(form, tokens)])
 
     def predictions(self, form: Form, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of what comes at each place of a row i64 [length]: f32 [length, vocabulary].
 
         A first token that nothing comes before has zeros.
         """
-        with torch.no_grad():
-            read = self._read(form, tokens[None, :-1])[0] if len(tokens) > 1 or form.before else None
-        zeros = torch.zeros(len(tokens) if read is None else 1, self.vocabulary)
-        if read is None:
-            return zeros
-        return read[len(form.before) - 1 :] if form.before else torch.cat([zeros, read])
+        if form.before:
+            return next(self._read(form, tokens[None, :-1]))[0, len(form.before) - 1 :]
+        read = [part[0] for part in self._read(form, tokens[None, :-1])] if len(tokens) > 1 else []
+        return torch.cat([torch.zeros(1, self.vocabulary), *read])
 
-    def _read(self, form: Form, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities after each token of prefixes, [prefixes, tokens before and of it, vocabulary]."""
-        before = torch.tensor(form.before, dtype=torch.long).expand(len(tokens), -1)
-        logits, _ = self._call(self.embeddings[torch.cat([before, tokens], 1)])
-        return torch.log_softmax(logits, -1)
+    @torch.no_grad()
+    def _read(self, form: Form, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Log-probabilities after each token of prefixes i64 [prefixes, n] and before them, in parts."""
+        for part in tokens.split(max(_TOKENS // (len(form.before) + tokens.shape[1]), 1)):
+            before = torch.tensor(form.before, dtype=torch.long).expand(len(part), -1)
+            yield self._logprobs(self.embeddings[torch.cat([before, part], 1)])[0]
 
     def _keep(self, name: str, found: list[torch.Tensor]) -> Any:
         def keep(layer: StackedLoraLinear, given: tuple[torch.Tensor, ...]) -> None:
-            states = given[0].reshape(self._shape[0], self._shape[1], -1)
+            states = given[0].reshape(*self._shape, -1)
             found.append(F.linear(states[:, -1], layer.lora_a))
 
         return self._model.get_submodule(name).register_forward_pre_hook(keep)
 
-    def _embed(self, form: Form, tokens: torch.Tensor) -> torch.Tensor:
-        return self._surrounded(form, self.embeddings[tokens])
-
-    def _surrounded(self, form: Form, embedded: torch.Tensor) -> torch.Tensor:
-        """What the model reads, f32 [rows, read, width]."""
+    def _gradient(
+        self,
+        form: Form,
+        embedded: torch.Tensor,
+        targets: torch.Tensor,
+        labels: torch.Tensor,
+        create_graph: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients [rows, size] of every row's own loss, and log-probabilities [rows, read, vocabulary]."""
         sides = [
             self.embeddings[torch.tensor(side, dtype=torch.long)].expand(len(embedded), -1, -1)
             for side in (form.before, form.after)
         ]
-        return torch.cat([sides[0], embedded, sides[1]], 1)[:, : form.read]
+        logprobs, lora_b = self._logprobs(torch.cat([sides[0], embedded, sides[1]], 1)[:, : form.read])
+        loss = _losses(form, logprobs, targets, labels).sum()
+        gradients = torch.autograd.grad(loss, lora_b, create_graph=create_graph)
+        return torch.cat([gradient.flatten(1) for gradient in gradients], 1), logprobs
 
-    def _call(self, embedded: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Logits [rows, read, vocabulary], and each row's own copies of lora_b."""
+    def _logprobs(self, embedded: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Log-probabilities [rows, read, vocabulary], and each row's own copies of lora_b."""
         self._shape = embedded.shape[:2]
         lora_b = {
             name: matrix.expand(len(embedded), -1, -1).clone().requires_grad_(torch.is_grad_enabled())
@@ -145,31 +140,22 @@ class Victim:
         }
         self._inputs.adapter = {f"lora_b.{name}": matrix for name, matrix in lora_b.items()}
         output = self._model(inputs_embeds=embedded, use_cache=False, return_dict=True)
-        return output.logits, list(lora_b.values())
-
-    def _logprobs(self, form: Form, embedded: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        logits, lora_b = self._call(embedded)
-        return torch.log_softmax(logits, -1), lora_b
-
-    def _losses(
-        self, form: Form, logprobs: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
-        """Loss of every row, f32 [rows], as prge/learning/objectives.py has it."""
-        if form.classes:
-            scores = torch.log_softmax(logprobs[:, -1, list(form.classes)], -1)
-            return -(labels * scores).sum(-1)
-        learnt = targets[:, form.targets]
-        first = len(form.before) + form.targets.start - 1
-        return -(learnt * logprobs[:, first : first + learnt.shape[1]]).sum(-1).mean(1)
-
-    def _likelihood(self, form: Form, logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probability of the unknown tokens by the model itself, f32 [rows]."""
-        learnt = tokens[:, form.targets]
-        first = len(form.before) + form.targets.start - 1
-        read = logprobs[:, first : first + learnt.shape[1]]
-        return read.gather(-1, learnt.unsqueeze(-1)).squeeze(-1).sum(1)
+        return torch.log_softmax(output.logits, -1), list(lora_b.values())
 
 
-def _flat(gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Gradients of every layer [rows, rank, out] as they lie in an adapter, [rows, size]."""
-    return torch.cat([gradient.flatten(1) for gradient in gradients], 1)
+def _losses(form: Form, logprobs: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Loss of every row, f32 [rows], as prge/learning/objectives.py has it."""
+    if form.classes:
+        scores = torch.log_softmax(logprobs[:, -1, list(form.classes)], -1)
+        return -(labels * scores).sum(-1)
+    return -(targets[:, form.targets] * _of_targets(form, logprobs)).sum(-1).mean(1)
+
+
+def _of_targets(form: Form, logprobs: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [rows, targets, vocabulary] of the unknown tokens that are learnt."""
+    first = len(form.before) + form.targets.start - 1
+    return logprobs[:, first : first + form.length - form.targets.start]
+
+
+def _one_hot_labels(form: Form, rows: Rows) -> torch.Tensor:
+    return F.one_hot(rows.labels, form.label_count).float()

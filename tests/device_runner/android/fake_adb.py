@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 from device_runner.android.preflight import _MACHINES
 from device_runner.android.runtime import MANIFEST, driver_hash
 from tests.device_runner.android.daemons import REPOSITORY
+from tests.verbs import prge
 
 _ADB = """#!/bin/sh
 case $1 in
@@ -63,18 +65,9 @@ class FakePhone:
     def prge(
         self, verb: str, *words: object, said: str = "", code: int = 0
     ) -> subprocess.CompletedProcess[str]:
-        """`prge android VERB` in a process of its own, with `said` on its standard input."""
-        command = [sys.executable, "-m", "prge.cli", "android", verb, *words, "--folder", self.folder]
-        environment = {**os.environ, "PRGE_ADB": str(self.adb), "PYTHONPATH": str(REPOSITORY)}
-        environment |= {"OMP_NUM_THREADS": "1", "ANDROID_SERIAL": "fake"}
-        done = subprocess.run(
-            [str(word) for word in command],
-            capture_output=True,
-            text=True,
-            env=environment,
-            input=said,
-            timeout=120,
-            check=False,
-        )
+        """`prge android VERB`, with `said` on its standard input."""
+        environment = {"PRGE_ADB": str(self.adb), "OMP_NUM_THREADS": "1", "ANDROID_SERIAL": "fake"}
+        with mock.patch.dict(os.environ, environment):
+            done = prge("android", verb, *words, "--folder", self.folder, check=False, input=said)
         assert done.returncode == code, done.stderr
         return done

@@ -128,7 +128,7 @@ def _examine(work: Path) -> dict[str, object]:
     try:
         _say("three runtimes for arm64")
         runtime = build_runtime(BundleSettings(out=work / "runtime"))
-        again = build_runtime(BundleSettings(out=work / "again", lock=runtime.folder / "runtime.json"))
+        again = build_runtime(BundleSettings(out=work / "again"))
         fleet = build_runtime(BundleSettings(out=work / "fleet-runtime", fleet=True))
         bundle, here = _here(work)
         _say("the root")

@@ -104,7 +104,7 @@ def test_which_device(daemon: Daemon) -> None:
 def test_doctor(daemon: Daemon, phone: Path) -> None:
     checks = json.loads(daemon.prge("doctor", "--json", "--folder", phone).stdout)
     states = {check["name"]: check["state"] for check in checks}
-    assert states["loader"] == states["engine"] == states["storage"] == states["seccomp"] == "ok"
+    assert states["loader"] == states["engine"] == states["storage"] == "ok"
     # A machine without a battery says so.
     battery = next(check for check in checks if check["name"] == "battery_percent")
     assert battery["state"] == "ok" or "can't be read: no battery" in battery["found"]

@@ -85,9 +85,9 @@ class Fleet:
 
     def state(self, node: int, agreement: Agreement) -> TrainingState:
         """The common state that a device has."""
-        bundle = open_bundle(self.bundle)
+        chain = open_bundle(self.bundle).chain
         content = (self.folder / str(node) / FLEETS / agreement.sha256.hex() / STATE).read_bytes()
-        return unpack_state(content, agreement.plan, bundle.chain.modules, bundle.chain.width)
+        return unpack_state(content, agreement.plan, chain.modules, chain.width, 2 * self.numpy.encoder)
 
     def run(
         self,

@@ -26,7 +26,6 @@ def test_every_setting_of_a_plan_is_in_the_hash(item: Any) -> None:
         "combine": "median",
         "optimizer": "sgd",
         "schedule": "linear",
-        "average": "fedadam",
         "share_directions": True,
         "guided": False,
         "noise": 1.0,

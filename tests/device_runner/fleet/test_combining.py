@@ -1,19 +1,14 @@
-"""Means, medians and Adam, against numpy and Flower."""
+"""Means and medians, against numpy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAdam
 
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.combining import (
-    combined_change,
     combined_scalars,
     middle,
     opposed_answers,
@@ -23,7 +18,6 @@ from device_runner.fleet.messages import Answer
 from prge.engine import FloatArray
 
 SIZE = 40
-ONE: Any = {"metrics": MetricRecord({"num-examples": 1})}
 RANDOM = np.random.default_rng(0)
 
 
@@ -49,15 +43,12 @@ def _trimmed(values: FloatArray) -> Any:
     return np.array([np.mean(sorted(column)[cut:-cut]) for column in values.T])
 
 
-@pytest.mark.parametrize("average", ["fedavg", "fedprox"])
 @pytest.mark.parametrize("combine", ["mean", "trimmed", "median"])
 @pytest.mark.parametrize("devices", [4, 7])
-def test_every_device_has_the_same_say(average: Any, combine: Any, devices: int, tmp_path: Path) -> None:
+def test_every_device_has_the_same_say(combine: Any, devices: int) -> None:
     changes = _changes(devices)
-    plan = Plan(estimator="exact", average=average, combine=combine)
-    found = combined_change(changes, plan, tmp_path, 0)
+    found = middle(changes, Plan(estimator="exact", combine=combine))
     np.testing.assert_allclose(found, _expected(changes, combine), rtol=1e-5, atol=1e-7)
-    assert not list(tmp_path.iterdir())
 
 
 def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
@@ -111,37 +102,6 @@ def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
         spoken |= now
         count += len(opposed)
     assert count < 50  # of 1,000
-
-
-def test_fedadam_is_flowers_and_remembers_its_moments_between_servers(tmp_path: Path) -> None:
-    """Which knows no other way than to average devices' arrays itself."""
-    plan = Plan(estimator="exact", average="fedadam", server_rate=0.1)
-    flower: Any = FedAdam(eta=0.1)
-    values = np.zeros(SIZE, np.float32)
-    for step, changes in enumerate(_changes(6).reshape(3, 2, SIZE)):
-        flower.current_arrays = {"all": values}
-        told = [
-            _Reply(RecordDict({"arrays": ArrayRecord({"all": Array(values + own)}), **ONE}))
-            for own in changes
-        ]
-        arrays, _ = flower.aggregate_train(step + 1, told)
-        values = values + combined_change(changes, plan, tmp_path, step)
-        np.testing.assert_allclose(values, arrays["all"].numpy(), rtol=1e-4, atol=1e-6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "averaging-000002.safetensors",
-        "averaging-000003.safetensors",
-    ]
-
-
-@dataclass(frozen=True)
-class _Reply:
-    """What a strategy of Flower's reads of a message."""
-
-    content: RecordDict
-
-    def has_error(self) -> bool:
-        """Whether the device failed."""
-        return False
 
 
 def test_two_answers_are_never_shortened() -> None:

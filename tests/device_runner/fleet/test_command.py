@@ -19,12 +19,12 @@ from prge.cli import main
             ["serve", "--bundle", "b", "--out", "o", "--insecure", "--keys", "k"],
             "give --keys or --insecure, and not both",
         ),
-        (["serve", "--resume", "nowhere"], "nowhere is no fleet's folder"),
+        (["serve", "--resume", "nowhere"], "nowhere is no run: it has no serve.yaml"),
         (["status", "nowhere"], "nowhere is no fleet's folder"),
-        (["join", "--server", "h:1", "--folder", "d"], "give --keys or --insecure, and not both"),
+        (["join", "--server", "h:1", "--folder", "d", "--insecure"], "--bundle is missing: a path"),
         (
-            ["join", "--server", "h:1", "--folder", "d", "--insecure"],
-            "d is no device's folder\n  give --bundle and --train, which make it one",
+            ["join", "--server", "h:1", "--folder", "d", "--bundle", "b", "--train", "t"],
+            "give --keys or --insecure, and not both",
         ),
     ],
 )

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from device_runner.fleet.common import pack_state
 from device_runner.fleet.device import FLEETS, LEDGER, answer
-from device_runner.fleet.messages import Answer, Behind, Refusal, Steps, Task, parse_answer
+from device_runner.fleet.messages import Answer, Refusal, Steps, Task, parse_answer
 from device_runner.fleet.opening import open_fleet
 from device_runner.session.gates import Gates
 from prge.engine import FloatArray
@@ -232,7 +232,7 @@ class TestWhatIsNotOfThePlan:
         ):
             assert reason in server.refusal(1, missed=missed.to_bytes())
         assert "steps to 2, the round begins at 4" in server.refusal(2, missed=good.to_bytes())
-        assert isinstance(server.ask(3, missed=server.steps(1).to_bytes()), Behind)
+        assert "is at step 0, needs that of step 6" in server.refusal(3, missed=server.steps(1).to_bytes())
 
     def test_missed_steps_of_changes_and_more_bytes_of_them_than_there_are(self, fleet: Fleet) -> None:
         server = Server(fleet, estimator="exact")
@@ -291,6 +291,6 @@ def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
         patch.setattr(Gates, "hold", lambda *_: next(looks))
         assert "out of time" in server.refusal(6)
     assert len(server.lines) == 1
-    assert server.ask(6, missed=b"", state=b"") == Behind(6)
+    assert "is at step 6, needs that of step 12" in server.refusal(6, missed=b"", state=b"")
     rest = b"".join(server.steps(number).to_bytes() for number in (3, 4, 5))
     assert isinstance(server.ask(6, missed=rest, state=b""), Answer)

@@ -14,7 +14,6 @@ from hypothesis.extra import numpy as arrays
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import (
     Answer,
-    Behind,
     MessageError,
     Refusal,
     Steps,
@@ -67,18 +66,12 @@ def test_an_answer_there_and_back(answer: Answer) -> None:
     assert _equal(parse_answer(answer.to_bytes()), answer)
 
 
-@given(st.text(), st.integers(-1, 2**40))
-def test_a_refusal_is_one_printable_line(reason: str, step: int) -> None:
-    said = parse_answer(Refusal(reason).to_bytes()) if reason.isprintable() else Refusal(reason)
-    assert isinstance(said, Refusal)
+@given(st.text(st.characters(exclude_categories=["Cs"])) | st.just("no\nno \x1b[2J"))
+def test_a_refusal_is_one_printable_line(reason: str) -> None:
+    said = parse_answer(Refusal(reason).to_bytes())
+    assert isinstance(said, Refusal) and "\n" not in said.reason and "\x1b" not in said.reason
     if reason.isprintable() and len(reason) < 100:
         assert said.reason == reason
-    assert parse_answer(Behind(step).to_bytes()) == Behind(step)
-
-
-def test_a_refusal_moves_no_cursor() -> None:
-    said = parse_answer(Refusal("no\nno \x1b[2J").to_bytes())
-    assert isinstance(said, Refusal) and said.reason.isprintable()
 
 
 @given(st.binary(max_size=200))

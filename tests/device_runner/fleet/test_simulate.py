@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.fleet import opening, simulate
+from device_runner.fleet import local, opening, simulate
 from device_runner.fleet.coordinator import Coordinator, RoundReport
 from device_runner.fleet.simulate import SimulateSettings, Simulation
 from prge.errors import RunError
@@ -23,7 +23,7 @@ Words = Callable[..., list[str]]
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
     """A command line for a fleet of eight, whose flags may be given anew."""
     device = Device(has_back=True)
-    device.replaces(monkeypatch, opening, simulate)
+    device.replaces(monkeypatch, local, opening)
     write_films(tmp_path)
     flags = {
         "bundle": device.write_bundle(tmp_path / "bundle"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.pages.charts import Bar, Line, as_file, bar_chart, beside, line_chart, number, thinned
+from prge.pages.charts import Line, as_file, beside, line_chart, number, thinned
 
 SVG = "{http://www.w3.org/2000/svg}"
 finite = st.floats(-1e300, 1e300)
@@ -86,28 +86,8 @@ def test_ticks_of_a_logarithmic_axis(low: float, high: float, ticks: str) -> Non
     assert " ".join(map(str, texts[texts.index("0.8") + 1 :])).startswith(ticks)
 
 
-@given(st.lists(st.tuples(finite, finite, finite), min_size=1, max_size=5))
-def test_bars_and_whiskers_lie_inside_the_picture(bars: list[tuple[float, float, float]]) -> None:
-    svg = bar_chart(
-        [Bar(f"<{n}>", end, n, "line", low, high, note="&") for n, (end, low, high) in enumerate(bars)], "MB"
-    )
-    tree = ElementTree.fromstring(svg)
-    width, height = (float(each) for each in tree.get("viewBox", "").split()[2:])
-    for bar in tree.iter(f"{SVG}rect"):
-        x, y, size = (float(bar.get(name, "")) for name in ("x", "y", "width"))
-        assert 0 <= x <= x + size <= width and 0 <= y <= height
-
-
-def test_longer_bars_are_longer_and_bars_without_a_value_have_a_note_alone() -> None:
-    svg = bar_chart([Bar("a", 1.0), Bar("b", 2.0), Bar("c", None, note="not reached")], "MB")
-    first, second = (float(each.get("width", "")) for each in ElementTree.fromstring(svg).iter(f"{SVG}rect"))
-    assert second == pytest.approx(2 * first, rel=0.01)
-    assert "not reached" in svg
-    assert bar_chart([], "MB") == ""
-
-
 def test_charts_beside_each_other_are_one_file() -> None:
-    one, two = line_chart([Line("", [(0, 1.0)])], "x", "y"), bar_chart([Bar("a", 1.0)], "MB")
+    one, two = (line_chart([Line("", [(0, 1.0)])], "x", label) for label in ("y", "z"))
     both = as_file(beside([one, "", two]))
     assert len(list(ElementTree.fromstring(both).iter(f"{SVG}svg"))) == 3
     assert 'viewBox="0 0 760 ' in both

@@ -17,7 +17,6 @@ from prge.rows.text_metrics import (
     normalized_answer,
     perplexity,
     rouge_l,
-    rouge_n,
     token_f1,
 )
 
@@ -78,22 +77,6 @@ def test_exact_match(prediction: str, answers: list[str], value: float) -> None:
 )
 def test_rouge_l(prediction: str, answers: list[str], value: float) -> None:
     assert rouge_l(prediction, answers) == pytest.approx(value)
-
-
-@pytest.mark.parametrize(
-    ("prediction", "answers", "n", "value"),
-    [
-        # Words in common: the, gunman, police; pairs: the gunman.
-        ("the gunman kill police", ["police killed the gunman"], 1, 3 / 4),
-        ("the gunman kill police", ["police killed the gunman"], 2, 1 / 3),
-        ("the the the", ["the cat"], 1, 2 / 5),
-        ("Rome", ["Paris", "rome!"], 2, 1),
-        ("Rome", ["in Rome"], 2, 0),
-        ("", ["Rome"], 1, 0),
-    ],
-)
-def test_rouge_n(prediction: str, answers: list[str], n: int, value: float) -> None:
-    assert rouge_n(prediction, answers, n) == pytest.approx(value)
 
 
 def _longest(first: list[int], second: list[int]) -> int:

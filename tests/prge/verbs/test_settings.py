@@ -220,11 +220,33 @@ def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
         parse_settings(Stored, ["--resume=nowhere"], "prge")
 
 
+@dataclass(frozen=True)
+class Kept(Shared):
+    """Settings whose folder has some, once it was used."""
+
+    KEPT: ClassVar = "own.yaml"
+
+    folder: Path
+    """Where they are."""
+    rows: Path
+    """What is needed at first."""
+
+
+def test_a_folder_that_was_used_has_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--rows is missing"):
+        parse_settings(Kept, ["--folder", str(tmp_path)], "prge")
+    (tmp_path / "own.yaml").write_text("rows: there\nthreads: 2\n")
+    found = parse_settings(Kept, ["--folder", str(tmp_path), "--threads", "3"], "prge")
+    assert found == Kept(tmp_path, Path("there"), threads=3)
+
+
 def test_a_preset_comes_before_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stored, "PRESETS", tmp_path)
     (tmp_path / "large.yaml").write_text("steps: 99\nthreads: 2\n", encoding="utf-8")
     words = ["--out", "o", "--steps", "4", "--preset", "large"]
     assert parse_settings(Stored, words, "prge") == Stored(Path("o"), preset="large", steps=4, threads=2)
+    with pytest.raises(ConfigError, match=r"--preset is 'larg'; did you mean large\?"):
+        parse_settings(Stored, ["--preset", "larg"], "prge")
     with pytest.raises(ConfigError) as caught:
         parse_settings(Stored, ["--preset", "small", "--steps", "many"], "prge")
     assert caught.value.problems == [

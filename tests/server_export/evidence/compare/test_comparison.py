@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from prge.errors import RunError
 from prge.verbs.settings import settings_to_yaml
 from server_export.evidence.compare.command import compare
-from server_export.evidence.compare.comparison import Comparison
 from tests.comparisons import PretendedVerbs, settings_for, write_run
 
 RATES = '{"backprop-lora-fa": 0.01, "p-rge": 0.03}'
@@ -37,22 +35,8 @@ def test_searches_then_runs_each_seed(tmp_path: Path) -> None:
     assert backprop["runs"][0]["test"]["accuracy"] == 0.875
     assert backprop["runs"][0]["activation_bytes"] == 7_000_000
     assert (p_rge["runs"][0]["steps"], backprop["runs"][0]["steps"]) == (24000 // 32, 24000 // 48)
-    assert result["hashes"]["bundles"].keys() == {"shared"}
+    assert result["hashes"].keys() == {"train rows", "dev rows", "test rows", "bundle"}
     assert result["idle_bytes"] is None or result["idle_bytes"] > 10_000_000
-
-
-def test_it_says_which_of_how_many_runs_begins(tmp_path: Path) -> None:
-    told: list[str] = []
-    settings = settings_for(tmp_path / "cmp", *BOTH)
-    comparison = Comparison(settings, PretendedVerbs(), told.append)
-    comparison.out.mkdir()
-    comparison.prepare()
-    comparison.measure()
-    begun = [re.match(r"\[(\d+) of (\d+)(, about .+ left)?\] (\S+): \d+ steps at ", line) for line in told]
-    counts = [(int(found[1]), int(found[2])) for found in begun if found]
-    # A measured run, three trials and two seeds for each of two methods, and one trial beyond the edge.
-    assert counts == [*[(number, 12) for number in range(1, 5)], *[(number, 13) for number in range(5, 14)]]
-    assert all(found[3] for found in begun[3:] if found)
 
 
 def test_all_methods_are_evaluated_at_the_same_rows(tmp_path: Path) -> None:
@@ -129,6 +113,11 @@ def test_a_budget_of_seconds_is_timed_first(tmp_path: Path) -> None:
     assert result["methods"]["p-rge"]["runs"][0]["steps"] == 40
     assert "/measured/" in verbs.calls[1][1]["out"]
     assert "dev" not in verbs.calls[1][1]
+
+
+def test_an_export_that_fails_ends_it_with_what_was_said(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="`prge export` ended with code 2: export said this"):
+        run(tmp_path / "cmp", PretendedVerbs(broken=["export"]), *BOTH)
 
 
 def test_another_comparison_is_refused(tmp_path: Path) -> None:

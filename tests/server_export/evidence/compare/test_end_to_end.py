@@ -65,4 +65,4 @@ def test_killed_and_gone_on_with(tmp_path: Path) -> None:
     assert figures["peak_mb"]["mean"] > 0
     assert figures["activation_mb"]["mean"] > 0
     assert figures["test_accuracy"]["seeds"] == 1
-    assert (out / "report.html").read_text(encoding="utf-8").count("<svg ") == 4
+    assert (out / "report.html").read_text(encoding="utf-8").count("<svg ") == 2

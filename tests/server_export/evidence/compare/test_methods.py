@@ -18,7 +18,6 @@ from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.evidence.compare.methods import (
     METHODS,
     Plan,
-    chosen_methods,
     export_settings,
     run_settings,
 )
@@ -60,25 +59,25 @@ def parsed(kind: type[Settings], settings: Mapping[str, Any], folder: Path) -> S
     return read_settings(kind, Path(configured("verb", settings, folder / "verb.yaml")[2]), "prge verb")
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.family == "engine"])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.estimator])
 def test_engine_methods_have_settings_that_verbs_take(name: str, tmp_path: Path) -> None:
     settings, method = settings_for(tmp_path / "out", "--sequence-length", 16), METHODS[name]
-    config = parsed(ExportConfig, {**export_settings(method, settings), "out": tmp_path / "b"}, tmp_path)
+    config = parsed(ExportConfig, export_settings(settings, tmp_path / "b"), tmp_path)
     assert config.sequence_length == 16
     assert method.estimator and ESTIMATORS[method.estimator].role in config.roles
     plan = Plan(10, 1.25e-3, 3, (0, 2, 7, 10))
     chosen = run_settings(method, settings, plan, tmp_path / "bundle", ROWS, tmp_path / "run")
     run = parsed(RunSettings, chosen, tmp_path)
     assert (run.estimator, run.learning_rate, run.steps) == (method.estimator, 1.25e-3, 10)
-    assert (run.batch_size, run.copies) == (method.examples(16), method.copies)
-    assert run.queries == (None if name.startswith("exact") else method.directions or method.queries)
+    assert (run.batch_size, run.copies) == (method.examples(16), method.run.get("copies"))
+    assert run.queries == (None if name.startswith("exact") else method.run["queries"])
     assert run.select == "loss"
     assert (run.evaluate_at, run.evaluate_every, run.checkpoint_every) == ([0, 2, 7, 10], 0, 7)
     places = tmp_path / "bundle", ROWS["test"], tmp_path / "run", tmp_path / "t"
     assert parsed(EvaluateSettings, settings_of_test(settings, *places), tmp_path).data == ROWS["test"]
 
 
-@pytest.mark.parametrize("name", [name for name, one in METHODS.items() if one.family == "pytorch"])
+@pytest.mark.parametrize("name", [name for name, one in METHODS.items() if not one.estimator])
 def test_pytorch_methods_have_settings_that_the_verb_takes(name: str, tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out")
     plan = Plan(10, 1e-3, 3, (0, 5, 10), with_test=True)
@@ -103,28 +102,10 @@ def test_a_run_that_is_only_timed_is_not_evaluated_on_its_way(tmp_path: Path) ->
         assert (run.dev, run.evaluate_at, run.evaluate_every) == (None, [], 0)
 
 
-def test_top_blocks_are_adapted_wherever_the_others_are(tmp_path: Path) -> None:
+def test_a_bundle_starts_from_the_adapter_or_from_modules(tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.mkdir()
-    settings = settings_for(tmp_path / "out", "--adapter", start, "--target-modules", "layer.2.value")
-    chosen = export_settings(METHODS["exact-top2"], settings)
-    assert chosen["adapt_layers"] == "top:2"
-    assert not chosen.keys() & {"adapter", "target_modules"}
-    assert export_settings(METHODS["exact"], settings)["adapter"] == start
-    plain = settings_for(tmp_path / "out", "--target-modules", "value")
-    assert export_settings(METHODS["exact-top2"], plain)["target_modules"] == ["value"]
-
-
-def test_all_methods_but_those_with_settings_of_their_own_share_a_bundle(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "out")
-    shared = export_settings(METHODS["backprop-lora"], settings)
-    assert "roles" not in shared
-    others = {name for name, one in METHODS.items() if export_settings(one, settings) != shared}
-    assert others == {"exact-top2"}
-
-
-def test_methods_are_taken_once_in_their_order() -> None:
-    assert [method.name for method in chosen_methods(["tangent", "p-rge", "tangent"], 16)] == [
-        "tangent",
-        "p-rge",
-    ]
+    chosen = export_settings(settings_for(tmp_path / "out", "--adapter", start), tmp_path / "bundle")
+    assert chosen["start_adapter"] == start and not chosen.keys() & {"rank", "target_modules"}
+    chosen = export_settings(settings_for(tmp_path / "out", "--target-modules", "value"), tmp_path / "bundle")
+    assert (chosen["rank"], chosen["target_modules"]) == (8, ["value"])

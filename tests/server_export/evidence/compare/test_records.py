@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server_export.evidence.compare.records import (
-    Point,
+    best_loss,
     curve,
     is_finished,
-    read_curve,
     read_run,
     step_memory,
     step_seconds,
@@ -41,7 +39,11 @@ def test_seconds_leave_evaluations_and_reloading_out() -> None:
             ("evaluation", 4, 30.0, 0.6),
         )
     )
-    assert found == [Point(0, 0, 0.0, 1.0), Point(2, 20, 2.0, 0.8), Point(4, 40, 4.0, 0.6)]
+    assert [tuple(point[name] for name in ("step", "rows", "seconds", "loss")) for point in found] == [
+        (0, 0, 0.0, 1.0),
+        (2, 20, 2.0, 0.8),
+        (4, 40, 4.0, 0.6),
+    ]
 
 
 def test_step_seconds_are_since_the_record_before() -> None:
@@ -49,22 +51,18 @@ def test_step_seconds_are_since_the_record_before() -> None:
     assert found == pytest.approx({1: 1.5, 2: 0.5})
 
 
-def test_losses_that_are_not_finite_stay_json(tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_are_none(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 2, "completed")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     last = {**json.loads(lines[-1]), "loss": None}
     (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
-    stored = json.loads(json.dumps(read_run(run, 4, None, None), allow_nan=False))
-    points = read_curve(stored)
-    assert math.isnan(points[-1].loss)
-    assert points[0].value("accuracy") == 0.5
+    assert [point["loss"] for point in read_run(run, 4, None, None)["curve"]] == [0.7, None]
+    assert best_loss(run) == 0.7
 
 
 def test_a_run_of_each_family(tmp_path: Path) -> None:
     engine = read_run(write_run(tmp_path / "a", 3, "completed"), 4, 123, {"loss": 0.5, "accuracy": 0.7})
     assert (engine["activation_bytes"], engine["test"]["accuracy"]) == (123, 0.7)
-    assert engine["step_seconds"] == pytest.approx(0.1)
-    assert engine["training_seconds"] == pytest.approx(0.3)
     # Four rows of 20 tokens in a tenth of a second, whatever the copies of them.
     assert engine["tokens_per_second"] == pytest.approx(800)
     pytorch = read_run(write_run(tmp_path / "b", 3, "completed", baseline=True), 4, None, None)

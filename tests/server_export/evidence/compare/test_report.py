@@ -36,7 +36,7 @@ def test_everything_is_inside_and_escaped(report: Path) -> None:
     assert all(link.startswith("#") for link in page.links)
     assert {link[1:] for link in page.links} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
-    assert text.count("<svg ") == 4
+    assert text.count("<svg ") == 2
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text
     assert "&lt;no&gt; such | thing" in text
@@ -62,15 +62,9 @@ def test_numbers_of_the_table_are_those_of_the_json(report: Path) -> None:
                 assert float(row[column].split()[0]) == pytest.approx(mean * scale, rel=2e-3)
 
 
-def test_the_bottom_line_comes_first_and_names_are_explained(report: Path) -> None:
+def test_the_verdict_and_what_methods_are_stand_in_words(report: Path) -> None:
     text = (report / "report.md").read_text()
-    bottom_line = text.split("\n\n")[1]
-    for told in (
-        "Backpropagation gets to the target sooner: backprop-lora-fa",
-        "Backpropagation ends better on test rows: backprop-lora-fa",
-        "Forward passes alone take less memory: p-rge 50 MB",
-    ):
-        assert told in bottom_line
+    assert re.search(r"peak memory over an idle runner: p-rge 50 MB, against .*: [\d.]+ .*times", text)
     methods = Page((report / "report.html").read_text()).tables[0]
     assert methods[1] == ["backprop-lora-fa", "a method", "PyTorch", "backward passes"]
     assert [row[0] for row in methods[1:]] == list(make_result(report)["methods"])
@@ -108,7 +102,7 @@ def test_markdown_has_whole_tables_and_pictures_that_exist(report: Path) -> None
         counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
         assert len(counts) == 1
     links = re.findall(r"\]\(([^)]+)\)", text)
-    assert len(links) == 4
+    assert len(links) == 2
     assert all((report / link).read_text().startswith("<svg") for link in links)
     assert "<script>" not in text.replace("\\<", "")
 

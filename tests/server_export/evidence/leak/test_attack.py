@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from server_export.evidence.leak import prior, reports
-from server_export.evidence.leak.attack import Attack, attack
-from server_export.evidence.leak.reports import Report
+from server_export.evidence.leak import prior
+from server_export.evidence.leak.reports import Report, View, directions_of, sent
 from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.search import Search, attack, span_rows
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.victim import Victim
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, task_form, text_form
 
+EXACT = View()
 
-def attacked(victim: Victim, form: Form, report: Report, **changes: Any) -> Attack:
-    fields: dict[str, Any] = {"preset": "demo", "samples": 64, "guesses": 3000, **changes}
+
+def attacked(victim: Victim, form: Form, report: Report, samples: int = 64, guesses: int = 3000) -> Rows:
     generator = torch.Generator().manual_seed(0)
-    written = prior.sample(victim, form, fields["samples"], generator)
-    return attack(victim, form, report, written, LeakSettings(**fields), generator)
+    written = prior.sample(victim, form, samples, generator)
+    return attack(victim, form, report, written, LeakSettings(preset="demo", guesses=guesses), generator)
 
 
 def same(guess: Rows, rows: Rows) -> bool:
@@ -31,43 +30,42 @@ def same(guess: Rows, rows: Rows) -> bool:
 def test_finds_a_row_of_four_tokens_at_rank_eight_from_its_gradient(seed: int) -> None:
     victim, form = make_victim(8, seed=seed), text_form(4)
     rows = make_rows(form, 1, seed)
-    found = attacked(victim, form, reports.exact(victim.gradients(form, rows)[0]))
-    assert found.spanned
-    assert same(found.guess, rows)
+    report = sent(EXACT, victim.gradients(form, rows)[0])
+    assert span_rows(victim, form, report, rows) is not None
+    assert same(attacked(victim, form, report), rows)
 
 
 def test_finds_a_row_and_its_label_in_a_task() -> None:
     victim, form = make_victim(16), task_form(3)
     rows = make_rows(form, 1)
-    assert same(attacked(victim, form, reports.exact(victim.gradients(form, rows)[0])).guess, rows)
+    assert same(attacked(victim, form, sent(EXACT, victim.gradients(form, rows)[0])), rows)
 
 
 def test_finds_a_row_from_few_scalars() -> None:
     victim, form = make_victim(2), text_form(3)
     rows = make_rows(form, 1)
-    made = reports.directions_of(victim.modules, 0, 10, 4)
-    report = reports.scalars(victim.gradients(form, rows)[0], made, queries=4)
-    found = attacked(victim, form, report)
-    assert not found.spanned
-    assert same(found.guess, rows)
+    report = sent(directions_of(victim.modules, 0, 10, 4), victim.gradients(form, rows)[0])
+    assert span_rows(victim, form, report, rows) is None
+    assert same(attacked(victim, form, report), rows)
 
 
 def test_as_many_scalars_as_values_are_the_gradient() -> None:
     victim, form = make_victim(4, num_hidden_layers=1), text_form(3)
     rows = make_rows(form, 1)
-    made = reports.directions_of(victim.modules, 0, -(-victim.size // 16) + 20, 16)
-    report = reports.scalars(victim.gradients(form, rows)[0], made, queries=16)
-    found = attacked(victim, form, report, samples=2)
-    assert found.spanned
-    assert same(found.guess, rows)
+    view = directions_of(victim.modules, 0, -(-victim.size // 16) + 20, 16)
+    report = sent(view, victim.gradients(form, rows)[0])
+    assert span_rows(victim, form, report, rows) is not None
+    assert same(attacked(victim, form, report, samples=2), rows)
 
 
 def test_a_search_stays_within_its_gradients() -> None:
     victim, form = make_victim(4), text_form(6)
-    report = reports.exact(victim.gradients(form, make_rows(form, 1))[0])
-    found = attacked(victim, form, report, samples=32, guesses=300, span=False)
+    report = sent(EXACT, victim.gradients(form, make_rows(form, 1))[0])
+    draw = torch.Generator().manual_seed(0)
+    search = Search(victim, form, report, draw, LeakSettings(preset="demo", guesses=300, objectives=[]))
+    search.run(*prior.sample(victim, form, 32, draw))
     # What is tried at once isn't cut short.
-    assert found.tried <= 300 + 4 * victim.vocabulary
+    assert search.tried <= 300 + 4 * victim.vocabulary
 
 
 def test_noise_leaves_the_guess_of_the_prior() -> None:
@@ -79,9 +77,9 @@ def test_noise_leaves_the_guess_of_the_prior() -> None:
     for seed in range(6):
         rows = make_rows(form, 1, seed)
         own = victim.gradients(form, rows)[0]
-        report = reports.noised(reports.exact(own), own, 1e4, draw)
-        settings = LeakSettings(preset="demo", guesses=600, beam=1, matching_steps=5)
-        guess = attack(victim, form, report, (written, shares), settings, draw).guess
+        report = sent(EXACT, own, 1e4, draw)
+        settings = LeakSettings(preset="demo", guesses=600, matching_steps=5)
+        guess = attack(victim, form, report, (written, shares), settings, draw)
         recovered["report"] += float((guess.tokens == rows.tokens).float().mean()) / 6
         recovered["prior"] += float((blind == rows.tokens).float().mean()) / 6
     assert abs(recovered["report"] - recovered["prior"]) < 0.15

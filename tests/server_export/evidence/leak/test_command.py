@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 
 from prge.errors import ConfigError, DataError
+from prge.verbs.settings import parse_settings
 from server_export.evidence.leak.command import leak, main
-from server_export.evidence.leak.settings import LeakSettings, read_command_line
+from server_export.evidence.leak.settings import LeakSettings
 from tests.tiny_models import save_model
 
-FEW = "--samples 16 --guesses 200 --beam 1 --matching-steps 5 --limit 1 --seeds 1 2".split()
+FEW = "--samples 16 --guesses 200 --matching-steps 5 --limit 1 --seeds 1 2".split()
+
+
+def read(words: str) -> LeakSettings:
+    return parse_settings(LeakSettings, words.split(), "prge leak")
 
 
 def told(_: str) -> None:
@@ -59,10 +64,7 @@ def test_figures_and_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_labels_of_a_task_are_attacked(folder: Path) -> None:
     words = f"--model {folder / 'model'} --rows {folder / 'rows.jsonl'} --task {folder / 'task.yaml'}"
-    settings = read_command_line(
-        [*words.split(), "--lengths", "1", "--ranks", "16", "--reports", "exact", *FEW]
-    )
-    found = leak(settings, told)
+    found = leak(read(f"{words} --lengths 1 --ranks 16 --reports exact {' '.join(FEW)}"), told)
     assert found["table"][0]["label"]["mean"] == 1
     assert found["recovered_exact"] == 1
 
@@ -80,7 +82,7 @@ def test_labels_of_a_task_are_attacked(folder: Path) -> None:
 )
 def test_settings_that_cannot_be(words: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        read_command_line(words.split())
+        read(words)
 
 
 def test_too_few_rows(folder: Path) -> None:
@@ -97,7 +99,7 @@ def test_an_encoder_is_refused(folder: Path) -> None:
 
 
 def test_each_list_is_varied_alone() -> None:
-    settings = read_command_line("--preset demo --lengths 8 4 --steps 10 1 --batches 1 2 --noise 0".split())
+    settings = read("--preset demo --lengths 8 4 --steps 10 1 --batches 1 2 --noise 0")
     cases = [(case.report, case.length, case.steps, case.batch) for case in settings.cases()]
     assert [case[1:] for case in cases if case[0] == "exact"] == [(8, 1, 1), (4, 1, 1), (8, 1, 2)]
     assert [case[1:] for case in cases if case[0] == "scalars"] == [

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from server_export.evidence.leak import reports
 from server_export.evidence.leak.matching import difference, match
-from server_export.evidence.leak.opening import Target, open_target
+from server_export.evidence.leak.reports import View, sent
 from server_export.evidence.leak.rows import Rows
 from server_export.evidence.leak.settings import LeakSettings, Objective
+from server_export.evidence.leak.target import Target, open_target
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, text_form
 
-OBJECTIVES: list[Objective] = ["dlg", "cosine", "tag"]
+OBJECTIVES: list[Objective] = ["dlg", "cosine"]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_a_wrong_token_becomes_the_right_one(trained: Target, objective: Objecti
         for name in ("Max", "Emma")
     )
     rows, guess = (Rows(torch.tensor([tokens]), torch.tensor([0])) for tokens in (right, wrong))
-    report = reports.exact(victim.gradients(form, rows)[0])
+    report = sent(View(), victim.gradients(form, rows)[0])
     assert match(victim, form, report, guess, objective, 100).tokens.tolist() == [right]
 
 
@@ -48,11 +48,10 @@ def test_only_the_cosine_forgets_the_size() -> None:
     found = {objective: float(difference(objective, 2 * numbers, numbers)) for objective in OBJECTIVES}
     assert found["cosine"] == pytest.approx(0, abs=1e-6)
     assert found["dlg"] == pytest.approx(1)
-    assert found["tag"] > found["dlg"]
 
 
 def test_no_steps_change_nothing() -> None:
     victim, form = make_victim(4), text_form(4)
     rows = make_rows(form, 2)
-    report = reports.exact(victim.gradients(form, rows)[0])
+    report = sent(View(), victim.gradients(form, rows)[0])
     assert torch.equal(match(victim, form, report, rows, "cosine", 0).tokens, rows.tokens)

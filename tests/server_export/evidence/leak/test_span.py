@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prge.contract import AdaptedModule
-from server_export.evidence.leak.span import Spans, read_prefixes, spans_of
+from server_export.evidence.leak.span import read_prefixes, residuals, spans_of
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, task_form, text_form
 
 
@@ -41,7 +41,7 @@ def test_finds_both_rows_of_a_batch() -> None:
 def test_as_many_tokens_as_the_rank_show_nothing() -> None:
     victim, form = make_victim(4), text_form(8)
     gradient = victim.gradients(form, make_rows(form, 1))[0][0]
-    assert not spans_of(victim.modules, gradient).bases
+    assert not spans_of(victim.modules, gradient)
 
 
 def test_residuals_are_those_of_least_squares() -> None:
@@ -51,14 +51,14 @@ def test_residuals_are_those_of_least_squares() -> None:
     inputs = draw.normal(size=(7, 6))
     inside = gradient @ np.linalg.lstsq(gradient, inputs.T, rcond=None)[0]
     expected = np.log(np.linalg.norm(inputs.T - inside, axis=0) / np.linalg.norm(inputs, axis=1))
-    found = spans.residuals({"layer": torch.from_numpy(inputs)})
+    found = residuals(spans, {"layer": torch.from_numpy(inputs)})
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
 
 
 def test_residuals_are_means_over_layers() -> None:
     basis = torch.eye(3, dtype=torch.float64)[:, :1]
-    spans = Spans({"one": basis, "two": basis})
+    spans = {"one": basis, "two": basis}
     inside, outside = torch.tensor([[1.0, 0, 0]]), torch.tensor([[0, 1.0, 0]])
-    mixed = spans.residuals({"one": inside, "two": outside})
-    twice = spans.residuals({"one": inside, "two": inside})
+    mixed = residuals(spans, {"one": inside, "two": outside})
+    twice = residuals(spans, {"one": inside, "two": inside})
     assert float(mixed) == pytest.approx(float(twice) / 2)

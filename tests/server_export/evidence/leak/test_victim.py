@@ -14,9 +14,9 @@ from prge.files.peft import read_peft
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Step
 from prge.learning.examples import Example, Slot, TokenSequence, make_batch
-from server_export.evidence.leak.opening import open_target
 from server_export.evidence.leak.rows import Form, Rows
 from server_export.evidence.leak.settings import LeakSettings
+from server_export.evidence.leak.target import open_target
 from server_export.evidence.leak.victim import Victim
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, task_form, text_form
 
@@ -63,8 +63,7 @@ def test_tokens_are_a_case_of_rows_that_are_none(form: Form) -> None:
     victim = make_victim(4)
     rows = make_rows(form, 2)
     targets = torch.nn.functional.one_hot(rows.tokens, victim.vocabulary).float()
-    labels = torch.nn.functional.one_hot(rows.labels, max(len(form.classes), 1)).float()
-    soft = victim.soft_gradient(form, victim.embeddings[rows.tokens], targets, labels)
+    soft = victim.soft_gradient(form, victim.embeddings[rows.tokens], targets, rows)
     torch.testing.assert_close(soft.detach(), victim.gradients(form, rows)[0])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
-from server_export.evidence.base import as_exported
+from server_export.evidence.base import open_base
 from server_export.evidence.leak.rows import Form, Rows, known_form, unknown_part
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.victim import Victim
@@ -43,8 +42,9 @@ class Target:
         Raises:
             PrgeError: model or adapter can't be used.
         """
-        loaded, settings = _load(self.settings, self.bundle), self.settings
+        settings = self.settings
         if self.bundle is None:
+            loaded = _load(settings)
             start = start_adapter(replace(settings.export, rank=rank, seed=seed), loaded, False)
             lora_b = {name: matrix.T.contiguous() for name, matrix in start.lora_b.items()}
             return Victim(loaded, start.scaled_lora_a(), lora_b)
@@ -52,7 +52,7 @@ class Target:
         names = [module.name for module in self.bundle.chain.modules]
         scaled = {name: torch.from_numpy(adapter.lora_a[name]) * adapter.scale_of(name) for name in names}
         lora_b = {name: torch.from_numpy(adapter.lora_b[name]).T.contiguous() for name in names}
-        return Victim(loaded, scaled, lora_b)
+        return Victim(open_base(self.bundle, settings.model_path), scaled, lora_b)
 
     def reports(self, length: int, batch: int, seed: int) -> tuple[Form, list[Rows]]:
         """Rows of so many unknown tokens, in batches, chosen by a seed.
@@ -72,13 +72,8 @@ class Target:
         order = torch.randperm(len(long), generator=torch.Generator().manual_seed(seed))[:needed]
         chosen = [long[index] for index in order.tolist()]
         tokens = torch.tensor([unknown_part(example, form)[:length] for example in chosen])
-        labels = torch.tensor([example.label or 0 for example in chosen])
-        rows = Rows(tokens, labels)
+        rows = Rows(tokens, torch.tensor([example.label or 0 for example in chosen]))
         return form, [rows[slice(start, start + batch)] for start in range(0, needed, batch)]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
-        return self.tokenizer.decode(tokens, special=False)
 
 
 def open_target(settings: LeakSettings) -> Target:
@@ -90,36 +85,25 @@ def open_target(settings: LeakSettings) -> Target:
     bundle = open_bundle(settings.bundle) if settings.bundle is not None else None
     if bundle is not None:
         tokenizer, contract = bundle_tokenizer(bundle), bundle.chain.scoring
+        if contract.is_encoder:
+            raise _encoder(settings.model_path)
     else:
-        loaded = _load(settings, None)
-        vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])
+        vocabulary = int(_load(settings).model.get_input_embeddings().weight.shape[0])
         tokenizer = on_device(load_tokenizer(settings.model_path), "auto", vocabulary)
-        start = start_adapter(settings.export, loaded, False)
-        modules = tuple(
-            AdaptedModule(name, len(matrix), matrix.shape[1], len(start.lora_b[name]))
-            for name, matrix in start.lora_a.items()
-        )
-        contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, modules)
-    if contract.is_encoder:
-        raise _encoder(settings.model_path)
+        # Of what a contract has, rows are read by the lengths and the vocabulary alone.
+        some = (AdaptedModule("", 1, 1, 1),)
+        contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, some)
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.rows_path, "test", settings.columns)
-    options = BuildOptions("truncate")
-    examples, _ = load_examples(rows, tokenizer, contract, task, options=options)
+    examples, _ = load_examples(rows, tokenizer, contract, task, options=BuildOptions("truncate"))
     return Target(settings, bundle, tokenizer, examples)
 
 
-def _load(settings: LeakSettings, bundle: Bundle | None) -> LoadedModel:
-    """The model, as its bundle has it.
-
-    Raises:
-        PrgeError: there is none, it is another one, or an encoder.
-    """
+def _load(settings: LeakSettings) -> LoadedModel:
+    """The model; raises PrgeError where there is none, or an encoder."""
     loaded = load_model(settings.model_path)
     if not loaded.is_decoder:
         raise _encoder(settings.model_path)
-    if bundle is not None:
-        as_exported(bundle, loaded)
     return loaded
 
 

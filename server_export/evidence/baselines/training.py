@@ -1,0 +1,178 @@
+"""One baseline from its rows to its result: model, method, loop, test rows, summary."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch._dynamo
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from prge.errors import DivergenceError
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.files.journal import Record
+from prge.files.run_folder import FINAL, reported
+from prge.host.atomic import new_folder
+from prge.host.memory import resident_bytes
+from prge.learning.checkpoint import HEAD, Progress, head_arrays
+from prge.learning.estimators.protocol import Measurement
+from prge.learning.examples import Example, token_count
+from prge.learning.optimizers import schedule
+from prge.learning.sampling import Sampler
+from prge.learning.training import loss_has_risen, train
+from prge.rows.scoring import evaluate
+from prge.running.watching import Watcher, graceful_stop
+from server_export.evidence.base import open_base
+from server_export.evidence.baselines.inputs import BaselineInputs
+from server_export.evidence.baselines.method import Method
+from server_export.evidence.baselines.methods import METHODS
+from server_export.evidence.baselines.problem import ModelProblem
+from server_export.evidence.baselines.settings import BEST, BaselineSettings
+from server_export.quiet import quiet_libraries
+
+# Imported before memory is looked at, so that what the libraries take isn't counted as the method's: models,
+# and what torch's optimizers import with their first step.
+_LOADED = (AutoModel, AutoModelForCausalLM, PreTrainedModel, torch._dynamo)
+
+
+def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineInputs) -> None:
+    """Train by the method of the settings and write the result.
+
+    Raises:
+        PrgeError: the model isn't the bundle's, the method doesn't fit, or the training diverged.
+        KeyboardInterrupt: interrupted by the user.
+    """
+    quiet_libraries()
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    entry = METHODS[settings.method]
+    make = entry.load()
+    idle_bytes = resident_bytes()
+    widest = max(len(example.sequences) for example in inputs.train)
+    batch_size = settings.batch_size or max(bundle.chain.bounds.batch, widest)
+    base = open_base(bundle, settings.model)
+    rows, seed = inputs.train, settings.seed
+    problem = ModelProblem(bundle, base, rows, inputs.pad, batch_size, seed, settings.head_folds)
+    if not entry.adapts:
+        problem.merge_adapter()
+    learner = BaselineLearner(settings, inputs, make(problem, settings))
+
+    def describe() -> tuple[Record, Record]:
+        run = {
+            "method": settings.method,
+            **bundle.description,
+            "engine": "pytorch",
+            "threads": torch.get_num_threads(),
+        }
+        return run, {
+            "training_rows": len(inputs.train),
+            "training_tokens": token_count(inputs.train),
+            "development_rows": len(inputs.dev),
+            "trained_values": sum(parameter.numel() for parameter in learner.method.trained),
+            "best": learner.best,
+            "memory": {"baseline_bytes": idle_bytes},
+        }
+
+    watcher = Watcher(settings, 0, lambda _: learner.rows, describe)
+    with watcher, graceful_stop(watcher):
+        watcher.say(inputs.report)
+        # There is no resuming, so that nothing is kept on the way.
+        train(learner, replace(settings.of_loop, checkpoint_every=0), watcher, lambda: watcher.stopped)
+        if watcher.stopped and learner.progress.step < settings.steps:
+            raise KeyboardInterrupt
+        watcher.stop_clock()
+        learner.take_best()
+        if inputs.test:
+            watcher.told["test"] = learner.score(inputs.test)
+        _write_final(settings.out / FINAL, learner.method)
+        best = learner.best or {}
+        watcher.say_final(best.get("step", watcher.steps), best)
+
+
+class BaselineLearner:
+    """Implements prge.learning.training.Learner: parameters of a model, by a method in PyTorch.
+
+    `rows` are those that were computed; `best` is the evaluation of the best step.
+    """
+
+    def __init__(self, settings: BaselineSettings, inputs: BaselineInputs, method: Method) -> None:
+        problem = method.problem
+        # An encoder's heads are fitted before the first step.
+        problem.prepare_heads()
+        self.method = method
+        self.progress = Progress()
+        self.rows = method.prior_rows
+        self.best: Record | None = None
+        self._settings = settings
+        self._inputs = inputs
+        self._file = settings.out / BEST
+        self._batch = Sampler(inputs.train, problem.contract, settings.seed, pad=problem.pad).chosen
+        self._rate = schedule(settings.schedule, settings.learning_rate, settings.steps, settings.rising)
+
+    def step(self) -> tuple[Record, Measurement]:
+        """See Learner."""
+        number = self.progress.step
+        rate, examples, begin = self._rate(number), self._batch(number), time.perf_counter()
+        result = self.method.step(examples, rate)
+        seconds = time.perf_counter() - begin
+        self.rows += result.rows
+        if not math.isfinite(result.loss):
+            problem = f"step {number}: the loss is {result.loss}"
+        else:
+            self.progress.count_step(result.loss)
+            problem = loss_has_risen(self.progress, self._settings.divergence_ratio)
+        if problem:
+            raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
+        figures = {"tokens": token_count(examples), "loss": result.loss, "learning_rate": rate}
+        record = {"kind": "step", "step": number, **figures}
+        return record, Measurement(result.loss, np.zeros(0), None, seconds, result.rows)
+
+    def evaluate(self) -> tuple[Record, bool] | None:
+        """See Learner."""
+        if not self._inputs.dev:
+            return None
+        scored = self.score(self._inputs.dev)
+        record = {"step": self.progress.step, **scored}
+        before = self.progress.best_value
+        if before is None or record["value"] > before:
+            self.best = {name: figure for name, figure in record.items() if name != "value"}
+        return record, True
+
+    def score(self, examples: Sequence[Example]) -> Record:
+        """Score rows with the model as it is, by the driver's own code: a record as `evaluate` gives it."""
+        problem = self.method.problem
+        zeros, head = Adapter.zeros(problem.modules), problem.heads.head
+        select, task = self._settings.select, self._inputs.task
+        record, _ = evaluate(problem, zeros, examples, task, head, problem.pad, select)
+        return record
+
+    def save(self, best: bool = False) -> None:
+        """See Learner; nothing but the best parameters is kept."""
+        if best:
+            with reported(self._file):
+                torch.save([parameter.detach() for parameter in self.method.trained], self._file)
+
+    def take_best(self) -> None:
+        """Give the method the best parameters, if there are any."""
+        if self.best is not None:
+            stored = torch.load(self._file, weights_only=True, mmap=True)
+            for parameter, value in zip(self.method.trained, stored, strict=True):
+                parameter.data.copy_(value)
+            self._file.unlink()
+
+
+def _write_final(final: Path, method: Method) -> None:
+    """The result as the method writes it, with an encoder's head."""
+    with new_folder(final, overwrite=True) as folder:
+        method.save(folder)
+        head = method.problem.heads.head
+        if head is not None:
+            arrays = head_arrays(head)
+            save_file({name: torch.from_numpy(array) for name, array in arrays.items()}, folder / HEAD)
