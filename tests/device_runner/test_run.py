@@ -23,6 +23,7 @@ from prge.errors import BundleError, ConfigError, DataError, DivergenceError, En
 from prge.files.bundle import file_sha256, open_bundle
 from prge.files.journal import Journal, encode_array
 from prge.files.peft import read_peft
+from prge.files.run_folder import run_lock
 from prge.learning.estimators.guide import Guide, add_guide
 from prge.verbs.settings import parse_settings
 from tests.bundles import read_json, write_manifest
@@ -259,33 +260,6 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     assert left(killed.out) == left(settings.out)
 
 
-def test_an_odd_record_of_metrics_stops_no_resume(device: Device, settings: RunSettings) -> None:
-    run(settings)
-    expected = (settings.out / "final/adapter_model.safetensors").read_bytes()
-    with (settings.out / "metrics.jsonl").open("a") as stream:
-        stream.write('{"event": "step"}\n{"event": "step", "step": 12, "rows": "many"}\n')
-    run(replace(settings, resume=settings.out))
-    assert (settings.out / "final/adapter_model.safetensors").read_bytes() == expected
-
-
-@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl", "log.txt", "run.lock"])
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-@pytest.mark.timeout(20)
-def test_a_link_or_a_pipe_in_its_folder_is_an_error(
-    device: Device, settings: RunSettings, tmp_path: Path, name: str, kind: str
-) -> None:
-    target = tmp_path / "target"
-    target.touch()
-    settings.out.mkdir()
-    if kind == "link":
-        (settings.out / name).symlink_to(target)
-    else:
-        os.mkfifo(settings.out / name)
-    with pytest.raises(RunError, match=rf"{name} can't be written: it is a {kind}, not a file"):
-        run(settings)
-    assert target.read_bytes() == b""
-
-
 def _signed(record: dict[str, Any]) -> str:
     content = json.dumps(record, separators=(",", ":"))
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'
@@ -367,12 +341,6 @@ def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
         run(stored)
 
 
-def test_a_run_isnt_resumed_with_other_directions(device: Device, settings: RunSettings) -> None:
-    run(settings)
-    with pytest.raises(ConfigError, match="share_directions was False, is True"):
-        run(replace(settings, resume=settings.out, share_directions=True))
-
-
 def test_told_so_a_run_goes_on_with_another_estimator(
     device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,6 +352,7 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     changed = replace(settings, resume=settings.out, share_directions=True, learning_rate=0.01)
     with pytest.raises(ConfigError, match=r"learning_rate was 0\.02, is 0\.01") as caught:
         run(changed)
+    assert "share_directions was False, is True" in str(caught.value)
     assert "--change-estimator lets these differ" in str(caught.value.remedy)
     killed = replace(changed, out=tmp_path / "killed", resume=tmp_path / "killed")
     shutil.copytree(settings.out, killed.out)
@@ -518,32 +487,25 @@ def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tm
 
 
 @pytest.mark.parametrize("device", [True], indirect=True, ids=["encoder"])
-def test_a_run_isnt_resumed_with_another_task(settings: RunSettings) -> None:
+def test_a_run_isnt_resumed_with_another_task_or_rows(settings: RunSettings) -> None:
     run(settings)
     path = Path(str(settings.task))
     path.write_text(path.read_text().replace('"{text}"', '"{text}!"'))
-    with pytest.raises(ConfigError, match="the task is another one"):
-        run(replace(settings, resume=settings.out))
+    other = replace(settings, resume=settings.out, train=settings.dev, steps=99)
+    with pytest.raises(ConfigError, match="the task is another one") as caught:
+        run(other)
+    assert all(part in str(caught.value) for part in ("the train is another one", "steps was 12, is 99"))
+
+
+def test_one_process_holds_its_folder(settings: RunSettings) -> None:
+    with run_lock(settings.out), pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
+        run(settings)
 
 
 def test_an_estimator_whose_role_the_bundle_lacks(settings: RunSettings) -> None:
     with pytest.raises(ConfigError, match="export with the role back"):
         run(replace(settings, estimator="exact"))
     assert not settings.out.exists()
-
-
-@pytest.mark.parametrize("estimator", ["antithetic", "fzoo"])
-def test_copies_of_a_call_change_no_scalar(
-    device: Device, settings: RunSettings, tmp_path: Path, estimator: str
-) -> None:
-    found = []
-    for copies in (1, 3, None):
-        out = tmp_path / f"run-{copies}"
-        run(replace(settings, estimator=estimator, copies=copies, out=out))
-        with Journal(out / "journal.jsonl", writable=False) as journal:
-            found.append([step["scalars"] for number in range(STEPS) if (step := journal.step(number))])
-    assert np.allclose(found[0], found[2], rtol=1e-4, atol=1e-6)
-    assert np.allclose(found[1], found[2], rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_tells_what_the_run_did(

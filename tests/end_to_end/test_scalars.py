@@ -12,7 +12,7 @@ from device_runner.engines.opening import open_engines
 from prge.engine import Engine, FloatArray
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
-from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
+from prge.learning.estimators.differences import Antithetic, Differences
 from prge.learning.estimators.directions import Directions
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Estimator, Step
@@ -82,17 +82,3 @@ def test_tangents_are_the_gradient_along_their_directions(engines: dict[str, Eng
     moved = estimator.gradient(measured.learnt, 1, 0, engine.contract.modules)
     # Of several directions z_i the estimate is mean_i <g, z_i> z_i.
     assert exact @ moved == pytest.approx(float((measured.scalars.mean(-1) ** 2).mean()), rel=1e-3)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    "rule", [Antithetic(QUERIES, 1e-2), OneSided(QUERIES, 1e-2, normalize=False)], ids=["antithetic", "fzoo"]
-)
-def test_copies_change_the_speed_and_nothing_else(engines: dict[str, Engine], rule: Rule, rows: str) -> None:
-    found = {
-        copies: Differences(rule).measure(engines[copies], step_of(engines[copies], rows)).scalars
-        for copies in ("1", "2", str(QUERIES), str(2 * QUERIES))
-    }
-    for scalars in found.values():
-        np.testing.assert_allclose(scalars, found["1"], atol=1e-4)
-    assert np.abs(found["1"]).min() > 1e-3

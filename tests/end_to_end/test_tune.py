@@ -179,14 +179,6 @@ def test_rows_of_one_class_teach_that_class(workshop: Path, tmp_path: Path) -> N
     assert result["score_after"]["loss"] < result["score_before"]["loss"]
 
 
-def test_an_encoder_needs_rows_of_every_class(workshop: Path, encoder: Path, tmp_path: Path) -> None:
-    rows = one_class(workshop, tmp_path)
-    words = ["--bundle", encoder, "--task", workshop / "task.yaml", "--out", tmp_path / "out"]
-    done = prge("tune", rows, *words, "--steps", 4, "--learning-rate", 0.03, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "no training row is of the class 'yes'" in done.stderr and not (tmp_path / "out").exists()
-
-
 @pytest.mark.whole
 def test_an_encoder_learns_from_a_few_rows(workshop: Path, encoder: Path, tmp_path: Path) -> None:
     lines = [{"text": text, "label": label} for text, label in (("aa", 0), ("bb", 1), ("cc", 0), ("dd", 1))]

@@ -16,14 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
-from device_runner.engines.opening import open_engines
-from prge.errors import AdapterError, BundleError, ConfigError, PrgeError, RunError
-from prge.files.adapter import stack
+from prge.errors import BundleError, ConfigError, PrgeError, RunError
 from prge.files.bundle import Bundle, file_sha256, manifest_sha256, open_bundle
 from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_peft
-from prge.files.signatures import STACK
 from server_export.publish import main, publish
 from server_export.publishing.settings import PublishConfig
 from tests.server_export.adapters import RANK, trained_adapter, trained_folder
@@ -129,35 +125,6 @@ def test_peft_and_merged_folders_give_the_trained_logits(
     from transformers import AutoTokenizer
 
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) > 10
-
-
-def test_program_peft_and_merged_model_agree(
-    saved: Path, bundle: Bundle, trained: Path, tmp_path: Path
-) -> None:
-    """The bundle's programs with the adapter as input, against the two published forms."""
-    from peft import PeftModel
-
-    tokens, _ = rows(3)
-    positions = torch.tensor([[0, 5, 11], [3, 10, 11]])
-    targets = torch.tensor([[1, 2, 3], [4, 5, 127]])
-    contract = replace(bundle.chain.contract(STACK, 2, copies=2), positions=3)
-    engine = open_engines(bundle, contract).step
-    inputs = {"tokens": tokens, "positions": positions, "targets": targets}
-    adapter = read_peft(trained, contract.modules, bundle.adapter)
-    answers = engine.forward(
-        {**{name: np.tile(value.numpy(), (2, 1)) for name, value in inputs.items()}, **stack(adapter, 2)}
-    )["logprobs"]
-
-    def logprobs(model: Any) -> Any:
-        with torch.no_grad():
-            logits = torch.log_softmax(model(input_ids=tokens).logits, -1)
-        return logits[torch.arange(2).unsqueeze(1), positions, targets].repeat(2, 1).numpy()
-
-    peft = publish(PublishConfig(trained, tmp_path / "peft", bundle.folder, model=str(saved / "llama")))
-    model = PeftModel.from_pretrained(auto("llama").from_pretrained(saved / "llama"), str(peft)).eval()
-    np.testing.assert_allclose(logprobs(model), answers, atol=1e-4)
-    merged = publish(PublishConfig(trained, tmp_path / "merged", bundle.folder, format="merged"))
-    np.testing.assert_allclose(logprobs(auto("llama").from_pretrained(merged).eval()), answers, atol=1e-4)
 
 
 def run(program: Path, inputs: list[Any]) -> Any:
@@ -288,25 +255,6 @@ def test_a_base_model_that_is_not_there_is_told(
     assert "--model" in error.remedy
 
 
-def test_an_adapter_of_another_bundle_lists_every_tensor(saved: Path, bundle: Bundle, tmp_path: Path) -> None:
-    error = refused(
-        AdapterError, "", source=saved / "gpt2-trained", out=tmp_path / "out", bundle=bundle.folder
-    )
-    assert "names the base model 'gpt2@" in error.problems[0]
-    # Missing: two a layer of llama; unexpected: two a layer of gpt2.
-    assert len(error.problems) == 1 + 2 * (4 + 2)
-
-
-def test_an_adapter_of_another_lora_a_is_refused(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "other"
-    folder.mkdir()
-    tensors = load_file(trained / "adapter_model.safetensors")
-    save_file({name: array + 1 for name, array in tensors.items()}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_bytes((trained / "adapter_config.json").read_bytes())
-    error = refused(AdapterError, "doesn't fit", source=folder, out=tmp_path / "out", bundle=bundle.folder)
-    assert len(error.problems) == 1 and "differs from the one inside the bundle" in error.problems[0]
-
-
 def make_run(folder: Path, bundle: Bundle, trained: Path, finished: bool = True) -> Path:
     """A run folder as `prge run` leaves it, as far as publishing reads it."""
     (folder / "checkpoints").mkdir(parents=True)
@@ -394,10 +342,6 @@ def test_a_run_without_a_result_says_how_to_get_one(bundle: Bundle, trained: Pat
     publish(PublishConfig(run_folder / "checkpoints/step-000003", tmp_path / "out"))
 
 
-def test_a_folder_without_adapter_is_refused(tmp_path: Path) -> None:
-    refused(AdapterError, "holds no trained adapter", source=tmp_path, out=tmp_path / "out")
-
-
 def test_nothing_is_replaced_unasked(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
     settings = PublishConfig(trained, tmp_path / "out", bundle.folder)
     publish(settings)
@@ -444,15 +388,3 @@ def test_the_command_line_publishes(
 ) -> None:
     assert main([str(trained), "--bundle", str(bundle.folder), "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
-
-
-def test_help_imports_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys\n"
-        "from server_export.publish import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "assert not {'torch', 'transformers', 'peft', 'executorch'} & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "{peft,merged,program,llm,gguf}" in done.stdout

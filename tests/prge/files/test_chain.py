@@ -6,7 +6,6 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from prge.errors import BundleError
 from prge.files.bundle import open_bundle
 from prge.files.chain import Bounds, Chain
 from prge.files.signatures import BACK, STACK, TANGENT
-from tests.bundles import make_bundle, make_chain, read_json, write_manifest
+from tests.bundles import make_bundle, make_chain
 
 Json = Any
 Change = Callable[[Json], object]
@@ -209,14 +208,6 @@ def test_a_chain_that_adapts_nothing_is_refused() -> None:
         Chain.from_json(block)
 
 
-def test_of_many_problems_the_first_are_told() -> None:
-    block = block_of()
-    block["blocks"] = block["blocks"][:1] + block["blocks"][1:2] * 900
-    with pytest.raises(BundleError) as refused:
-        Chain.from_json(block)
-    assert len(str(refused.value)) < 3000
-
-
 # Roles and contracts
 
 
@@ -259,22 +250,3 @@ def test_calls_that_score_take_as_many_rows_as_pass_a_block_together(tmp_path: P
     assert bundle.chain == make_chain()
     scoring = bundle.chain.scoring
     assert (scoring.role, scoring.rows) == ("stack", Bounds().copies * Bounds().batch)
-
-
-def test_files_that_the_chain_names_are_in_the_manifest(tmp_path: Path) -> None:
-    chain = make_chain()
-    kinds = (*chain.kinds[:2], replace(chain.kinds[2], program="programs/gone.pte"))
-    blocks = (*chain.blocks[:3], replace(chain.blocks[3], weights="weights/gone.ptd"))
-    for name, changes in (("programs/gone.pte", {"kinds": kinds}), ("weights/gone.ptd", {"blocks": blocks})):
-        other: Any = replace(chain, **changes)  # type: ignore[arg-type]
-        folder = make_bundle(tmp_path / name.replace("/", "-"), chain)
-        write_manifest(folder, {**read_json(folder), "chain": other.to_json()})
-        with pytest.raises(BundleError, match=f"lists no '{name}'"):
-            open_bundle(folder)
-
-
-def test_a_bundle_without_a_chain_in_its_manifest_is_refused(tmp_path: Path) -> None:
-    folder = make_bundle(tmp_path / "bundle")
-    write_manifest(folder, {**read_json(folder), "chain": None})
-    with pytest.raises(BundleError, match="the manifest's chain can't be read"):
-        open_bundle(folder)

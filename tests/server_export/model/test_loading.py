@@ -37,16 +37,6 @@ def test_half_precision_checkpoint_is_loaded_as_float32(tmp_path: Path) -> None:
     assert load_model(str(tmp_path)).model.lm_head.weight.dtype == torch.float32
 
 
-def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="there is no folder"):
-        load_model(str(tmp_path / "nothing"))
-
-
-def test_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"has no config\.json"):
-        load_model(str(tmp_path))
-
-
 def test_weights_missing(tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
@@ -211,14 +201,6 @@ def test_a_hostile_configuration_gives_a_model_or_an_error_of_ours(
     if change.keys() & {"hidden_size", "num_hidden_layers", "model_type", "auto_map", "num_labels"}:
         with pytest.raises(BundleError):
             load_model(str(folder))
-
-
-def test_the_content_of_a_folder_is_recorded(tmp_path: Path) -> None:
-    first = load_model(str(save_model(tmp_path / "a", "llama")))
-    same = load_model(str(save_model(tmp_path / "b", "llama")))
-    other = load_model(str(save_model(tmp_path / "c", "llama", seed=1)))
-    assert first.sha256 == same.sha256 != other.sha256
-    assert first.revision is None
 
 
 def test_a_model_s_own_use_of_a_cache_is_remembered(tmp_path: Path) -> None:
