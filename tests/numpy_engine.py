@@ -12,7 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from prge.contract import AdaptedModule, Contract
-from prge.engine import Array, FloatArray, Slope
+from prge.engine import Array, Engine, FloatArray, Slope
+from prge.files.adapter import Adapter
+from prge.learning.head import Head
+from tests.templates import random_adapter
 
 MODULE = "layer"
 
@@ -152,6 +155,18 @@ class NumpyExactEngine:
             np.add.at(by_output, at, slopes)
             np.add.at(by_output, at[:2], -slopes[..., None] * probability[at[:2]])
         return answers, {MODULE: np.einsum("rd,ntd,nto->ro", model.lora_a, states, by_output)}
+
+
+def adapter_of(engine: Engine) -> Adapter:
+    """One that changes the answers of a model."""
+    return random_adapter(engine.contract.modules, seed=2, size=0.3)
+
+
+def head_of(seed: int = 0) -> Head:
+    """A head of three classes for an encoder's states."""
+    head = Head(3, 6)
+    head.values[:] = np.random.default_rng(seed).normal(size=head.size)
+    return head
 
 
 def check_inputs(contract: Contract, inputs: Mapping[str, Array]) -> None:

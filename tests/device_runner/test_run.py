@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,15 @@ from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
 from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, RunError
-from prge.files.bundle import file_sha256, open_bundle
+from prge.files.bundle import open_bundle
 from prge.files.journal import Journal, encode_array
 from prge.files.peft import read_peft
 from prge.files.run_folder import run_lock
 from prge.learning.estimators.guide import Guide, add_guide
 from prge.verbs.settings import parse_settings
-from tests.bundles import read_json, write_manifest
+from tests.bundles import read_json, rehash, write_manifest
 from tests.device_runner.numpy_device import BATCH, QUERIES, Device, Killed, write_films
+from tests.workshop import bits
 
 STEPS = 12
 
@@ -64,6 +67,23 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _run_to_its_end(
+    device: Device, settings: RunSettings, calls: Sequence[int], after: Callable[[], None] = lambda: None
+) -> int:
+    """Kill a run after so many calls of each process in turn, and resume it; says how often it was killed."""
+    for kills in itertools.count():
+        device.calls_left = calls[kills % len(calls)]
+        try:
+            run(settings)
+        except Killed:
+            after()
+            settings = replace(settings, resume=settings.out)
+            continue
+        device.calls_left = None
+        return kills
+    raise AssertionError
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -230,18 +250,13 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     settings = replace(settings, checkpoint_every=checkpoint_every, evaluate_every=3)
     run(settings)
     killed = replace(settings, out=tmp_path / "killed")
-    resumes = 0
-    while True:
-        device.calls_left = 3 + resumes % 8
-        try:
-            run(replace(killed, resume=killed.out if resumes else None))
-            break
-        except Killed:
-            resumes += 1
-            # As if the process had ended between the journal and the metrics.
-            metrics = killed.out / "metrics.jsonl"
-            metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
-    assert resumes > 3
+
+    def lose_a_line() -> None:
+        """As if the process had ended between the journal and the metrics."""
+        metrics = killed.out / "metrics.jsonl"
+        metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
+
+    assert _run_to_its_end(device, killed, range(3, 11), lose_a_line) > 3
 
     def left(folder: Path) -> dict[str, Any]:
         counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
@@ -357,17 +372,11 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     killed = replace(changed, out=tmp_path / "killed", resume=tmp_path / "killed")
     shutil.copytree(settings.out, killed.out)
     run(replace(changed, change_estimator=True))
-    kills, is_told = 0, True
-    while True:
-        device.calls_left = 4 + kills % 5
-        try:
-            run(replace(killed, change_estimator=is_told))
-            break
-        except Killed:
-            kills, is_told = kills + 1, False
-    assert kills > 1
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
+    device.calls_left = 4
+    with pytest.raises(Killed):
+        run(replace(killed, change_estimator=True))
+    assert _run_to_its_end(device, killed, range(4, 9))
+    assert bits(killed.out) == bits(settings.out)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
         (change,) = [record for record in journal.records if record["kind"] == "change"]
     assert 0 < change["step"] < STEPS and change["settings"]["share_directions"] is True
@@ -399,8 +408,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     with pytest.raises(ConfigError, match="steps was 8, is 10"):
         run(replace(stored, epochs=2.0))
     run(replace(stored, epochs=1.5))
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (epochs.out / name).read_bytes() == (settings.out / name).read_bytes()
+    assert bits(epochs.out) == bits(settings.out)
     assert "1.5 epochs: 8 steps" in (epochs.out / "log.txt").read_text()
 
 
@@ -414,8 +422,7 @@ def test_a_folder_of_rows_is_its_files(settings: RunSettings, tmp_path: Path) ->
     run(settings)
     folder = replace(settings, train=tmp_path, dev=tmp_path, out=tmp_path / "of-folder")
     run(folder)
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (folder.out / name).read_bytes() == (settings.out / name).read_bytes()
+    assert bits(folder.out) == bits(settings.out)
 
 
 def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path) -> None:
@@ -459,11 +466,9 @@ def _list_template(bundle: Path, source: str) -> None:
     path = bundle / "tokenizer/chat_template.jinja"
     path.write_text(source)
     manifest = read_json(bundle)
-    manifest["files"]["tokenizer/chat_template.jinja"] = {
-        "sha256": file_sha256(path),
-        "bytes": path.stat().st_size,
-    }
+    manifest["files"]["tokenizer/chat_template.jinja"] = {}
     write_manifest(bundle, manifest)
+    rehash(bundle)
 
 
 @pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])
@@ -589,8 +594,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(
     assert newest.name == f"step-{steps:06d}"
     device.broken = None
     run(replace(exact, resume=exact.out))
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (exact.out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert bits(exact.out) == bits(tmp_path / "whole")
 
 
 def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
@@ -622,17 +626,9 @@ def test_a_guided_run_resumes_and_replays_to_the_same_bits(
     inside = moved @ np.linalg.pinv(axes) @ axes
     np.testing.assert_allclose(moved, inside, atol=1e-6)
     assert moved.any()
-    killed, kills = replace(guided, out=tmp_path / "killed"), 0
-    while True:
-        device.calls_left = 14 + kills % 5
-        try:
-            run(killed)
-            break
-        except Killed:
-            kills, killed = kills + 1, replace(killed, resume=killed.out)
-    assert kills > 1
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (killed.out / name).read_bytes() == (settings.out / name).read_bytes()
+    killed = replace(guided, out=tmp_path / "killed")
+    assert _run_to_its_end(device, killed, range(14, 19)) > 1
+    assert bits(killed.out) == bits(settings.out)
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
     device.calls_left = 10**9

@@ -10,7 +10,6 @@ import pytest
 
 from device_runner.engines.opening import open_engines
 from prge.engine import Engine, FloatArray
-from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.learning.estimators.differences import Antithetic, Differences
 from prge.learning.estimators.directions import Directions
@@ -21,6 +20,7 @@ from prge.learning.examples import Example
 from prge.learning.sampling import Sampler
 from tests.compilers import needs_compiler
 from tests.rows import choice, completion
+from tests.templates import random_adapter
 
 pytestmark = needs_compiler
 
@@ -43,15 +43,9 @@ def engines(workshop: Path) -> dict[str, Engine]:
     return {name: open_engines(bundle, contract, 1, "native").step for name, contract in contracts.items()}
 
 
-def adapter_of(engine: Engine) -> Adapter:
-    adapter = Adapter.zeros(engine.contract.modules)
-    adapter.values[:] = np.random.default_rng(0).normal(size=adapter.size) * 0.05
-    return adapter
-
-
 def step_of(engine: Engine, rows: str) -> Step:
     batches = Sampler(ROWS[rows], engine.contract, seed=1, calls=2).batches(0)
-    return Step(adapter_of(engine), batches, 1, 0)
+    return Step(random_adapter(engine.contract.modules, size=0.05), batches, 1, 0)
 
 
 def gradient(engine: Engine, estimator: Estimator, rows: str) -> FloatArray:

@@ -20,7 +20,7 @@ import torch
 from prge.errors import BundleError, ConfigError, PrgeError, RunError
 from prge.files.bundle import Bundle, file_sha256, manifest_sha256, open_bundle
 from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_peft
-from server_export.publish import main, publish
+from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig
 from tests.server_export.adapters import RANK, trained_adapter, trained_folder
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model
@@ -381,10 +381,3 @@ def test_settings_of_another_format_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         PublishConfig(Path("a"), Path("b"), quantize="8da4w", sequence_length=0)
     assert len(caught.value.problems) == 3
-
-
-def test_the_command_line_publishes(
-    bundle: Bundle, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(trained), "--bundle", str(bundle.folder), "--out", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "out")

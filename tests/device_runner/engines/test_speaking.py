@@ -17,6 +17,7 @@ from prge.errors import BundleError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
 from tests.device_runner.engines.chains import POSITIONS, Whole
+from tests.templates import random_adapter
 from tests.tiers import rest
 
 # What is different in the engine; tests/server_export/derive/test_continuing.py has the graphs of all.
@@ -43,9 +44,7 @@ def whole(make_chain: Callable[[str], Path]) -> Whole:
 
 
 def adapter_of(bundle: Bundle, seed: int) -> Adapter:
-    adapter = Adapter.zeros(bundle.chain.modules)
-    adapter.values[:] = 0.3 * np.random.default_rng(seed).standard_normal(adapter.size)
-    return adapter
+    return random_adapter(bundle.chain.modules, seed, 0.3)
 
 
 def tokens_of(bundle: Bundle, count: int, seed: int = 0) -> list[int]:

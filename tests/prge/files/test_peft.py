@@ -32,6 +32,7 @@ from prge.files.peft import (
     write_lora,
     write_peft,
 )
+from tests.templates import random_adapter
 
 MODULES = (
     AdaptedModule("model.layers.0.q_proj", rank=2, in_features=5, out_features=3),
@@ -74,9 +75,7 @@ def template(tmp_path: Path) -> Path:
 
 
 def some_adapter(seed: int = 1) -> Adapter:
-    adapter = Adapter.zeros(MODULES)
-    adapter.values[:] = np.random.default_rng(seed).standard_normal(adapter.size)
-    return adapter
+    return random_adapter(MODULES, seed)
 
 
 def test_read_transposes_lora_b(template: Path) -> None:
@@ -381,8 +380,7 @@ def test_modules_have_pefts_ranks_and_alphas(tmp_path: Path) -> None:
 def test_an_adapter_with_ranks_of_its_own_goes_out_and_in(tmp_path: Path) -> None:
     written_by_peft(tmp_path / "start", rank_pattern={"0.q_proj": 1})
     modules = read_lora(tmp_path / "start").modules
-    trained = Adapter.zeros(modules)
-    trained.values[:] = np.random.default_rng(2).standard_normal(trained.size)
+    trained = random_adapter(modules, 2)
     write_peft(tmp_path / "out", trained, tmp_path / "start")
     again = read_peft(tmp_path / "out", modules, tmp_path / "start")
     assert again.values.tobytes() == trained.values.tobytes()
@@ -420,8 +418,7 @@ def test_peft_loads_an_adapter_of_a_program_that_began_with_peft(tmp_path: Path)
 
     written_by_peft(tmp_path / "start")
     modules = read_lora(tmp_path / "start").modules
-    trained = Adapter.zeros(modules)
-    trained.values[:] = np.random.default_rng(2).standard_normal(trained.size)
+    trained = random_adapter(modules, 2)
     write_peft(tmp_path / "out", trained, tmp_path / "start")
     model = peft.PeftModel.from_pretrained(small_model(), str(tmp_path / "out"))
     for name, lora_b in trained.named().items():

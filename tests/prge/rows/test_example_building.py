@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from prge.contract import AdaptedModule, Contract
+from prge.contract import Contract
 from prge.errors import DataError
 from prge.learning.examples import Example, make_batch
-from prge.rows.example_building import BuildOptions, build_examples, load_examples
-from prge.rows.readers import Row, Selection
+from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.readers import Row
 from prge.rows.report import show_sample
-from prge.rows.sources import read_source
 from prge.rows.task import Task, load_task, parse_task
 from prge.rows.tokenizer import Tokenizer
+from tests.bundles import make_contract
 from tests.prge.rows.chat_templates import CHATML, TURNS
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
@@ -43,8 +43,7 @@ def tiny() -> Tokenizer:
 
 
 def program(length: int, positions: int) -> Contract:
-    module = AdaptedModule("q_proj", 2, 8, 8)
-    return Contract("stack", "logprobs", 1, 8, length, positions, 0, 1000, (module,))
+    return make_contract(batch_size=8, sequence_length=length, positions=positions, vocabulary_size=1000)
 
 
 def chat_tokenizer(template: str) -> Tokenizer:
@@ -267,16 +266,6 @@ def test_instructions_of_other_models_have_headings(tokenizer: Tokenizer, contra
     assert tokenizer.decode(example.prompt, special=False).endswith("### Response:\n")
     assert "(Alpaca): 1 rows" in report.text()
     assert "  columns: instruction, output; not read: id\n" in report.text()
-
-
-def test_conversations_are_messages(contract: MakeContract) -> None:
-    turns = [{"from": "human", "value": "a cat"}, {"from": "gpt", "value": "No"}]
-    messages = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "No"}]
-    made = [
-        build_examples(rows(fields), chat_tokenizer(CHATML), contract(sequence_length=128))[0]
-        for fields in ({"conversations": turns}, {"messages": messages})
-    ]
-    assert made[0] == made[1]
 
 
 # Candidates
@@ -513,13 +502,6 @@ def test_missing_columns_are_told_once(
     assert told.startswith(problem)
 
 
-def test_mixed_kinds_and_no_rows(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    assert problems_of(rows({"text": "a"}, {"messages": []}), tokenizer, contract()) == [
-        "it mixes rows of several forms: messages, text"
-    ]
-    assert problems_of([], tokenizer, contract()) == ["it has no rows"]
-
-
 def test_empty_completion_and_prompt(
     tokenizer: Tokenizer, bare_tokenizer: Tokenizer, contract: MakeContract
 ) -> None:
@@ -691,41 +673,3 @@ def test_only_messages_need_jinja2_and_nothing_needs_torch() -> None:
 
 
 # From a file
-
-
-def test_training_and_development_rows_of_one_file(
-    write: Callable[[str, str], Path], tokenizer: Tokenizer, contract: MakeContract
-) -> None:
-    path = write("a.tsv", "sentence\tlabel\n" + "".join(f"a cat\t{n % 2}\n" for n in range(20)))
-    task, parts = load_task("sst2"), []
-    for start, limit in ((0, 12), (12, 8)):
-        selection = Selection(start, limit, shuffle_seed=1)
-        examples, report = load_examples(path, tokenizer, contract(), task, selection)
-        assert report.text().startswith(f"{path} (task sst2): {limit} rows")
-        parts.append([example.row for example in examples])
-    assert sorted(parts[0] + parts[1]) == list(range(1, 21))
-
-
-def test_columns_of_other_names(
-    write: Callable[[str, str], Path], tokenizer: Tokenizer, contract: MakeContract
-) -> None:
-    path = write("a.json", '[{"q": "the film was", "a": " bad"}]')
-    source = read_source(path, columns=["prompt=q", "completion=a"])
-    [example], report = load_examples(source, tokenizer, contract())
-    assert learnt(example, tokenizer) == " bad</s>"
-    assert "  columns: prompt from q, completion from a\n" in report.text()
-    films = write("films.csv", "review,label\nthe film was,1\n")
-    source = read_source(films, columns=["sentence=review"])
-    [example], report = load_examples(source, tokenizer, contract(), load_task("sst2"))
-    assert "  columns: sentence from review, label\n" in report.text()
-
-
-def test_sst2_becomes_examples(shared: Path, tokenizer: Tokenizer, contract: MakeContract) -> None:
-    path = shared / "data" / "sst2" / "train.tsv"
-    selection = Selection(0, 1000, shuffle_seed=0)
-    examples, report = load_examples(
-        path, tokenizer, contract(sequence_length=128), load_task("sst2"), selection, TRUNCATE
-    )
-    assert len(examples) == 1000
-    assert all(len(example.sequences) == 1 and len(example.sequences[0].slots) == 2 for example in examples)
-    assert report.classes["0"] + report.classes["1"] == 1000

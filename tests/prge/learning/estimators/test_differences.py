@@ -10,7 +10,7 @@ from prge.learning.estimators.differences import Antithetic, Differences, OneSid
 from prge.learning.estimators.directions import Directions
 from prge.learning.estimators.protocol import Step
 from prge.learning.sampling import Sampler
-from tests.numpy_engine import NumpyEngine, completion_gradient
+from tests.numpy_engine import NumpyEngine, adapter_of, completion_gradient
 from tests.rows import random_completions
 
 SEED, STEP = 3, 5
@@ -19,12 +19,6 @@ SEED, STEP = 3, 5
 def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, calls: int = 1) -> np.ndarray:
     batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
     return Differences(rule).measure(engine, Step(adapter, batches, SEED, STEP)).scalars
-
-
-def _adapter(engine: NumpyEngine) -> Adapter:
-    adapter = Adapter.zeros(engine.contract.modules)
-    adapter.values[:] = np.random.default_rng(2).normal(size=adapter.size) * 0.3
-    return adapter
 
 
 def _exact_gradient(engine: NumpyEngine, adapter: Adapter, calls: int = 1) -> np.ndarray:
@@ -50,7 +44,7 @@ def _exact_gradient(engine: NumpyEngine, adapter: Adapter, calls: int = 1) -> np
 )
 def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, calls: int) -> None:
     engine = NumpyEngine()
-    adapter = _adapter(engine)
+    adapter = adapter_of(engine)
     exact = _exact_gradient(engine, adapter, calls)
     directions = Directions(SEED, STEP, adapter.size)
     expected = [directions(query) @ exact for query in range(4)]
@@ -59,7 +53,7 @@ def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, calls
 
 @pytest.mark.parametrize("rule", [Antithetic(3, 1e-2), OneSided(3, 1e-2)])
 def test_every_number_of_copies_gives_the_same_scalars(rule: Rule) -> None:
-    adapter = _adapter(NumpyEngine())
+    adapter = adapter_of(NumpyEngine())
     reference = _scalars(NumpyEngine(), rule, adapter)
     for copies in (2, 3, 4, 6, 8):
         engine = NumpyEngine().with_copies(copies)
@@ -116,7 +110,7 @@ def test_clipping_bounds_the_scalars_of_a_step() -> None:
     batches = Sampler(random_completions(12), engine.contract, SEED).batches(STEP)
     rule = Antithetic(4, 1e-2)
     whole, shrunk = (
-        Differences(rule, clip=limit).measure(engine, Step(_adapter(engine), batches, SEED, STEP)).scalars
+        Differences(rule, clip=limit).measure(engine, Step(adapter_of(engine), batches, SEED, STEP)).scalars
         for limit in (0.0, 0.1)
     )
     assert np.sqrt((shrunk**2).mean()) == pytest.approx(0.1)

@@ -18,7 +18,7 @@ from prge.learning.examples import Batch, Example
 from prge.learning.head import Classifier, CrossFittedHeads, Head
 from prge.learning.objectives import BatchLoss
 from prge.learning.sampling import Sampler
-from tests.numpy_engine import MODULE, NumpyEngine, NumpyExactEngine
+from tests.numpy_engine import MODULE, NumpyEngine, adapter_of, head_of
 from tests.rows import KINDS_OF_ROWS, choice, classified, completion, random_completions
 
 SEED, STEP = 3, 5
@@ -32,18 +32,6 @@ ROWS: dict[str, Sequence[Example]] = {
     ],
 }
 CLASSES = [classified(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
-
-
-def adapter_of(engine: NumpyExactEngine) -> Adapter:
-    adapter = Adapter.zeros(engine.contract.modules)
-    adapter.values[:] = np.random.default_rng(2).normal(size=adapter.size) * 0.3
-    return adapter
-
-
-def head_of(seed: int = 0) -> Head:
-    head = Head(3, 6)
-    head.values[:] = np.random.default_rng(seed).normal(size=head.size)
-    return head
 
 
 def mean_loss(

@@ -19,7 +19,14 @@ from prge.learning.examples import Batch, Example
 from prge.learning.head import Classifier, CrossFittedHeads, Head
 from prge.learning.objectives import BatchLoss
 from prge.learning.sampling import Sampler
-from tests.numpy_engine import MODULE, NumpyEngine, NumpyTangentEngine, completion_gradient
+from tests.numpy_engine import (
+    MODULE,
+    NumpyEngine,
+    NumpyTangentEngine,
+    adapter_of,
+    completion_gradient,
+    head_of,
+)
 from tests.rows import KINDS_OF_ROWS as ROWS
 from tests.rows import classified, random_completions
 
@@ -28,20 +35,8 @@ SEED, STEP, QUERIES = 3, 5, 3
 CLASSES = [classified(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
 
 
-def _adapter(engine: NumpyEngine | NumpyTangentEngine) -> Adapter:
-    adapter = Adapter.zeros(engine.contract.modules)
-    adapter.values[:] = np.random.default_rng(2).normal(size=adapter.size) * 0.3
-    return adapter
-
-
 def _batches(engine: NumpyTangentEngine, examples: Sequence[Example], calls: int = 1) -> list[Batch]:
     return Sampler(examples, engine.contract, SEED, calls).batches(STEP)
-
-
-def _head(seed: int = 0) -> Head:
-    head = Head(3, 6)
-    head.values[:] = np.random.default_rng(seed).normal(size=head.size)
-    return head
 
 
 def _losses(
@@ -83,7 +78,7 @@ def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
     rows: str, calls: int, shared: bool
 ) -> None:
     model = NumpyEngine()
-    engine, adapter = model.tangent(QUERIES), _adapter(model)
+    engine, adapter = model.tangent(QUERIES), adapter_of(model)
     batches = _batches(engine, ROWS[rows], calls)
     found = Tangents(shared).measure(engine, Step(adapter, batches, SEED, STEP))
     exact = _exact_gradients(model, adapter, batches)
@@ -96,7 +91,7 @@ def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
 @pytest.mark.parametrize("rows", ["completions", "completions of different lengths"])
 def test_scalars_of_completions_against_the_gradient_in_closed_form(rows: str) -> None:
     model = NumpyEngine()
-    engine, adapter = model.tangent(QUERIES), _adapter(model)
+    engine, adapter = model.tangent(QUERIES), adapter_of(model)
     (batch,) = _batches(engine, ROWS[rows])
     found = Tangents().measure(engine, Step(adapter, [batch], SEED, STEP))
     lora_b = adapter.named()[MODULE].astype(np.float64)
@@ -112,8 +107,8 @@ def test_scalars_of_completions_against_the_gradient_in_closed_form(rows: str) -
 @pytest.mark.parametrize("calls", [1, 2])
 def test_scalars_of_an_encoder(folds: int, calls: int) -> None:
     model = NumpyEngine(encoder=True)
-    engine, adapter = model.tangent(QUERIES), _adapter(model)
-    head = CrossFittedHeads([_head(1), _head(2)]) if folds else _head()
+    engine, adapter = model.tangent(QUERIES), adapter_of(model)
+    head = CrossFittedHeads([head_of(1), head_of(2)]) if folds else head_of()
     batches = _batches(engine, CLASSES, calls)
     found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP, head))
     exact = _exact_gradients(model, adapter, batches, head)
@@ -124,7 +119,7 @@ def test_scalars_of_an_encoder(folds: int, calls: int) -> None:
 
 def test_a_trained_head_gets_its_exact_gradient() -> None:
     model = NumpyEngine(encoder=True)
-    engine, adapter, head = model.tangent(QUERIES), _adapter(model), _head()
+    engine, adapter, head = model.tangent(QUERIES), adapter_of(model), head_of()
     batches = _batches(engine, CLASSES, calls=2)
     found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP, head, head))
     expected = []
@@ -141,7 +136,7 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
     """The mean of (u.G v) u v^T over all signs is G: nothing is left to chance, so nothing is left out."""
     combinations = np.array(list(itertools.product([-1, 1], repeat=2 + 3)), np.float32)
     model = NumpyEngine(vocabulary=3, rank=2)
-    engine, adapter = model.tangent(len(combinations)), _adapter(model)
+    engine, adapter = model.tangent(len(combinations)), adapter_of(model)
     batches = _batches(engine, random_completions(8, vocabulary=3), calls=2)
     monkeypatch.setattr(
         directions, "rademacher", lambda seed, step, query, size: np.tile(combinations[query], size // 5)
@@ -156,7 +151,7 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
 
 def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> None:
     model = NumpyEngine()
-    engine, adapter = model.tangent(QUERIES), _adapter(model)
+    engine, adapter = model.tangent(QUERIES), adapter_of(model)
     batches = _batches(engine, random_completions(12))
     estimator = Tangents(shared=True)
     found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
@@ -170,7 +165,7 @@ def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> 
 
 def test_clipping_shrinks_the_examples_that_are_too_steep() -> None:
     model = NumpyEngine()
-    engine, adapter = model.tangent(QUERIES), _adapter(model)
+    engine, adapter = model.tangent(QUERIES), adapter_of(model)
     batches = _batches(engine, random_completions(12))
     whole = Tangents().measure(engine, Step(adapter, batches, SEED, STEP)).scalars
     size = np.sqrt((whole**2).mean(0))
@@ -190,7 +185,7 @@ def test_rows_of_an_example_share_its_direction_and_padding_has_none() -> None:
             return super().forward(inputs)
 
     engine = Watching(NumpyEngine(batch_size=5), QUERIES)
-    adapter = _adapter(engine)
+    adapter = adapter_of(engine)
     batches = _batches(engine, ROWS["longer candidates"], calls=2)
     found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP))
     step = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules)
@@ -213,7 +208,7 @@ def test_the_adapter_is_given_without_a_copy_and_buffers_are_kept() -> None:
             return super().forward(inputs)
 
     engine = Watching(NumpyEngine(), QUERIES)
-    adapter, estimator = _adapter(engine), Tangents()
+    adapter, estimator = adapter_of(engine), Tangents()
     for step in (STEP, STEP + 1):
         estimator.measure(engine, Step(adapter, _batches(engine, random_completions(12)), SEED, step))
     assert np.shares_memory(seen[0][f"lora_b.{MODULE}"], adapter.values)
@@ -223,7 +218,7 @@ def test_the_adapter_is_given_without_a_copy_and_buffers_are_kept() -> None:
 def test_a_step_counts_its_tangents_as_rows() -> None:
     engine = NumpyEngine(batch_size=4).tangent(QUERIES)
     batches = _batches(engine, random_completions(12), calls=2)
-    found = Tangents().measure(engine, Step(_adapter(engine), batches, SEED, STEP))
+    found = Tangents().measure(engine, Step(adapter_of(engine), batches, SEED, STEP))
     assert engine.calls == 2
     assert found.rows == 2 * 4 * (1 + QUERIES)
     assert found.engine_seconds > 0
@@ -243,14 +238,14 @@ def test_the_largest_tangent_of_all_calls_is_told() -> None:
 
     engine = Watching(model, QUERIES)
     batches = _batches(engine, random_completions(12), calls=3)
-    found = Tangents().measure(engine, Step(_adapter(engine), batches, SEED, STEP))
+    found = Tangents().measure(engine, Step(adapter_of(engine), batches, SEED, STEP))
     assert found.largest_tangent == engine.largest > 0
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
     engine = NumpyEngine().tangent(QUERIES)
-    adapter = _adapter(engine)
+    adapter = adapter_of(engine)
     batches = _batches(engine, random_completions(12), calls=2)
     estimator = Tangents(clip=clip)
     found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
