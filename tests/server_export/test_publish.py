@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +15,15 @@ import pytest
 import torch
 
 from prge.errors import BundleError, ConfigError, PrgeError, RunError
-from prge.files.bundle import Bundle, file_sha256, manifest_sha256, open_bundle
+from prge.files.bundle import Bundle, file_sha256, open_bundle
 from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_peft
 from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig
+from tests.bundles import read_json, write_manifest
 from tests.server_export.adapters import RANK, trained_adapter, trained_folder
+from tests.server_export.publishing.hub_server import give_environment
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model
+from tests.verbs import prge
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
@@ -291,8 +291,14 @@ def test_a_run_is_published_with_its_own_bundle_and_facts(
 
 @pytest.mark.parametrize("words", [[], ["--model", "me/llama"]])
 def test_a_hub_id_is_taken_at_the_recorded_commit_and_told(
-    saved: Path, bundle: Bundle, trained: Path, tmp_path: Path, words: list[str]
+    saved: Path,
+    bundle: Bundle,
+    trained: Path,
+    tmp_path: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    give_environment(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
     commit, newer = "0123456789" * 4, "9876543210" * 4
     stored = tmp_path / "hub" / "models--me--llama"
     shutil.copytree(saved / "llama", stored / "snapshots" / commit)
@@ -300,21 +306,12 @@ def test_a_hub_id_is_taken_at_the_recorded_commit_and_told(
     (stored / "refs").mkdir()
     (stored / "refs" / "main").write_text(newer)
     shutil.copytree(bundle.folder, tmp_path / "bundle")
-    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    manifest = read_json(tmp_path / "bundle")
     manifest["model"] |= {"name_or_path": "me/llama", "revision": commit, "sha256": None}
-    manifest["manifest_sha256"] = manifest_sha256(manifest)
-    (tmp_path / "bundle" / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path / "bundle", manifest)
     for form in ("peft", "merged"):
         command = ["publish", trained, "--bundle", "bundle", "--out", form, "--format", form, *words]
-        child = subprocess.run(
-            [sys.executable, "-m", "prge.cli", *map(str, command)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_CACHE": "hub", "HF_HUB_OFFLINE": "1"},
-        )
-        assert child.returncode == 0, child.stderr
+        prge(*command, cwd=tmp_path)
         assert "base_model: me/llama\n" in (tmp_path / form / "README.md").read_text().split("---")[1]
     assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["revision"] == commit
 
