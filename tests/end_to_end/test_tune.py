@@ -19,12 +19,12 @@ from prge.verbs.settings import parse_settings
 from server_export.tune import decisions
 from server_export.tune.settings import TuneSettings
 from server_export.tune.stages import tune
+from tests.end_to_end.conftest import tune_words
 from tests.verbs import REPOSITORY, prge
 from tests.workshop import write_rows
 
 pytestmark = pytest.mark.timeout(300)
 
-STEPS = 8
 # Files that appear in the stages after rows and plan, and how a process is ended when they do.
 INSTANTS = {
     "before.json": signal.SIGKILL,
@@ -33,14 +33,6 @@ INSTANTS = {
     "search/0.03-8/journal.jsonl": signal.SIGINT,
     "run/checkpoints/step-*": signal.SIGTERM,
 }
-
-
-def words_of(workshop: Path, out: Path) -> list[object]:
-    return [
-        "tune", "--bundle", workshop / "bundle", "--data", workshop / "train.jsonl",
-        "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out,
-        "--steps", STEPS, "--threads", 1,
-    ]  # fmt: skip
 
 
 def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signals) -> str:
@@ -56,14 +48,6 @@ def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signa
             time.sleep(0.01)
         process.send_signal(how)
         return process.communicate(timeout=60)[0]
-
-
-@pytest.fixture(scope="module")
-def tuned(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tuning that nothing disturbed, with its `tune-result.json`."""
-    out = tmp_path_factory.mktemp("tuned") / "out"
-    prge(*words_of(workshop, out), "--json", out.parent / "tune-result.json")
-    return out
 
 
 def result_of(out: Path) -> dict[str, Any]:
@@ -93,7 +77,7 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
     workshop: Path, tuned: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    words = words_of(workshop, out)
+    words = tune_words(workshop, out)
     for pattern, how in INSTANTS.items():
         # The child that it had ends with it: the next one begins at once, and nobody holds a folder.
         told = end_after(pattern, out, words, how)
@@ -107,7 +91,7 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
 
 
 def test_other_settings_in_its_folder_are_refused(workshop: Path, tuned: Path) -> None:
-    done = prge(*words_of(workshop, tuned), "--rank", 4, "--batch-size", 1, check=False)
+    done = prge(*tune_words(workshop, tuned), "--rank", 4, "--batch-size", 1, check=False)
     assert done.returncode == 2
     assert "batch_size was None, is 1" in done.stderr and "rank was 8, is 4" in done.stderr
     assert f"prge tune --resume {tuned}" in done.stderr
@@ -220,7 +204,7 @@ def test_rates_that_diverge_in_the_search_are_not_taken(
 ) -> None:
     monkeypatch.setattr(decisions, "RATES", (0.01, 1e30))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    words = words_of(workshop, tmp_path / "out")[1:]
+    words = tune_words(workshop, tmp_path / "out")[1:]
     result = tune(parse_settings(TuneSettings, [*map(str, words)], "prge tune"))
     assert result["chosen"]["learning_rate"]["value"] < 1
     assert result["score_after"]["loss"] < result["score_before"]["loss"]
@@ -244,7 +228,7 @@ def test_no_room_for_the_bundle_is_told_and_leaves_none(
 @pytest.mark.whole
 def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:
     """The final run says what to do where the user insists on one."""
-    words = [*words_of(workshop, tmp_path / "out"), "--learning-rate", 1e30]
+    words = [*tune_words(workshop, tmp_path / "out"), "--learning-rate", 1e30]
     done = prge(*words, check=False)
     assert done.returncode == 2 and "the final run diverged" in done.stderr
     assert "give a --learning-rate below 1e+30" in done.stderr
