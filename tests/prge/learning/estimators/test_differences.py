@@ -8,9 +8,10 @@ import pytest
 from prge.files.adapter import Adapter
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
 from prge.learning.estimators.directions import Directions
+from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Step
 from prge.learning.sampling import Sampler
-from tests.numpy_engine import NumpyEngine, adapter_of, completion_gradient
+from tests.numpy_engine import NumpyEngine, adapter_of
 from tests.rows import random_completions
 
 SEED, STEP = 3, 5
@@ -19,19 +20,6 @@ SEED, STEP = 3, 5
 def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, calls: int = 1) -> np.ndarray:
     batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
     return Differences(rule).measure(engine, Step(adapter, batches, SEED, STEP)).scalars
-
-
-def _exact_gradient(engine: NumpyEngine, adapter: Adapter, calls: int = 1) -> np.ndarray:
-    total, count = 0, 0
-    for batch in Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP):
-        for row in range(batch.examples):
-            slots = [
-                (batch.positions[row, k], batch.targets[row, k]) for k in np.flatnonzero(batch.weights[row])
-            ]
-            lora_b = adapter.named()["layer"].astype(np.float64)
-            total = total + completion_gradient(engine, lora_b, batch.tokens[row], slots)
-            count += 1
-    return np.ravel(total / count)
 
 
 @pytest.mark.parametrize("calls", [1, 3])
@@ -45,7 +33,8 @@ def _exact_gradient(engine: NumpyEngine, adapter: Adapter, calls: int = 1) -> np
 def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, calls: int) -> None:
     engine = NumpyEngine()
     adapter = adapter_of(engine)
-    exact = _exact_gradient(engine, adapter, calls)
+    batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
+    exact = Exact().measure(engine.exact(), Step(adapter, batches, SEED, STEP)).gradient
     directions = Directions(SEED, STEP, adapter.size)
     expected = [directions(query) @ exact for query in range(4)]
     np.testing.assert_allclose(_scalars(engine, rule, adapter, calls), expected, atol=tolerance)

@@ -13,19 +13,21 @@ from prge.engine import Array
 from prge.files.adapter import Adapter
 from prge.learning.estimators import directions
 from prge.learning.estimators.directions import RankOneDirections, on_grid
+from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Measurement, Step
 from prge.learning.estimators.tangents import Tangents
 from prge.learning.examples import Batch, Example
-from prge.learning.head import Classifier, CrossFittedHeads, Head
-from prge.learning.objectives import BatchLoss
+from prge.learning.head import CrossFittedHeads
 from prge.learning.sampling import Sampler
 from tests.numpy_engine import (
     MODULE,
     NumpyEngine,
     NumpyTangentEngine,
     adapter_of,
-    completion_gradient,
     head_of,
+    head_with,
+    losses_of,
+    slopes_of,
 )
 from tests.rows import KINDS_OF_ROWS as ROWS
 from tests.rows import classified, random_completions
@@ -37,30 +39,6 @@ CLASSES = [classified(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in r
 
 def _batches(engine: NumpyTangentEngine, examples: Sequence[Example], calls: int = 1) -> list[Batch]:
     return Sampler(examples, engine.contract, SEED, calls).batches(STEP)
-
-
-def _losses(
-    model: NumpyEngine, values: Array, batches: Sequence[Batch], head: Classifier | None = None
-) -> np.ndarray:
-    """Loss of every example of a step, from primal answers alone."""
-    adapter = Adapter(model.contract.modules, values)
-    lora_b = {f"lora_b.{MODULE}": adapter.named()[MODULE][None]}
-    found = []
-    for batch in batches:
-        outputs = model.forward({**batch.inputs(1, model.contract.is_encoder), **lora_b})
-        found.append(BatchLoss(batch, outputs[model.contract.answer], head=head).losses[0])
-    return np.concatenate(found)
-
-
-def _exact_gradients(
-    model: NumpyEngine, adapter: Adapter, batches: Sequence[Batch], head: Classifier | None = None
-) -> np.ndarray:
-    """Gradient of every example's loss, [examples, size], by differences along every axis."""
-    columns = []
-    for axis in np.eye(adapter.size, dtype=np.float32) * np.float32(2**-12):
-        above, below = (_losses(model, adapter.values + s * axis, batches, head) for s in (1, -1))
-        columns.append((above - below) * 2**11)
-    return np.stack(columns, -1)
 
 
 def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> np.ndarray:
@@ -81,26 +59,11 @@ def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
     engine, adapter = model.tangent(QUERIES), adapter_of(model)
     batches = _batches(engine, ROWS[rows], calls)
     found = Tangents(shared).measure(engine, Step(adapter, batches, SEED, STEP))
-    exact = _exact_gradients(model, adapter, batches)
+    exact = slopes_of(lambda values: losses_of(model, values, batches), adapter.values)
     expected = np.einsum("qes,es->qe", _rank_one(found, adapter, shared), exact)
     np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
     assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(found.loss, _losses(model, adapter.values, batches).mean(), rtol=1e-12)
-
-
-@pytest.mark.parametrize("rows", ["completions", "completions of different lengths"])
-def test_scalars_of_completions_against_the_gradient_in_closed_form(rows: str) -> None:
-    model = NumpyEngine()
-    engine, adapter = model.tangent(QUERIES), adapter_of(model)
-    (batch,) = _batches(engine, ROWS[rows])
-    found = Tangents().measure(engine, Step(adapter, [batch], SEED, STEP))
-    lora_b = adapter.named()[MODULE].astype(np.float64)
-    for example in range(batch.examples):
-        read = np.flatnonzero(batch.weights[example])
-        slots = [(batch.positions[example, k], batch.targets[example, k]) for k in read]
-        exact = completion_gradient(model, lora_b, batch.tokens[example], slots).ravel()
-        expected = _rank_one(found, adapter)[:, example] @ exact
-        np.testing.assert_allclose(found.scalars[:, example], expected, atol=1e-6)
+    np.testing.assert_allclose(found.loss, losses_of(model, adapter.values, batches).mean(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("folds", [0, 2])
@@ -111,7 +74,7 @@ def test_scalars_of_an_encoder(folds: int, calls: int) -> None:
     head = CrossFittedHeads([head_of(1), head_of(2)]) if folds else head_of()
     batches = _batches(engine, CLASSES, calls)
     found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP, head))
-    exact = _exact_gradients(model, adapter, batches, head)
+    exact = slopes_of(lambda values: losses_of(model, values, batches, head), adapter.values)
     expected = np.einsum("qes,es->qe", _rank_one(found, adapter), exact)
     np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
     assert found.head_gradient is None
@@ -122,12 +85,9 @@ def test_a_trained_head_gets_its_exact_gradient() -> None:
     engine, adapter, head = model.tangent(QUERIES), adapter_of(model), head_of()
     batches = _batches(engine, CLASSES, calls=2)
     found = Tangents().measure(engine, Step(adapter, batches, SEED, STEP, head, head))
-    expected = []
-    for axis in np.eye(head.size, dtype=np.float32) * np.float32(2**-12):
-        above, below = Head(3, 6), Head(3, 6)
-        above.values[:], below.values[:] = head.values + axis, head.values - axis
-        up, down = (_losses(model, adapter.values, batches, moved).mean() for moved in (above, below))
-        expected.append((up - down) * 2**11)
+    expected = slopes_of(
+        lambda values: losses_of(model, adapter.values, batches, head_with(values)).mean(), head.values
+    )
     assert found.head_gradient is not None
     np.testing.assert_allclose(found.head_gradient, expected, atol=1e-5)
 
@@ -143,7 +103,7 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
     )
     estimator = Tangents()
     found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
-    exact = _exact_gradients(model, adapter, batches).mean(0)
+    exact = Exact().measure(model.exact(), Step(adapter, batches, SEED, STEP)).gradient
     np.testing.assert_allclose(
         estimator.gradient(found.learnt, SEED, STEP, adapter.modules), exact, atol=1e-5
     )
@@ -155,9 +115,9 @@ def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> 
     batches = _batches(engine, random_completions(12))
     estimator = Tangents(shared=True)
     found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
-    exact = _exact_gradients(model, adapter, batches).mean(0)
+    exact = Exact().measure(model.exact(), Step(adapter, batches, SEED, STEP)).gradient
     along = _rank_one(found, adapter, shared=True)[:, 0]
-    np.testing.assert_allclose(found.scalars.mean(1), along @ exact, atol=2e-5)
+    np.testing.assert_allclose(found.scalars.mean(1), along @ exact, atol=1e-6)
     expected = (along * found.scalars.mean(1)[:, None]).mean(0)
     gradient = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
