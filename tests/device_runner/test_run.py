@@ -122,12 +122,12 @@ def test_it_says_what_it_chooses_of_rows_before_and_after_and_what_is_right(
     assert "Right:" in (tmp_path / "report.html").read_text()
 
 
-def test_samples_of_rows_without_candidates_are_refused(device: Device, settings: RunSettings) -> None:
+def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -> None:
     with pytest.raises(ConfigError, match="there are no development rows with candidates"):
         run(replace(settings, dev=None, select="metric", evaluate_every=0, sample_rows=3))
 
 
-def test_the_journal_says_what_was_settled(device: Device, settings: RunSettings) -> None:
+def test_the_journal_says_what_was_settled(settings: RunSettings) -> None:
     run(settings)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
         start = journal.first("start")
@@ -139,7 +139,7 @@ def test_the_journal_says_what_was_settled(device: Device, settings: RunSettings
     assert (stored.estimator, stored.queries) == ("tangent", QUERIES)
 
 
-def test_metrics_count_rows_and_tell_the_largest_tangent(device: Device, settings: RunSettings) -> None:
+def test_metrics_count_rows_and_tell_the_largest_tangent(settings: RunSettings) -> None:
     run(settings)
     steps = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "step"]
     assert [r["rows"] for r in steps] == [n * 2 * BATCH * (1 + QUERIES) for n in range(1, STEPS + 1)]
@@ -307,7 +307,7 @@ LIES: list[tuple[str, dict[str, Any]]] = [
 )
 @pytest.mark.timeout(20)
 def test_a_journal_that_says_what_no_run_says_is_an_error(
-    device: Device, settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
+    settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     run(settings)
     shutil.rmtree(settings.out / "checkpoints")
@@ -324,7 +324,7 @@ def test_a_journal_that_says_what_no_run_says_is_an_error(
 
 @pytest.mark.parametrize("device", [True], indirect=True, ids=["encoder"])
 def test_a_replay_compares_the_head_too(
-    device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(replace(settings, steps=1, learning_rate=1e-30))
     lines = (settings.out / "journal.jsonl").read_text().splitlines(keepends=True)
@@ -334,7 +334,7 @@ def test_a_replay_compares_the_head_too(
     assert "DIFFERENT" in capsys.readouterr().out
 
 
-def test_figures_that_no_run_says_are_an_error(device: Device, settings: RunSettings) -> None:
+def test_figures_that_no_run_says_are_an_error(settings: RunSettings) -> None:
     run(settings)
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
     for record in records:
@@ -346,7 +346,7 @@ def test_figures_that_no_run_says_are_an_error(device: Device, settings: RunSett
 
 
 def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
-    device: Device, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run(replace(settings, out=Path("-x")))
@@ -386,7 +386,7 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     assert "the same bits" in capsys.readouterr().out
 
 
-def test_with_another_estimator_all_else_stays(device: Device, settings: RunSettings) -> None:
+def test_with_another_estimator_all_else_stays(settings: RunSettings) -> None:
     run(settings)
     with pytest.raises(ConfigError, match="seed was 42, is 7") as caught:
         run(replace(settings, resume=settings.out, share_directions=True, seed=7, change_estimator=True))
@@ -598,7 +598,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(
 
 
 def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
-    device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+    settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what was wrong put right, the same command begins it."""
 

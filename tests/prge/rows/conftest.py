@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from prge.contract import Contract
 from prge.rows.tokenizer import Tokenizer
-from tests.bundles import make_contract
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend, prefixed_backend
 
 
@@ -33,13 +30,6 @@ def prefixed_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def encoder_tokenizer() -> Tokenizer:
     return Tokenizer(encoder_backend(), pad_id=0)
-
-
-@pytest.fixture(scope="session")
-def contract() -> Callable[..., Contract]:
-    return partial(
-        make_contract, batch_size=4, sequence_length=48, positions=16, width=8, vocabulary_size=1000
-    )
 
 
 @pytest.fixture()
