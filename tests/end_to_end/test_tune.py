@@ -137,16 +137,6 @@ def test_three_rows_and_a_long_one(workshop: Path, tmp_path: Path) -> None:
     assert facts["longest"] <= 32 and facts["targets"] > 100_000
 
 
-@pytest.mark.whole
-def test_three_rows_are_tuned_on_with_one_of_them_to_choose_by(workshop: Path, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in ("aa bb", "cc dd", "dd aa")])
-    words = ["--bundle", workshop / "bundle", "--out", tmp_path / "out", "--learning-rate", 0.01]
-    prge("tune", rows, *words, "--steps", 3, "--json", tmp_path / "tune-result.json")
-    result = result_of(tmp_path / "out")
-    assert result["score_after"]["examples"] == 1
-    assert result["chosen"]["batch_size"]["value"] == 1
-
-
 def one_class(workshop: Path, folder: Path) -> Path:
     rows = [json.loads(line) for line in (workshop / "train.jsonl").read_text().splitlines()]
     return write_rows(folder / "one.jsonl", [row for row in rows if row["label"] == 0])

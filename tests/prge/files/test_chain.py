@@ -133,6 +133,16 @@ def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) ->
             chain.contract(role, 2, queries=3 if role == TANGENT else 0)
 
 
+def _adapt_instead(block: Json, number: int) -> None:
+    """Another block has the adapted modules of the first that has any."""
+    block["blocks"][number]["modules"], block["blocks"][1]["modules"] = [0, 1], []
+
+
+def _adapt_nothing(block: Json) -> None:
+    for one in (block, *block["blocks"]):
+        one["modules"] = []
+
+
 def _of(kind: int, role: str) -> Callable[[Json], Json]:
     return lambda block: block["kinds"][kind]["methods"][role]
 
@@ -182,29 +192,15 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
             r"block 3 answers \('parts',\) in the role",
         ),
         (lambda b: b.update(readout="pooled"), "block 3 takes .*'targets'"),
+        (lambda b: _adapt_instead(b, 0), "block 0, the first or a head, has adapted modules"),
+        (lambda b: _adapt_instead(b, 3), "block 3, the first or a head, has adapted modules"),
+        (_adapt_nothing, "no block has an adapted module: there is nothing to train"),
     ],
 )
 def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) -> None:
     block = block_of()
     change(block)
     with pytest.raises(BundleError, match=f"the manifest describes no .*{told}"):
-        Chain.from_json(block)
-
-
-@pytest.mark.parametrize("number", [0, 3])
-def test_only_blocks_between_embedding_and_head_are_adapted(number: int) -> None:
-    block = block_of()
-    block["blocks"][number]["modules"], block["blocks"][1]["modules"] = [0, 1], []
-    with pytest.raises(BundleError, match=f"block {number}, the first or a head, has adapted modules"):
-        Chain.from_json(block)
-
-
-def test_a_chain_that_adapts_nothing_is_refused() -> None:
-    block = block_of()
-    block["modules"] = []
-    for one in block["blocks"]:
-        one["modules"] = []
-    with pytest.raises(BundleError, match="no block has an adapted module: there is nothing to train"):
         Chain.from_json(block)
 
 

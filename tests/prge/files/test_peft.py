@@ -24,7 +24,6 @@ from prge.files.peft import (
     PeftAdapter,
     find_adapter,
     read_any,
-    read_arrays,
     read_lora,
     read_peft,
     run_of,
@@ -112,15 +111,6 @@ def test_the_same_arrays_give_the_same_bytes(tmp_path: Path, template: Path) -> 
         "note.txt",
         "optimizer.safetensors",
     ]
-
-
-def test_extra_arrays_come_back(tmp_path: Path, template: Path) -> None:
-    arrays = {"step": np.array([7]), "moment": np.linspace(0, 1, 5), "empty": np.zeros((0, 2), np.float32)}
-    write_peft(tmp_path / "out", some_adapter(), template, {"optimizer.safetensors": arrays})
-    again = read_arrays(tmp_path / "out/optimizer.safetensors")
-    assert again.keys() == arrays.keys()
-    for name, array in arrays.items():
-        assert np.array_equal(again[name], array) and again[name].dtype == array.dtype
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "a/b", "adapter_model.safetensors", "hashes.json"])
@@ -411,19 +401,6 @@ def test_peft_loads_what_is_written(tmp_path: Path) -> None:
         assert np.array_equal(layer.lora_B["default"].weight.detach(), adapter.lora_b[name])
     again = read_lora(tmp_path / "out")
     assert again.modules == adapter.modules and again.config == adapter.config
-
-
-def test_peft_loads_an_adapter_of_a_program_that_began_with_peft(tmp_path: Path) -> None:
-    import peft
-
-    written_by_peft(tmp_path / "start")
-    modules = read_lora(tmp_path / "start").modules
-    trained = random_adapter(modules, 2)
-    write_peft(tmp_path / "out", trained, tmp_path / "start")
-    model = peft.PeftModel.from_pretrained(small_model(), str(tmp_path / "out"))
-    for name, lora_b in trained.named().items():
-        layer = model.base_model.model.get_submodule(name)
-        assert np.array_equal(layer.lora_B["default"].weight.detach().T, lora_b)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from prge.contract import AdaptedModule
 from prge.errors import AdapterError, ConfigError
-from prge.files.peft import read_peft
 from server_export.bundle import write_adapter
 from server_export.model.lora_fa import (
     convert_conv1d,
@@ -114,24 +112,6 @@ def test_lora_a_depends_on_the_seed_alone() -> None:
     q_proj = first["model.layers.0.self_attn.q_proj"]
     assert q_proj.shape == (4, 64)
     assert bound * 0.9 < float(q_proj.abs().max()) <= bound
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
-def test_adapter_folder_loads_in_peft_and_here(architecture: str, tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    begun = start(architecture)
-    write_adapter(tmp_path / "adapter", begun)
-    model = PeftModel.from_pretrained(make_model(architecture), str(tmp_path / "adapter"))
-    layers = dict(model.named_modules())
-    for name, matrix in begun.lora_a.items():
-        layer = layers[f"base_model.model.{name}"]
-        assert torch.equal(layer.lora_A["default"].weight, matrix)
-        assert layer.scaling["default"] == begun.alpha / begun.rank
-    modules = [
-        AdaptedModule(name, 4, a.shape[1], len(begun.lora_b[name])) for name, a in begun.lora_a.items()
-    ]
-    assert not read_peft(tmp_path / "adapter", modules).values.any()
 
 
 def train(adapter: Path) -> None:
