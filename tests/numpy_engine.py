@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from prge.contract import AdaptedModule, Contract
-from prge.engine import Array, Engine, FloatArray, Slope
+from prge.engine import Array, Slope
 from prge.files.adapter import Adapter
 from prge.learning.examples import Batch
 from prge.learning.head import Classifier, Head
@@ -160,7 +160,7 @@ class NumpyExactEngine:
         return answers, {MODULE: np.einsum("rd,ntd,nto->ro", model.lora_a, states, by_output)}
 
 
-def adapter_of(engine: Engine) -> Adapter:
+def adapter_of(engine: NumpyEngine | NumpyTangentEngine | NumpyExactEngine) -> Adapter:
     """One that changes the answers of a model."""
     return random_adapter(engine.contract.modules, seed=2, size=0.3)
 
@@ -173,7 +173,7 @@ def check_inputs(contract: Contract, inputs: Mapping[str, Array]) -> None:
         assert inputs[spec.name].dtype == spec.dtype, spec
 
 
-def head_with(values: FloatArray) -> Head:
+def head_with(values: Array) -> Head:
     """A head of three classes for an encoder's states."""
     head = Head(3, 6)
     head.values[:] = values
@@ -186,8 +186,8 @@ def head_of(seed: int = 0) -> Head:
 
 
 def losses_of(
-    model: NumpyEngine, values: FloatArray, batches: Sequence[Batch], head: Classifier | None = None
-) -> FloatArray:
+    model: NumpyEngine, values: Array, batches: Sequence[Batch], head: Classifier | None = None
+) -> Array:
     """Loss of every example with an adapter of these values, from answers alone."""
     lora_b = {f"lora_b.{MODULE}": Adapter(model.contract.modules, values).named()[MODULE][None]}
     found = []
@@ -197,7 +197,7 @@ def losses_of(
     return np.concatenate(found)
 
 
-def slopes_of(function: Callable[[FloatArray], Any], values: FloatArray) -> FloatArray:
+def slopes_of(function: Callable[[Array], Any], values: Array) -> Array:
     """Derivatives of a function by each of its float32 values, by central differences; they come last."""
     steps = np.eye(len(values), dtype=np.float32) * np.float32(2**-12)
     return np.stack([(function(values + step) - function(values - step)) * 2**11 for step in steps], -1)

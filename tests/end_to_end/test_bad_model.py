@@ -35,11 +35,11 @@ def weighted(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
 
 
 # One of each kind: tests/server_export/model/test_files.py and test_loading.py have all of them.
-CONFIGURATIONS = {
+CONFIGURATIONS: dict[str, Callable[[Path], object]] = {
     "a billion layers": configured(num_hidden_layers=10**9),
     "depth": lambda model: (model / "config.json").write_text('{"a":' * 9999 + "0" + "}" * 9999),
 }
-WEIGHTS = {
+WEIGHTS: dict[str, Callable[[Path], object]] = {
     "random numbers": weighted(lambda content: content[:4096] + os.urandom(len(content) - 4096)),
     "wider than its weights": configured(hidden_size=1 << 20),
     "one layer more": configured(num_hidden_layers=3, layer_types=None),

@@ -35,6 +35,7 @@ def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, calls
     adapter = adapter_of(engine)
     batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
     exact = Exact().measure(engine.exact(), Step(adapter, batches, SEED, STEP)).gradient
+    assert exact is not None
     directions = Directions(SEED, STEP, adapter.size)
     expected = [directions(query) @ exact for query in range(4)]
     np.testing.assert_allclose(_scalars(engine, rule, adapter, calls), expected, atol=tolerance)

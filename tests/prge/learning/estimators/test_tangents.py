@@ -104,6 +104,7 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
     estimator = Tangents()
     found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
     exact = Exact().measure(model.exact(), Step(adapter, batches, SEED, STEP)).gradient
+    assert exact is not None
     np.testing.assert_allclose(
         estimator.gradient(found.learnt, SEED, STEP, adapter.modules), exact, atol=1e-5
     )
@@ -116,6 +117,7 @@ def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> 
     estimator = Tangents(shared=True)
     found = estimator.measure(engine, Step(adapter, batches, SEED, STEP))
     exact = Exact().measure(model.exact(), Step(adapter, batches, SEED, STEP)).gradient
+    assert exact is not None
     along = _rank_one(found, adapter, shared=True)[:, 0]
     np.testing.assert_allclose(found.scalars.mean(1), along @ exact, atol=1e-6)
     expected = (along * found.scalars.mean(1)[:, None]).mean(0)
