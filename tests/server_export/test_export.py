@@ -14,6 +14,7 @@ from prge.files.signatures import ROLES
 from server_export.export import ExportConfig, export, main
 from server_export.lower.kind import WeightsFile
 from tests.tiny_models import SHALLOW, save_model
+from tests.workshop import Made
 
 torch.set_num_threads(1)
 
@@ -24,14 +25,15 @@ def config(model: object, out: Path = Path("unused"), **changes: Any) -> ExportC
 
 
 @pytest.fixture(scope="session")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"), "llama", **SHALLOW["llama"])
+def llama_folder(made_once: Made) -> Path:
+    return made_once("exported-model", lambda folder: save_model(folder, "llama", **SHALLOW["llama"]))
 
 
 @pytest.fixture(scope="session")
-def llama_bundle(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("bundles") / "llama"
-    return export(config(llama_folder, out, quantize="8da4w", roles=["stack", "tangent"], seed=5))
+def llama_bundle(llama_folder: Path, made_once: Made) -> Path:
+    given = {"quantize": "8da4w", "roles": ["stack", "tangent"], "seed": 5}
+    made = made_once("exported", lambda folder: export(config(llama_folder, folder / "bundle", **given)))
+    return made / "bundle"
 
 
 def files(folder: Path) -> list[str]:

@@ -24,44 +24,48 @@ from tests.server_export.adapters import RANK, trained_adapter, trained_folder
 from tests.server_export.publishing.hub_server import give_environment
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model
 from tests.verbs import prge
+from tests.workshop import Made
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).parents[2]
-SETTINGS: dict[str, Any] = {"roles": ["stack"], "rank": RANK, "sequence_length": LENGTH}
 HEAD = {
     "weight": np.random.default_rng(5).standard_normal((3, 64)).astype(np.float32),
     "bias": np.array([0.5, -1, 2], np.float32),
 }
 
 
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders llama, gpt2 and bert with a base model, and llama-trained and so on with an adapter of it."""
-    root = tmp_path_factory.mktemp("publish")
+def fill(folder: Path) -> None:
+    from server_export.export import ExportConfig, export
+
     for architecture in ("llama", "gpt2", "bert"):
-        base = save_model(root / architecture, architecture)
-        trained_adapter(base, root / f"{architecture}-trained", HEAD if architecture == "bert" else None)
-    return root
+        base = save_model(folder / architecture, architecture)
+        trained_adapter(base, folder / f"{architecture}-trained", HEAD if architecture == "bert" else None)
+    settings = {"roles": ["stack"], "rank": RANK, "sequence_length": LENGTH, "chat_template": "plain"}
+    made: dict[str, Any] = {**settings, "model": str(folder / "llama"), "out": folder / "bundle"}
+    bundle = open_bundle(export(ExportConfig(**made)))
+    trained_folder(folder / "trained", bundle.chain.modules, bundle.adapter)
+
+
+@pytest.fixture(scope="session")
+def saved(made_once: Made) -> Path:
+    """Folders llama, gpt2 and bert with a base model, and llama-trained and so on with an adapter of it."""
+    return made_once("publish", fill)
 
 
 @pytest.fixture(scope="session")
 def bundle(saved: Path) -> Bundle:
     """A real bundle of the tiny llama, with a chat template that the model has not."""
-    from server_export.export import ExportConfig, export
-
-    settings = {**SETTINGS, "model": str(saved / "llama"), "out": saved / "bundle"}
-    return open_bundle(export(ExportConfig(**settings, chat_template="plain")))
+    return open_bundle(saved / "bundle")
 
 
 @pytest.fixture(scope="session")
-def trained(saved: Path, bundle: Bundle) -> Path:
-    return trained_folder(saved / "trained", bundle.chain.modules, bundle.adapter)
+def trained(saved: Path) -> Path:
+    """An adapter of the bundle."""
+    return saved / "trained"
 
 
-def rows(seed: int = 0) -> tuple[Any, Any]:
+def rows() -> tuple[Any, Any]:
     """Tokens without padding ids i64 [2, LENGTH] and a mask."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(3, 128, (2, LENGTH), generator=generator)
+    tokens = torch.randint(3, 128, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])).long()
     return tokens, mask
 
