@@ -499,7 +499,7 @@ def test_candidates_that_are_one_token() -> None:
 
 def test_tokenizer_of_another_program() -> None:
     [problem] = problems_of(rows(FILM), TOKENIZER, contract(vocabulary_size=310), load_task("sst2"))
-    assert problem.endswith("(335), the bundle knows 310: the TOKENIZER is not this bundle's")
+    assert problem.endswith("(335), the bundle knows 310: the tokenizer is not this bundle's")
 
 
 # Properties
