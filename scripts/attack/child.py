@@ -156,7 +156,7 @@ class Child:
         return os.pread(self._log.fileno(), _MOST_OUTPUT, 0).decode(errors="replace")
 
     def _become_prge(self) -> None:
-        code = 1
+        code, begun = 1, False
         try:
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -172,10 +172,11 @@ class Child:
             self._limit()
             sys.argv = ["prge", *map(str, self.words)]
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            begun = True
             code = (self.call or prge.cli.main)()
         except BaseException as error:
-            begun = error.__traceback__ is not None and error.__traceback__.tb_next is not None
-            if isinstance(error, KeyboardInterrupt) and not begun:  # as while Python starts
+            within = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            if isinstance(error, KeyboardInterrupt) and not (begun and within):  # as while Python starts
                 os._exit(_STOPPED)
             traceback.print_exc()
         finally:

@@ -28,6 +28,7 @@ from device_runner.android.device import Phone
 from device_runner.android.runtime import default_cache
 from prge.errors import PrgeError
 from tests.device_runner.android.daemons import (
+    PHONE,
     PORT,
     Daemon,
     Network,
@@ -167,7 +168,7 @@ def _relay(budgets: Sequence[int]) -> None:
     while True:
         near, _ = server.accept()
         try:
-            far = socket.create_connection(("127.0.0.1", PORT))
+            far = socket.create_connection((PHONE, PORT))
         except OSError:
             near.close()
             continue
